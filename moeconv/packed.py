@@ -1,0 +1,68 @@
+"""A pack as the model that transformers runs: what the pack says, judged by code that did not write it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import nn
+
+from moeconv.archs import ARCHS, Arch
+from moeconv.errors import ConversionError
+from moert.pack.model_spec import ModelSpec
+from moert.pack.reader import Pack, projection_weights
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A pack's weights, dequantised to float32, inside the transformers model of its config.json."""
+
+    pack: Pack
+    arch: Arch
+    spec: ModelSpec
+    model: Any
+
+    @classmethod
+    def open(cls, pack: Pack) -> PackedModel:
+        """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
+        config = json.loads(pack.read_file("config.json"))
+        arch = ARCHS.get(config.get("model_type", ""))
+        if arch is None:
+            raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
+        model = _empty_model(pack)
+        spec = pack.manifest.model
+        _load_backbone(model, arch, spec, pack)
+        for key in spec.expert_keys():
+            projections = pack.projections(key, pack.read_expert(key))
+            for name, projection in projections.items():
+                weight = torch.from_numpy(projection_weights(projection))
+                arch.expert_weight(model, key, name).copy_(weight)
+        return cls(pack, arch, spec, model.eval())
+
+    def stack_state(self, stack: str) -> tuple[tuple[int, ...], ...]:
+        """Constant: a pack's weights don't change."""
+        return ()
+
+
+def _empty_model(pack: Pack) -> nn.Module:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(pack.root, local_files_only=True)
+    model_class = getattr(transformers, config.architectures[0])
+    with torch.no_grad():
+        model: nn.Module = model_class._from_config(config, dtype=torch.float32, experts_implementation="eager")
+    return model.requires_grad_(False)
+
+
+def _load_backbone(model: Any, arch: Arch, spec: ModelSpec, pack: Pack) -> None:
+    try:
+        tensors = load(pack.read_file("backbone.safetensors"))
+    except SafetensorError as error:
+        raise ConversionError(f"backbone.safetensors in the pack can't be read ({error}): convert again") from None
+    for canonical, name in arch.backbone_names(spec).items():
+        model.get_parameter(name).copy_(tensors[canonical].float())
+    model.tie_weights()

@@ -1,0 +1,154 @@
+"""Which expert follows which? Routing of calibration text through the packed model, as counts and as figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moeconv.packed import PackedModel
+from moeconv.scorers.generated import Batch, GeneratedScorer
+from moeconv.scorers.text import TextScorer
+from moert.pack.model_spec import Stack
+from moert.pack.paths import TransitionTable
+
+Routes = dict[Stack, list[npt.NDArray[np.int64]]]
+"""For each stack, one array [tokens, top_k] per layer with experts; row t is the same token in each."""
+
+SCORED_TOKENS = 4000
+
+
+@dataclass(frozen=True)
+class PathFigures:
+    """`accuracy[known][n - 1]`: how much of what held-out tokens select is among the n * top_k most probable experts,
+    given the experts of the `known` layers before (paper's Fig. 8; with top_k = 1 the usual top-n accuracy).
+    `coverage20`: share of tokens that take one of the 20% most frequent paths (a path: the first choice of each
+    layer). `best_next`: mean probability of the likeliest next expert given the two layers before."""
+
+    tokens: int
+    coverage20: Mapping[Stack, float]
+    best_next: float
+    accuracy: tuple[tuple[float, float, float], ...]
+
+
+@torch.inference_mode()
+def routes_of(packed: PackedModel, scorer: TextScorer | GeneratedScorer) -> Routes:
+    """The routing of the scorer's samples: of running text, or of inputs and the greedy outputs to them."""
+    parts: list[dict[tuple[Stack, int], Tensor]] = []
+    if isinstance(scorer, TextScorer):
+        for batch in scorer.batches():
+            with _recording(packed) as seen:
+                packed.model(input_ids=batch, use_cache=False)
+            parts.append(seen)
+    else:
+        generated = scorer.generated_ids()
+        for group in scorer.batches:
+            parts.append(_generated_routes(packed, group, [generated[row] for row in group.rows]))
+    routes: Routes = {}
+    for stack, layer in packed.spec.moe_layers():
+        joined = torch.cat([part[stack, layer] for part in parts]).numpy()
+        routes.setdefault(stack, []).append(joined)
+    return routes
+
+
+def _generated_routes(packed: PackedModel, batch: Batch, outputs: list[list[int]]) -> dict[tuple[Stack, int], Tensor]:
+    start = packed.spec.decoder_start_token_id or 0
+    fed = [[start, *ids] for ids in outputs]
+    width = max(map(len, fed))
+    inputs = torch.tensor([ids + [0] * (width - len(ids)) for ids in fed])
+    real = torch.tensor([[True] * len(ids) + [False] * (width - len(ids)) for ids in fed])
+    with _recording(packed) as seen:
+        packed.model(input_ids=batch.inputs, attention_mask=batch.mask, decoder_input_ids=inputs, use_cache=False)
+    keep = {"encoder": batch.mask.bool().flatten(), "decoder": real.flatten()}
+    return {place: chosen[keep[place[0]]] for place, chosen in seen.items()}
+
+
+@contextmanager
+def _recording(packed: PackedModel) -> Iterator[dict[tuple[Stack, int], Tensor]]:
+    """What every router selects while the block runs: (stack, layer) → [tokens, top_k]."""
+    seen: dict[tuple[Stack, int], Tensor] = {}
+    top_k = packed.spec.moe.top_k
+
+    def hook_for(place: tuple[Stack, int]) -> Callable[[Any, Any, Any], None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            seen[place] = packed.arch.selected_experts(output, top_k)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(hook_for(place)) for place, module in packed.arch.router_modules(packed.model)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigures:
+    """Coverage on the profiled text, accuracy of the table on held-out text."""
+    accuracy = tuple(_accuracy(table, heldout, known) for known in (0, 1, 2))
+    return PathFigures(
+        tokens=sum(len(layers[0]) for layers in routes.values()),
+        coverage20={stack: coverage(layers) for stack, layers in routes.items()},
+        best_next=_best_next(table, routes),
+        accuracy=accuracy,
+    )
+
+
+def coverage(layers: Sequence[npt.NDArray[np.int64]], share: float = 0.2) -> float:
+    """Share of tokens whose path is among the `share` most frequent of the paths that were seen."""
+    paths = Counter(map(tuple, np.stack([layer[:, 0] for layer in layers], axis=1).tolist()))
+    counts = sorted(paths.values(), reverse=True)
+    top = max(1, round(share * len(counts)))
+    return sum(counts[:top]) / sum(counts)
+
+
+def _places(routes: Routes, first: int) -> Iterator[tuple[Stack, int, npt.NDArray[np.int64]]]:
+    """(stack, layer, tokens to score): every layer from `first` on, at most SCORED_TOKENS tokens spread over all."""
+    for stack, layers in routes.items():
+        count = len(layers[0])
+        tokens = np.unique(np.linspace(0, count - 1, min(count, SCORED_TOKENS)).astype(np.int64))
+        for layer in range(first, len(layers)):
+            yield stack, layer, tokens
+
+
+def _context(layers: Sequence[npt.NDArray[np.int64]], layer: int, token: int) -> list[int]:
+    if layer < 0:
+        return []
+    return [int(expert) for expert in layers[layer][token] if expert >= 0]
+
+
+def _accuracy(table: TransitionTable, routes: Routes, known: int) -> tuple[float, float, float]:
+    hits, total = np.zeros(3), 0
+    for stack, layer, tokens in _places(routes, known):
+        layers = routes[stack]
+        for token in tokens:
+            actual = set(_context(layers, layer, token))
+            if not actual:
+                continue
+            one = _context(layers, layer - 1, token) if known > 0 else []
+            two = _context(layers, layer - 2, token) if known > 1 else []
+            order = np.argsort(-table.probabilities(stack, layer, one, two), kind="stable").tolist()
+            total += len(actual)
+            for n in range(3):
+                hits[n] += len(actual.intersection(order[: (n + 1) * len(actual)]))
+    first, second, third = (hits / max(total, 1)).tolist()
+    return first, second, third
+
+
+def _best_next(table: TransitionTable, routes: Routes) -> float:
+    best: list[float] = []
+    for stack, layer, tokens in _places(routes, 2):
+        layers = routes[stack]
+        for token in tokens[::4]:
+            one, two = _context(layers, layer - 1, token), _context(layers, layer - 2, token)
+            best.append(float(table.probabilities(stack, layer, one, two).max()))
+    return float(np.mean(best)) if best else 0.0

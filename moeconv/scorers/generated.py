@@ -1,0 +1,168 @@
+"""Generated text against target text, for encoder-decoder models: greedy, in batches, with the metric's judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from moeconv.calibration import Sample
+from moeconv.metrics import Metric
+from moeconv.scorers import Scores, Subject
+
+BATCH_ROWS = 512
+BATCH_TOKENS = 16384
+SPARE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of like length. `rows` are their places in the list of samples; padding is on the right."""
+
+    rows: list[int]
+    inputs: Tensor  # [rows, source tokens]
+    mask: Tensor  # [rows, source tokens], 1 where there is a token
+    targets: Tensor  # [rows, target tokens], -100 where there is none
+
+
+class GeneratedScorer:
+    """With `keep`, the encoder's outputs are remembered, and later calls skip the encoder while its experts have the
+    same widths. Perplexity is scored too: nats and words of the targets, given the inputs."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        samples: Sequence[Sample],
+        tokenizer: Tokenizer,
+        metric: Metric,
+        max_new_tokens: int | None,
+    ) -> None:
+        self.subject = subject
+        self.samples = samples
+        self.tokenizer = tokenizer
+        self.metric = metric
+        self.batches = batches_of(samples, tokenizer, subject.spec.pad_token_id or 0)
+        longest = max(batch.targets.shape[1] for batch in self.batches)
+        self.max_new_tokens = max_new_tokens or longest + SPARE_TOKENS
+        self._kept_state: tuple[tuple[int, ...], ...] | None = None
+        self._kept: list[Tensor] = []
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.samples)
+
+    @torch.inference_mode()
+    def score(self, *, keep: bool = False) -> Scores:
+        encoded = self._encoded(keep)
+        outputs = [""] * len(self.samples)
+        nats, tokens = np.zeros(len(self.samples)), 0
+        for batch, hidden in zip(self.batches, encoded, strict=True):
+            losses = self._teacher_forced(batch, hidden)
+            tokens += int((batch.targets != -100).sum())
+            nats[batch.rows] = losses.double().numpy()
+            if self.metric.generates:
+                for row, text in zip(batch.rows, self._texts(batch, hidden), strict=True):
+                    outputs[row] = text
+        return Scores(self._per_sample(outputs, nats), float(nats.sum() / tokens), tuple(outputs))
+
+    def generated_ids(self) -> list[list[int]]:
+        """Greedy output of every sample as token ids, without start, end and padding."""
+        ids: list[list[int]] = [[] for _ in self.samples]
+        with torch.inference_mode():
+            for batch, hidden in zip(self.batches, self._encoded(False), strict=True):
+                for row, tokens in zip(batch.rows, self._generate(batch, hidden), strict=True):
+                    ids[row] = tokens
+        return ids
+
+    def _per_sample(self, outputs: list[str], nats: np.ndarray) -> np.ndarray:
+        judge = self.metric.judge
+        if judge is None:
+            words = [max(1, len(sample.target.split())) for sample in self.samples]
+            return np.stack([nats, np.array(words, dtype=np.float64)], axis=1)
+        judged = [judge(output, sample.target) for output, sample in zip(outputs, self.samples, strict=True)]
+        return np.stack([np.array(judged), np.ones(len(judged))], axis=1)
+
+    def _encoded(self, keep: bool) -> list[Tensor]:
+        state = self.subject.stack_state("encoder")
+        if state == self._kept_state:
+            return self._kept
+        encoder = self.subject.model.get_encoder()
+        encoded = [
+            encoder(input_ids=batch.inputs, attention_mask=batch.mask).last_hidden_state for batch in self.batches
+        ]
+        if keep:
+            self._kept, self._kept_state = encoded, state
+        return encoded
+
+    def _teacher_forced(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Nats of each row's target given its input. [rows]"""
+        start = torch.full((len(batch.rows), 1), self.subject.spec.decoder_start_token_id or 0)
+        shifted = torch.cat([start, batch.targets[:, :-1].clamp(min=0)], dim=1)
+        logits = self.subject.model(
+            encoder_outputs=_encoder_output(hidden),
+            attention_mask=batch.mask,
+            decoder_input_ids=shifted,
+            use_cache=False,
+        ).logits
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none", ignore_index=-100)
+        return losses.sum(dim=1)
+
+    def _texts(self, batch: Batch, hidden: Tensor) -> list[str]:
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self._generate(batch, hidden)]
+
+    def _generate(self, batch: Batch, hidden: Tensor) -> list[list[int]]:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        spec = self.subject.spec
+        start = spec.decoder_start_token_id or 0
+        stops = torch.tensor(spec.eos_token_ids)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        token = torch.full((len(batch.rows), 1), start)
+        finished = torch.zeros(len(batch.rows), dtype=torch.bool)
+        columns: list[Tensor] = []
+        for _ in range(self.max_new_tokens):
+            logits = self.subject.model(
+                encoder_outputs=_encoder_output(hidden), attention_mask=batch.mask, decoder_input_ids=token,
+                past_key_values=cache, use_cache=True,
+            ).logits  # fmt: skip
+            token = logits[:, -1].argmax(dim=-1, keepdim=True)
+            columns.append(token[:, 0].masked_fill(finished, -1))
+            finished |= torch.isin(token[:, 0], stops)
+            if finished.all():
+                break
+        stop_set = set(spec.eos_token_ids)
+        rows = torch.stack(columns, dim=1).tolist()
+        return [[token for token in row if token >= 0 and token not in stop_set] for row in rows]
+
+
+def batches_of(samples: Sequence[Sample], tokenizer: Tokenizer, pad: int) -> list[Batch]:
+    """Samples sorted by length and cut into batches; the tokenizer adds its own end-of-text marks."""
+    sources = [encoding.ids for encoding in tokenizer.encode_batch([sample.source for sample in samples])]
+    targets = [encoding.ids for encoding in tokenizer.encode_batch([sample.target for sample in samples])]
+    order = sorted(range(len(samples)), key=lambda row: (len(sources[row]), len(targets[row]), row))
+    batches, start = [], 0
+    while start < len(order):
+        rows = order[start : start + BATCH_ROWS]
+        while len(rows) > 1 and len(rows) * len(sources[rows[-1]]) > BATCH_TOKENS:
+            rows = rows[: len(rows) // 2]
+        inputs = _padded([sources[row] for row in rows], pad)
+        mask = _padded([[1] * len(sources[row]) for row in rows], 0)
+        batches.append(Batch(rows, inputs, mask, _padded([targets[row] for row in rows], -100)))
+        start += len(rows)
+    return batches
+
+
+def _padded(rows: list[list[int]], fill: int) -> Tensor:
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
+
+
+def _encoder_output(hidden: Tensor) -> Any:
+    from transformers.modeling_outputs import MoEModelOutput
+
+    return MoEModelOutput(last_hidden_state=hidden)

@@ -1,0 +1,78 @@
+"""What a user asks of a conversion, checked before anything long starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeconv.errors import SettingsError
+from moeconv.metrics import METRICS
+from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
+from moert.pack.codec import WIDTHS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`samples`, `sweep_samples` and `heldout_samples` bound what is used of each split (None: all of it): samples
+    of input and target, or windows of running text. `context` is the length of such a window in tokens."""
+
+    model: str
+    out: Path
+    work: Path
+    target_loss: float = 0.05
+    calib: str | None = None
+    heldout: str | None = None
+    metric: str | None = None
+    quantizer: str = "channel"
+    group_size: int = 64
+    bits: tuple[int, ...] = WIDTHS
+    seed: int = 0
+    samples: int | None = None
+    sweep_samples: int | None = None
+    heldout_samples: int | None = None
+    context: int = 256
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantizer not in QUANTIZERS:
+            raise SettingsError(f"--quantizer {self.quantizer}: expected one of {', '.join(QUANTIZERS)}")
+        if self.metric is not None and self.metric not in METRICS:
+            raise SettingsError(f"--metric {self.metric}: expected one of {', '.join(METRICS)}")
+        if self.group_size not in GROUP_SIZES:
+            raise SettingsError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
+        if not self.bits or any(width not in WIDTHS for width in self.bits):
+            raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
+        if self.calib is None and self.bits != (16,):
+            raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
+        for name in ("samples", "sweep_samples", "heldout_samples", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+        if self.context < 2:
+            raise SettingsError(f"--context {self.context}: expected at least 2 tokens")
+        if not 0 <= self.seed < 1 << 32:
+            raise SettingsError(f"--seed {self.seed}: expected a whole number from 0 to {(1 << 32) - 1}")
+
+
+def parse_loss(text: str) -> float:
+    """'5%' or '0.05' → 0.05. Raises SettingsError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
+    if match is None:
+        raise SettingsError(f"--loss {text!r}: expected a share such as 5% or 0.05")
+    loss = float(match[1]) / (100 if match[2] else 1)
+    if loss >= 1:
+        hint = f"; did you mean {match[1]}%?" if not match[2] and loss < 100 else ""
+        raise SettingsError(f"--loss {text!r} would allow to lose everything: expected less than 100%{hint}")
+    return loss
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """'2,3,4' → (2, 3, 4), sorted, each once. Raises SettingsError."""
+    try:
+        widths = {int(part) for part in text.split(",")}
+    except ValueError:
+        raise SettingsError(f"--bits {text!r}: expected widths such as 2,4,8") from None
+    if not widths <= set(WIDTHS):
+        raise SettingsError(f"--bits {text!r}: expected widths among {', '.join(map(str, WIDTHS))}")
+    return tuple(sorted(widths))

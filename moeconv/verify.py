@@ -1,0 +1,69 @@
+"""Does a pack hold what it says? Every hash, and against the source every weight within its width's error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeconv.checkpoint import Checkpoint
+from moeconv.errors import VerifyFailed
+from moert.pack.codec import F32, QuantizedMatrix, dequantize
+from moert.pack.model_spec import ExpertKey
+from moert.pack.reader import Pack, Projection
+
+F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
+F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`worst` is the largest error found, as a share of what its width allows; None without a source."""
+
+    files: int
+    experts: int
+    worst: float | None
+
+
+def verify(pack: Pack, source: Checkpoint | None) -> Verified:
+    """Raises a PackError for a damaged file, VerifyFailed for an expert that is not that of the source."""
+    files = sum(1 for _ in pack.verify_hashes())
+    keys = pack.manifest.model.expert_keys()
+    if source is None:
+        return Verified(files, len(keys), None)
+    if source.spec != pack.manifest.model:
+        raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
+    worst = max(_expert_error(pack, source, key) for key in keys)
+    return Verified(files, len(keys), worst)
+
+
+def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
+    projections = pack.projections(key, pack.read_expert(key))
+    worst = 0.0
+    for name, weight in source.expert(key).items():
+        share = error_share(projections[name], weight)
+        if not share <= 1:
+            raise VerifyFailed(
+                f"expert {key}, {name}: its error is {share:.1f} times what its width allows: the pack was made from "
+                "other weights, or is damaged"
+            )
+        worst = max(worst, share)
+    return worst
+
+
+def error_share(projection: Projection, weight: F32) -> float:
+    """The largest error of a projection, as a share of the largest that its width allows.
+
+    Linear quantisation may be off by half a step: (max - min) / (2**bits - 1) / 2 within each group, and by what
+    rounding scale and minimum to float16 adds. 16-bit weights may be off by their rounding alone.
+    """
+    if not isinstance(projection, QuantizedMatrix):
+        allowed = np.abs(weight) * 2.0**-8 + F16_FLOOR
+        return float((np.abs(projection - weight) / allowed).max())
+    starts = np.arange(0, projection.in_features, projection.group_size)
+    low, high = np.minimum.reduceat(weight, starts, axis=1), np.maximum.reduceat(weight, starts, axis=1)
+    half_step = (high - low) / (2**projection.bits - 1) / 2
+    rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + F16_FLOOR * 2**projection.bits
+    allowed = half_step + rounding
+    wide = np.repeat(allowed, projection.group_size, axis=1)[:, : projection.in_features]
+    return float((np.abs(dequantize(projection) - weight) / wide).max())

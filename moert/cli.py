@@ -1,0 +1,237 @@
+"""The command `moert`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moert import __version__
+from moert.errors import RunError
+from moert.pack.errors import PackError
+
+if TYPE_CHECKING:
+    from moert.engine import Answer, Engine
+    from moert.generation.settings import GenerationSettings
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    help="Run a model.pack inside a memory budget.",
+)  # fmt: skip
+
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+class Eviction(str, Enum):
+    paper = "paper"
+    lru = "lru"
+    lfu = "lfu"
+    fifo = "fifo"
+
+
+class Predict(str, Enum):
+    transitions = "transitions"
+    popularity = "popularity"
+    none = "none"
+
+
+PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    pack: PackArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="Text to continue or transform; stdin if nothing is given.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Read one prompt from a text file.")] = None,
+    input_path: Annotated[
+        Path | None,
+        typer.Option("--input", help="JSON lines, each with the field prompt, input or text; - is stdin."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for the weights that always stay, the keys and values of the request, one unpacked expert, "
+            "and the expert cache: 1.5GB, 800MB, 512MiB; or 50%: all of that with room for half of the experts. "
+            "Python, torch and activations come on top. Without it experts stay in memory once read."
+        ),
+    ] = None,
+    eviction: Annotated[Eviction, typer.Option(help="Which expert leaves when room is needed.")] = Eviction.paper,
+    predict: Annotated[
+        Predict | None,
+        typer.Option(
+            help="What names the experts to preload; by default transitions, or none if the pack has no paths.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw among tokens this fraction as likely as the likeliest.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given several times.", show_default=False)
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="For the arithmetic; by default torch's choice.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
+) -> None:
+    """Run one prompt, or each prompt of a JSONL file."""
+    given = [
+        name for name, value in (("PROMPT", prompt), ("--file", file), ("--input", input_path)) if value is not None
+    ]
+    if len(given) > 1:
+        raise RunError(f"{' and '.join(given)} exclude each other: give one prompt or one file")
+    if output is not None and input_path is None:
+        raise RunError("--output goes with --input: for one prompt redirect stdout")
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    engine = _open(pack, memory, eviction, predict, threads)
+    with engine:
+        if input_path is not None:
+            _run_records(engine, input_path, output, settings, as_json)
+        else:
+            _run_prompt(engine, prompt, file, settings, as_json)
+        if stats and not (as_json and input_path is None):
+            figures = engine.stats()
+            print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
+
+
+@app.command()
+def info(
+    pack: PackArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what a pack holds, what it lost, and the smallest memory it runs in."""
+    from moert.description import describe, description_lines
+    from moert.engine import Engine
+
+    with Engine.open(pack, predictor="none") as engine:
+        print(json.dumps(describe(engine), indent=1) if as_json else "\n".join(description_lines(engine)))
+
+
+def _settings(
+    max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, stop: list[str] | None
+) -> GenerationSettings:
+    from moert.generation.settings import GenerationSettings, InvalidSetting
+
+    try:
+        return GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    except InvalidSetting as error:
+        raise RunError(str(error)) from None
+
+
+def _open(pack: Path, memory: str | None, eviction: Eviction, predict: Predict | None, threads: int | None) -> Engine:
+    from moert.budget import parse_memory
+
+    limit = None if memory is None else parse_memory(memory)
+    from moert.engine import Engine
+
+    predictor = None if predict is None else predict.value
+    return Engine.open(pack, limit, eviction.value, predictor, threads)
+
+
+def _run_prompt(
+    engine: Engine, prompt: str | None, file: Path | None, settings: GenerationSettings, as_json: bool
+) -> None:
+    from moert.prompts import read_prompt
+
+    text = read_prompt(prompt, file, sys.stdin)
+    if as_json:
+        answer = engine.generate(text, settings)
+        print(json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False))
+        return
+    try:
+        engine.generate(text, settings, _print_piece)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    print(flush=True)
+
+
+def _run_records(engine: Engine, path: Path, output: Path | None, settings: GenerationSettings, as_json: bool) -> None:
+    from moert.errors import InputInvalid
+    from moert.prompts import LineWriter, read_records
+
+    records = read_records(path, sys.stdin)
+    with LineWriter(output) as writer:
+        for record in records:
+            try:
+                answer = engine.generate(record.prompt, settings)
+            except InputInvalid as error:
+                raise InputInvalid(f"{path} line {record.line}: {error}") from None
+            writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    return {
+        "output": answer.text,
+        "tokens": answer.result.tokens,
+        "stop_reason": answer.result.stop_reason,
+        "prompt_tokens": answer.prompt_tokens,
+    }
+
+
+def _print_piece(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: list[str] | None) -> int:
+    try:
+        code = app(arguments, standalone_mode=False, prog_name="moert")
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (PackError, RunError) as error:
+        print(f"moert: {error}", file=sys.stderr)
+        return USAGE
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
+        if message is None:
+            raise
+        print(_one_line(message()), file=sys.stderr)
+        return USAGE
+
+
+def _one_line(message: str) -> str:
+    if message.startswith("Usage:"):
+        return message  # no arguments at all: the help
+    text = " ".join(message.split()).replace("Value error, ", "").rstrip(".")
+    return f"moert: {text} (moert --help lists the options)"
+
+
+if __name__ == "__main__":
+    main()

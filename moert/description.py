@@ -1,0 +1,105 @@
+"""What `moert info` says about a pack."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from moert.backbone import BACKBONE, TOKENIZER
+from moert.engine import Engine
+from moert.pack.manifest import Measured
+from moert.pack.paths import PATHS
+from moert.pack.reader import bits_histogram
+from moert.stats import size
+
+TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Everything as plain values; bytes are bytes, losses fractions."""
+    manifest, spec = engine.pack.manifest, engine.spec
+    stacks = {"encoder": spec.encoder, "decoder": spec.decoder}
+    files = {name: entry.nbytes for name, entry in manifest.files.items()}
+    known = (BACKBONE, PATHS)
+    return {
+        "pack": str(engine.pack.root),
+        "creator": manifest.creator,
+        "family": spec.family,
+        "layers": {
+            name: {"all": stack.n_layers, "with_experts": len(stack.moe_layers)}
+            for name, stack in stacks.items()
+            if stack is not None
+        },
+        "experts": {
+            "per_layer": spec.moe.num_experts,
+            "top_k": spec.moe.top_k,
+            "all": len(manifest.experts),
+            "weights_each": spec.weights_per_expert(),
+        },
+        "quantizer": manifest.quantization.quantizer,
+        "group_size": manifest.quantization.group_size,
+        "bits_histogram": {str(bits): count for bits, count in bits_histogram(manifest.experts).items()},
+        "effective_bits": manifest.effective_bits(),
+        "bytes": {
+            "backbone": files.get(BACKBONE, 0),
+            "experts": engine.budget.expert_bytes,
+            "expert_tensors": manifest.expert_tensor_bytes(),
+            "paths": files.get(PATHS, 0),
+            "other": sum(nbytes for name, nbytes in files.items() if name not in known),
+        },
+        "quality": None if manifest.quality is None else asdict(manifest.quality),
+        "has_paths": PATHS in files,
+        "has_tokenizer": TOKENIZER in files,
+        "smallest_memory": {
+            "bytes": engine.smallest_memory(TYPICAL_PROMPT_TOKENS, TYPICAL_NEW_TOKENS),
+            "prompt_tokens": TYPICAL_PROMPT_TOKENS,
+            "new_tokens": TYPICAL_NEW_TOKENS,
+        },
+    }
+
+
+def description_lines(engine: Engine) -> list[str]:
+    """The same for people."""
+    facts = describe(engine)
+    layers = ", ".join(f"{name} {n['all']} ({n['with_experts']} with experts)" for name, n in facts["layers"].items())
+    experts, nbytes, smallest = facts["experts"], facts["bytes"], facts["smallest_memory"]
+    group = f", groups of {facts['group_size']}" if facts["group_size"] else ", per output channel"
+    widths = ", ".join(f"{bits} bits: {count}" for bits, count in facts["bits_histogram"].items())
+    smallest_text = (
+        f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
+        f"{smallest['new_tokens']} new ones"
+    )
+    return [
+        f"pack             {facts['pack']} (by {facts['creator']})",
+        f"model            {facts['family']}: {layers}",
+        f"experts          {experts['all']}: {experts['per_layer']} a layer, {experts['top_k']} for each token, "
+        f"{experts['weights_each']} weights each",
+        f"quantizer        {facts['quantizer']}{group}",
+        f"widths           {widths} (projections)",
+        f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
+        f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk "
+        f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, other {size(nbytes['other'])}",
+        *_quality_lines(engine),
+        f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
+        f"tokenizer        {'yes' if facts['has_tokenizer'] else 'no'}",
+        f"smallest memory  {smallest_text}",
+    ]
+
+
+def _quality_lines(engine: Engine) -> list[str]:
+    quality = engine.pack.manifest.quality
+    if quality is None:
+        return ["quality          not measured"]
+    lines = [f"quality          {quality.metric}, target loss {100 * quality.target_loss:.2f}%"]
+    for name, measured in (("calibration", quality.calibration), ("held-out", quality.heldout)):
+        lines.append(f"  {name:<14} {_measured(measured)}")
+    return lines
+
+
+def _measured(measured: Measured | None) -> str:
+    if measured is None:
+        return "not measured"
+    return (
+        f"{measured.value:.4f} (reference {measured.reference:.4f}), loss {100 * measured.loss:.2f}% "
+        f"[{100 * measured.low:.2f}%, {100 * measured.high:.2f}%] on {measured.samples} samples"
+    )

@@ -1,0 +1,221 @@
+"""Puts a pack, a budget and the policies together: the only place where the parts meet."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+
+import torch
+from tokenizers import Tokenizer
+
+from moert.backbone import load_backbone, load_tokenizer
+from moert.budget import Budget, MemoryLimit
+from moert.errors import InputInvalid, PathsMissing
+from moert.experts.cache import ExpertCache
+from moert.experts.eviction import EVICTION
+from moert.experts.executor import CachedExperts
+from moert.experts.replay import Step
+from moert.experts.store import ExpertStore
+from moert.generation.detokenize import Detokenizer
+from moert.generation.loop import Generation, GenerationResult, PromptError
+from moert.generation.settings import GenerationSettings
+from moert.models.model import build_model
+from moert.pack.paths import PATHS, TransitionTable
+from moert.pack.reader import Pack
+from moert.predict import PREDICTORS
+from moert.predict.none import NoPrediction
+from moert.predict.predictor import Predictor
+from moert.prefetch import Prefetcher
+from moert.stats import ExpertCounters, RequestTimes, RunStats, run_stats
+
+DEFAULT_PREDICTOR = "transitions"
+
+
+Notify = Callable[[str], None]
+"""Gets one line about something that works, but not as well as a user may think."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request."""
+
+    result: GenerationResult
+    prompt_tokens: int
+    time_to_first_token_s: float
+    total_s: float
+
+    @property
+    def text(self) -> str:
+        return self.result.text
+
+
+class Engine:
+    """An open pack, ready to run one request at a time. Close it, or use it in a with block."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        memory: MemoryLimit | None,
+        eviction: str,
+        predictor: Predictor,
+        trace: list[Step] | None,
+        notify: Notify,
+    ) -> None:
+        """`predictor` may be any that fits the model; see `open` for the rest."""
+        self.pack = pack
+        self.spec = pack.manifest.model
+        self.memory = memory
+        self.budget = Budget.of(pack.manifest)
+        self.counters = ExpertCounters()
+        self.times = RequestTimes()
+        self._memory_bytes: int | None = None
+        self._notify = notify
+        self._notes: list[str] = []  # for the first request that runs
+        self._warned = False
+        policy = EVICTION[eviction](self.spec.moe_layers())
+        self.cache = ExpertCache(ExpertStore(pack, self.counters), policy, 0, self.counters)
+        weights = load_backbone(pack)
+        idle = isinstance(predictor, NoPrediction)
+        self._prefetcher = None if idle else Prefetcher(self.cache)
+        self.runner = CachedExperts(pack, self.cache, predictor, self._prefetcher, trace)
+        self.model = build_model(self.spec, weights, self.runner)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        memory: int | MemoryLimit | None = None,
+        eviction: str = "paper",
+        predictor: str | None = None,
+        threads: int | None = None,
+        trace: list[Step] | None = None,
+        notify: Notify | None = None,
+    ) -> Engine:
+        """`memory`: bytes for everything that the pack needs in memory, None to keep all experts once they were read.
+
+        `predictor`: a name from PREDICTORS; None takes "transitions", or "none" with a note if the pack has no path
+        tables. `threads` is for the arithmetic. `trace` collects what every layer demands. `notify` gets notes and
+        warnings, which otherwise go to stderr. Raises PackError or PathsMissing, and KeyError for unknown names.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        pack = Pack.open(path)
+        limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
+        chosen, note = _predictor(pack, predictor)
+        engine = cls(pack, limit, eviction, chosen, trace, notify or _to_stderr)
+        engine._notes += [] if note is None else [note]
+        return engine
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises TokenizerMissing."""
+        return load_tokenizer(self.pack)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+        return list(self.tokenizer.encode(prompt).ids)
+
+    def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """The smallest --memory, in bytes, that such a request runs in."""
+        return self.budget.smallest_bytes(self._state_bytes(prompt_tokens, max_new_tokens))
+
+    def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read again."""
+        state_bytes = self._state_bytes(prompt_tokens, max_new_tokens)
+        cache_bytes = self.budget.cache_bytes(self.memory, state_bytes)
+        if cache_bytes < self.budget.token_bytes and not self._warned:
+            self._warned = True
+            more = self.budget.fixed_bytes(state_bytes) + self.budget.token_bytes
+            self._notes.append(
+                f"the expert cache of {cache_bytes} bytes holds less than one token demands "
+                f"({self.budget.token_bytes} bytes over all decoder layers), so experts are read again for each token: "
+                f"--memory {more} avoids that"
+            )
+        while self._notes:
+            self._notify(self._notes.pop(0))
+        self.cache.resize(cache_bytes)
+        if self.memory is not None:
+            self._memory_bytes = self.memory.nbytes or self.budget.fixed_bytes(state_bytes) + cache_bytes
+
+    def generate(
+        self, prompt: str, settings: GenerationSettings, on_text: Callable[[str], None] | None = None
+    ) -> Answer:
+        """Runs one prompt; `on_text` gets the text in pieces as it is made.
+
+        Raises PackError, BudgetTooSmall, TokenizerMissing, or InputInvalid.
+        """
+        return self.generate_ids(self.encode(prompt), settings, on_text, Detokenizer(self.tokenizer))
+
+    def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        settings: GenerationSettings,
+        on_text: Callable[[str], None] | None = None,
+        detokenizer: Detokenizer | None = None,
+    ) -> Answer:
+        """The same for token ids; without a detokenizer there is no text and no stop string."""
+        try:
+            generation = Generation(self.model, list(prompt_ids), settings, detokenizer)
+        except PromptError as error:
+            raise InputInvalid(str(error)) from None
+        self.reserve(len(prompt_ids), settings.max_new_tokens)
+        started, first_s = time.perf_counter(), 0.0
+        try:
+            for piece in generation:
+                if len(generation.tokens) == 1:
+                    first_s = time.perf_counter() - started
+                if on_text is not None and piece.text:
+                    on_text(piece.text)
+        finally:
+            total_s = time.perf_counter() - started
+            if self._prefetcher is not None:
+                self._prefetcher.cancel()
+        self.times.add(len(prompt_ids), len(generation.tokens), first_s, total_s)
+        return Answer(generation.result, len(prompt_ids), first_s, total_s)
+
+    def stats(self) -> RunStats:
+        """All requests since the engine was opened."""
+        return run_stats(
+            self.times, self.counters, self._memory_bytes, self.cache.capacity_bytes, self.budget.expert_bytes
+        )
+
+    def close(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _state_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        if self.spec.max_positions is not None:
+            max_new_tokens = max(1, min(max_new_tokens, self.spec.max_positions - prompt_tokens))
+        return self.model.state_bytes(prompt_tokens, max_new_tokens)
+
+
+def _predictor(pack: Pack, name: str | None) -> tuple[Predictor, str | None]:
+    """The predictor, and what to tell the user about it."""
+    wanted = DEFAULT_PREDICTOR if name is None else name
+    if wanted == "none":
+        return NoPrediction(), None
+    if PATHS not in pack.manifest.files:
+        advice = f"the pack at {pack.root} has no {PATHS} (moeconv profile-paths adds it)"
+        if name is not None:
+            raise PathsMissing(f"--predict {name} needs path tables, and {advice}; or use --predict none")
+        return NoPrediction(), f"{advice}: nothing is preloaded"
+    tables = TransitionTable.from_bytes(pack.read_file(PATHS))
+    tables.check(pack.manifest.model)
+    return PREDICTORS[wanted](tables), None
+
+
+def _to_stderr(note: str) -> None:
+    print(f"moert: {note}", file=sys.stderr)

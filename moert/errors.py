@@ -1,0 +1,31 @@
+"""What a user of moert can get wrong, beside the pack itself (moert.pack.errors)."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """A run can't be done as asked. The message is one line that says what was wrong and what to do."""
+
+
+class BudgetTooSmall(RunError):
+    """--memory can't hold what the model needs at least; `smallest_bytes` works."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class InvalidMemory(RunError):
+    """A --memory that is no size."""
+
+
+class PathsMissing(RunError):
+    """A predictor needs the pack's path tables, and the pack has none."""
+
+
+class TokenizerMissing(RunError):
+    """The pack has no tokenizer, or one that can't be read."""
+
+
+class InputInvalid(RunError):
+    """A prompt or a line of an input file that can't be used."""

@@ -1,0 +1,153 @@
+"""The loop: a token, its text, is it the end?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from moert.generation import greedy, sampling
+from moert.generation.settings import GenerationSettings
+from moert.models.model import Model
+
+StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "interrupted"]
+
+
+class PromptError(ValueError):
+    """The prompt can't be run: empty, or longer than the model can take. One line, fit to be shown to a user."""
+
+
+class TextSource(Protocol):
+    """What turns ids into text; see `moert.generation.detokenize.Detokenizer`."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step: the token, and the text that is certain after it (often, but not always, the token's own)."""
+
+    token: int
+    text: str
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """`tokens` has the end token if one came; `text` (empty without a detokenizer) ends before a stop string."""
+
+    tokens: list[int]
+    text: str
+    stop_reason: StopReason
+
+
+class Generation:
+    """One running generation: iterate over it for pieces, ask for `result` at any time.
+
+    An iteration that is left early leaves the stop reason "interrupted".
+    """
+
+    def __init__(
+        self, model: Model, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None = None
+    ) -> None:
+        """Raises PromptError. Stop strings need a detokenizer (ValueError)."""
+        if settings.stop_strings and detokenizer is None:
+            raise ValueError("stop strings are found in text: pass a detokenizer")
+        self.room = _room(model, prompt_ids)
+        self.model, self.settings, self.detokenizer = model, settings, detokenizer
+        self.prompt_ids = prompt_ids
+        self.tokens: list[int] = []
+        self.text = ""  # what has been handed out
+        self.stop_reason: StopReason = "interrupted"
+        self._held = ""  # text that may turn out to begin a stop string
+        self._generator = torch.Generator().manual_seed(settings.seed)
+
+    @property
+    def result(self) -> GenerationResult:
+        return GenerationResult(list(self.tokens), self.text, self.stop_reason)
+
+    def __iter__(self) -> Iterator[Piece]:
+        state, logits = self.model.prefill(self.prompt_ids)
+        while True:
+            token = self._choose(logits)
+            self.tokens.append(token)
+            reason = self._reason_to_stop(token)
+            text = "" if self.detokenizer is None else self.detokenizer.push(token)
+            if reason is not None and self.detokenizer is not None:
+                text += self.detokenizer.flush()
+            text, found = self._before_stop_string(text, last=reason is not None)
+            self.text += text
+            if found or reason is not None:
+                self.stop_reason = "stop_string" if found or reason is None else reason
+                yield Piece(token, text)
+                return
+            yield Piece(token, text)
+            logits = self.model.step(state, token)
+
+    def _choose(self, logits: torch.Tensor) -> int:
+        if self.settings.temperature == 0.0:
+            return greedy.choose(logits)
+        return sampling.choose(logits, self.settings, self._generator)
+
+    def _reason_to_stop(self, token: int) -> StopReason | None:
+        if token in self.model.spec.eos_token_ids:
+            return "eos"
+        if len(self.tokens) >= self.settings.max_new_tokens:
+            return "max_new_tokens"
+        if self.room is not None and len(self.tokens) >= self.room:
+            return "context_full"
+        return None
+
+    def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
+        """New text → (what may be handed out now, whether a stop string was found)."""
+        if not self.settings.stop_strings:
+            return text, False
+        held = self._held + text
+        places = [place for stop in self.settings.stop_strings if (place := held.find(stop)) >= 0]
+        if places:
+            return held[: min(places)], True
+        keep = 0 if last else _longest_beginning(held, self.settings.stop_strings)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], False
+
+
+def generate(
+    model: Model,
+    prompt_ids: list[int],
+    settings: GenerationSettings,
+    on_token: Callable[[Piece], None] | None = None,
+    detokenizer: TextSource | None = None,
+) -> GenerationResult:
+    """Runs a generation to its end; `on_token` sees each piece as it is made. Raises PromptError."""
+    generation = Generation(model, prompt_ids, settings, detokenizer)
+    for piece in generation:
+        if on_token is not None:
+            on_token(piece)
+    return generation.result
+
+
+def _room(model: Model, prompt_ids: list[int]) -> int | None:
+    """Tokens that the model can still write after this prompt; None for no limit."""
+    if not prompt_ids:
+        raise PromptError("the prompt has no tokens: give some text")
+    vocab = model.spec.vocab_size
+    if not all(0 <= token < vocab for token in prompt_ids):
+        raise PromptError(f"the prompt has token ids outside the model's vocabulary of {vocab}: wrong tokenizer?")
+    limit = model.spec.max_positions
+    if limit is None:
+        return None
+    if len(prompt_ids) >= limit:
+        raise PromptError(f"the prompt has {len(prompt_ids)} tokens, the model can take {limit - 1}: shorten it")
+    return limit - len(prompt_ids)
+
+
+def _longest_beginning(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that a stop string begins with."""
+    longest = max(len(stop) for stop in stops) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0

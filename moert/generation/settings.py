@@ -1,0 +1,44 @@
+"""What a user may ask of a generation, checked before anything runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+class InvalidSetting(ValueError):
+    """A setting is out of its range. The message is one line, fit to be shown to a user."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How to write. temperature 0 takes the likeliest token each time and uses none of the other sampling settings.
+
+    `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set that holds this much probability (1: all),
+    `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before the first of
+    `stop_strings`. Raises InvalidSetting.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InvalidSetting(f"max_new_tokens is {self.max_new_tokens}: it should be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidSetting(f"temperature is {self.temperature}: it should be 0 (greedy) or more")
+        if self.top_k < 0:
+            raise InvalidSetting(f"top_k is {self.top_k}: it should be 0 (no limit) or more")
+        if not 0 < self.top_p <= 1:
+            raise InvalidSetting(f"top_p is {self.top_p}: it should be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidSetting(f"min_p is {self.min_p}: it should be between 0 and 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise InvalidSetting(f"seed is {self.seed}: it should be between 0 and 2**63 - 1")
+        if any(not text for text in self.stop_strings):
+            raise InvalidSetting("a stop string is empty: it would stop before the first letter")

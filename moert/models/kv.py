@@ -1,0 +1,66 @@
+"""Keys and values of the tokens so far: buffers that grow in blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 128
+
+
+class KvCache:
+    """Keys and values of one attention layer, [n_kv_heads, tokens, head_dim] each."""
+
+    def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+        self.length = 0
+        self._buffer = torch.empty(2, n_kv_heads, 0, head_dim)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """keys, values [n_kv_heads, new, head_dim] → views of all keys and values so far."""
+        start, stop = self.length, self.length + keys.shape[1]
+        if stop > self._buffer.shape[2]:
+            self._grow(stop)
+        self._buffer[0, :, start:stop] = keys
+        self._buffer[1, :, start:stop] = values
+        self.length = stop
+        return self._buffer[0, :, :stop], self._buffer[1, :, :stop]
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def _grow(self, tokens: int) -> None:
+        _, heads, _, head_dim = self._buffer.shape
+        larger = torch.empty(2, heads, rounded(tokens), head_dim)
+        larger[:, :, : self.length] = self._buffer[:, :, : self.length]
+        self._buffer = larger
+
+
+@dataclass
+class State:
+    """All that a running sequence remembers. `cross` holds (keys, values) of the encoded input for each layer."""
+
+    caches: list[KvCache]
+    cross: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the decoder has read."""
+        return self.caches[0].length
+
+    @property
+    def nbytes(self) -> int:
+        cross = sum(keys.nbytes + values.nbytes for keys, values in self.cross)
+        return cross + sum(cache.nbytes for cache in self.caches)
+
+
+def rounded(tokens: int) -> int:
+    """`tokens` rounded up to whole blocks."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, tokens: int) -> int:
+    """Upper bound for caches of `tokens` tokens; one layer counts twice, as it does while its buffer grows."""
+    return (n_layers + 1) * 2 * n_kv_heads * head_dim * 4 * rounded(tokens)

@@ -1,0 +1,104 @@
+"""Where each byte of an expert file lies. Reader and writer both derive it from the manifest, so a header can't lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moert.pack.codec import n_groups, row_bytes
+from moert.pack.model_spec import ExpertKey, ModelSpec
+
+TENSOR_ALIGNMENT = 64
+SMALL_PAGE, LARGE_PAGE = 4096, 16384
+_LARGE_EXPERT_BYTES = 1 << 20
+_DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """One tensor of an expert file. `start` and `stop` count bytes from the beginning of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """A whole expert file: `header` (with its length prefix) fills `data_offset` bytes, the data follows.
+
+    `tensor_bytes` counts weights, scales and minima; `file_bytes` adds header and padding.
+    """
+
+    header: bytes
+    data_offset: int
+    slots: tuple[TensorSlot, ...]
+    tensor_bytes: int
+    file_bytes: int
+
+    def slot(self, name: str) -> TensorSlot:
+        return next(slot for slot in self.slots if slot.name == name)
+
+
+def choose_page_bytes(spec: ModelSpec) -> int:
+    """16 KiB pages for experts of a MiB and more at 4 bits, 4 KiB below, where padding would outweigh the weights."""
+    return LARGE_PAGE if spec.weights_per_expert() // 2 >= _LARGE_EXPERT_BYTES else SMALL_PAGE
+
+
+def group_of(in_features: int, group_size: int) -> int:
+    """Inputs per group; the manifest's group_size 0 stands for the whole row."""
+    return in_features if group_size == 0 else min(group_size, in_features)
+
+
+def expert_layout(
+    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, dtype16: str, page_bytes: int
+) -> ExpertLayout:
+    """The layout of the expert `key` whose projections have the widths `bits`."""
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    for projection in spec.moe.projections:
+        out_features, in_features = spec.projection_shape(projection)
+        width = bits[projection]
+        if width == 16:
+            tensors.append((f"{projection}.weight", dtype16, (out_features, in_features)))
+            continue
+        groups = n_groups(in_features, group_of(in_features, group_size))
+        tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, width))))
+        tensors.append((f"{projection}.scale", "F16", (out_features, groups)))
+        tensors.append((f"{projection}.min", "F16", (out_features, groups)))
+    return _place(tensors, key, page_bytes)
+
+
+def _place(tensors: list[tuple[str, str, tuple[int, ...]]], key: ExpertKey, page_bytes: int) -> ExpertLayout:
+    slots: list[TensorSlot] = []
+    position = tensor_bytes = 0
+    for index, (name, dtype, shape) in enumerate(tensors):
+        size = _DTYPE_BYTES[dtype]
+        for extent in shape:
+            size *= extent
+        slots.append(TensorSlot(name, dtype, shape, position, position + size))
+        position += size
+        tensor_bytes += size
+        last = index == len(tensors) - 1
+        padding = -position % (page_bytes if last else TENSOR_ALIGNMENT)
+        if padding:
+            slots.append(TensorSlot(f"pad.{index}", "U8", (padding,), position, position + padding))
+            position += padding
+    header = _header(slots, key, page_bytes)
+    return ExpertLayout(header, len(header), tuple(slots), tensor_bytes, len(header) + position)
+
+
+def _header(slots: list[TensorSlot], key: ExpertKey, page_bytes: int) -> bytes:
+    """A safetensors header, filled up with spaces so that the data begins on a page."""
+    table: dict[str, object] = {"__metadata__": {"format": "model.pack expert", "expert": str(key)}}
+    for slot in slots:
+        table[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.shape),
+            "data_offsets": [slot.start, slot.stop],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % page_bytes)
+    return len(text).to_bytes(8, "little") + text

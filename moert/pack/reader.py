@@ -1,0 +1,222 @@
+"""Reads a pack: checks before it believes, one read per expert, no copies after that."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.codec import U8, QuantizedMatrix, from_bfloat16
+from moert.pack.errors import (
+    FileMissing,
+    FileTruncated,
+    HashMismatch,
+    HeaderInvalid,
+    ManifestInvalid,
+    ManifestMissing,
+    SizeOverflow,
+    UnsafePath,
+)
+from moert.pack.layout import ExpertLayout, group_of
+from moert.pack.manifest import ExpertEntry, Manifest
+from moert.pack.model_spec import ExpertKey
+from moert.pack.parser import parse_manifest
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 20
+_MAX_MANIFEST_BYTES = 1 << 28
+
+Projection = QuantizedMatrix | npt.NDArray[np.float32]
+
+
+class Pack:
+    """An open pack. Cheap to open: the manifest is parsed and every file's size checked, contents come later."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self.root = root
+        self.manifest = manifest
+        self._entries = {entry.key: entry for entry in manifest.experts}
+        self._layouts: dict[ExpertKey, ExpertLayout] = {}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Pack:
+        """Raises a PackError that says what is wrong with the directory at `path`."""
+        root = Path(path)
+        if not root.is_dir():
+            raise ManifestMissing(f"{root} is not a directory: a pack is a directory with a {MANIFEST}")
+        pack = cls(root, parse_manifest(_manifest_text(root)))
+        for relative, nbytes, _ in pack.listed_files():
+            _check_size(root, relative, nbytes)
+        return pack
+
+    def entry(self, key: ExpertKey) -> ExpertEntry:
+        return self._entries[key]
+
+    def layout(self, key: ExpertKey) -> ExpertLayout:
+        if key not in self._layouts:
+            self._layouts[key] = self.manifest.layout(self._entries[key])
+        return self._layouts[key]
+
+    def file(self, relative: str) -> Path:
+        """The real path of a file of the pack; raises UnsafePath if a link leads out of it."""
+        return _inside(self.root, relative)
+
+    def read_file(self, relative: str) -> bytes:
+        """The bytes of a file that is not an expert, checked against size and fast checksum.
+
+        Raises FileMissing (also if the pack has no such file), FileTruncated, HashMismatch, UnsafePath.
+        """
+        if relative not in self.manifest.files:
+            raise FileMissing(f"the pack at {self.root} has no {relative}")
+        entry = self.manifest.files[relative]
+        _check_size(self.root, relative, entry.nbytes)
+        body = bytearray(entry.nbytes)
+        self._read_exactly(relative, memoryview(body))
+        if zlib.crc32(body) != entry.crc32:
+            raise HashMismatch(f"{relative}: checksum differs from the manifest: the file is damaged, copy it again")
+        return bytes(body)
+
+    def read_expert(self, key: ExpertKey, into: U8 | None = None) -> U8:
+        """The whole file of one expert, in one read, checked against its layout and fast checksum. uint8 [file_bytes].
+
+        Raises FileMissing, FileTruncated, HeaderInvalid, HashMismatch.
+        """
+        entry = self._entries[key]
+        buffer = np.empty(entry.file_bytes, dtype=np.uint8) if into is None else into[: entry.file_bytes]
+        self._read_exactly(entry.path, buffer.data)
+        layout = self.layout(key)
+        if buffer[: layout.data_offset].tobytes() != layout.header:
+            raise HeaderInvalid(
+                f"{entry.path}: its header is not that of expert {key} with widths {dict(entry.bits)}: the file is "
+                "damaged or belongs to another expert"
+            )
+        if zlib.crc32(buffer.data) != entry.crc32:
+            raise HashMismatch(f"{entry.path}: checksum differs from the manifest: the file is damaged, copy it again")
+        return buffer
+
+    def projections(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
+        """Views into what read_expert returned, one for each projection; 16-bit ones become float32."""
+        layout, entry = self.layout(key), self._entries[key]
+        data = buffer[layout.data_offset :]
+        return {name: self._projection(layout, data, name, width) for name, width in entry.bits.items()}
+
+    def _projection(self, layout: ExpertLayout, data: U8, name: str, width: int) -> Projection:
+        def tensor(part: str, dtype: Any) -> npt.NDArray[Any]:
+            slot = layout.slot(f"{name}.{part}")
+            values: npt.NDArray[Any] = data[slot.start : slot.stop].view(dtype).reshape(slot.shape)
+            return values
+
+        if width == 16:
+            if self.manifest.quantization.dtype16 == "BF16":
+                return from_bfloat16(tensor("weight", np.uint16))
+            return tensor("weight", np.float16).astype(np.float32)
+        in_features = self.manifest.model.projection_shape(name)[1]
+        group_size = group_of(in_features, self.manifest.quantization.group_size)
+        return QuantizedMatrix(
+            width, in_features, group_size, tensor("qweight", np.uint8), tensor("scale", np.float16),
+            tensor("min", np.float16),
+        )  # fmt: skip
+
+    def verify_hashes(self) -> Iterator[str]:
+        """Reads every file; yields its path once its sha256 is found right, raises at the first that is not."""
+        for relative, nbytes, sha256 in self.listed_files():
+            _check_size(self.root, relative, nbytes)
+            if _sha256(self.file(relative)) != sha256:
+                raise HashMismatch(f"{relative}: sha256 differs from the manifest: the file is damaged, copy it again")
+            yield relative
+
+    def listed_files(self) -> Iterator[tuple[str, int, str]]:
+        """(path in the pack, bytes, sha256) of every file but the manifest."""
+        for relative, file in self.manifest.files.items():
+            yield relative, file.nbytes, file.sha256
+        for entry in self.manifest.experts:
+            yield entry.path, entry.file_bytes, entry.sha256
+
+    def _read_exactly(self, relative: str, buffer: memoryview) -> None:
+        """Fills `buffer` from the file; a single read where the system allows it (it stops at 2 GiB on Linux)."""
+        found = 0
+        try:
+            with open(self.file(relative), "rb", buffering=0) as handle:
+                while count := handle.readinto(buffer[found:]):
+                    found += count
+        except OSError as error:
+            raise _unreadable(self.root, relative, error) from None
+        if found != len(buffer):
+            raise FileTruncated(f"{relative}: read {found} of {len(buffer)} bytes: copy the pack again")
+
+
+def _manifest_text(root: Path) -> str:
+    path = _inside(root, MANIFEST)
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ManifestMissing(f"{path} is not a regular file: not a pack")
+        if found.st_size > _MAX_MANIFEST_BYTES:
+            raise SizeOverflow(f"{path} has {found.st_size} bytes, no manifest is larger than {_MAX_MANIFEST_BYTES}")
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ManifestMissing(f"{root} has no {MANIFEST}: not a pack, or its conversion did not finish") from None
+    except OSError as error:
+        raise ManifestMissing(f"{path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ManifestInvalid(f"{path} is not UTF-8 text ({error.reason}): it is damaged, copy it again") from None
+
+
+def _inside(root: Path, relative: str) -> Path:
+    """root / relative, unless a link makes it lead out of the pack."""
+    path = root / relative
+    try:
+        inside = path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # links in a circle
+        inside = False
+    if not inside:
+        raise UnsafePath(f"{path} leads out of the pack, by a link or by its name: a pack is complete in itself")
+    return path
+
+
+def _check_size(root: Path, relative: str, nbytes: int) -> None:
+    try:
+        found = _inside(root, relative).stat()
+    except OSError as error:
+        raise _unreadable(root, relative, error) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise FileMissing(f"{relative} in the pack at {root} is not a regular file: copy the pack again")
+    if found.st_size != nbytes:
+        raise FileTruncated(f"{relative} has {found.st_size} bytes, the manifest says {nbytes}: copy the pack again")
+
+
+def _unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return FileMissing(f"{relative} is missing from the pack at {root}: copy the pack again")
+    return FileMissing(f"{relative} in the pack at {root} can't be read: {error.strerror}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while chunk := handle.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def projection_weights(projection: Projection) -> npt.NDArray[np.float32]:
+    """The weights of one projection as float32 [out, in], whatever its width."""
+    from moert.pack.codec import dequantize
+
+    return dequantize(projection) if isinstance(projection, QuantizedMatrix) else projection
+
+
+def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[int, int]:
+    """Width → number of projections that have it."""
+    counts: dict[int, int] = {}
+    for entry in experts:
+        for width in entry.bits.values():
+            counts[width] = counts.get(width, 0) + 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,235 @@
+"""Writes a pack so that a crash at any moment leaves either the old pack or the new one, never half of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.codec import QuantizedMatrix, to_bfloat16
+from moert.pack.errors import WriteFailed
+from moert.pack.layout import choose_page_bytes, expert_layout
+from moert.pack.manifest import (
+    ExpertEntry,
+    FileEntry,
+    Manifest,
+    Quality,
+    Quantization,
+    dump_manifest,
+    expert_path,
+)
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.reader import MANIFEST, Projection
+
+_JOURNAL = "experts.jsonl"
+
+
+class PackWriter:
+    """Collects a pack in OUT.partial and puts it in OUT's place at the end.
+
+    `fingerprint` says what is being written (checkpoint, plan, quantiser): experts that an interrupted run with the
+    same fingerprint finished are kept, any other leftovers are removed.
+    """
+
+    def __init__(self, out: Path, spec: ModelSpec, quantization: Quantization, fingerprint: str) -> None:
+        self.out = Path(os.path.abspath(out))
+        self.partial = self.out.with_name(self.out.name + ".partial")
+        self.spec = spec
+        self.quantization = quantization
+        self.page_bytes = choose_page_bytes(spec)
+        self._files: dict[str, FileEntry] = {}
+        with _writing(self.out):
+            _restore(self.out)
+            _check_target(self.out)
+        with _writing(self.partial):
+            self._experts = self._resume(fingerprint)
+
+    def has(self, key: ExpertKey) -> bool:
+        """True if an interrupted run with the same fingerprint has written this expert already."""
+        return key in self._experts
+
+    def write_expert(
+        self, key: ExpertKey, projections: Mapping[str, Projection], importance: float | None = None
+    ) -> ExpertEntry:
+        """Writes one expert. A float32 array is stored in 16 bits. Raises WriteFailed."""
+        bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
+        layout = expert_layout(
+            self.spec, key, bits, self.quantization.group_size, self.quantization.dtype16, self.page_bytes
+        )
+        body = bytearray(layout.file_bytes)
+        body[: layout.data_offset] = layout.header
+        for name, part in projections.items():
+            for tensor, values in self._tensors(name, part):
+                slot = layout.slot(tensor)
+                if values.nbytes != slot.stop - slot.start:
+                    raise ValueError(f"{key} {tensor}: {values.nbytes} bytes given, the layout has {slot}")
+                at = layout.data_offset + slot.start
+                body[at : at + values.nbytes] = values.tobytes()
+        entry = ExpertEntry(
+            key, expert_path(key), layout.file_bytes, layout.tensor_bytes, bits,
+            hashlib.sha256(body).hexdigest(), zlib.crc32(body), importance,
+        )  # fmt: skip
+        self._write(entry.path, body)
+        self._note(entry)
+        self._experts[key] = entry
+        return entry
+
+    def write_file(self, relative: str, body: bytes) -> None:
+        """Writes any other file of the pack. Raises WriteFailed."""
+        self._write(relative, body)
+        self._files[relative] = file_entry(body)
+
+    def add_file(self, relative: str) -> Path:
+        """For a file that a library writes itself: returns where to; call seal_file when it is there."""
+        return self.partial / relative
+
+    def seal_file(self, relative: str) -> None:
+        with _writing(self.partial / relative):
+            body = (self.partial / relative).read_bytes()
+            _fsync(self.partial / relative)
+        self._files[relative] = file_entry(body)
+
+    def finish(self, creator: str, quality: Quality | None) -> Manifest:
+        """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""
+        manifest = Manifest(
+            creator=creator,
+            page_bytes=self.page_bytes,
+            model=self.spec,
+            quantization=self.quantization,
+            quality=quality,
+            files=self._files,
+            experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
+        )
+        with _writing(self.out):
+            (self.partial / _JOURNAL).unlink(missing_ok=True)
+            write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())
+            _check_target(self.out)
+            replaced = _replaced(self.out)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if self.out.exists():
+                os.rename(self.out, replaced)
+            os.rename(self.partial, self.out)
+            shutil.rmtree(replaced, ignore_errors=True)
+            _fsync(self.out.parent)
+        return manifest
+
+    def _tensors(self, name: str, part: Projection) -> list[tuple[str, npt.NDArray[np.generic]]]:
+        if isinstance(part, QuantizedMatrix):
+            return [
+                (f"{name}.qweight", part.qweight),
+                (f"{name}.scale", part.scale),
+                (f"{name}.min", part.minimum),
+            ]
+        if self.quantization.dtype16 == "BF16":
+            return [(f"{name}.weight", to_bfloat16(part))]
+        return [(f"{name}.weight", part.astype(np.float16))]
+
+    def _write(self, relative: str, body: bytes | bytearray) -> None:
+        path = self.partial / relative
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, body)
+
+    def _note(self, entry: ExpertEntry) -> None:
+        line = json.dumps([*entry.key, entry.file_bytes, entry.tensor_bytes, dict(entry.bits), entry.sha256,
+                           entry.crc32, entry.importance])  # fmt: skip
+        with _writing(self.partial), open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
+            journal.write(f"\n{line}\n")  # the line before may be one that a killed run left unfinished
+
+    def _resume(self, fingerprint: str) -> dict[ExpertKey, ExpertEntry]:
+        journal = self.partial / _JOURNAL
+        lines = journal.read_text(encoding="utf-8").splitlines() if journal.is_file() else []
+        if not lines or lines[0] != fingerprint:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+            journal.write_text(fingerprint + "\n", encoding="utf-8")
+            return {}
+        done: dict[ExpertKey, ExpertEntry] = {}
+        for line in lines[1:]:
+            try:
+                stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance = json.loads(line)
+            except ValueError:
+                continue  # empty, or being written when the last run was killed
+            key = ExpertKey(stack, layer, expert)
+            path = self.partial / expert_path(key)
+            if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
+                done[key] = ExpertEntry(
+                    key, expert_path(key), file_bytes, tensor_bytes, bits, sha256, crc32, importance
+                )
+        return done
+
+
+def add_to_pack(root: Path, manifest: Manifest, relative: str, body: bytes) -> Manifest:
+    """Adds (or replaces) one file of a finished pack. A crash half way leaves a pack without that file, but whole."""
+    others = {name: entry for name, entry in manifest.files.items() if name != relative}
+    changed = replace(manifest, files={**others, relative: file_entry(body)})
+    with _writing(root / relative):
+        if relative in manifest.files:
+            write_atomically(root / MANIFEST, dump_manifest(replace(manifest, files=others)).encode())
+        (root / relative).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(root / relative, body)
+        write_atomically(root / MANIFEST, dump_manifest(changed).encode())
+    return changed
+
+
+def file_entry(body: bytes) -> FileEntry:
+    """What the manifest says of a file with these bytes."""
+    return FileEntry(len(body), hashlib.sha256(body).hexdigest(), zlib.crc32(body))
+
+
+def _replaced(out: Path) -> Path:
+    return out.with_name(out.name + ".replaced")
+
+
+def _restore(out: Path) -> None:
+    """Brings the old pack back if the last run was killed between taking it away and putting the new one there."""
+    if not out.exists() and (_replaced(out) / MANIFEST).is_file():
+        os.rename(_replaced(out), out)
+
+
+def _check_target(out: Path) -> None:
+    """Only a pack or an empty directory is ever replaced: anything else at `out` is somebody's data."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise WriteFailed(f"{out} is there and is not a pack: it would be lost; choose another --out")
+    if out.is_dir() and not (out / MANIFEST).is_file() and any(out.iterdir()):
+        raise WriteFailed(f"{out} holds files that are not a pack: they would be lost; choose another --out")
+
+
+def write_atomically(path: Path, body: bytes | bytearray) -> None:
+    """Temp file, fsync, rename: after a crash `path` holds either its old bytes or the new ones."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(body)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise WriteFailed(f"can't write {path}: {reason}; free some space or choose another --out") from None

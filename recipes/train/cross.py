@@ -1,0 +1,41 @@
+"""Cross-entropy of a large output layer, a few rows of logits at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ROWS = 256
+
+
+class ChunkedCross(torch.autograd.Function):
+    """Mean cross-entropy of ``hidden @ weight.T``; all logits never exist at once, gradients are made on the way.
+
+    hidden [rows, d], weight [vocab, d], labels [rows] → scalar, nats a token. The value is the plain cross-entropy (in
+    bf16 precision); the gradient is that of the label-smoothed one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        low, rows, vocab = weight.bfloat16(), hidden.shape[0], weight.shape[0]
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        plain = 0.0
+        for start in range(0, rows, CHUNK_ROWS):
+            part, label = hidden[start : start + CHUNK_ROWS].bfloat16(), labels[start : start + CHUNK_ROWS]
+            place = torch.arange(len(label))
+            grad = (part @ low.t()).softmax(-1)
+            plain -= float(grad[place, label].float().clamp_min(1e-30).log().sum())
+            grad[place, label] -= 1 - smoothing
+            if smoothing:
+                grad -= smoothing / vocab
+            grad_hidden[start : start + CHUNK_ROWS] = grad @ low
+            grad_weight += grad.t() @ part
+        ctx.save_for_backward(grad_hidden.div_(rows), grad_weight.div_(rows))
+        return hidden.new_tensor(plain / rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grads[0], grad_weight * grads[0], None, None

@@ -1,0 +1,272 @@
+"""Switch Transformers: the encoder–decoder family of the reference models."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    GenerationConfig,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
+
+from recipes.train import vocabulary
+from recipes.train.grouped import GroupedExperts, balance_loss
+
+PAD_ID, EOS_ID = 0, 1
+
+
+@dataclass(frozen=True)
+class SwitchSettings:
+    """Shape and losses of one model; lengths in tokens."""
+
+    d_model: int
+    d_ff: int
+    d_kv: int
+    layers: int
+    heads: int
+    experts: int
+    batch: int  # examples a step
+    max_input: int
+    max_target: int
+    dropout: float = 0.0
+    balance: float = 0.05
+    z_loss: float = 1e-4
+    smoothing: float = 0.05
+
+
+def config_of(settings: SwitchSettings, vocab: int) -> SwitchTransformersConfig:
+    """Hugging Face configuration with every layer sparse, no router noise and room for all tokens."""
+    return SwitchTransformersConfig(
+        vocab_size=vocab,
+        d_model=settings.d_model,
+        d_ff=settings.d_ff,
+        d_kv=settings.d_kv,
+        num_layers=settings.layers,
+        num_decoder_layers=settings.layers,
+        num_sparse_encoder_layers=settings.layers,
+        num_sparse_decoder_layers=settings.layers,
+        num_heads=settings.heads,
+        num_experts=settings.experts,
+        expert_capacity=512,
+        router_jitter_noise=0.0,
+        dropout_rate=settings.dropout,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        decoder_start_token_id=PAD_ID,
+        tie_word_embeddings=True,
+    )
+
+
+class TrainingBlock(nn.Module):
+    """A sparse Switch layer with stacked expert weights; takes the place of ``SwitchTransformersSparseMLP``."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        experts = list(original.experts.values())
+        width = original.router.classifier.weight.shape[1]
+        router = torch.randn_like(original.router.classifier.weight) * width**-0.5
+        self.router = nn.Parameter(router)  # [experts, d_model]
+        self.up = nn.Parameter(torch.stack([expert.wi.weight.detach() for expert in experts]))
+        self.down = nn.Parameter(torch.stack([expert.wo.weight.detach() for expert in experts]))
+        self.mask: Tensor | None = None  # [tokens], true where a token counts for the balance
+        self.balance: Tensor | None = None
+        self.z_loss: Tensor | None = None
+        self.share: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, d_model] → the same."""
+        flat = x.reshape(-1, x.shape[-1])
+        with torch.autocast("cpu", enabled=False):
+            logits = F.linear(flat.float(), self.router)
+            probabilities = logits.softmax(-1)
+            score, index = probabilities.max(-1, keepdim=True)
+            if self.training:
+                self.balance, self.share = balance_loss(probabilities, index, self.mask)
+                self.z_loss = logits.logsumexp(-1).square().mean()
+            out = GroupedExperts.apply(flat, score, index, self.up, self.down, False)
+        return out.view_as(x)
+
+
+def replace_blocks(
+    model: SwitchTransformersForConditionalGeneration,
+) -> tuple[list[TrainingBlock], list[TrainingBlock]]:
+    """Put training blocks into the model; returns those of the encoder and of the decoder."""
+    stacks: list[list[TrainingBlock]] = []
+    for stack in (model.encoder, model.decoder):
+        blocks = []
+        for layer in stack.block:
+            layer.layer[-1].mlp = TrainingBlock(layer.layer[-1].mlp)
+            blocks.append(layer.layer[-1].mlp)
+        stacks.append(blocks)
+    return stacks[0], stacks[1]
+
+
+def plain_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """State dict of the Hugging Face model from that of the training model."""
+    plain: dict[str, Tensor] = {}
+    for name, value in state.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".mlp"):
+            plain[name] = value
+        elif last == "router":
+            plain[f"{stem}.router.classifier.weight"] = value
+        else:
+            part = {"up": "wi", "down": "wo"}[last]
+            for expert, weight in enumerate(value):
+                plain[f"{stem}.experts.expert_{expert}.{part}.weight"] = weight
+    return plain
+
+
+class Buckets:
+    """Batches of examples of like length, in an order that depends on the seed and the epoch only."""
+
+    def __init__(self, pairs: list[tuple[list[int], list[int]]], batch: int, seed: int):
+        self.pairs, self.batch, self.seed = pairs, batch, seed
+        self.epoch, self.batches = -1, self._deal(0)
+
+    def _deal(self, epoch: int) -> list[list[int]]:
+        """Index lists of one epoch: sorted by length with noise among equals, cut, shuffled."""
+        chance = random.Random(self.seed * 1000 + epoch)
+        keys = [(len(source), len(target), chance.random()) for source, target in self.pairs]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        cut = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
+        chance.shuffle(cut)
+        return cut
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Padded inputs [batch, in] and targets [batch, out] of this step."""
+        epoch, place = divmod(step, len(self.batches))
+        if epoch != self.epoch:
+            self.epoch, self.batches = epoch, self._deal(epoch)
+        chosen = [self.pairs[i] for i in self.batches[place]]
+        return pad([pair[0] for pair in chosen]), pad([pair[1] for pair in chosen])
+
+
+def pad(rows: list[list[int]]) -> Tensor:
+    """Rows of ids as one int64 tensor, filled with the pad id on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])
+
+
+class SwitchTask:
+    """A Switch model, its training pairs and its held-out rows."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: SwitchSettings,
+        tokenizer: Tokenizer,
+        train: list[dict[str, str]],
+        heldout: list[dict[str, str]],
+        seed: int,
+    ):
+        self.name, self.settings, self.tokenizer, self.heldout = name, settings, tokenizer, heldout
+        self.config = config_of(settings, tokenizer.get_vocab_size())
+        self.model = SwitchTransformersForConditionalGeneration(self.config)
+        self.encoder_blocks, self.decoder_blocks = replace_blocks(self.model)
+        self.buckets = Buckets(self._encode(train), settings.batch, seed)
+
+    def _encode(self, rows: list[dict[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Token ids of all rows, cut to the longest lengths; the end token stays."""
+        sides = []
+        for key, limit in (("input", self.settings.max_input), ("target", self.settings.max_target)):
+            encoded = self.tokenizer.encode_batch([row[key] for row in rows])
+            sides.append([[*item.ids[:-1][: limit - 1], EOS_ID] for item in encoded])
+        return list(zip(*sides, strict=True))
+
+    def _forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Logits [batch, out, vocab] under teacher forcing."""
+        source_mask, target_mask = source != PAD_ID, target != PAD_ID
+        for blocks, mask in ((self.encoder_blocks, source_mask), (self.decoder_blocks, target_mask)):
+            for block in blocks:
+                block.mask = mask.reshape(-1)
+        shifted = F.pad(target[:, :-1], (1, 0), value=PAD_ID)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = self.model(
+                input_ids=source, attention_mask=source_mask.long(), decoder_input_ids=shifted
+            )
+        return result.logits
+
+    def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
+        """Smoothed cross-entropy plus balance and z losses; the log gets the plain parts."""
+        source, target = self.buckets.at(step)
+        logits = self._forward(source, target).float().flatten(0, 1)
+        labels = target.flatten()
+        cross = F.cross_entropy(logits, labels, ignore_index=PAD_ID, label_smoothing=self.settings.smoothing)
+        blocks = self.encoder_blocks + self.decoder_blocks
+        balance = torch.stack([block.balance for block in blocks]).mean()
+        z_loss = torch.stack([block.z_loss for block in blocks]).mean()
+        total = cross + self.settings.balance * balance + self.settings.z_loss * z_loss
+        shares = [float(block.share.max()) for block in blocks]
+        return total, {
+            "cross": float(cross.detach()),
+            "balance": float(balance.detach()),
+            "max_share": max(shares),
+        }
+
+    def generate(self, inputs: list[str], batch: int = 250) -> list[str]:
+        """Greedy outputs for inputs, in their order."""
+        rows = self._encode([{"input": text, "target": ""} for text in inputs])
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+        outputs = [""] * len(rows)
+        for start in range(0, len(order), batch):
+            chosen = order[start : start + batch]
+            source = pad([rows[i][0] for i in chosen])
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                ids = self.model.generate(
+                    source, attention_mask=(source != PAD_ID).long(), max_new_tokens=self.settings.max_target
+                )
+            for i, text in zip(chosen, self.tokenizer.decode_batch(ids.tolist()), strict=True):
+                outputs[i] = text
+        return outputs
+
+    def evaluate(self) -> dict[str, Any]:
+        """Share of exact outputs, ROUGE-2 (F1) and cross-entropy per token on the held-out rows; three samples."""
+        from rouge_score.rouge_scorer import RougeScorer
+
+        outputs = self.generate([row["input"] for row in self.heldout])
+        targets = [row["target"] for row in self.heldout]
+        scorer = RougeScorer(["rouge2"])
+        rouge = [scorer.score(t, o)["rouge2"].fmeasure for t, o in zip(targets, outputs, strict=True)]
+        exact = [t == o for t, o in zip(targets, outputs, strict=True)]
+        return {
+            "heldout_exact": sum(exact) / len(exact),
+            "heldout_rouge2": sum(rouge) / len(rouge),
+            "heldout_cross": self._heldout_cross(),
+            "samples": outputs[:3],
+        }
+
+    def _heldout_cross(self) -> float:
+        """Cross-entropy per target token (nats) on the held-out rows."""
+        pairs, total, count = self._encode(self.heldout), 0.0, 0
+        for start in range(0, len(pairs), 250):
+            part = pairs[start : start + 250]
+            target = pad([pair[1] for pair in part])
+            with torch.no_grad():
+                logits = self._forward(pad([pair[0] for pair in part]), target).float().flatten(0, 1)
+            total += float(F.cross_entropy(logits, target.flatten(), ignore_index=PAD_ID, reduction="sum"))
+            count += int((target != PAD_ID).sum())
+        return total / count
+
+    def export(self, folder: Path) -> None:
+        """Write configuration, bf16 weights and tokenizer in the Hugging Face layout."""
+        model = SwitchTransformersForConditionalGeneration(self.config)
+        model.load_state_dict(plain_state(self.model.state_dict()))
+        model.generation_config = GenerationConfig(
+            decoder_start_token_id=PAD_ID,
+            pad_token_id=PAD_ID,
+            eos_token_id=EOS_ID,
+            max_new_tokens=self.settings.max_target,
+            num_beams=1,
+            do_sample=False,
+        )
+        model.to(torch.bfloat16).save_pretrained(folder)
+        vocabulary.save(self.tokenizer, folder, self.settings.max_input)

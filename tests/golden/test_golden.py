@@ -1,0 +1,75 @@
+"""The committed pack must be read with exactly these values and written with exactly these bytes, in every version."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from golden_pack import FILES, QUALITY, SPEC, WIDTHS, build, codes
+
+from moert.pack.codec import QuantizedMatrix, unpack_codes
+from moert.pack.model_spec import ExpertKey
+from moert.pack.reader import Pack, projection_weights
+
+TINY = Path(__file__).parent / "tiny.pack"
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_it_is_written_with_these_bytes(tmp_path: Path) -> None:
+    build(tmp_path / "tiny.pack")
+    assert files(tmp_path / "tiny.pack") == files(TINY)
+
+
+def test_the_files_are_these() -> None:
+    digests = {name: hashlib.sha256(body).hexdigest()[:16] for name, body in files(TINY).items()}
+    assert digests == {
+        "backbone.safetensors": "c1c27fbee3f12b16",
+        "config.json": "ca3d163bab055381",
+        "experts/D00/E000.safetensors": "53e59bf553437978",
+        "experts/D00/E001.safetensors": "cf60dc8cb94fe543",
+        "manifest.json": "c797078d9ab3737f",
+    }
+
+
+def test_it_is_read_with_these_values() -> None:
+    pack = Pack.open(TINY)
+    assert pack.manifest.model == SPEC
+    assert pack.manifest.quality == QUALITY
+    assert [entry.importance for entry in pack.manifest.experts] == [0.125, None]
+    assert {name: pack.read_file(name) for name in pack.manifest.files} == FILES
+    for expert, widths in WIDTHS.items():
+        key = ExpertKey("decoder", 0, expert)
+        parts = pack.projections(key, pack.read_expert(key))
+        assert {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in parts.items()} == widths
+        for name, part in parts.items():
+            if isinstance(part, QuantizedMatrix):
+                expected = codes(*SPEC.projection_shape(name), part.bits)
+                np.testing.assert_array_equal(unpack_codes(part.qweight, part.bits, part.in_features), expected)
+
+
+def test_one_row_of_each_width_by_hand() -> None:
+    pack = Pack.open(TINY)
+    first, second = (pack.projections(key, pack.read_expert(key)) for key in SPEC.expert_keys())
+    # Two groups in a row of six: codes 0-3 with scale 1/4 and minimum -3/4, codes 4-5 with 1/2 and -1.
+    rows = {
+        "gate 2": (first["gate"], [0, 3, 2, 1, 0, 3]),
+        "up 3": (first["up"], [0, 7, 6, 5, 4, 3]),
+        "gate 8": (second["gate"], [0, 7, 14, 21, 28, 35]),
+    }
+    for where, (part, row) in rows.items():
+        expected = [code / 4 - 0.75 for code in row[:4]] + [code / 2 - 1 for code in row[4:]]
+        assert projection_weights(part)[0].tolist() == expected, where
+    down = [code / 4 - 0.75 for code in [0, 7, 14, 5]] + [12 / 2 - 1]
+    assert projection_weights(first["down"])[0].tolist() == down
+    assert projection_weights(second["up"])[0].tolist() == [-1, -0.875, -0.75, -0.625, -0.5, -0.375]
+
+
+def test_bytes_of_one_row_by_hand() -> None:
+    body = (TINY / "experts/D00/E000.safetensors").read_bytes()
+    data = body[8 + int.from_bytes(body[:8], "little") :]
+    assert data[:2] == bytes([0b01_10_11_00, 0b11_00])  # gate, row 0: 0 3 2 1 0 3
+    assert data[192:195] == bytes([0b01_10_11_00, 0b11_00, 0b0_1_1_1_1_0])  # up, row 0: 0 7 6 5 4 3, low bits first

@@ -1,0 +1,461 @@
+"""Each way a pack can be wrong is refused with its own error and one clear line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_packs import DECODER, read_all, sealed, write_pack
+
+from moert.pack.errors import (
+    FileMissing,
+    FileTruncated,
+    FormatTooNew,
+    HashMismatch,
+    HeaderInvalid,
+    ManifestInvalid,
+    ManifestMissing,
+    PackError,
+    SizeOverflow,
+    UnsafePath,
+)
+from moert.pack.manifest import seal
+from moert.pack.parser import parse_manifest
+from moert.pack.reader import Pack
+from moert.pack.writer import file_entry
+
+FIRST, SECOND = "experts/D00/E000.safetensors", "experts/D00/E001.safetensors"
+
+
+def document_of(pack_dir: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((pack_dir / "manifest.json").read_text())
+    return document
+
+
+def refused(error: type[PackError], words: str, call: Callable[[], Any]) -> None:
+    """`call` raises exactly this error, in one line that holds these words."""
+    with pytest.raises(PackError, match=words) as caught:
+        call()
+    assert type(caught.value) is error, repr(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def lies(pack_dir: Path, error: type[PackError], words: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    """The manifest says something else (with a right checksum), and that is refused."""
+    document = document_of(pack_dir)
+    change(document)
+    (pack_dir / "manifest.json").write_text(sealed(document))
+    refused(error, words, lambda: read_all(pack_dir))
+
+
+# Manifest: missing or wrong.
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    refused(ManifestMissing, "is not a directory", lambda: Pack.open(tmp_path / "nowhere"))
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.pack").write_bytes(b"GGUF")
+    refused(ManifestMissing, "is not a directory", lambda: Pack.open(tmp_path / "model.pack"))
+
+
+def test_no_manifest(pack_dir: Path) -> None:
+    (pack_dir / "manifest.json").unlink()
+    refused(ManifestMissing, "has no manifest.json", lambda: Pack.open(pack_dir))
+
+
+def test_the_manifest_is_a_directory(pack_dir: Path) -> None:
+    (pack_dir / "manifest.json").unlink()
+    (pack_dir / "manifest.json").mkdir()
+    refused(ManifestMissing, "not a regular file", lambda: Pack.open(pack_dir))
+
+
+def test_the_manifest_is_a_pipe(pack_dir: Path) -> None:
+    (pack_dir / "manifest.json").unlink()
+    os.mkfifo(pack_dir / "manifest.json")
+    refused(ManifestMissing, "not a regular file", lambda: Pack.open(pack_dir))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe{}", b"[]", b"null", b"7", b'"text"', b"\xef\xbb\xbf{}", b"{}",
+     b'{"format": "gguf"}', b"\0" * 64],
+    ids=repr,
+)  # fmt: skip
+def test_the_manifest_is_something_else(pack_dir: Path, body: bytes) -> None:
+    (pack_dir / "manifest.json").write_bytes(body)
+    refused(ManifestInvalid, "manifest.json", lambda: Pack.open(pack_dir))
+
+
+def test_the_manifest_is_cut_anywhere(pack_dir: Path) -> None:
+    text = (pack_dir / "manifest.json").read_text()
+    for length in range(0, len(text), 37):
+        refused(ManifestInvalid, "manifest.json", lambda length=length: parse_manifest(text[:length]))
+
+
+def test_the_manifest_was_edited(pack_dir: Path) -> None:
+    path = pack_dir / "manifest.json"
+    path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 90000.0'))
+    refused(HashMismatch, "its own checksum", lambda: Pack.open(pack_dir))
+
+
+def test_a_newer_major_version(pack_dir: Path) -> None:
+    lies(pack_dir, FormatTooNew, "format version 2.*upgrade moert", lambda document: document.update(major=2))
+
+
+def test_a_newer_major_version_of_another_shape(pack_dir: Path) -> None:
+    (pack_dir / "manifest.json").write_text('{"format": "model.pack", "major": 9, "minor": 0}')
+    refused(FormatTooNew, "format version 9", lambda: Pack.open(pack_dir))
+
+
+def test_an_older_major_version(pack_dir: Path) -> None:
+    lies(pack_dir, ManifestInvalid, "format version 0", lambda document: document.update(major=0))
+
+
+def test_a_field_given_twice(pack_dir: Path) -> None:
+    path = pack_dir / "manifest.json"
+    path.write_text(path.read_text().replace('"minor": 0', '"minor": 0, "minor": 0', 1))
+    refused(ManifestInvalid, "names a field twice", lambda: Pack.open(pack_dir))
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("depth", [300, 900, 990, 100_000])
+def test_deeply_nested(pack_dir: Path, opening: str, depth: int) -> None:
+    nested = opening * depth + ("" if opening == "[" else "1") + ("]" if opening == "[" else "}") * depth
+    (pack_dir / "manifest.json").write_text(seal('{"format": "model.pack", "major": 1, "creator": ' + nested))
+    refused(ManifestInvalid, "is not JSON|creator should be one line of text", lambda: Pack.open(pack_dir))
+
+
+def test_a_huge_list(pack_dir: Path) -> None:
+    lies(pack_dir, ManifestInvalid, "creator should be one line of text, found a JSON array of 1000000",
+         lambda document: document.update(creator=[0] * 1_000_000))  # fmt: skip
+
+
+def test_a_huge_list_of_experts(pack_dir: Path) -> None:
+    lies(pack_dir, ManifestInvalid, "lists 3000 experts, the model has 6",
+         lambda document: document.update(experts=document["experts"] * 500))  # fmt: skip
+
+
+def test_a_model_that_claims_very_many_experts(pack_dir: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["model"]["moe"]["num_experts"] = 65535
+        document["model"]["decoder"] = {"n_layers": 4096, "moe_layers": list(range(4096))}
+
+    lies(pack_dir, ManifestInvalid, "the model has 268431360", change)
+
+
+def test_a_huge_manifest(pack_dir: Path) -> None:
+    os.truncate(pack_dir / "manifest.json", 1 << 40)  # sparse: takes no space
+    refused(SizeOverflow, "no manifest is larger", lambda: Pack.open(pack_dir))
+
+
+# Manifest: numbers.
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "1" + "0" * 5000])
+@pytest.mark.parametrize("field", ['"norm_eps": 1e-05', '"page_bytes": 4096', '"importance":0.0', '"loss": 0.02'])
+def test_numbers_that_are_none(pack_dir: Path, field: str, number: str) -> None:
+    text = (pack_dir / "manifest.json").read_text()
+    assert field in text
+    name, _ = field.split(":")
+    body = text[: text.rindex(',\n "crc32"')].replace(field, f"{name}: {number}", 1)
+    (pack_dir / "manifest.json").write_text(seal(body))
+    refused(ManifestInvalid, "manifest.json", lambda: Pack.open(pack_dir))
+
+
+@pytest.mark.parametrize(
+    "at", [("experts", 0, "file_bytes"), ("experts", 0, "tensor_bytes"), ("files", "config.json", "nbytes")]
+)
+@pytest.mark.parametrize("size", [(1 << 46) + 1, 1 << 63, 1 << 64, 10**300])
+def test_sizes_that_overflow(pack_dir: Path, at: tuple[Any, Any, Any], size: int) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document[at[0]][at[1]][at[2]] = size
+
+    lies(pack_dir, SizeOverflow, "larger than any file can be", change)
+
+
+def test_shapes_that_overflow(pack_dir: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["model"]["d_model"] = document["model"]["moe"]["d_ff"] = 1 << 24
+
+    lies(pack_dir, SizeOverflow, "larger than any file can be", change)
+
+
+@pytest.mark.parametrize("at", ["d_model", "vocab_size", "n_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -1, 1 << 40])
+def test_shapes_out_of_range(pack_dir: Path, at: str, value: int) -> None:
+    lies(pack_dir, ManifestInvalid, f"{at} should be between", lambda document: document["model"].update({at: value}))
+
+
+# Manifest: what must hold between fields.
+
+
+def swap_widths(document: dict[str, Any]) -> None:
+    document["experts"][0]["bits"]["gate"] = 8
+
+
+def no_layers(document: dict[str, Any]) -> None:
+    document["model"]["decoder"]["moe_layers"] = document["experts"] = []
+
+
+RELATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "duplicate expert": ("each must be there once", lambda d: d["experts"].__setitem__(1, d["experts"][0])),
+    "missing expert": ("lists 5 experts, the model has 6", lambda d: d["experts"].pop()),
+    "extra expert": ("lists 7 experts", lambda d: d["experts"].append(d["experts"][0])),
+    "order": ("order of execution", lambda d: d["experts"].reverse()),
+    "no experts": ("lists 0 experts", lambda d: d.update(experts=[])),
+    "no MoE layer": ("no layer with experts", no_layers),
+    "a layer twice": ("moe_layers of the decoder", lambda d: d["model"]["decoder"].update(moe_layers=[0, 0])),
+    "layers fall": ("moe_layers of the decoder", lambda d: d["model"]["decoder"].update(moe_layers=[2, 0])),
+    "a layer beyond": ("moe_layers of the decoder", lambda d: d["model"]["decoder"].update(moe_layers=[0, 3])),
+    "dense layers without width": ("d_ff_dense is 0", lambda d: d["model"].update(d_ff_dense=0)),
+    "top_k": ("selects more experts", lambda d: d["model"]["moe"].update(top_k=4)),
+    "heads": ("shares more heads", lambda d: d["model"].update(n_heads=3, n_kv_heads=2)),
+    "page": ("multiple of 4096", lambda d: d.update(page_bytes=5000)),
+    "another page": ("its widths need", lambda d: d.update(page_bytes=8192)),
+    "bits of nothing": ("gate, up and down", lambda d: d["experts"][0]["bits"].update({"a\nb": 4})),
+    "bits missing": ("has widths for", lambda d: d["experts"][0]["bits"].pop("up")),
+    "other widths": ("its widths need", swap_widths),
+    "group size": ("its widths need", lambda d: d["quantization"].update(group_size=3)),
+    "shape": ("its widths need", lambda d: d["model"].update(d_model=12)),
+    "one path for two": ("names one file twice", lambda d: d["experts"][1].update(path=d["experts"][0]["path"])),
+    "expert and file": ("names one file twice", lambda d: d["experts"][1].update(path="config.json")),
+    "key of three words": ("key should be", lambda d: d["experts"][0].update(key=["decoder", "0", 0])),
+    "key too long": ("key should be", lambda d: d["experts"][0].update(key=["decoder"] + [0] * 100_000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+def test_fields_that_contradict_each_other(pack_dir: Path, name: str) -> None:
+    words, change = RELATIONS[name]
+    lies(pack_dir, ManifestInvalid, words, change)
+
+
+# Paths.
+
+BAD_PATHS = [
+    "/etc/passwd", "../outside", "experts/../../outside", "experts/..", "..", ".", "", "./config.json", "a//b", "a/",
+    "C:/windows", "a\\b", "a\0b", "a\nb", "\ud800", "é" * 10, "a" * 201, "//host/share", "~\x7f",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BAD_PATHS, ids=ascii)
+def test_paths_that_are_not_plain(pack_dir: Path, path: str) -> None:
+    original = document_of(pack_dir)
+    entry = original["files"].pop("config.json")
+    original["files"][path] = entry
+    refused(UnsafePath, "not a plain path", lambda: parse_manifest(sealed(original)))
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../outside", "experts/../../outside"])
+def test_expert_paths_that_climb_out(pack_dir: Path, path: str) -> None:
+    lies(pack_dir, UnsafePath, "not a plain path", lambda document: document["experts"][0].update(path=path))
+
+
+def move_out(pack_dir: Path, relative: str) -> None:
+    """Puts a file or directory of the pack outside and links to it: same bytes, but not in the pack."""
+    outside = pack_dir.parent / "outside"
+    shutil.move(pack_dir / relative, outside)
+    (pack_dir / relative).symlink_to(outside)
+
+
+@pytest.mark.parametrize("relative", [FIRST, "experts/D00", "experts", "config.json", "manifest.json"])
+def test_links_out_of_the_pack(pack_dir: Path, relative: str) -> None:
+    move_out(pack_dir, relative)
+    refused(UnsafePath, "leads out of the pack", lambda: Pack.open(pack_dir))
+
+
+@pytest.mark.parametrize("relative", [FIRST, "config.json", "backbone.safetensors"])
+def test_links_put_there_after_opening(pack_dir: Path, relative: str) -> None:
+    pack = Pack.open(pack_dir)
+    move_out(pack_dir, relative)
+    key = pack.manifest.experts[0].key
+    read = (lambda: pack.read_expert(key)) if relative == FIRST else (lambda: pack.read_file(relative))
+    refused(UnsafePath, "leads out of the pack", read)
+    refused(UnsafePath, "leads out of the pack", lambda: pack.file(relative))
+    refused(UnsafePath, "leads out of the pack", lambda: list(pack.verify_hashes()))
+
+
+def test_links_in_a_circle(pack_dir: Path) -> None:
+    (pack_dir / FIRST).unlink()
+    (pack_dir / FIRST).symlink_to(pack_dir / FIRST)
+    with pytest.raises((UnsafePath, FileMissing)):
+        Pack.open(pack_dir)
+
+
+def test_a_link_inside_the_pack_and_a_link_to_the_pack_are_fine(pack_dir: Path) -> None:
+    shutil.move(pack_dir / "config.json", pack_dir / "real.json")
+    (pack_dir / "config.json").symlink_to("real.json")
+    (pack_dir.parent / "link.pack").symlink_to(pack_dir)
+    assert read_all(pack_dir.parent / "link.pack") == read_all(pack_dir)
+
+
+@pytest.mark.parametrize("relative", ["../outside", "/etc/passwd"])
+def test_asking_for_a_file_outside(pack_dir: Path, relative: str) -> None:
+    (pack_dir.parent / "outside").write_text("secret")
+    pack = Pack.open(pack_dir)
+    refused(UnsafePath, "leads out of the pack", lambda: pack.file(relative))
+    refused(FileMissing, "has no", lambda: pack.read_file(relative))
+
+
+# Files.
+
+
+@pytest.mark.parametrize("relative", [FIRST, "config.json", "experts/D02", "experts"])
+def test_files_that_are_missing(pack_dir: Path, relative: str) -> None:
+    path = pack_dir / relative
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    refused(FileMissing, "is missing from the pack", lambda: Pack.open(pack_dir))
+
+
+def test_a_directory_in_place_of_a_file(pack_dir: Path) -> None:
+    (pack_dir / FIRST).unlink()
+    (pack_dir / FIRST).mkdir()
+    refused(FileMissing, "not a regular file", lambda: Pack.open(pack_dir))
+
+
+def test_a_file_in_place_of_a_directory(pack_dir: Path) -> None:
+    shutil.rmtree(pack_dir / "experts/D00")
+    (pack_dir / "experts/D00").write_text("flat")
+    refused(FileMissing, "is missing from the pack", lambda: Pack.open(pack_dir))
+
+
+@pytest.mark.parametrize("relative", [FIRST, "config.json"])
+@pytest.mark.parametrize("change", [-1, 1, -4096, 4096])
+def test_files_of_another_length(pack_dir: Path, relative: str, change: int) -> None:
+    size = (pack_dir / relative).stat().st_size
+    os.truncate(pack_dir / relative, max(0, size + change))
+    refused(FileTruncated, "copy the pack again", lambda: Pack.open(pack_dir))
+
+
+@pytest.mark.parametrize("relative", [FIRST, "config.json"])
+def test_files_cut_or_removed_after_opening(pack_dir: Path, relative: str) -> None:
+    pack = Pack.open(pack_dir)
+    key = pack.manifest.experts[0].key
+    read = (lambda: pack.read_expert(key)) if relative == FIRST else (lambda: pack.read_file(relative))
+    os.truncate(pack_dir / relative, 10)
+    refused(FileTruncated, "copy the pack again", read)
+    refused(FileTruncated, "copy the pack again", lambda: list(pack.verify_hashes()))
+    (pack_dir / relative).unlink()
+    refused(FileMissing, "is missing", read)
+    refused(FileMissing, "is missing", lambda: list(pack.verify_hashes()))
+
+
+def test_swapped_experts(pack_dir: Path) -> None:
+    body, other = (pack_dir / FIRST).read_bytes(), (pack_dir / SECOND).read_bytes()
+    assert len(body) == len(other)
+    (pack_dir / FIRST).write_bytes(other)
+    (pack_dir / SECOND).write_bytes(body)
+    refused(HeaderInvalid, "belongs to another expert", lambda: read_all(pack_dir))
+
+
+def test_a_swap_of_paths_in_the_manifest(pack_dir: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        first, second = document["experts"][:2]
+        first["path"], second["path"] = second["path"], first["path"]
+        for field in ("sha256", "crc32"):
+            first[field], second[field] = second[field], first[field]
+
+    lies(pack_dir, HeaderInvalid, "belongs to another expert", change)
+
+
+def test_an_expert_of_another_conversion(pack_dir: Path, tmp_path: Path) -> None:
+    write_pack(tmp_path / "other", seed=5)
+    shutil.copy(tmp_path / "other" / FIRST, pack_dir / FIRST)
+    refused(HashMismatch, "checksum differs", lambda: read_all(pack_dir))
+
+
+def header_lies() -> dict[str, Callable[[dict[str, Any]], Any]]:
+    def first_slot(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+        return lambda table: change(next(value for name, value in table.items() if name.endswith("weight")))
+
+    return {
+        "dtype": first_slot(lambda slot: slot.update(dtype="I8")),
+        "shape": first_slot(lambda slot: slot.update(shape=slot["shape"][::-1])),
+        "huge shape": first_slot(lambda slot: slot.update(shape=[1 << 62, 1 << 62])),
+        "negative offset": first_slot(lambda slot: slot.update(data_offsets=[-64, 0])),
+        "offset beyond the end": first_slot(lambda slot: slot.update(data_offsets=[1 << 40, 1 << 41])),
+        "tensors overlap": lambda table: table["up.scale"].update(data_offsets=table["up.min"]["data_offsets"]),
+        "a tensor less": lambda table: table.pop("up.scale"),
+        "a tensor more": lambda table: table.update(extra={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+        "a tensor renamed": lambda table: table.update(down=table.pop("up.scale")),
+        "another expert": lambda table: table["__metadata__"].update(expert="D00/E001"),
+        "no metadata": lambda table: table.pop("__metadata__"),
+        "other order": lambda table: table.update({"up.scale": table.pop("up.scale")}),
+    }
+
+
+@pytest.mark.parametrize("lie", header_lies())
+def test_headers_that_lie(pack_dir: Path, lie: str) -> None:
+    """Even when manifest and hashes have been made to fit the changed file."""
+    body = (pack_dir / FIRST).read_bytes()
+    length = int.from_bytes(body[:8], "little")
+    table = json.loads(body[8 : 8 + length])
+    before = copy.deepcopy(table)
+    header_lies()[lie](table)
+    assert list(table.items()) != list(before.items())
+    text = json.dumps(table, separators=(",", ":")).encode().ljust(length)
+    forge(pack_dir, body[:8] + text + body[8 + length :])
+
+
+@pytest.mark.parametrize("length", [0, 1, 4087, 4089, 8184, 1 << 31, 1 << 63, (1 << 64) - 1])
+def test_header_lengths_that_lie(pack_dir: Path, length: int) -> None:
+    body = (pack_dir / FIRST).read_bytes()
+    forge(pack_dir, length.to_bytes(8, "little") + body[8:])
+
+
+def test_a_header_with_other_white_space(pack_dir: Path) -> None:
+    body = bytearray((pack_dir / FIRST).read_bytes())
+    at = int.from_bytes(body[:8], "little") + 7
+    assert body[at : at + 1] == b" "
+    body[at] = ord("\t")
+    forge(pack_dir, bytes(body))
+
+
+def forge(pack_dir: Path, body: bytes) -> None:
+    """Puts `body` in place of the first expert, with matching hashes and size, and expects HeaderInvalid."""
+    entry = file_entry(body)
+    assert entry.nbytes == (pack_dir / FIRST).stat().st_size
+    (pack_dir / FIRST).write_bytes(body)
+    lies(pack_dir, HeaderInvalid, "its header is not that of expert D00/E000",
+         lambda document: document["experts"][0].update(sha256=entry.sha256, crc32=entry.crc32))  # fmt: skip
+
+
+@pytest.mark.parametrize("relative", [FIRST, "backbone.safetensors"])
+def test_a_flipped_bit(pack_dir: Path, relative: str) -> None:
+    body = bytearray((pack_dir / relative).read_bytes())
+    body[-1] ^= 0x10
+    (pack_dir / relative).write_bytes(body)
+    refused(HashMismatch, "is damaged", lambda: read_all(pack_dir))
+    refused(HashMismatch, "sha256 differs", lambda: list(Pack.open(pack_dir).verify_hashes()))
+
+
+def test_a_fast_checksum_that_was_forged(pack_dir: Path) -> None:
+    """crc32 guards against accidents; sha256, checked by verify, against everything else."""
+    body = b"x" * 23
+    assert len(body) == (pack_dir / "config.json").stat().st_size
+    (pack_dir / "config.json").write_bytes(body)
+    document = document_of(pack_dir)
+    document["files"]["config.json"]["crc32"] = file_entry(body).crc32
+    (pack_dir / "manifest.json").write_text(sealed(document))
+    pack = Pack.open(pack_dir)
+    assert pack.read_file("config.json") == body
+    refused(HashMismatch, "sha256 differs", lambda: list(pack.verify_hashes()))
+
+
+def test_the_test_pack_itself_is_fine(pack_dir: Path) -> None:
+    manifest, experts, files = read_all(pack_dir)
+    assert manifest.model == DECODER
+    assert len(experts) == 6
+    assert len(files) == 2

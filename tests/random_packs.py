@@ -1,0 +1,108 @@
+"""Small packs for tests: two tiny architectures with odd shapes, random weights of every width."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moert.pack.codec import QuantizedMatrix, n_groups, pack_codes
+from moert.pack.layout import group_of
+from moert.pack.manifest import Manifest, Measured, Quality, Quantization, seal
+from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
+from moert.pack.reader import Pack, Projection
+from moert.pack.writer import PackWriter
+
+DECODER = ModelSpec(
+    family="olmoe", vocab_size=11, d_model=10, n_heads=2, n_kv_heads=1, head_dim=6, encoder=None,
+    decoder=StackSpec(3, (0, 2)),
+    moe=MoeSpec(num_experts=3, top_k=2, d_ff=7, activation="silu", gated=True, norm_topk=False, capacity=None),
+    d_ff_dense=9, norm_eps=1e-5, positions="rope", rope_theta=10000.0, relative_buckets=0, relative_max_distance=0,
+    attention_scale=0.408, qk_norm=True, clip_qkv=None, tied_head=False, logit_scale=1.0, max_positions=64,
+    bos_token_id=None, eos_token_ids=(1,), pad_token_id=0, decoder_start_token_id=None,
+)  # fmt: skip
+
+ENCODER_DECODER = replace(
+    DECODER,
+    family="switch", encoder=StackSpec(2, (1,)), decoder=StackSpec(2, (0, 1)), n_kv_heads=2,
+    moe=MoeSpec(num_experts=2, top_k=1, d_ff=13, activation="relu", gated=False, norm_topk=False, capacity=4),
+    positions="relative", rope_theta=0.0, relative_buckets=8, relative_max_distance=16, attention_scale=1.0,
+    qk_norm=False, tied_head=True, decoder_start_token_id=0,
+)  # fmt: skip
+
+SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER}
+QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
+QUALITY = Quality(
+    metric="exact_match", target_loss=0.05, calibration=Measured(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
+    calibration_sha256="0" * 64, heldout_sha256="a" * 64,
+)  # fmt: skip
+FILES = {"backbone.safetensors": bytes(range(256)) * 3, "config.json": b'{"model_type": "tiny"}\n'}
+
+
+def random_matrix(rng: np.random.Generator, out_features: int, in_features: int, bits: int, group: int) -> Projection:
+    """A projection of any width; with 16 bits the values are such that float16 and bfloat16 hold them exactly."""
+    if bits == 16:
+        return rng.integers(-64, 64, (out_features, in_features)).astype(np.float32) / 16
+    group = group_of(in_features, group)
+    groups = n_groups(in_features, group)
+    codes = rng.integers(0, 1 << bits, (out_features, in_features)).astype(np.uint8)
+    scale, minimum = rng.normal(size=(2, out_features, groups)).astype(np.float16)
+    return QuantizedMatrix(bits, in_features, group, pack_codes(codes, bits), scale, minimum)
+
+
+def random_expert(spec: ModelSpec, key: ExpertKey, group: int, seed: int = 0) -> dict[str, Projection]:
+    """Projections of one expert; widths differ from expert to expert and from projection to projection."""
+    index = spec.expert_keys().index(key)
+    rng = np.random.default_rng([seed, index])
+    widths = (2, 3, 4, 8, 16)
+    return {
+        name: random_matrix(rng, *spec.projection_shape(name), widths[(2 * index + at) % 5], group)
+        for at, name in enumerate(spec.moe.projections)
+    }
+
+
+def write_pack(
+    out: Path, spec: ModelSpec = DECODER, quantization: Quantization = QUANTIZATION, seed: int = 0
+) -> dict[ExpertKey, dict[str, Projection]]:
+    """Writes a pack with random experts; returns what was put in."""
+    writer = PackWriter(out, spec, quantization, f"seed {seed}")
+    given = {key: random_expert(spec, key, quantization.group_size, seed) for key in spec.expert_keys()}
+    for index, (key, projections) in enumerate(given.items()):
+        writer.write_expert(key, projections, importance=None if index % 2 else index / 8)
+    for relative, body in FILES.items():
+        writer.write_file(relative, body)
+    writer.finish("tests", QUALITY)
+    return given
+
+
+def flat(projection: Projection) -> list[Any]:
+    """Everything that a projection holds, fit for comparison."""
+    if isinstance(projection, QuantizedMatrix):
+        parts = (projection.qweight, projection.scale, projection.minimum)
+        head: list[Any] = [projection.bits, projection.in_features, projection.group_size]
+        return head + [(part.dtype.str, part.shape, part.tobytes()) for part in parts]
+    return [projection.dtype.str, projection.shape, projection.tobytes()]
+
+
+def flat_experts(experts: dict[ExpertKey, dict[str, Projection]]) -> dict[ExpertKey, dict[str, list[Any]]]:
+    return {key: {name: flat(part) for name, part in parts.items()} for key, parts in experts.items()}
+
+
+def read_experts(pack: Pack) -> dict[ExpertKey, dict[str, Projection]]:
+    return {entry.key: pack.projections(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
+
+
+def read_all(root: Path) -> tuple[Manifest, Any, dict[str, bytes]]:
+    """Every value that can be read from a pack."""
+    pack = Pack.open(root)
+    files = {name: pack.read_file(name) for name in pack.manifest.files}
+    return pack.manifest, flat_experts(read_experts(pack)), files
+
+
+def sealed(document: dict[str, Any]) -> str:
+    """A manifest as text whose own checksum is right, so that what it says is looked at."""
+    text = json.dumps({name: value for name, value in document.items() if name != "crc32"}, indent=1)
+    return seal(text[: text.rindex("\n}")])

@@ -1,0 +1,53 @@
+"""One noun per file, short files, and a first line that says what is in them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_LINES = 400
+SOURCES = sorted(path for name in ("moert", "moeconv") for path in (ROOT / name).rglob("*.py"))
+ALL = SOURCES + sorted(path for name in ("recipes", "calib_data") for path in (ROOT / name).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < MAX_LINES
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert docstring
+    assert len(docstring.splitlines()[0]) > 10
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [name_of(path) for path in ALL if drawers & {path.stem, path.parent.name}] == []
+
+
+def test_no_empty_rooms() -> None:
+    """A package has a module beside its __init__, or its __init__ has code."""
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            others = [other for other in path.parent.iterdir() if other.suffix == ".py" and other != path]
+            assert others or len(ast.parse(path.read_text(encoding="utf-8")).body) > 1, name_of(path)
+
+
+def test_no_path_of_a_machine_and_no_registry() -> None:
+    """Nothing in the repository depends on where it lies or on which registry serves it."""
+    names = ["/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "pypi" + ".org", "pythonhosted" + ".org"]
+    checked = [*ALL, *ROOT.glob("*.toml"), *ROOT.glob("*.md"), ROOT / "Makefile", *(ROOT / ".ci").iterdir()]
+    checked += sorted((ROOT / "recipes").rglob("*.toml")) + sorted((ROOT / "calib_data").rglob("*.toml"))
+    found = [
+        (name_of(path), name) for path in checked for name in names if name in path.read_text(encoding="utf-8").lower()
+    ]
+    assert found == []

@@ -1,0 +1,185 @@
+"""Imports go one way. A module that is in no room here is new: give it one, on purpose."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Rooms from the bottom up: a module may import from its own room and from rooms below.
+MOERT = [
+    ("moert.pack", "moert.errors", "moert.stats"),
+    ("moert.kernels",),
+    ("moert.experts", "moert.prefetch", "moert.placement", "moert.predict"),
+    ("moert.models",),
+    ("moert.generation",),
+    ("moert.engine", "moert.backbone", "moert.budget"),
+    ("moert.cli", "moert.bench", "moert.description", "moert.prompts"),
+]
+STAGES = ("moeconv.reference", "moeconv.sensitivity", "moeconv.bounds", "moeconv.allocation", "moeconv.emit",
+          "moeconv.paths", "moeconv.verify", "moeconv.report")  # fmt: skip
+MOECONV = [
+    ("moert.pack", "moeconv.errors"),
+    ("moeconv.artifacts", "moeconv.journal"),
+    ("moeconv.checkpoint", "moeconv.archs", "moeconv.calibration", "moeconv.metrics", "moeconv.quantizers"),
+    ("moeconv.settings", "moeconv.trial", "moeconv.packed", "moeconv.scorers", "moeconv.measure"),
+    STAGES,
+    ("moeconv.conversion", "moeconv.profile"),
+    ("moeconv.recipe",),
+    ("moeconv.cli", "moeconv.present", "moeconv.progress"),
+]
+# Pairs that the order would allow and that are still forbidden.
+FORBIDDEN = [
+    ("moert.models", room) for room in ("moert.experts", "moert.prefetch", "moert.placement", "moert.predict")
+] + [
+    ("moert.generation", room) for room in ("moert.experts", "moert.prefetch", "moert.placement", "moert.predict")
+] + [(stage, other) for stage in STAGES for other in STAGES if stage != other]  # fmt: skip
+
+RUNTIME_PACKAGES = {"torch", "numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "evaluate",
+    "pandas",
+    "pyarrow",
+    "matplotlib",
+    "rouge_score",
+    "tokenizers",
+}
+PURE = ["moert/pack", "moert/predict", "moert/experts/eviction.py", "moert/experts/replay.py", "moert/placement.py",
+        "moert/budget.py", "moeconv/bounds.py", "moeconv/allocation.py"]  # fmt: skip
+
+
+def sources(*where: str) -> list[Path]:
+    paths = [ROOT / place for place in where]
+    return sorted(
+        found for path in paths for found in ([path] if path.suffix else path.rglob("*.py")) if found.exists()
+    )
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(nodes: Iterator[ast.AST], module: str) -> set[str]:
+    """Full names of what these nodes import; `from a import b` counts as a.b if that is a module of ours."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import: write the full name"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_module = any((ROOT / full.replace(".", "/")).with_suffix(end).exists() for end in (".py", ""))
+                names.add(full if is_module else node.module)
+    return names
+
+
+def imports_of(path: Path) -> set[str]:
+    return imported(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), module_name(path))
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: not inside functions, not under `if TYPE_CHECKING`."""
+    waiting: list[ast.AST] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def floor(name: str, rooms: list[tuple[str, ...]]) -> int:
+    for height, group in enumerate(rooms):
+        if any(within(name, room) for room in group):
+            return height
+    raise AssertionError(f"{name} has no room in tests/rules/test_imports.py: say where it stands in the order")
+
+
+def ours(names: set[str]) -> set[str]:
+    return {name for name in names if name.split(".")[0] in ("moert", "moeconv") and "." in name}
+
+
+@pytest.mark.parametrize("path", sources("moert"), ids=module_name)
+def test_moert_imports_one_way(path: Path) -> None:
+    name = module_name(path)
+    found = imports_of(path)
+    assert not {other for other in found if other.split(".")[0] in ("moeconv", "transformers", "datasets")}
+    if name != "moert":
+        assert [other for other in ours(found) if floor(other, MOERT) > floor(name, MOERT)] == []
+
+
+@pytest.mark.parametrize("path", sources("moeconv"), ids=module_name)
+def test_moeconv_imports_one_way(path: Path) -> None:
+    name = module_name(path)
+    found = ours(imports_of(path))
+    assert [other for other in found if within(other, "moert") and not within(other, "moert.pack")] == []
+    if name != "moeconv":
+        assert [other for other in found if floor(other, MOECONV) > floor(name, MOECONV)] == []
+
+
+@pytest.mark.parametrize("path", sources("moert", "moeconv"), ids=module_name)
+def test_forbidden_pairs(path: Path) -> None:
+    name = module_name(path)
+    barred = [room for here, room in FORBIDDEN if within(name, here)]
+    assert [other for other in imports_of(path) if any(within(other, room) for room in barred)] == []
+
+
+def test_no_circles() -> None:
+    graph = {module_name(path): ours(imports_of(path)) for path in sources("moert", "moeconv")}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "imports go in a circle: " + " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for other in graph.get(name, set()) - {name}:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", sources("moert"), ids=module_name)
+def test_moert_needs_only_the_base_dependencies(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"moert"}
+    assert roots <= RUNTIME_PACKAGES
+
+
+@pytest.mark.parametrize("path", sources("moert/cli.py", "moeconv/cli.py", "moert/__init__.py", "moeconv/__init__.py"),
+                         ids=module_name)  # fmt: skip
+def test_command_lines_start_without_heavy_imports(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not {name.split(".")[0] for name in imported(top_level(tree), module_name(path))} & HEAVY
+
+
+@pytest.mark.parametrize("path", sources(*PURE), ids=module_name)
+def test_format_and_policies_are_free_of_torch(path: Path) -> None:
+    assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
+
+
+def test_the_rules_see_what_they_should(tmp_path: Path) -> None:
+    text = "def late() -> None:\n    import torch\n    from moert.pack import reader\n"
+    tree = ast.parse(text)
+    assert imported(ast.walk(tree), "x") == {"torch", "moert.pack.reader"}
+    assert imported(top_level(tree), "x") == set()
+    assert floor("moert.models.decoder", MOERT) > floor("moert.kernels.reference", MOERT)
+    with pytest.raises(AssertionError, match="has no room"):
+        floor("moert.attic", MOERT)

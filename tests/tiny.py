@@ -1,0 +1,103 @@
+"""Tiny checkpoints with random weights, laid out on disk as transformers does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+VOCAB, PAD, EOS = 96, 0, 1
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+SWITCH_VARIANTS: dict[str, dict[str, Any]] = {
+    "all layers sparse": {},
+    "every second layer sparse": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    # asking for more sparse layers than there are gives none, asking for 0 gives one
+    "dense encoder": {"num_sparse_encoder_layers": 3},
+    "untied head": {"tie_word_embeddings": False},
+    "small capacity": {"expert_capacity": 2},
+    "silu": {"dense_act_fn": "silu"},
+    "deeper encoder": {"num_layers": 3, "num_sparse_encoder_layers": 3},
+    "few buckets": {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
+}
+OLMOE_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared key heads": {"num_key_value_heads": 2},
+    "tied head": {"tie_word_embeddings": True},
+    "normed top-k": {"norm_topk_prob": True},
+    "clipped": {"clip_qkv": 0.7},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu_new": {"hidden_act": "gelu_new"},
+    "top-1": {"num_experts_per_tok": 1},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+}
+
+
+def tiny_switch(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a Switch checkpoint of 2 + 2 layers and 4 experts in bf16 to `path`; overrides go to its config."""
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    settings = {
+        "vocab_size": VOCAB, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_heads": 3, "num_experts": 4,
+        "num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2,
+        "expert_capacity": 64, "relative_attention_num_buckets": 16, "relative_attention_max_distance": 40,
+        "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD,
+    }  # fmt: skip
+    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**{**settings, **overrides}))
+    return _save(model, path, seed)
+
+
+def tiny_olmoe(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes an OLMoE checkpoint of 2 layers and 6 experts, 2 of them active, in bf16 to `path`."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2,
+        "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
+    }  # fmt: skip
+    return _save(OlmoeForCausalLM(OlmoeConfig(**{**settings, **overrides})), path, seed)
+
+
+def _save(model: Any, path: Path, seed: int) -> Path:
+    """Fills every matrix so that the signal keeps its size from layer to layer, and routing and output vary."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 1:
+                weight.copy_(1.0 + 0.2 * noise)
+            elif "relative" in name:
+                weight.copy_(noise)
+            elif "shared" in name or "embed" in name:
+                weight.copy_(0.2 * noise)  # small, or a tied head would repeat the last token
+            else:
+                weight.copy_(1.5 * noise * weight.shape[-1] ** -0.5)
+        for stack in ("encoder", "decoder"):
+            if hasattr(model, stack):  # with an untied head transformers keeps three embeddings, a pack one
+                getattr(model, stack).embed_tokens.weight.copy_(model.shared.weight)
+    model.to(torch.bfloat16).save_pretrained(path)
+    _save_tokenizer(path)
+    return path
+
+
+def _save_tokenizer(path: Path) -> None:
+    """One token per letter, the space among them; the rest of the vocabulary are byte pairs that nothing encodes to."""
+    vocabulary = {"<pad>": PAD, "</s>": EOS, "<unk>": 2, "▁": 3}
+    for letter in _LETTERS:
+        vocabulary[letter] = len(vocabulary)
+    for index in range(len(vocabulary), VOCAB):
+        vocabulary[f"▁{_LETTERS[index % 26]}{_LETTERS[index // 26]}"] = index
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    if (path / "config.json").read_text().find("switch") >= 0:
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>", '
+        '"unk_token": "<unk>"}\n'
+    )

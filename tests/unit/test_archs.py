@@ -1,0 +1,131 @@
+"""The adapters: names that exist, views that write through, routers seen as they route, refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB, tiny_olmoe, tiny_switch
+
+from moeconv.archs import ARCHS, UnsupportedModel
+from moert.pack.model_spec import ModelSpec, backbone_tensors
+
+MAKERS: dict[str, Callable[..., Path]] = {"switch_transformers": tiny_switch, "olmoe": tiny_olmoe}
+VARIANTS = [("switch_transformers", overrides) for overrides in SWITCH_VARIANTS.values()]
+VARIANTS += [("olmoe", overrides) for overrides in OLMOE_VARIANTS.values()]
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, MAKERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def spec_of(family: str, path: Path) -> ModelSpec:
+    config, generation = (json.loads((path / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    return ARCHS[family].spec(config, generation)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_names_and_shapes_are_those_of_the_checkpoint(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Every tensor of the file has a canonical name of the same shape, and the other way round."""
+    path, arch = MAKERS[family](tmp_path, **overrides), ARCHS[family]
+    spec = spec_of(family, path)
+    names, shapes = arch.backbone_names(spec), backbone_tensors(spec)
+    assert set(names) == set(shapes)
+    implied = {names[canonical]: shape for canonical, shape in shapes.items()}
+    for key in spec.expert_keys():
+        for projection in spec.moe.projections:
+            implied[arch.expert_name(key, projection)] = spec.projection_shape(projection)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        stored = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
+    doubled = {other for _, other in arch.equal_tensors(spec)} - set(implied)
+    assert implied == {name: shape for name, shape in stored.items() if name not in doubled}
+
+
+def test_loaded_experts_are_views_of_the_stored_ones(tiny: tuple[str, Path]) -> None:
+    family, path = tiny
+    arch, spec = ARCHS[family], spec_of(family, path)
+    model = arch.load(path, torch.float32)
+    assert not model.training
+    key = spec.expert_keys()[-1]
+    with safe_open(path / "model.safetensors", "pt") as file:
+        for projection in spec.moe.projections:
+            view = arch.expert_weight(model, key, projection)
+            assert torch.equal(view, file.get_tensor(arch.expert_name(key, projection)).float())
+    before = run(model, spec)
+    for key in spec.expert_keys():
+        arch.expert_weight(model, key, "down").zero_()
+    assert not torch.allclose(before, run(model, spec)), "writing to the views changed nothing"
+
+
+def test_routers_are_hooked_in_order_of_execution(tiny: tuple[str, Path]) -> None:
+    family, path = tiny
+    arch, spec = ARCHS[family], spec_of(family, path)
+    model = arch.load(path, torch.float32)
+    routers = arch.router_modules(model)
+    assert [place for place, _ in routers] == spec.moe_layers()
+    seen: list[Any] = []
+    for place, module in routers:
+        module.register_forward_hook(
+            lambda _module, _inputs, output, place=place: seen.append(
+                (place, arch.selected_experts(output, spec.moe.top_k))
+            )
+        )
+    run(model, spec)
+    assert [place for place, _ in seen] == spec.moe_layers()
+    for (stack, _), experts in seen:
+        assert experts.dtype == torch.int64
+        assert experts.shape == (2 * (3 if stack == "decoder" and spec.encoder else 5), spec.moe.top_k)
+        assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.num_experts
+
+
+def test_tokens_dropped_by_capacity_are_marked(tmp_path: Path) -> None:
+    arch, path = ARCHS["switch_transformers"], tiny_switch(tmp_path, expert_capacity=2, num_experts=2)
+    model = arch.load(path, torch.float32)
+    _, router = arch.router_modules(model)[0]
+    experts = arch.selected_experts(router(torch.randn(3, 9, 24)), 1).view(3, 9)
+    for row in experts:
+        assert [int((row == expert).sum()) for expert in (0, 1)] == [2, 2] or int((row < 0).sum()) >= 5
+        assert int((row < 0).sum()) >= 9 - 2 * 2
+
+
+def run(model: Any, spec: ModelSpec) -> torch.Tensor:
+    """Logits of two rows of five tokens (three in the decoder of an encoder–decoder)."""
+    ids = torch.arange(2, 12).view(2, 5) % VOCAB
+    with torch.inference_mode():
+        if spec.encoder is None:
+            return model(ids).logits.clone()
+        return model(ids, decoder_input_ids=ids[:, :3]).logits.clone()
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("switch_transformers", {"router_bias": True}, "router_bias"),
+        ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype"),
+        ("switch_transformers", {"dense_act_fn": "gated-gelu"}, "gated-gelu"),
+        ("switch_transformers", {"expert_capacity": 0}, "expert_capacity"),
+        ("switch_transformers", {"decoder_start_token_id": None}, "decoder_start_token_id"),
+        ("olmoe", {"attention_bias": True}, "attention_bias"),
+        ("olmoe", {"hidden_act": "mish"}, "mish"),
+        ("olmoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+        ("olmoe", {"head_dim": 12}, "head_dim"),
+        ("olmoe", {"sliding_window": 8}, "sliding_window"),
+    ],
+)
+def test_what_a_pack_cannot_say_is_refused(family: str, change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    config = json.loads((MAKERS[family](tmp_path) / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match=named) as caught:
+        ARCHS[family].spec({**config, **change}, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_generation_config_has_the_last_word_on_special_tokens(tmp_path: Path) -> None:
+    config = json.loads((tiny_switch(tmp_path) / "config.json").read_text())
+    spec = ARCHS["switch_transformers"].spec(config, {"eos_token_id": [4, 5], "decoder_start_token_id": 7})
+    assert (spec.eos_token_ids, spec.decoder_start_token_id, spec.pad_token_id) == ((4, 5), 7, 0)

@@ -1,0 +1,163 @@
+"""Checkpoints: single and sharded files read the same, and each kind of damage is one clear line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_olmoe, tiny_switch
+
+from moeconv.checkpoint import Checkpoint, CheckpointError
+from moert.pack.model_spec import ExpertKey, backbone_tensors
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_olmoe(tmp_path_factory.mktemp("olmoe"))
+
+
+@pytest.fixture
+def source(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "hf"))
+
+
+def shard(path: Path, files: int = 3) -> None:
+    """Rewrites model.safetensors as several files with an index."""
+    tensors = load_file(path / "model.safetensors")
+    weight_map = {name: f"model-{index % files}.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (path / "model.safetensors").unlink()
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_reads_experts_and_backbone(source: Path) -> None:
+    checkpoint, stored = Checkpoint.open(source), load_file(source / "model.safetensors")
+    expert = checkpoint.expert(ExpertKey("decoder", 1, 3))
+    assert set(expert) == {"gate", "up", "down"}
+    for projection, weight in expert.items():
+        assert weight.dtype == np.float32
+        name = f"model.layers.1.mlp.experts.3.{projection}_proj.weight"
+        assert np.array_equal(weight, stored[name].float().numpy())
+    for canonical, shape in backbone_tensors(checkpoint.spec).items():
+        assert checkpoint.backbone_tensor(canonical, shape).dtype == torch.bfloat16
+    assert checkpoint.source_dtype == "BF16"
+    assert checkpoint.tokenizer_files == ["tokenizer.json", "tokenizer_config.json"]
+    assert np.array_equal(checkpoint.tensor("model.norm.weight"), stored["model.norm.weight"].float().numpy())
+
+
+def test_shards_read_like_one_file(source: Path) -> None:
+    key = ExpertKey("decoder", 0, 5)
+    before = Checkpoint.open(source).expert(key)
+    shard(source)
+    after = Checkpoint.open(source).expert(key)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "F16"), (torch.float32, "F32")])
+def test_other_source_dtypes(source: Path, dtype: torch.dtype, name: str) -> None:
+    tensors = {key: value.to(dtype) for key, value in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors")
+    assert Checkpoint.open(source).source_dtype == name
+
+
+def test_the_hash_is_of_contents_not_of_places(original: Path, source: Path) -> None:
+    same = Checkpoint.open(original).sha256()
+    assert Checkpoint.open(source).sha256() == same
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, source / "model.safetensors")
+    changed = Checkpoint.open(source).sha256()
+    change_config(source, rms_norm_eps=1e-4)
+    assert len({same, changed, Checkpoint.open(source).sha256()}) == 3
+
+
+def _truncate(path: Path) -> None:
+    body = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(body[: len(body) // 2])
+
+
+def _drop_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors")
+
+
+def _lose_shard(path: Path) -> None:
+    shard(path)
+    (path / "model-1.safetensors").unlink()
+
+
+def _bad_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda path: (path / "config.json").unlink(), "no config.json"),
+    "config not json": (lambda path: (path / "config.json").write_text("{"), "JSON"),
+    "config a list": (lambda path: (path / "config.json").write_text("[]"), "JSON object"),
+    "unknown family": (lambda path: change_config(path, model_type="mamba"), "'mamba' is not supported"),
+    "refused by the family": (lambda path: change_config(path, attention_bias=True), "attention_bias"),
+    "nonsense value": (lambda path: change_config(path, hidden_size="wide"), "no|not a valid"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "neither"),
+    "truncated": (_truncate, "damaged"),
+    "tensor missing": (_drop_tensor, "experts.2.up_proj"),
+    "shard missing": (_lose_shard, "model-1.safetensors"),
+    "index without a map": (_bad_index, "weight_map"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_one_clear_line(source: Path, damage: str) -> None:
+    act, words = DAMAGES[damage]
+    act(source)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        Checkpoint.open(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shape_that_contradicts_the_config_is_named(source: Path) -> None:
+    change_config(source, intermediate_size=41)
+    with pytest.raises(CheckpointError, match=r"\(40, 24\).*\(41, 24\)"):
+        Checkpoint.open(source).expert(ExpertKey("decoder", 0, 0))
+
+
+def test_embeddings_that_a_pack_would_merge_must_be_equal(tmp_path: Path) -> None:
+    source = tiny_switch(tmp_path, tie_word_embeddings=False)
+    Checkpoint.open(source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["decoder.embed_tokens.weight"][5] += 1
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"decoder\.embed_tokens\.weight differ"):
+        Checkpoint.open(source)
+
+
+@pytest.mark.parametrize("where", ["/no/such/directory", "./missing", "a/b/c", "", "nobody/no-such-model"])
+def test_a_model_that_is_not_there(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_args: Any, **_kwargs: Any) -> str:
+        raise OSError("no network\nand no cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(where)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    source = tiny_switch(tmp_path, num_sparse_encoder_layers=3, num_sparse_decoder_layers=3)
+    with pytest.raises(CheckpointError, match="no layer with experts"):
+        Checkpoint.open(source)

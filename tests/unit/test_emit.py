@@ -1,0 +1,158 @@
+"""From checkpoint to pack: what goes in comes out, and a run that was cut short goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_olmoe
+
+from moeconv.checkpoint import Checkpoint, CheckpointError
+from moeconv.emit import emit
+from moert.pack.codec import QuantizedMatrix, pack_codes
+from moert.pack.manifest import Manifest
+from moert.pack.model_spec import ExpertKey
+from moert.pack.reader import Pack, projection_weights
+
+
+class Rounding:
+    """The plainest quantiser: one scale and minimum for each output channel."""
+
+    name, group_size = "rounding", 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def quantize(self, weight: Any, bits: int) -> QuantizedMatrix:
+        self.calls += 1
+        low = weight.min(1, keepdims=True).astype(np.float16)
+        scale = ((weight.max(1, keepdims=True) - low) / (2**bits - 1)).astype(np.float16)
+        codes = np.clip(np.rint((weight - low) / scale), 0, 2**bits - 1).astype(np.uint8)
+        return QuantizedMatrix(bits, weight.shape[1], weight.shape[1], pack_codes(codes, bits), scale, low)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_olmoe(tmp_path_factory.mktemp("olmoe"))
+
+
+def mixed_widths(checkpoint: Checkpoint) -> dict[ExpertKey, dict[str, int]]:
+    widths = (2, 3, 4, 8, 16)
+    return {
+        key: {name: widths[(index + place) % 5] for place, name in enumerate(checkpoint.spec.moe.projections)}
+        for index, key in enumerate(checkpoint.spec.expert_keys())
+    }
+
+
+def write(source: Path, out: Path, quantizer: Rounding | None = None, **options: Any) -> Manifest:
+    checkpoint = Checkpoint.open(source)
+    options = {"seed": 7, "creator": "tests", **options}
+    return emit(checkpoint, mixed_widths(checkpoint), quantizer or Rounding(), out, **options)
+
+
+def recast(original: Path, to: Path, dtype: torch.dtype, factor: float = 1.0) -> Path:
+    source = Path(shutil.copytree(original, to))
+    tensors = {name: (value * factor).to(dtype) for name, value in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors")
+    return source
+
+
+def test_mixed_widths_come_back_within_their_error(original: Path, tmp_path: Path) -> None:
+    write(original, tmp_path / "p")
+    checkpoint, pack = Checkpoint.open(original), Pack.open(tmp_path / "p")
+    for key, widths in mixed_widths(checkpoint).items():
+        stored = pack.projections(key, pack.read_expert(key))
+        for projection, weight in checkpoint.expert(key).items():
+            error = np.abs(projection_weights(stored[projection]) - weight).max()
+            span = float((weight.max(1) - weight.min(1)).max())
+            assert error == 0 if widths[projection] == 16 else error <= 0.6 * span / (2 ** widths[projection] - 1)
+    assert len(list(pack.verify_hashes())) == len(checkpoint.spec.expert_keys()) + len(pack.manifest.files)
+
+
+def test_backbone_and_files_are_copied_as_they_are(original: Path, tmp_path: Path) -> None:
+    manifest = write(original, tmp_path / "p", extra_files={"report.json": b"{}"})
+    backbone, stored = load_file(tmp_path / "p" / "backbone.safetensors"), load_file(original / "model.safetensors")
+    assert backbone["decoder.1.attn.q.weight"].dtype == torch.bfloat16
+    assert torch.equal(backbone["decoder.1.attn.q.weight"], stored["model.layers.1.self_attn.q_proj.weight"])
+    assert not any("expert" in name for name in backbone)
+    copied = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert set(manifest.files) == copied | {"backbone.safetensors", "report.json"}
+    for name in copied:
+        assert (tmp_path / "p" / name).read_bytes() == (original / name).read_bytes()
+    assert (manifest.quantization.quantizer, manifest.quantization.seed) == ("rounding", 7)
+
+
+def test_importance_and_progress(original: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    key = ExpertKey("decoder", 0, 2)
+    write(original, tmp_path / "p", importance={key: 0.25}, progress=lambda *step: seen.append(step))
+    pack = Pack.open(tmp_path / "p")
+    assert pack.entry(key).importance == 0.25
+    assert pack.entry(ExpertKey("decoder", 0, 1)).importance is None
+    assert seen == [(done, 12) for done in range(1, 13)]
+
+
+def test_a_run_cut_short_goes_on_and_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(done: int, total: int) -> None:
+        if done == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        write(original, tmp_path / "p", progress=kill)
+    assert not (tmp_path / "p").exists()
+    quantizer, untouched = Rounding(), Rounding()
+    write(original, tmp_path / "p", quantizer)
+    write(original, tmp_path / "q", untouched)
+    assert 0 < quantizer.calls < untouched.calls
+    names = sorted(path.relative_to(tmp_path / "q") for path in (tmp_path / "q").rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(tmp_path / "p") for path in (tmp_path / "p").rglob("*") if path.is_file())
+    assert all((tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes() for name in names)
+
+
+def test_another_seed_starts_afresh(original: Path, tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(done: int, total: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        write(original, tmp_path / "p", progress=kill)
+    again, untouched = Rounding(), Rounding()
+    write(original, tmp_path / "p", again, seed=8)
+    write(original, tmp_path / "q", untouched)
+    assert again.calls == untouched.calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_sources_are_stored_as_float16(original: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    source = recast(original, tmp_path / "hf", dtype)
+    assert write(source, tmp_path / "p").quantization.dtype16 == "F16"
+    assert load_file(tmp_path / "p" / "backbone.safetensors")["embed.weight"].dtype == dtype
+
+
+def test_values_beyond_float16_are_refused(original: Path, tmp_path: Path) -> None:
+    source = recast(original, tmp_path / "hf", torch.float32, factor=1e6)
+    checkpoint = Checkpoint.open(source)
+    for width in (16, 4):
+        widths = {key: dict.fromkeys(checkpoint.spec.moe.projections, width) for key in checkpoint.spec.expert_keys()}
+        with np.errstate(all="ignore"), pytest.raises(CheckpointError, match="float16") as caught:
+            emit(checkpoint, widths, Rounding(), tmp_path / "p", seed=0, creator="tests")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "p").exists()
+
+
+def test_widths_must_cover_every_expert(original: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(original)
+    widths = mixed_widths(checkpoint)
+    del widths[ExpertKey("decoder", 1, 1)]
+    with pytest.raises(ValueError, match="D01/E001"):
+        emit(checkpoint, widths, Rounding(), tmp_path / "p", seed=0, creator="tests")

@@ -1,0 +1,207 @@
+"""Choosing tokens, streaming text and stopping, with a scripted model in the place of a real one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from moert.generation import greedy, sampling
+from moert.generation.detokenize import Detokenizer
+from moert.generation.loop import Generation, PromptError, generate
+from moert.generation.settings import GenerationSettings, InvalidSetting
+
+EOS, VOCAB = 256, 257
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, so that most characters beyond ASCII take several tokens; 256 is the end."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+@dataclass
+class Script:
+    """A model that writes the tokens it is given, whatever the prompt."""
+
+    tokens: list[int]
+    max_positions: int | None = None
+    steps: int = 0
+    spec: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        @dataclass
+        class Spec:
+            eos_token_ids: tuple[int, ...] = (EOS,)
+            vocab_size: int = VOCAB
+            max_positions: int | None = self.max_positions
+
+        self.spec = Spec()
+
+    def prefill(self, ids: list[int]) -> Any:
+        return None, self._logits()
+
+    def step(self, state: Any, token: int) -> torch.Tensor:
+        assert token == self.tokens[self.steps]
+        self.steps += 1
+        return self._logits()
+
+    def _logits(self) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.steps]), VOCAB).float()
+
+
+def run(tokenizer: Tokenizer, text: str, **settings: Any) -> tuple[list[str], Any]:
+    """The model writes `text`, then the end token → the pieces, the result."""
+    script = Script([*tokenizer.encode(text).ids, EOS])
+    pieces: list[str] = []
+    result = generate(
+        script, [1], GenerationSettings(**settings), lambda piece: pieces.append(piece.text), Detokenizer(tokenizer)
+    )
+    assert "".join(pieces) == result.text
+    return pieces, result
+
+
+def test_stops_at_the_end_token_and_keeps_it(byte_tokenizer: Tokenizer) -> None:
+    _, result = run(byte_tokenizer, "hello")
+    assert (result.text, result.stop_reason, result.tokens[-1]) == ("hello", "eos", EOS)
+    assert len(result.tokens) == 6
+
+
+def test_max_new_tokens(byte_tokenizer: Tokenizer) -> None:
+    _, result = run(byte_tokenizer, "hello", max_new_tokens=2)
+    assert (result.text, result.stop_reason, len(result.tokens)) == ("he", "max_new_tokens", 2)
+
+
+def test_pieces_are_whole_characters(byte_tokenizer: Tokenizer) -> None:
+    pieces, result = run(byte_tokenizer, "naïve 🙂!")
+    assert result.text == "naïve 🙂!"
+    assert [piece for piece in pieces if piece] == list("naïve 🙂!")
+
+
+def test_half_a_character_at_the_end_is_replaced(byte_tokenizer: Tokenizer) -> None:
+    _, result = run(byte_tokenizer, "a🙂", max_new_tokens=3)
+    assert result.text.startswith("a")
+    assert set(result.text[1:]) == {"\ufffd"}
+
+
+@given(text=st.text(max_size=30))
+def test_pieces_join_to_the_whole_text(byte_tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = Detokenizer(byte_tokenizer)
+    ids = byte_tokenizer.encode(text).ids
+    joined = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
+    assert joined == byte_tokenizer.decode(ids)
+
+
+def test_words_joined_by_spaces() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"AH": 0, "B": 1, "<s>": 2}, unk_token="<s>"))
+    tokenizer.add_special_tokens(["<s>"])
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push(token) for token in (2, 0, 2, 1, 0)] == ["", "AH", "", " B", " AH"]
+
+
+def test_text_is_cut_before_the_stop_string(byte_tokenizer: Tokenizer) -> None:
+    pieces, result = run(byte_tokenizer, "one two END three", stop_strings=("END", "never"))
+    assert (result.text, result.stop_reason) == ("one two ", "stop_string")
+    assert len(result.tokens) == len("one two END")
+    assert not any("E" in piece for piece in pieces)
+
+
+def test_the_earliest_stop_string_wins(byte_tokenizer: Tokenizer) -> None:
+    _, result = run(byte_tokenizer, "abcd", stop_strings=("cd", "bcd"))
+    assert result.text == "a"
+
+
+def test_what_only_began_like_a_stop_string_is_handed_out(byte_tokenizer: Tokenizer) -> None:
+    _, result = run(byte_tokenizer, "ENENDING. EN", stop_strings=("ENDS", "EN!"))
+    assert (result.text, result.stop_reason) == ("ENENDING. EN", "eos")
+
+
+def test_full_context_and_prompts_that_do_not_fit() -> None:
+    result = generate(Script([5, 6, 7, 8], max_positions=5), [1, 2], GenerationSettings())
+    assert (result.tokens, result.stop_reason) == ([5, 6, 7], "context_full")
+    for prompt, words in (([], "no tokens"), ([1] * 5, "5 tokens"), ([VOCAB], "vocabulary")):
+        with pytest.raises(PromptError, match=words):
+            generate(Script([5], max_positions=5), prompt, GenerationSettings())
+
+
+def test_an_iteration_left_early_is_interrupted() -> None:
+    generation = Generation(Script([5, 6, EOS]), [1], GenerationSettings())
+    next(iter(generation))
+    assert (generation.result.tokens, generation.result.stop_reason) == ([5], "interrupted")
+
+
+def test_stop_strings_need_a_detokenizer() -> None:
+    with pytest.raises(ValueError, match="detokenizer"):
+        generate(Script([5]), [1], GenerationSettings(stop_strings=("x",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
+        ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("seed", -1),
+        ("stop_strings", ("",)),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidSetting, match=name.rstrip("s").replace("_string", " string")):
+        GenerationSettings(**{name: value})
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    assert greedy.choose(torch.tensor([0.0, 2.0, 2.0, -1.0])) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GenerationSettings(temperature=0.7),
+        GenerationSettings(temperature=1.0, top_k=5),
+        GenerationSettings(temperature=1.0, top_k=10_000),
+        GenerationSettings(temperature=1.3, top_p=0.6),
+        GenerationSettings(temperature=1.0, top_p=1e-6),
+        GenerationSettings(temperature=0.9, min_p=0.2),
+        GenerationSettings(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05),
+    ],
+)
+def test_filters_equal_those_of_transformers(settings: GenerationSettings) -> None:
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(97, generator=torch.Generator().manual_seed(3))
+    expected = TemperatureLogitsWarper(settings.temperature)(None, logits[None])
+    if settings.top_k:
+        expected = TopKLogitsWarper(settings.top_k)(None, expected)
+    if settings.top_p < 1:
+        expected = TopPLogitsWarper(settings.top_p)(None, expected)
+    if settings.min_p:
+        expected = MinPLogitsWarper(settings.min_p)(None, expected)
+    torch.testing.assert_close(sampling.filtered(logits, settings), expected[0], rtol=0, atol=0)
+    torch.manual_seed(11)
+    drawn = torch.multinomial(expected.softmax(-1), 1)
+    assert sampling.choose(logits, settings, torch.Generator().manual_seed(11)) == int(drawn)
+
+
+def test_the_seed_decides_what_is_drawn() -> None:
+    def draw(seed: int) -> list[int]:
+        class Flat(Script):
+            def _logits(self) -> torch.Tensor:
+                return torch.zeros(VOCAB)
+
+            def step(self, state: Any, token: int) -> torch.Tensor:
+                return self._logits()
+
+        settings = GenerationSettings(temperature=1.0, seed=seed, max_new_tokens=8)
+        return generate(Flat([0]), [1], settings).tokens
+
+    assert draw(1) == draw(1) != draw(2)

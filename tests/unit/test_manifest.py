@@ -1,0 +1,199 @@
+"""The manifest: it comes back as it went out, and every field that is missing or wrong is one named error."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_packs import DECODER, ENCODER_DECODER, sealed, write_pack
+
+from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
+from moert.pack.manifest import Measured, Quality, dump_manifest, expert_path
+from moert.pack.model_spec import ExpertKey, backbone_tensors
+from moert.pack.parser import parse_manifest
+from moert.pack.reader import Pack
+
+Where = tuple[str | int, ...]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("manifest") / "model.pack"
+    write_pack(out, ENCODER_DECODER)
+    raw: dict[str, Any] = json.loads((out / "manifest.json").read_text())
+    return raw
+
+
+def fields_of(value: Any, at: Where = ()) -> list[Where]:
+    """Every field of every object in the document; of lists of objects the first object stands for all."""
+    if isinstance(value, list):
+        return fields_of(value[0], (*at, 0)) if value and isinstance(value[0], dict) else []
+    if not isinstance(value, dict):
+        return []
+    return [place for name, inner in value.items() for place in [(*at, name), *fields_of(inner, (*at, name))]]
+
+
+def changed(document: dict[str, Any], at: Where, value: Any) -> dict[str, Any]:
+    """A copy of the document with one field set, or dropped if the value is Ellipsis."""
+    result = copy.deepcopy(document)
+    inner: Any = result
+    for step in at[:-1]:
+        inner = inner[step]
+    if value is ...:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = value
+    return result
+
+
+def value_at(document: dict[str, Any], at: Where) -> Any:
+    inner: Any = document
+    for step in at:
+        inner = inner[step]
+    return inner
+
+
+# An object with free names: leaving one out is no error by itself.
+FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("crc32",)}
+NULLABLE = {
+    ("quality",), ("quality", "calibration"), ("quality", "heldout"), ("model", "encoder"),
+    ("model", "moe", "capacity"), ("model", "clip_qkv"), ("model", "max_positions"), ("model", "bos_token_id"),
+    ("model", "pad_token_id"),
+    ("model", "decoder_start_token_id"), ("experts", 0, "importance"),
+}  # fmt: skip
+
+
+def test_every_missing_field_is_named(document: dict[str, Any]) -> None:
+    places = [at for at in fields_of(document) if at not in FREE]
+    assert len(places) > 60
+    for at in places:
+        with pytest.raises(ManifestInvalid) as caught:
+            parse_manifest(sealed(changed(document, at, ...)))
+        message = str(caught.value)
+        if at[-2:-1] != ("bits",):
+            assert f"lacks the field '{at[-1]}'" in message, at
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("wrong", [None, True, "", "7", -1, 1.5, [], [None], {}, 1e300, "a\nb"], ids=repr)
+def test_every_wrong_type_is_one_line(document: dict[str, Any], wrong: Any) -> None:
+    """The wrong value either is refused in one line that names the field, or is a legal value of this field."""
+    refused = 0
+    for at in fields_of(document):
+        if at == ("crc32",):
+            continue
+        text = sealed(changed(document, at, wrong))
+        try:
+            parse_manifest(text)
+        except PackError as error:
+            refused += 1
+            message = str(error)
+            assert "\n" not in message
+            assert len(message) < 300
+        else:
+            was = value_at(document, at)
+            same = type(wrong) is type(was) or (type(was) is float and type(wrong) is int)
+            number = at in NULLABLE and type(wrong) in (int, float)
+            assert same or number or (wrong is None and at in NULLABLE), (at, wrong)
+    assert refused > len(fields_of(document)) * 0.6
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "message"),
+    [
+        (("creator",), 3, "manifest.json: creator should be one line of text, found 3"),
+        (("page_bytes",), "4096", "manifest.json: page_bytes should be a whole number, found '4096'"),
+        (("model", "moe", "gated"), 1, "moe: gated should be true or false, found 1"),
+        (("model", "moe", "activation"), "tanh", "one of relu, silu, gelu, gelu_new, found 'tanh'"),
+        (("model", "moe", "top_k"), True, "top_k should be a whole number, found True"),
+        (("model", "encoder", "moe_layers"), [0.5], "moe_layers should be a list of whole numbers"),
+        (("model", "norm_eps"), "small", "norm_eps should be a finite number, found 'small'"),
+        (("quantization",), [1, 2], "quantization should be a JSON object, found a JSON array of 2"),
+        (("quality", "heldout_sha256"), "00ff", "heldout_sha256 should be a sha256 in hexadecimal, found '00ff'"),
+        (("files", "config.json", "crc32"), 1 << 32, "crc32 should be between 0 and 4294967295"),
+        (("experts", 0, "bits", "up"), 5, r"widths should be among \(2, 3, 4, 8, 16\)"),
+        (("experts", 0, "key"), ["middle", 0, 0], r"key should be \[.decoder., layer, expert\]"),
+    ],
+)  # fmt: skip
+def test_the_message_says_what_was_expected(document: dict[str, Any], at: Where, wrong: Any, message: str) -> None:
+    with pytest.raises(ManifestInvalid, match=message):
+        parse_manifest(sealed(changed(document, at, wrong)))
+
+
+def test_dump_and_parse(document: dict[str, Any]) -> None:
+    manifest = parse_manifest(sealed(document))
+    text = dump_manifest(manifest)
+    assert parse_manifest(text) == manifest
+    assert dump_manifest(parse_manifest(text)) == text
+    assert json.loads(text) == {**document, "crc32": json.loads(text)["crc32"]}
+
+
+finite = st.floats(-1e6, 1e6, allow_nan=False)
+measured = st.none() | st.builds(Measured, finite, finite, finite, finite, finite, st.integers(0, 1 << 20))
+line = st.text(st.characters(blacklist_categories=("C", "Z")), max_size=20)
+
+
+@given(st.builds(Quality, line, finite, measured, measured, st.just("1" * 64), st.just("2" * 64)), line)
+def test_quality_comes_back(quality: Quality, creator: str) -> None:
+    manifest = replace(BASE, quality=quality, creator=creator)
+    assert parse_manifest(dump_manifest(manifest)) == manifest
+
+
+@given(st.integers(0, 4000), st.integers(1, 255))
+def test_a_changed_byte_is_noticed(position: int, flip: int) -> None:
+    body = bytearray(TEXT.encode())
+    body[position % len(body)] ^= flip
+    text = body.decode("latin-1")
+    with pytest.raises(PackError):
+        parse_manifest(text)
+
+
+def test_a_minor_version_may_add_fields(document: dict[str, Any]) -> None:
+    newer = {**document, "minor": 3, "speed_of_light": 299792458}
+    manifest = parse_manifest(sealed(newer))
+    assert manifest.minor == 3
+    assert replace(manifest, minor=0) == parse_manifest(sealed(document))
+
+
+def test_a_manifest_that_was_edited(document: dict[str, Any]) -> None:
+    text = sealed(document)
+    with pytest.raises(HashMismatch, match="edited"):
+        parse_manifest(text.replace('"norm_eps": 1e-05', '"norm_eps": 1e-04'))
+    with pytest.raises(ManifestInvalid, match="does not end with its crc32"):
+        parse_manifest(json.dumps(json.loads(text)))
+
+
+def test_expert_paths() -> None:
+    assert expert_path(ExpertKey("decoder", 3, 5)) == "experts/D03/E005.safetensors"
+    assert expert_path(ExpertKey("encoder", 100, 1000)) == "experts/E100/E1000.safetensors"
+
+
+def test_backbone_of_a_decoder() -> None:
+    shapes = backbone_tensors(DECODER)
+    assert shapes["head.weight"] == (11, 10)
+    assert shapes["decoder.0.attn.k.weight"] == (6, 10)
+    assert shapes["decoder.0.attn.q_norm.weight"] == (12,)
+    assert shapes["decoder.2.router.weight"] == (3, 10)
+    assert shapes["decoder.1.ffn.down.weight"] == (10, 9)
+    assert "decoder.0.ffn.up.weight" not in shapes
+    assert not any("cross" in name or "relative" in name for name in shapes)
+
+
+def test_backbone_of_an_encoder_decoder() -> None:
+    shapes = backbone_tensors(ENCODER_DECODER)
+    assert "head.weight" not in shapes
+    assert shapes["encoder.relative_bias.weight"] == (8, 2)
+    assert shapes["decoder.1.cross.q.weight"] == (12, 10)
+    assert not any(name.startswith("encoder") and "cross" in name for name in shapes)
+    assert "encoder.0.ffn.gate.weight" not in shapes
+
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "tiny.pack"
+BASE = Pack.open(GOLDEN).manifest
+TEXT = dump_manifest(BASE)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_packs import DECODER, PROMPTS, SWITCH, damage_expert, write_pack
+
+from moert import __version__, cli
+from moert.engine import Engine
+from moert.experts.eviction import EVICTION
+from moert.generation.settings import GenerationSettings
+from moert.pack.reader import Pack
+from moert.predict import PREDICTORS
+
+ROOT = Path(cli.__file__).parent.parent
+NEW = ("--max-new-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pack(tmp_path_factory.mktemp("cli") / "switch.pack", SWITCH)
+
+
+@pytest.fixture(scope="module")
+def expected(pack: Path) -> dict[str, str]:
+    with Engine.open(pack, predictor="none") as engine:
+        settings = GenerationSettings(max_new_tokens=6)
+        return {prompt: engine.generate(prompt, settings).text for prompt in PROMPTS}
+
+
+class Moert:
+    """Runs the command line in this process; `out` and `err` hold what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+        self.out = self.err = ""
+
+    def __call__(self, *arguments: object, stdin: str | None = None) -> int:
+        if stdin is not None:
+            self._monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in arguments])
+        self.out, self.err = self._capsys.readouterr()
+        return int(end.value.code or 0)
+
+    def refuses(self, *arguments: object, stdin: str | None = None) -> str:
+        """The one line that a refusal prints."""
+        code = self(*arguments, stdin=stdin)
+        assert (code, self.out) == (2, "")
+        assert self.err.startswith("moert: ")
+        assert self.err.count("\n") == 1
+        return self.err
+
+
+@pytest.fixture
+def moert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Moert:
+    return Moert(capsys, monkeypatch)
+
+
+def jsonl(path: Path, records: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_prompt_from_argument_file_or_stdin_gives_the_same_text(moert, pack, expected, tmp_path) -> None:
+    prompt = PROMPTS[0]
+    (tmp_path / "prompt.txt").write_text(prompt + "\n")
+    for code in (
+        lambda: moert("run", pack, prompt, *NEW),
+        lambda: moert("run", pack, "--file", tmp_path / "prompt.txt", *NEW),
+        lambda: moert("run", pack, *NEW, stdin=prompt + "\n"),
+    ):
+        assert code() == 0
+        assert moert.out == expected[prompt] + "\n"
+        assert moert.err == ""
+
+
+def test_json_lines_keep_their_fields_and_order(moert, pack, expected, tmp_path) -> None:
+    records = [
+        {"id": 7, "prompt": PROMPTS[0]}, {"input": PROMPTS[1], "target": "é\n"}, {"text": PROMPTS[2], "x": [1]},
+    ]  # fmt: skip
+    source, target = jsonl(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    wanted = [{**record, "output": expected[PROMPTS[at]]} for at, record in enumerate(records)]
+    assert moert("run", pack, "--input", source, *NEW) == 0
+    assert [json.loads(line) for line in moert.out.splitlines()] == wanted
+    assert moert("run", pack, "--input", source, "--output", target, *NEW) == 0
+    assert moert.out == ""
+    assert [json.loads(line) for line in target.read_text().split("\n")[:-1]] == wanted
+    assert moert("run", pack, "--input", "-", *NEW, stdin=source.read_text()) == 0
+    assert [json.loads(line) for line in moert.out.splitlines()] == wanted
+
+
+def test_figures_as_json_cover_the_whole_file(moert, pack, tmp_path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    assert moert("run", pack, "--input", source, "--json", "--stats", "--memory", "50%", *NEW) == 0
+    answers = [json.loads(line) for line in moert.out.splitlines()]
+    summary = json.loads(moert.err.splitlines()[-1])
+    assert summary["requests"] == len(PROMPTS)
+    assert summary["new_tokens"] == sum(len(answer["tokens"]) for answer in answers)
+    assert summary["prompt_tokens"] == sum(answer["prompt_tokens"] for answer in answers)
+    assert 0 < summary["hit_rate"] < 1
+    assert summary["bytes_read"] > 0
+    assert summary["cache_bytes"] == summary["expert_bytes"] // 2
+    assert {"tokens_per_s", "peak_rss_bytes", "time_to_first_token_s", "stall_s", "memory_bytes"} <= set(summary)
+
+
+def test_json_for_one_prompt_is_one_object(moert, pack, expected) -> None:
+    assert moert("run", pack, PROMPTS[1], "--json", *NEW) == 0
+    answer = json.loads(moert.out)
+    assert answer["output"] == expected[PROMPTS[1]]
+    assert len(answer["tokens"]) == answer["stats"]["new_tokens"]
+
+
+def test_stats_go_to_stderr(moert, pack, expected) -> None:
+    assert moert("run", pack, PROMPTS[1], "--stats", *NEW) == 0
+    assert moert.out == expected[PROMPTS[1]] + "\n"
+    assert "expert requests" in moert.err
+    assert "peak memory" in moert.err
+
+
+def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> None:
+    for eviction in EVICTION:
+        for predict in PREDICTORS:
+            flags = ("--eviction", eviction, "--predict", predict, "--memory", "40%", "--threads", "1")
+            assert moert("run", pack, PROMPTS[3], *flags, *NEW) == 0
+            assert moert.out == expected[PROMPTS[3]] + "\n"
+
+
+def test_the_choices_offered_are_those_that_exist() -> None:
+    assert [choice.value for choice in cli.Eviction] == list(EVICTION)
+    assert [choice.value for choice in cli.Predict] == list(PREDICTORS)
+
+
+def test_text_ends_before_a_stop_string(moert, pack, expected) -> None:
+    text = expected[PROMPTS[0]]
+    stop = text[2:4]
+    assert moert("run", pack, PROMPTS[0], "--stop", "never there", "--stop", stop, *NEW) == 0
+    assert moert.out == text[: text.index(stop)] + "\n"
+
+
+def test_a_seed_repeats_a_drawn_text(moert, pack, expected) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        flags = ("--temperature", "1.5", "--top-k", "40", "--top-p", "0.99", "--min-p", "0.001", "--seed", seed)
+        assert moert("run", pack, PROMPTS[0], *flags, "--max-new-tokens", "20") == 0
+        texts.append(moert.out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_named_smallest_budget_works_and_a_byte_less_does_not(moert, pack, expected) -> None:
+    line = moert.refuses("run", pack, PROMPTS[0], "--memory", "1kB", *NEW)
+    least = int(line.split("--memory ")[1].split()[0])
+    assert f"--memory {least}" in moert.refuses("run", pack, PROMPTS[0], "--memory", least - 1, *NEW)
+    assert moert("run", pack, PROMPTS[0], "--memory", least, *NEW) == 0
+    assert moert.out == expected[PROMPTS[0]] + "\n"
+    assert moert.err.count("\n") == 1  # the warning about one token's demand
+    assert "less than one token demands" in moert.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory", "1.5XB"], "1.5XB"),
+        (["--memory", "-5MB"], "-5MB"),
+        (["--memory", "120%"], "at most 100%"),
+        (["--eviction", "random"], "'paper', 'lru', 'lfu', 'fifo'"),
+        (["--predict", "luck"], "'transitions'"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--top-p", "2"], "top_p is 2"),
+        (["--seed", "x"], "--seed"),
+        (["--stop", ""], "stop string is empty"),
+        (["--threads", "0"], "--threads"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--file", "words.txt"], "PROMPT and --file exclude each other"),
+        (["--output", "out.jsonl"], "--output goes with --input"),
+    ],
+)
+def test_wrong_options_are_one_line(moert, pack, arguments, says) -> None:
+    assert says in moert.refuses("run", pack, "abc", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{'prompt': 1}", "is not JSON"),
+        ("[1]", "should be a JSON object, found list"),
+        ('{"question": "x"}', "has no prompt"),
+        ('{"prompt": 3}', "prompt should be text, found int"),
+    ],
+)
+def test_bad_lines_are_named_before_anything_runs(moert, pack, tmp_path, line, says) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n\n' + line + "\n")
+    message = moert.refuses("run", pack, "--input", source)
+    assert "in.jsonl line 3" in message
+    assert says in message
+
+
+def test_a_prompt_that_cannot_run_is_named_by_its_line(moert, pack, tmp_path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": ""}])
+    assert moert("run", pack, "--input", source, *NEW) == 2
+    assert "in.jsonl line 2: the prompt has no tokens" in moert.err
+    assert len(moert.out.splitlines()) == 1
+
+
+def test_missing_files_are_one_line(moert, pack, tmp_path) -> None:
+    assert "nowhere.txt can't be read" in moert.refuses("run", pack, "--file", tmp_path / "nowhere.txt")
+    assert "nowhere.jsonl can't be read" in moert.refuses("run", pack, "--input", tmp_path / "nowhere.jsonl")
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    assert "can't be written" in moert.refuses("run", pack, "--input", source, "--output", tmp_path / "no" / "x.jsonl")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in moert.refuses("run", pack, "--file", tmp_path / "latin.txt")
+
+
+def test_packs_that_are_none_or_broken_are_one_line(moert, pack, tmp_path) -> None:
+    assert "not a directory" in moert.refuses("run", tmp_path / "none.pack", "abc")
+    assert "not a directory" in moert.refuses("info", tmp_path / "none.pack")
+    cut = shutil.copytree(pack, tmp_path / "cut.pack")
+    expert = cut / Pack.open(cut).manifest.experts[3].path
+    expert.write_bytes(expert.read_bytes()[:-1])
+    assert "bytes" in moert.refuses("run", cut, "abc")
+    damaged = shutil.copytree(pack, tmp_path / "damaged.pack")
+    for entry in Pack.open(damaged).manifest.experts:
+        damage_expert(damaged, entry.key)
+    assert "checksum" in moert.refuses("run", damaged, "abc", "--predict", "none")
+    bare = write_pack(tmp_path / "bare.pack", DECODER, paths=False, tokenizer=False)
+    assert "tokenizer.json" in moert.refuses("run", bare, "abc")
+    assert "paths.safetensors" in moert.refuses("run", bare, "abc", "--predict", "transitions")
+
+
+def test_info_agrees_with_the_manifest(moert, pack) -> None:
+    assert moert("info", pack, "--json") == 0
+    facts, manifest = json.loads(moert.out), Pack.open(pack).manifest
+    assert facts["experts"] == {"per_layer": 6, "top_k": 1, "all": 30, "weights_each": 2 * 24 * 28}
+    assert sum(facts["bits_histogram"].values()) == 2 * 30
+    assert facts["effective_bits"] == manifest.effective_bits()
+    assert facts["bytes"]["experts"] == sum(entry.file_bytes for entry in manifest.experts)
+    assert facts["has_paths"]
+    assert facts["has_tokenizer"]
+    assert moert("info", pack) == 0
+    assert f"{facts['smallest_memory']['bytes']} bytes" in moert.out
+
+
+def test_version_and_help(moert) -> None:
+    assert moert("--version") == 0
+    assert moert.out == f"moert {__version__}\n"
+    for command in ([], ["run"], ["info"]):
+        assert moert(*command, "--help") == 0
+        assert "Usage: moert" in moert.out
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from moert import cli\n"
+        "try: cli.main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'numpy', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack that never ends by itself."""
+    spec = replace(SWITCH, eos_token_ids=())
+    return write_pack(tmp_path_factory.mktemp("cli") / "endless.pack", spec, paths=False)
+
+
+@pytest.mark.parametrize("as_lines", [False, True])
+def test_ctrl_c_ends_with_130_and_no_traceback(endless, tmp_path, as_lines) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "abc"}] * 100_000)
+    asked = ["--input", str(source), "--max-new-tokens", "5"] if as_lines else ["abc", "--max-new-tokens", "1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moert.cli", "run", str(endless), *asked, "--predict", "none", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.read(1)  # it writes
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == b""
+    text = (first + rest).decode()
+    assert text.endswith("\n")
+    if as_lines:
+        assert all("output" in json.loads(line) for line in text.splitlines())
+
+
+def test_a_closed_pipe_is_quiet(endless) -> None:
+    command = f"{sys.executable} -m moert.cli run {endless} abc --predict none --max-new-tokens 3000 | head -c 5"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert len(done.stdout) == 5
+    assert done.stderr == ""

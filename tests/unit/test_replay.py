@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moert.experts.eviction import EVICTION
+from moert.experts.replay import Step, replay, replay_belady
+from moert.pack.model_spec import ExpertKey, Stack
+
+ENCODER, LAYERS, EXPERTS = 2, 3, 5
+ORDER: list[tuple[Stack, int]] = [
+    *(("encoder", layer) for layer in range(ENCODER)), *(("decoder", layer) for layer in range(LAYERS)),
+]  # fmt: skip
+KEYS = [ExpertKey(stack, layer, expert) for stack, layer in ORDER for expert in range(EXPERTS)]
+NAMES = sorted(EVICTION)
+
+
+@st.composite
+def traces(draw, largest_step: int = 2) -> list[Step]:
+    """A few requests: the encoder once, then some tokens through the decoder."""
+    steps: list[Step] = []
+    for _ in range(draw(st.integers(1, 3))):
+        walk = ORDER[:ENCODER] + ORDER[ENCODER:] * draw(st.integers(1, 6))
+        for stack, layer in walk:
+            most = EXPERTS if stack == "encoder" and largest_step > 2 else largest_step
+            experts = draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=most))
+            steps.append(Step(stack, layer, tuple(sorted(experts))))
+    return steps
+
+
+SIZES = st.fixed_dictionaries({key: st.integers(1, 9) for key in KEYS})
+
+
+@settings(max_examples=60)
+@given(traces(5), SIZES, st.integers(9, 120), st.sampled_from(NAMES))
+def test_budget_holds_and_counts_add_up(trace, nbytes, budget, name) -> None:
+    def check(step, key, victims, residency) -> None:
+        held = sum(nbytes[one] for one in residency)
+        assert held == residency.used_bytes <= budget
+        assert key in residency
+        assert key not in victims
+
+    result = replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
+    assert result.hits + result.misses == result.demands == sum(len(step.experts) for step in trace)
+    assert result.peak_bytes <= budget
+    assert result.bytes_read >= sum(nbytes[key] for key in {key for step in trace for key in step.expert_keys()})
+    assert replay(trace, nbytes, budget, EVICTION[name](ORDER)) == result
+
+
+@settings(max_examples=60)
+@given(traces(5), SIZES, st.integers(9, 60), st.sampled_from(NAMES))
+def test_what_the_present_layer_needs_leaves_only_when_nothing_else_is_left(trace, nbytes, budget, name) -> None:
+    def check(step, key, victims, residency) -> None:
+        later = {one for one in step.expert_keys() if one > key}
+        if later & set(victims):
+            assert set(residency) - {key} <= later
+
+    replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
+
+
+@settings(max_examples=60)
+@given(traces(2), SIZES, st.integers(18, 60), st.sampled_from(NAMES))
+def test_a_budget_of_one_steps_demand_never_evicts_what_the_present_layer_needs(trace, nbytes, budget, name) -> None:
+    def check(step, key, victims, residency) -> None:
+        assert not {one for one in step.expert_keys() if one > key} & set(victims)
+
+    replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
+
+
+@settings(max_examples=80)
+@given(traces(3), st.integers(1, 24), st.sampled_from(NAMES))
+def test_no_policy_beats_belady_at_equal_sizes(trace, slots, name) -> None:
+    nbytes = dict.fromkeys(KEYS, 7)
+    best = replay_belady(trace, nbytes, 7 * slots)
+    assert best.hits >= replay(trace, nbytes, 7 * slots, EVICTION[name](ORDER)).hits
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 3))
+def test_belady_equals_the_best_of_all_possible_evictions(walk, slots) -> None:
+    def best(at: int, held: frozenset[int]) -> int:
+        if at == len(walk):
+            return 0
+        if walk[at] in held:
+            return 1 + best(at + 1, held)
+        if len(held) < slots:
+            return best(at + 1, held | {walk[at]})
+        return max(best(at + 1, held - {out} | {walk[at]}) for out in held)
+
+    trace = [Step("decoder", 0, (expert,)) for expert in walk]
+    nbytes = {ExpertKey("decoder", 0, expert): 3 for expert in range(5)}
+    assert replay_belady(trace, nbytes, 3 * slots).hits == best(0, frozenset())
+
+
+def test_paper_beats_lru_where_a_cycle_is_longer_than_the_cache() -> None:
+    layers = 6
+    trace = [Step("decoder", layer, (0,)) for _ in range(20) for layer in range(layers)]
+    order: list[tuple[Stack, int]] = [("decoder", layer) for layer in range(layers)]
+    nbytes = {ExpertKey("decoder", layer, 0): 1 for layer in range(layers)}
+    hits = {name: replay(trace, nbytes, layers - 1, EVICTION[name](order)).hits for name in ("paper", "lru")}
+    assert hits["lru"] == 0
+    assert hits["paper"] > 0.7 * len(trace)
+
+
+def test_an_expert_larger_than_the_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than the budget of 4"):
+        replay([Step("decoder", 0, (0,))], {KEYS[0]: 5, ExpertKey("decoder", 0, 0): 5}, 4, EVICTION["lru"](ORDER))

@@ -1,0 +1,66 @@
+"""Options and recipes: what is taken, and the one line for what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeconv.errors import SettingsError
+from moeconv.recipe import Recipe
+from moeconv.settings import Settings, parse_bits, parse_loss
+
+
+@pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 2.5 % ", 0.025), ("0", 0), (".1", 0.1)])
+def test_loss(text: str, value: float) -> None:
+    assert parse_loss(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["5", "five", "-1%", "100%", "1.0", "", "nan", "5%%"])
+def test_bad_loss(text: str) -> None:
+    with pytest.raises(SettingsError, match="--loss"):
+        parse_loss(text)
+
+
+def test_bits() -> None:
+    assert parse_bits("8,2,2") == (2, 8)
+    for text in ("5", "", "2;4", "2,x"):
+        with pytest.raises(SettingsError, match="--bits"):
+            parse_bits(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"quantizer": "magic"}, "--quantizer magic"),
+        ({"metric": "bleu"}, "--metric bleu"),
+        ({"group_size": 48}, "--group-size 48"),
+        ({"calib": None}, "--calib is missing"),
+        ({"samples": 0}, "--samples 0"),
+        ({"context": 1}, "--context 1"),
+        ({"seed": -1}, "--seed -1"),
+    ],
+)
+def test_bad_settings(change: dict, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        Settings(**{"model": "m", "out": Path("o"), "work": Path("w"), "calib": "c", **change})
+
+
+def test_recipe_rejects_what_it_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('model = "m"\ncalib = "c"\nlos = "5%"\n')
+    with pytest.raises(SettingsError, match="unknown entry 'los'"):
+        Recipe.load(path, tmp_path)
+    path.write_text('model = "m"\ncalib = "c"\n[expect]\nsize = 3\n')
+    with pytest.raises(SettingsError, match="unknown entry 'size'"):
+        Recipe.load(path, tmp_path)
+    path.write_text("model = [")
+    with pytest.raises(SettingsError, match="not a readable recipe"):
+        Recipe.load(path, tmp_path)
+    with pytest.raises(SettingsError, match="no such recipe"):
+        Recipe.load(tmp_path / "none.toml", tmp_path)
+
+
+def test_the_recipes_of_the_repository_load() -> None:
+    for path in Path("recipes").glob("*.toml"):
+        assert Recipe.load(path, Path("build")).settings.target_loss == 0.05

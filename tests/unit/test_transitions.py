@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
+from moert.pack.paths import TransitionTable, build
+from moert.predict import PREDICTORS
+from moert.predict.oracle import Oracle
+from moert.predict.transitions import Transitions
+
+EXPERTS = 5
+
+
+@st.composite
+def routes(draw) -> list[np.ndarray]:
+    n_tokens, top_k, n_layers = draw(st.integers(1, 12)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    token = st.one_of(
+        st.just([-1] * top_k),
+        st.permutations(range(EXPERTS)).map(lambda order: order[:top_k]),
+    )
+    layer = st.lists(token, min_size=n_tokens, max_size=n_tokens).map(np.array)
+    return draw(st.lists(layer, min_size=n_layers, max_size=n_layers))
+
+
+def counted_by_hand(layers: list[np.ndarray], layer: int, one: list[int], two: list[int]) -> np.ndarray:
+    """The same counts with loops."""
+
+    def count(contexts: list[tuple[int, ...]], depth: int) -> np.ndarray:
+        out = np.zeros(EXPERTS)
+        for context in contexts:
+            for token in range(len(layers[0])):
+                before = [layers[layer - back][token] for back in range(depth, 0, -1)]
+                if all(expert in row for expert, row in zip(context, before, strict=True)):
+                    for expert in layers[layer][token]:
+                        if expert >= 0:
+                            out[expert] += 1
+        return out
+
+    tries = []
+    if layer >= 2 and one and two:
+        tries.append(count(list(product(two, one)), 2))
+    if layer >= 1 and one:
+        tries.append(count([(expert,) for expert in one], 1))
+    tries.append(count([()], 0))
+    return next((counts for counts in tries if counts.any()), tries[-1])
+
+
+@settings(max_examples=80)
+@given(routes(), st.sets(st.integers(0, EXPERTS - 1), max_size=2), st.sets(st.integers(0, EXPERTS - 1), max_size=2))
+def test_counts_equal_plain_loops_at_every_layer_and_back_off(layers, one, two) -> None:
+    table = build(EXPERTS, {"decoder": layers})
+    for layer in range(len(layers)):
+        counts, _ = table.counts("decoder", layer, sorted(one), sorted(two))
+        expected = counted_by_hand(layers, layer, sorted(one), sorted(two))
+        assert counts.tolist() == expected.tolist()
+        probabilities = table.probabilities("decoder", layer, sorted(one), sorted(two))
+        assert probabilities.sum() == pytest.approx(1.0 if expected.any() else 0.0)
+
+
+def test_backing_off_goes_two_one_none() -> None:
+    first, second, third = np.array([[0], [0], [1]]), np.array([[1], [2], [1]]), np.array([[3], [4], [2]])
+    table = build(EXPERTS, {"decoder": [first, second, third]})
+    assert table.counts("decoder", 2, [1], [0])[1] == 2
+    assert table.probabilities("decoder", 2, [1], [0]).tolist() == [0, 0, 0, 1, 0]
+    counts, back = table.counts("decoder", 2, [1], [3])  # never seen together
+    assert (back, counts.tolist()) == (1, [0, 0, 1, 1, 0])
+    counts, back = table.counts("decoder", 2, [4], [3])
+    assert (back, counts.tolist()) == (0, [0, 0, 1, 1, 1])
+    assert table.counts("decoder", 2, [-1], [0])[1] == 0
+
+
+def test_every_pair_counts_for_every_expert_with_top_k_above_one() -> None:
+    layers = [np.array([[0, 1]]), np.array([[2, 3]]), np.array([[4, 0]])]
+    table = build(EXPERTS, {"decoder": layers})
+    assert table.counts("decoder", 2, [2], [0])[0].tolist() == [1, 0, 0, 0, 1]
+    assert table.counts("decoder", 2, [2, 3], [0, 1])[0].tolist() == [4, 0, 0, 0, 4]
+
+
+def test_chunks_of_a_long_trace_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    layers = [np.stack([rng.permutation(EXPERTS)[:2] for _ in range(50)]) for _ in range(3)]
+    whole = build(EXPERTS, {"decoder": layers}).to_bytes()
+    monkeypatch.setattr("moert.pack.paths._CHUNK_TOKENS", 7)
+    assert build(EXPERTS, {"decoder": layers}).to_bytes() == whole
+
+
+@settings(max_examples=30)
+@given(routes(), routes())
+def test_bytes_round_trip(encoder, decoder) -> None:
+    table = build(EXPERTS, {"encoder": encoder, "decoder": decoder})
+    body = table.to_bytes()
+    again = TransitionTable.from_bytes(body)
+    assert again.to_bytes() == body
+    assert {stack: len(layers) for stack, layers in again.stacks.items()} == {
+        "encoder": len(encoder),
+        "decoder": len(decoder),
+    }
+    last = len(decoder) - 1
+    assert (again.probabilities("decoder", last, [1], [2]) == table.probabilities("decoder", last, [1], [2])).all()
+
+
+def example() -> bytes:
+    rng = np.random.default_rng(1)
+    return build(EXPERTS, {"decoder": [rng.integers(0, EXPERTS, (40, 1)) for _ in range(3)]}).to_bytes()
+
+
+def tampered(change) -> bytes:
+    """The example with its tensors or metadata changed."""
+    body = example()
+    tensors, header = load(body), json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    metadata = header["__metadata__"]
+    change(tensors, metadata)
+    return save(tensors, metadata)
+
+
+def first_context_too_large(tensors, metadata) -> None:
+    tensors["decoder.1.one.contexts"][-1] = EXPERTS
+
+
+def expert_too_large(tensors, metadata) -> None:
+    tensors["decoder.2.two.experts"][0] = EXPERTS
+
+
+def rows_run_past_the_end(tensors, metadata) -> None:
+    tensors["decoder.2.two.rows"][-1] += 1
+
+
+def rows_fall(tensors, metadata) -> None:
+    tensors["decoder.2.two.rows"][1] = tensors["decoder.2.two.rows"][2]
+
+
+def contexts_unsorted(tensors, metadata) -> None:
+    tensors["decoder.1.one.contexts"][:2] = tensors["decoder.1.one.contexts"][1::-1].copy()
+
+
+def tensor_missing(tensors, metadata) -> None:
+    del tensors["decoder.1.one.counts"]
+
+
+def dtype_changed(tensors, metadata) -> None:
+    tensors["decoder.1.one.counts"] = tensors["decoder.1.one.counts"].astype(np.int64)
+
+
+def frequency_short(tensors, metadata) -> None:
+    tensors["decoder.0.frequency"] = tensors["decoder.0.frequency"][1:]
+
+
+def layers_absurd(tensors, metadata) -> None:
+    metadata["decoder_layers"] = "99999999999999999999"
+
+
+def no_size(tensors, metadata) -> None:
+    del metadata["num_experts"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        first_context_too_large, expert_too_large, rows_run_past_the_end, rows_fall, contexts_unsorted,
+        tensor_missing, dtype_changed, frequency_short, layers_absurd, no_size,
+    ],
+)  # fmt: skip
+def test_tables_that_contradict_themselves_are_refused(change) -> None:
+    TransitionTable.from_bytes(tampered(lambda tensors, metadata: None))
+    with pytest.raises(HeaderInvalid) as error:
+        TransitionTable.from_bytes(tampered(change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_later_version_is_refused() -> None:
+    with pytest.raises(FormatTooNew):
+        TransitionTable.from_bytes(tampered(lambda tensors, metadata: metadata.update(version="2")))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 400), st.integers(1, 255))
+def test_a_flipped_or_cut_file_never_ends_in_another_error(at, flip) -> None:
+    body = bytearray(example())
+    for damaged in (
+        bytes(body[: min(at, len(body) - 1)]),
+        bytes(body[:at]) + bytes([body[at] ^ flip]) + body[at + 1 :],
+    ):
+        with suppress(PackError):
+            TransitionTable.from_bytes(damaged)
+
+
+def test_tables_of_another_model_are_refused() -> None:
+    from tiny_packs import SWITCH
+
+    with pytest.raises(HeaderInvalid, match="profile the paths"):
+        build(EXPERTS, {"decoder": [np.array([[0]])]}).check(SWITCH)
+
+
+def test_predictors_order_experts_by_their_own_evidence() -> None:
+    first = np.array([[0], [0], [0], [1]])
+    second = np.array([[2], [2], [3], [4]])
+    table = build(EXPERTS, {"decoder": [first, second]})
+    ask = {name: make(table).next_experts("decoder", 1, [np.array([[1]])]) for name, make in PREDICTORS.items()}
+    assert ask == {"transitions": [4], "popularity": [2, 3, 4], "none": []}
+    assert PREDICTORS["transitions"](table).next_experts("decoder", 0, []) == [0, 1]
+
+
+def test_transitions_average_over_a_group_of_tokens() -> None:
+    first = np.array([[0], [0], [1], [1]])
+    second = np.array([[2], [3], [3], [3]])
+    table = build(EXPERTS, {"decoder": [first, second]})
+    probabilities = Transitions(table).probabilities("decoder", 1, [np.array([[0], [1]])])
+    assert probabilities.tolist() == [0, 0, 0.25, 0.75, 0]
+    many = np.array([[0]] * 500 + [[1]] * 500)
+    assert Transitions(table).probabilities("decoder", 1, [many]).tolist() == pytest.approx([0, 0, 0.25, 0.75, 0])
+
+
+def test_the_oracle_names_exactly_what_comes() -> None:
+    oracle = Oracle([("decoder", 0, (1,)), ("decoder", 1, (3, 2)), ("decoder", 0, (4,))])
+    assert oracle.next_experts("decoder", 1, []) == [3, 2]
+    with pytest.raises(ValueError, match="trace has decoder 0"):
+        oracle.next_experts("decoder", 1, [])
+    assert oracle.next_experts("decoder", 0, []) == []
