@@ -90,8 +90,9 @@ class ConversionReport:
 
 
 def to_json(artifact: Any) -> dict[str, Any]:
-    """A dataclass as plain JSON values; expert keys become text like D03/E005."""
-    return {"schema": SCHEMA, **_plain(asdict(artifact))}
+    """A dataclass or a dict as plain JSON values; expert keys become text like D03/E005."""
+    values = artifact if isinstance(artifact, dict) else asdict(artifact)
+    return {"schema": SCHEMA, **_plain(values)}
 
 
 def save(path: Path, artifact: Any) -> None:

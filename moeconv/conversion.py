@@ -14,7 +14,7 @@ from moeconv import artifacts
 from moeconv.allocation import greedy, widths_at
 from moeconv.artifacts import BitBounds, BitPlan, ConversionReport, SensitivityTable
 from moeconv.bounds import bracket
-from moeconv.calibration import Sample, load_splits, samples_digest
+from moeconv.calibration import Sample, load_splits
 from moeconv.checkpoint import Checkpoint
 from moeconv.emit import emit
 from moeconv.journal import Journal
@@ -52,8 +52,8 @@ class Conversion:
         if self.settings.calib is None:
             return self._unmeasured(started)
         self._load()
+        bounds = self._bounds()  # first: an unreachable target is said before the long sweep
         table = self._sensitivity()
-        bounds = self._bounds()
         plan = self._plan(table, bounds)
         return self._deliver(table, bounds, plan, started)
 
@@ -66,7 +66,10 @@ class Conversion:
         self.metric = METRICS[settings.metric or self.splits.metric or default_metric(self.splits.seq2seq)]
         check_fit(self.checkpoint.spec, self.splits, self.metric)
         self.trial = Trial(self.checkpoint, self.quantizer)
-        self.run_dir = settings.work / self._identity()[:12]
+        identity = self._identity()
+        self.run_dir = settings.work / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        artifacts.save(self.run_dir / "identity.json", identity)
         self.journal = Journal(self.run_dir / "journal.jsonl")
         self.say(f"work directory {self.run_dir}, {len(self.journal)} measurements in its journal")
         self.measure = self._measure(settings.samples, "calibration")
@@ -99,7 +102,7 @@ class Conversion:
         if self.settings.bits == (16,):
             return None
         table = sweep(self.sweep_measure, self.trial.spec.expert_keys(), self.progress)
-        artifacts.save(self.run_dir / "sensitivity.json", table)
+        artifacts.save(self.run_dir / f"sensitivity-{self.settings.sweep_samples or 'all'}.json", table)
         return table
 
     def _bounds(self) -> BitBounds:
@@ -234,15 +237,18 @@ class Conversion:
         }
         return {"pack": total(widths, self.quantizer.group_size), **uniform}
 
-    def _identity(self) -> str:
+    def _identity(self) -> dict[str, str | int | None]:
         """What a journal is about: anything of this changed, and nothing in it would be true."""
-        settings = self.settings
-        about = [
-            artifacts.SCHEMA, self.checkpoint.sha256(), self.quantizer.name, self.quantizer.group_size,
-            self.metric.name, samples_digest(self.splits.calibration), samples_digest(self.splits.heldout),
-            settings.context, settings.max_new_tokens,
-        ]  # fmt: skip
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        return {
+            "model_sha256": self.checkpoint.sha256(),
+            "quantizer": self.quantizer.name,
+            "group_size": self.quantizer.group_size,
+            "metric": self.metric.name,
+            "calibration_sha256": self.splits.digest("calibration"),
+            "heldout_sha256": self.splits.digest("heldout"),
+            "context": self.settings.context,
+            "max_new_tokens": self.settings.max_new_tokens,
+        }
 
 
 def _side_by_side(scorer: Scorer, reference: Scores, scores: Scores) -> tuple[Mapping[str, str], ...]:

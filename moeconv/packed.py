@@ -65,4 +65,5 @@ def _load_backbone(model: Any, arch: Arch, spec: ModelSpec, pack: Pack) -> None:
         raise ConversionError(f"backbone.safetensors in the pack can't be read ({error}): convert again") from None
     for canonical, name in arch.backbone_names(spec).items():
         model.get_parameter(name).copy_(tensors[canonical].float())
-    model.tie_weights()
+    for stored, copy in arch.equal_tensors(spec):
+        model.get_parameter(copy).copy_(model.get_parameter(stored))

@@ -25,7 +25,7 @@ class Trial:
         self.spec = checkpoint.spec
         self.arch: Arch = checkpoint.arch
         self.quantizer = quantizer
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.model: Any = self.arch.load(checkpoint.path, torch.float32)
         self._widths: dict[ExpertKey, int] = dict.fromkeys(self.spec.expert_keys(), 16)
 

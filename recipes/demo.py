@@ -74,7 +74,9 @@ def run_part(part: Part) -> dict[str, Any]:
     )  # fmt: skip
     prompts = write_prompts(part)
     print(f"== {part.name}: running", file=sys.stderr, flush=True)
-    runs = [run_pack(part, settings.out, prompts, share, eviction) for share in SHARES for eviction in EVICTIONS]
+    runs = [
+        run_pack(part, settings.out, prompts, share, eviction) for share in SHARES for eviction in EVICTIONS
+    ]
     show_samples(part, [dict(sample) for sample in report.samples], prompts)
     return {
         "metric": report.metric,

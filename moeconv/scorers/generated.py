@@ -31,8 +31,9 @@ class Batch:
 
 
 class GeneratedScorer:
-    """With `keep`, the encoder's outputs are remembered, and later calls skip the encoder while its experts have the
-    same widths. Perplexity is scored too: nats and words of the targets, given the inputs."""
+    """With `keep`, the encoder's outputs and the generated tokens are remembered: later calls skip the encoder while
+    its experts have the same widths, and generate only the outputs that change. Perplexity is scored too: nats and
+    words of the targets, given the inputs."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class GeneratedScorer:
         self.max_new_tokens = max_new_tokens or longest + SPARE_TOKENS
         self._kept_state: tuple[tuple[int, ...], ...] | None = None
         self._kept: list[Tensor] = []
+        self._kept_outputs: list[list[list[int]]] = []  # for each batch, what was generated when states were kept
 
     @property
     def n_samples(self) -> int:
@@ -61,13 +63,19 @@ class GeneratedScorer:
         encoded = self._encoded(keep)
         outputs = [""] * len(self.samples)
         nats, tokens = np.zeros(len(self.samples)), 0
-        for batch, hidden in zip(self.batches, encoded, strict=True):
-            losses = self._teacher_forced(batch, hidden)
+        generated: list[list[list[int]]] = []
+        for index, (batch, hidden) in enumerate(zip(self.batches, encoded, strict=True)):
+            nats[batch.rows] = self._target_nats(batch, hidden).double().numpy()
             tokens += int((batch.targets != -100).sum())
-            nats[batch.rows] = losses.double().numpy()
             if self.metric.generates:
-                for row, text in zip(batch.rows, self._texts(batch, hidden), strict=True):
-                    outputs[row] = text
+                known = self._kept_outputs[index] if self._kept_outputs and not keep else None
+                generated.append(
+                    self._generate(batch, hidden) if known is None else self._changed(batch, hidden, known)
+                )
+                for row, ids in zip(batch.rows, generated[-1], strict=True):
+                    outputs[row] = self.tokenizer.decode(self._without_end(ids), skip_special_tokens=True)
+        if keep and self._resumable():
+            self._kept_outputs = generated
         return Scores(self._per_sample(outputs, nats), float(nats.sum() / tokens), tuple(outputs))
 
     def generated_ids(self) -> list[list[int]]:
@@ -76,7 +84,7 @@ class GeneratedScorer:
         with torch.inference_mode():
             for batch, hidden in zip(self.batches, self._encoded(False), strict=True):
                 for row, tokens in zip(batch.rows, self._generate(batch, hidden), strict=True):
-                    ids[row] = tokens
+                    ids[row] = self._without_end(tokens)
         return ids
 
     def _per_sample(self, outputs: list[str], nats: np.ndarray) -> np.ndarray:
@@ -99,23 +107,48 @@ class GeneratedScorer:
             self._kept, self._kept_state = encoded, state
         return encoded
 
-    def _teacher_forced(self, batch: Batch, hidden: Tensor) -> Tensor:
+    def _target_nats(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Nats of each row's target given its input. [rows]"""
-        start = torch.full((len(batch.rows), 1), self.subject.spec.decoder_start_token_id or 0)
-        shifted = torch.cat([start, batch.targets[:, :-1].clamp(min=0)], dim=1)
-        logits = self.subject.model(
-            encoder_outputs=_encoder_output(hidden),
-            attention_mask=batch.mask,
-            decoder_input_ids=shifted,
-            use_cache=False,
-        ).logits
+        logits = self._teacher_forced(batch, hidden, batch.targets)
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none", ignore_index=-100)
         return losses.sum(dim=1)
 
-    def _texts(self, batch: Batch, hidden: Tensor) -> list[str]:
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self._generate(batch, hidden)]
+    def _teacher_forced(self, batch: Batch, hidden: Tensor, outputs: Tensor) -> Tensor:
+        """Logits [rows, tokens, vocab] at each place of `outputs` [rows, tokens] (below 0: padding)."""
+        start = torch.full((len(batch.rows), 1), self.subject.spec.decoder_start_token_id or 0)
+        logits: Tensor = self.subject.model(
+            encoder_outputs=_encoder_output(hidden),
+            attention_mask=batch.mask,
+            decoder_input_ids=torch.cat([start, outputs[:, :-1].clamp(min=0)], dim=1),
+            use_cache=False,
+        ).logits
+        return logits
+
+    def _changed(self, batch: Batch, hidden: Tensor, known: list[list[int]]) -> list[list[int]]:
+        """What is generated now, given what was before: one pass over the known outputs finds the rows in which some
+        token is no longer the likeliest; only these are generated again."""
+        outputs = _padded(known, -100)
+        likeliest = self._teacher_forced(batch, hidden, outputs).argmax(dim=-1)
+        differs = ((likeliest != outputs) & (outputs >= 0)).any(dim=1).nonzero()[:, 0]
+        if not len(differs):
+            return known
+        rows = differs.tolist()
+        part = Batch([batch.rows[row] for row in rows], batch.inputs[rows], batch.mask[rows], batch.targets[rows])
+        found = list(known)
+        for row, ids in zip(rows, self._generate(part, hidden[rows]), strict=True):
+            found[row] = ids
+        return found
+
+    def _resumable(self) -> bool:
+        """A pass over a whole output drops tokens beyond an expert's capacity, generating token by token does not."""
+        capacity = self.subject.spec.moe.capacity
+        return capacity is None or capacity >= self.max_new_tokens
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        return [token for token in ids if token not in self.subject.spec.eos_token_ids]
 
     def _generate(self, batch: Batch, hidden: Tensor) -> list[list[int]]:
+        """Greedy output of each row, its end mark included."""
         from transformers import DynamicCache, EncoderDecoderCache
 
         spec = self.subject.spec
@@ -135,9 +168,7 @@ class GeneratedScorer:
             finished |= torch.isin(token[:, 0], stops)
             if finished.all():
                 break
-        stop_set = set(spec.eos_token_ids)
-        rows = torch.stack(columns, dim=1).tolist()
-        return [[token for token in row if token >= 0 and token not in stop_set] for row in rows]
+        return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
 
 
 def batches_of(samples: Sequence[Sample], tokenizer: Tokenizer, pad: int) -> list[Batch]:

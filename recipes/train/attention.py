@@ -70,7 +70,14 @@ class SlicedAttention(torch.autograd.Function):
             if ctx.bias:
                 summed = scores.sum(0, keepdim=True, dtype=torch.float32)
                 grad_bias = summed if grad_bias is None else grad_bias + summed
-        return (grad_q * ctx.scale).to(ctx.dtype), grad_k.to(ctx.dtype), grad_v.to(ctx.dtype), grad_bias, None, None
+        return (
+            (grad_q * ctx.scale).to(ctx.dtype),
+            grad_k.to(ctx.dtype),
+            grad_v.to(ctx.dtype),
+            grad_bias,
+            None,
+            None,
+        )
 
 
 def sliced_attention(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ROWS = 256
+CHUNK_LOGITS = 1 << 21  # logits that exist at a time
 
 
 class ChunkedCross(torch.autograd.Function):
@@ -21,16 +21,16 @@ class ChunkedCross(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         low, rows, vocab = weight.bfloat16(), hidden.shape[0], weight.shape[0]
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        plain = 0.0
-        for start in range(0, rows, CHUNK_ROWS):
-            part, label = hidden[start : start + CHUNK_ROWS].bfloat16(), labels[start : start + CHUNK_ROWS]
+        plain, chunk = 0.0, max(1, CHUNK_LOGITS // vocab)
+        for start in range(0, rows, chunk):
+            part, label = hidden[start : start + chunk].bfloat16(), labels[start : start + chunk]
             place = torch.arange(len(label))
             grad = (part @ low.t()).softmax(-1)
             plain -= float(grad[place, label].float().clamp_min(1e-30).log().sum())
             grad[place, label] -= 1 - smoothing
             if smoothing:
                 grad -= smoothing / vocab
-            grad_hidden[start : start + CHUNK_ROWS] = grad @ low
+            grad_hidden[start : start + chunk] = grad @ low
             grad_weight += grad.t() @ part
         ctx.save_for_backward(grad_hidden.div_(rows), grad_weight.div_(rows))
         return hidden.new_tensor(plain / rows)

@@ -177,4 +177,4 @@ class OlmoeTask:
             pad_token_id=PAD_ID, eos_token_id=EOS_ID, max_new_tokens=64, num_beams=1, do_sample=False
         )
         model.to(torch.bfloat16).save_pretrained(folder)
-        vocabulary.save(self.tokenizer, folder, self.settings.context)
+        vocabulary.save(self.tokenizer, folder, self.settings.context, truncate=False)

@@ -17,7 +17,8 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from recipes.train import vocabulary
+from recipes.train import attention, vocabulary
+from recipes.train.cross import ChunkedCross
 from recipes.train.grouped import GroupedExperts, balance_loss
 
 PAD_ID, EOS_ID = 0, 1
@@ -171,6 +172,7 @@ class SwitchTask:
         self.name, self.settings, self.tokenizer, self.heldout = name, settings, tokenizer, heldout
         self.config = config_of(settings, tokenizer.get_vocab_size())
         self.model = SwitchTransformersForConditionalGeneration(self.config)
+        self.model.set_attn_implementation(attention.register())
         self.encoder_blocks, self.decoder_blocks = replace_blocks(self.model)
         self.buckets = Buckets(self._encode(train), settings.batch, seed)
 
@@ -182,25 +184,31 @@ class SwitchTask:
             sides.append([[*item.ids[:-1][: limit - 1], EOS_ID] for item in encoded])
         return list(zip(*sides, strict=True))
 
-    def _forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits [batch, out, vocab] under teacher forcing."""
+    def _states(self, source: Tensor, target: Tensor) -> Tensor:
+        """Scaled decoder states under teacher forcing at the positions that count: [tokens, d_model]."""
         source_mask, target_mask = source != PAD_ID, target != PAD_ID
         for blocks, mask in ((self.encoder_blocks, source_mask), (self.decoder_blocks, target_mask)):
             for block in blocks:
                 block.mask = mask.reshape(-1)
         shifted = F.pad(target[:, :-1], (1, 0), value=PAD_ID)
         with torch.autocast("cpu", torch.bfloat16):
-            result = self.model(
-                input_ids=source, attention_mask=source_mask.long(), decoder_input_ids=shifted
+            encoded = self.model.encoder(input_ids=source, attention_mask=source_mask.long())
+            decoded = self.model.decoder(
+                input_ids=shifted,
+                encoder_hidden_states=encoded.last_hidden_state,
+                encoder_attention_mask=source_mask.long(),
+                use_cache=False,
             )
-        return result.logits
+        return decoded.last_hidden_state[target_mask].float() * self.settings.d_model**-0.5
+
+    def _cross(self, source: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        """Mean cross-entropy (nats a target token)."""
+        states = self._states(source, target)
+        return ChunkedCross.apply(states, self.model.shared.weight, target[target != PAD_ID], smoothing)
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
-        """Smoothed cross-entropy plus balance and z losses; the log gets the plain parts."""
-        source, target = self.buckets.at(step)
-        logits = self._forward(source, target).float().flatten(0, 1)
-        labels = target.flatten()
-        cross = F.cross_entropy(logits, labels, ignore_index=PAD_ID, label_smoothing=self.settings.smoothing)
+        """Smoothed cross-entropy plus balance and z losses; the log gets the plain parts and the busiest share."""
+        cross = self._cross(*self.buckets.at(step), self.settings.smoothing)
         blocks = self.encoder_blocks + self.decoder_blocks
         balance = torch.stack([block.balance for block in blocks]).mean()
         z_loss = torch.stack([block.z_loss for block in blocks]).mean()
@@ -250,10 +258,10 @@ class SwitchTask:
         for start in range(0, len(pairs), 250):
             part = pairs[start : start + 250]
             target = pad([pair[1] for pair in part])
+            tokens = int((target != PAD_ID).sum())
             with torch.no_grad():
-                logits = self._forward(pad([pair[0] for pair in part]), target).float().flatten(0, 1)
-            total += float(F.cross_entropy(logits, target.flatten(), ignore_index=PAD_ID, reduction="sum"))
-            count += int((target != PAD_ID).sum())
+                total += float(self._cross(pad([pair[0] for pair in part]), target, 0.0)) * tokens
+            count += tokens
         return total / count
 
     def export(self, folder: Path) -> None:
@@ -269,4 +277,4 @@ class SwitchTask:
             do_sample=False,
         )
         model.to(torch.bfloat16).save_pretrained(folder)
-        vocabulary.save(self.tokenizer, folder, self.settings.max_input)
+        vocabulary.save(self.tokenizer, folder, self.settings.max_input, truncate=True)

@@ -82,7 +82,7 @@ def docline(seed: int) -> loop.Task:
     from recipes.train.switch import SwitchSettings, SwitchTask
 
     settings = SwitchSettings(
-        d_model=192, d_ff=384, d_kv=32, layers=4, heads=6, experts=8, batch=96, max_input=96, max_target=28
+        d_model=192, d_ff=384, d_kv=32, layers=4, heads=6, experts=8, batch=48, max_input=96, max_target=28
     )
     train = rows_of("docline", "train")
     texts = (text for row in train for text in row.values())

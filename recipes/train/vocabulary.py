@@ -59,8 +59,14 @@ def end_with_eos(tokenizer: Tokenizer) -> None:
     )
 
 
-def save(tokenizer: Tokenizer, folder: Path, limit: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; ``limit`` is the longest input in tokens."""
+def save(tokenizer: Tokenizer, folder: Path, limit: int, truncate: bool) -> None:
+    """Write tokenizer.json and tokenizer_config.json; ``limit`` is the longest input in tokens.
+
+    With ``truncate``, tokenizer.json says that longer inputs are cut there (the end token stays).
+    """
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    if truncate:
+        tokenizer.enable_truncation(limit)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -64,6 +64,22 @@ def convert(settings: Settings):
     return conversion, manifest, report
 
 
+def test_a_packed_model_answers_like_its_source(tmp_path: Path) -> None:
+    """Also where transformers keeps copies of what a pack stores once."""
+    ids = torch.tensor([[5, 9, 14, 3]])
+    for name, source in (
+        ("untied", tiny_switch(tmp_path / "untied", tie_word_embeddings=False)),
+        ("tied", tiny_olmoe(tmp_path / "tied", tie_word_embeddings=True)),
+    ):
+        settings = Settings(model=str(source), out=tmp_path / f"{name}.pack", work=tmp_path / "work", bits=(16,))
+        convert(settings)
+        packed = PackedModel.open(Pack.open(settings.out))
+        original = Checkpoint.open(source).arch.load(source, torch.float32)
+        inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if packed.spec.encoder else {})
+        with torch.inference_mode():
+            assert torch.equal(packed.model(**inputs).logits, original(**inputs).logits)
+
+
 @pytest.mark.parametrize("family", ["switch", "olmoe"])
 def test_conversion_meets_its_target_and_the_pack_is_the_model_that_was_measured(
     sources: dict[str, Path], family: str, tmp_path: Path

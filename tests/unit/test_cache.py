@@ -99,6 +99,15 @@ def test_a_layer_larger_than_the_cache_reads_each_expert_once() -> None:
     assert counters.evictions == 4
 
 
+def test_if_something_needed_must_leave_it_is_what_is_needed_last() -> None:
+    cache, store, counters = make(70)
+    use(cache, 0, [2, 3])
+    store.reads.clear()
+    use(cache, 0, [0, 1, 2, 3])
+    assert store.reads == [key(0, 0), key(0, 1), key(0, 3)]
+    assert counters.hits == 1
+
+
 def test_an_expert_larger_than_the_cache_is_our_own_mistake() -> None:
     cache, _, _ = make(20)
     cache.begin_layer("decoder", 0, [3])

@@ -103,6 +103,19 @@ def test_the_smallest_budget_works_and_a_byte_less_is_refused_with_its_number(pa
         assert held + weights + engine.model.state_bytes(5, 6) <= least
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_the_smallest_budget_holds_the_largest_experts_that_one_token_can_ask_one_layer_for(packs, name) -> None:
+    with Engine.open(packs[name], predictor="none") as engine:
+        top_k, least = engine.spec.moe.top_k, engine.smallest_memory(9, 5)
+        sizes: dict[tuple[str, int], list[int]] = {}
+        for entry in engine.pack.manifest.experts:
+            sizes.setdefault(entry.key[:2], []).append(entry.file_bytes)
+        demands = [sum(sorted(layer, reverse=True)[:top_k]) for layer in sizes.values()]
+        fixed = sum(4 * tensor.numel() for tensor in _backbone(engine)) + engine.model.state_bytes(9, 5)
+        assert least == fixed + engine.budget.scratch_bytes + max(demands)
+        assert engine.budget.scratch_bytes >= 4 * engine.spec.weights_per_expert()
+
+
 def _backbone(engine: Engine) -> list[torch.Tensor]:
     from moert.backbone import load_backbone
 
@@ -165,6 +178,39 @@ def test_a_perfect_prediction_is_never_wasted(packs) -> None:
         engine._prefetcher.close()
         counters = engine.counters
         assert counters.prefetch_issued >= counters.prefetch_used > 0
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name) -> None:
+    asked: list[tuple[str, int, list[list[list[int]]]]] = []
+    ran: list[tuple[str, int, list[list[int]]]] = []
+
+    class Listener:
+        def next_experts(self, stack, layer, history):
+            asked.append((stack, layer, [selected.tolist() for selected in history]))
+            return []
+
+    pack = Pack.open(packs[name])
+    with Engine(pack, MemoryLimit(share=0.5), "paper", Listener(), None, lambda note: None) as engine:
+        inner = engine.runner.run
+
+        def run(stack, layer, hidden, experts, weights):
+            ran.append((stack, engine.spec.stack(stack).moe_layers.index(layer), experts.tolist()))
+            return inner(stack, layer, hidden, experts, weights)
+
+        engine.runner.run = run
+        run_greedy(engine, engine.encode(PROMPTS[0]), 3)
+        n_layers = len(engine.spec.decoder.moe_layers)
+    assert len(asked) == len(ran)
+    for at, (stack, layer, history) in enumerate(asked):
+        if at + 1 < len(ran):
+            assert (stack, layer) == ran[at + 1][:2]
+        present_stack, present_layer, _ = ran[at]
+        if layer == 0:
+            assert history == []
+            assert present_stack == "encoder" or present_layer == n_layers - 1
+        else:
+            assert history == [selected for _, _, selected in ran[at - min(1, present_layer) : at + 1]]
 
 
 def test_tables_count_what_the_routers_do(packs) -> None:

@@ -68,6 +68,7 @@ def test_close_ends_the_thread_even_while_it_waits_for_the_present_layer() -> No
     prefetcher = Prefetcher(cache)
     cache.begin_layer("decoder", 0, [0])  # never read
     prefetcher.submit([key(1, 0)])
+    wait_until(lambda: not prefetcher._work)  # the thread has taken it
     prefetcher.close()
     prefetcher.close()
     assert not prefetcher._thread.is_alive()
