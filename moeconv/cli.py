@@ -39,7 +39,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the split and of the intervals.
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help="A local Hugging Face directory or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A local Hugging Face directory or a hub id.")],
     loss: Annotated[
         str, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
                                "its relative rise.")
@@ -84,7 +84,7 @@ def quantize(
 
 @app.command()
 def profile_paths(
-    pack: Annotated[Path, typer.Argument(help="A pack; the tables are added to it.")],
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack; the tables are added to it.")],
     calib: Calib = None,
     heldout: Heldout = None,
     samples: Annotated[int | None, typer.Option(help="Samples (or windows) of each split. Default: all.")] = None,
@@ -108,7 +108,7 @@ def profile_paths(
 
 @app.command()
 def verify(
-    pack: Annotated[Path, typer.Argument(help="The pack to check.")],
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="The pack to check.")],
     against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -124,7 +124,7 @@ def verify(
 
 @recipe_app.command("run")
 def recipe_run(
-    recipes: Annotated[list[Path], typer.Argument(help="Recipe files (TOML).")],
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files (TOML).")],
     out: Annotated[Path, typer.Option(help="Where packs and measurements go.")] = Path("build/recipes"),
     as_json: Json = False,
 ) -> None:

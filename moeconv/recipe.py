@@ -72,7 +72,7 @@ class Recipe:
             document["bits"] = tuple(document["bits"])
         name = path.stem
         document |= {"out": out / f"{name}.pack", "work": out / f"{name}.work"}
-        return cls(name, _table(document, Settings, str(path)), Expectations(**vars(expect)), paths)
+        return cls(name, _table(document, Settings, str(path)), expect, paths)
 
 
 def _table(values: Mapping[str, Any], kind: Any, where: str) -> Any:

@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quality:
-    """What the conversion promised and what it measured. Hashes are of the tokenised samples of each split."""
+    """What the conversion promised and what it measured. Hashes are of the samples of each split."""
 
     metric: str
     target_loss: float
@@ -65,7 +65,7 @@ class ExpertEntry:
     """One expert: its file, its widths, and what proves the file is the right one.
 
     `tensor_bytes` is what it takes in memory, `file_bytes` what it takes on disk. `importance` is the loss measured
-    when this expert alone goes to 2 bits; None where that was not measured.
+    when this expert alone goes to 2 bits, all others at 4, above that with all at 4; None where not measured.
     """
 
     key: ExpertKey

@@ -285,6 +285,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(endless, tmp_path, as_lines) -> N
         stderr=subprocess.PIPE,
         bufsize=0,
         cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
     )
     try:
         assert process.stdout is not None

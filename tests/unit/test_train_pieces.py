@@ -20,7 +20,7 @@ from recipes.train.kneser_ney import KneserNey
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
-    return float((found - expected).norm() / expected.norm())
+    return float((found - expected).detach().norm() / expected.detach().norm())
 
 
 def plain_experts(x, scores, index, up, down, gated):
