@@ -102,9 +102,7 @@ def build(manifest_path: Path, make: Builder, out: Path, splits: list[str], upda
     manifest = load(manifest_path)
     unknown = [split for split in splits if split not in manifest["splits"]]
     if unknown:
-        raise DataError(
-            f"{manifest['name']}: no split {unknown[0]!r}; there are {', '.join(manifest['splits'])}"
-        )
+        raise DataError(f"{manifest['name']}: no split {unknown[0]!r}; there are {', '.join(manifest['splits'])}")
     wanted = [split for split in splits if update or not is_current(manifest, split, out)]
     if not wanted:
         return
@@ -116,12 +114,8 @@ def build(manifest_path: Path, make: Builder, out: Path, splits: list[str], upda
 def main(manifest_name: str, make: Builder, argv: list[str] | None = None) -> int:
     """Command line of every builder; returns the exit status and prints one line per mistake."""
     parser = argparse.ArgumentParser(description=f"Build the {manifest_name} splits as JSONL.")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "data", help="folder for NAME/SPLIT.jsonl"
-    )
-    parser.add_argument(
-        "--splits", nargs="+", default=["calibration", "heldout"], help="which splits to build"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "data", help="folder for NAME/SPLIT.jsonl")
+    parser.add_argument("--splits", nargs="+", default=["calibration", "heldout"], help="which splits to build")
     parser.add_argument("--update", action="store_true", help="record the hashes of what was built")
     args = parser.parse_args(argv)
     try:

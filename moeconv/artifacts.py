@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from moert.pack.manifest import Measured
 from moert.pack.model_spec import ExpertKey
-from moert.pack.writer import write_atomically
 
 SCHEMA = 1
 
@@ -66,7 +63,11 @@ class BitPlan:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`."""
+    """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`.
+
+    `evaluations` are the assignments of widths that it took, `evaluation_seconds` what they took when they were
+    measured, now or in an earlier run; `seconds` is this run from its start to the report.
+    """
 
     model: str
     calibration_source: str
@@ -81,7 +82,9 @@ class ConversionReport:
     bits_histogram: Mapping[int, int]
     effective_bits: float
     expert_bytes: Mapping[str, int]
+    context: int
     evaluations: int
+    evaluation_seconds: float
     seconds: float
     sensitivity: SensitivityTable | None
     bounds: BitBounds | None
@@ -93,10 +96,6 @@ def to_json(artifact: Any) -> dict[str, Any]:
     """A dataclass or a dict as plain JSON values; expert keys become text like D03/E005."""
     values = artifact if isinstance(artifact, dict) else asdict(artifact)
     return {"schema": SCHEMA, **_plain(values)}
-
-
-def save(path: Path, artifact: Any) -> None:
-    write_atomically(path, (json.dumps(to_json(artifact), indent=1) + "\n").encode())
 
 
 def _plain(value: Any) -> Any:

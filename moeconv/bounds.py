@@ -16,7 +16,7 @@ def bracket(losses: Mapping[int, float], target_loss: float) -> BitBounds:
     """
     high = None
     for width in sorted(losses, reverse=True):
-        if losses[width] > target_loss:
+        if not losses[width] <= target_loss:  # also where nothing could be measured (NaN)
             break
         high = width
     if high is None:

@@ -6,21 +6,17 @@ import csv
 import hashlib
 import json
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moeconv.errors import CalibrationError
+from moeconv.toml import read_toml
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-CATALOGUE = Path("calib_data")
+CATALOGUE = Path("calib_data")  # where conversions are started from, as are the paths in its manifests
 MIN_SAMPLES = 8
+SHORT_LINE = 80  # characters
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,8 @@ def samples_digest(samples: Iterable[Sample]) -> str:
 
 
 def load_splits(calib: str, heldout: str | None, *, seed: int) -> Splits:
-    """`calib` is a name from calib_data/ or a JSONL, CSV or parquet file; so is `heldout`, else we split by `seed`.
+    """`calib` is a name from calib_data/ or a JSONL, CSV or parquet file; so is `heldout`, else we split it in halves:
+    samples of input and target by `seed`, running text in the middle, so that it stays running text.
 
     Raises CalibrationError naming the file, and the line where there is one.
     """
@@ -72,7 +69,7 @@ def load_splits(calib: str, heldout: str | None, *, seed: int) -> Splits:
 def _from_catalogue(name: str, heldout: str | None) -> Splits:
     if heldout is not None:
         raise CalibrationError(f"calib_data/{name}.toml has its own held-out split: leave --heldout out")
-    manifest = tomllib.loads((CATALOGUE / f"{name}.toml").read_text(encoding="utf-8"))
+    manifest = read_toml(CATALOGUE / f"{name}.toml")
     parts = {}
     for split in ("calibration", "heldout"):
         entry = manifest["splits"][split]
@@ -89,18 +86,19 @@ def _from_catalogue(name: str, heldout: str | None) -> Splits:
 
 
 def _read_file(path: Path) -> tuple[tuple[Sample, ...], bool]:
-    readers = {".jsonl": _jsonl, ".json": _jsonl, ".csv": _csv, ".parquet": _parquet}
-    if path.suffix not in readers:
-        known = ", ".join(sorted(p.stem for p in CATALOGUE.glob("*.toml"))) or "none here"
+    readers = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+    suffix = path.suffix.lower()
+    if suffix not in readers:
+        known = ", ".join(sorted(p.stem for p in CATALOGUE.glob("*.toml"))) or f"none in {CATALOGUE.absolute()}"
         raise CalibrationError(
-            f"--calib {path}: not a .jsonl, .csv or .parquet file, nor a name in calib_data/ ({known})"
+            f"calibration text {str(path)!r}: not a .jsonl, .csv or .parquet file, nor a name in calib_data/ ({known})"
         )
     if not path.is_file():
-        raise CalibrationError(f"{path}: no such file")
+        raise CalibrationError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     samples: list[Sample] = []
     kinds: set[bool] = set()
     try:
-        for line, row in readers[path.suffix](path):
+        for line, row in readers[suffix](path):
             sample = _sample(row, f"{path}:{line}")
             kinds.add("text" not in row)
             if sample.source.strip() or "text" in row:
@@ -117,21 +115,25 @@ def _read_file(path: Path) -> tuple[tuple[Sample, ...], bool]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as stream:
+    with path.open(encoding="utf-8-sig") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CalibrationError(f"{path}:{number}: not JSON ({error})") from None
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8", newline="") as stream:
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        csv.field_size_limit(1 << 30)
         reader = csv.DictReader(stream)
-        for row in reader:
-            yield reader.line_num, row
+        try:
+            for row in reader:
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise CalibrationError(f"{path}:{reader.line_num}: not CSV ({error})") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -140,17 +142,24 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise CalibrationError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
     yield from enumerate(rows, 1)
 
 
 def _sample(row: Any, where: str) -> Sample:
+    sample = None
     if isinstance(row, dict):
         if isinstance(row.get("text"), str):
-            return Sample(row["text"])
-        if isinstance(row.get("input"), str) and isinstance(row.get("target"), str):
-            return Sample(row["input"], row["target"])
+            sample = Sample(row["text"])
+        elif isinstance(row.get("input"), str) and isinstance(row.get("target"), str):
+            sample = Sample(row["input"], row["target"])
+    if sample is not None:
+        try:
+            (sample.source + sample.target).encode()
+        except UnicodeEncodeError:
+            raise CalibrationError(f"{where}: holds half of a character pair, which is not text") from None
+        return sample
     raise CalibrationError(f"{where}: expected the fields 'input' and 'target', or 'text', holding text")
 
 
@@ -166,18 +175,23 @@ def _split(samples: tuple[Sample, ...], seq2seq: bool, seed: int) -> tuple[tuple
 
 
 def _checked(splits: Splits) -> Splits:
+    least = MIN_SAMPLES if splits.seq2seq else 1
     for split in ("calibration", "heldout"):
         count = len(getattr(splits, split))
-        if splits.seq2seq and count < MIN_SAMPLES:
+        if count < least:
             raise CalibrationError(
-                f"{splits.name}: the {split} split has {count} samples, needs at least {MIN_SAMPLES}"
+                f"{splits.name}: the {split} split has {count} samples, needs at least {least}: give more, or --heldout"
             )
-    if splits.seq2seq:
-        shared = set(splits.calibration) & set(splits.heldout)
-        if shared:
-            example = next(iter(shared)).source[:40]
-            raise CalibrationError(
-                f"{splits.name}: calibration and held-out text share {len(shared)} samples, for one {example!r}: "
-                "a loss measured on them would prove nothing"
-            )
+    shared = {sample for sample in splits.calibration if _tells(sample, splits.seq2seq)} & set(splits.heldout)
+    if shared:
+        example = next(iter(shared)).source[:40]
+        raise CalibrationError(
+            f"{splits.name}: calibration and held-out text share {len(shared)} samples, for one {example!r}: "
+            "a loss measured on them would prove nothing"
+        )
     return splits
+
+
+def _tells(sample: Sample, seq2seq: bool) -> bool:
+    """Lines of running text that are blank or mere headings may stand in both splits."""
+    return seq2seq or len(sample.source) >= SHORT_LINE

@@ -66,6 +66,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path / 'config.json'} is not a valid {arch.model_type} config: {_line(error)}"
             ) from None
+        counts = (spec.vocab_size, spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim)
+        if min(*counts, spec.moe.num_experts, spec.moe.top_k, spec.moe.d_ff) < 1:
+            raise CheckpointError(f"{path / 'config.json'}: every size and count in it should be at least 1")
         if not spec.moe_layers():
             raise CheckpointError(f"{path}: the model has no layer with experts, so there is nothing to convert")
         checkpoint = cls(path, config, generation_config, arch, spec, _tensor_files(path))

@@ -20,12 +20,31 @@ app = typer.Typer(
     help="Turn a Mixture-of-Experts checkpoint into a model.pack at a loss that you choose.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from moeconv import __version__
+
+        print(f"moeconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 recipe_app = typer.Typer(help="Conversion recipes: a model, a target, and what must come out.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 
 EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = 2, 3, 130
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print each result as a JSON object on one line.")]
 Calib = Annotated[
     str | None,
     typer.Option(help="Calibration text: a name in calib_data/, or a JSONL, CSV or parquet file with the fields "
@@ -52,7 +71,9 @@ def quantize(
     quantizer: Annotated[
         str, typer.Option(help="channel: one scale per output channel. group: one per --group-size inputs.")
     ] = "channel",
-    group_size: Annotated[int, typer.Option(help="Inputs per scale for the group quantizer: 32, 64 or 128.")] = 64,
+    group_size: Annotated[
+        int | None, typer.Option(help="Inputs per scale for the group quantizer: 32, 64 or 128. Default: 64.")
+    ] = None,
     bits: Annotated[str, typer.Option(help="Widths that experts may get. 16 alone writes an unquantised pack.")]
     = "2,3,4,8,16",
     out: Annotated[Path, typer.Option(help="Where the pack goes.")] = Path("model.pack"),
@@ -74,8 +95,9 @@ def quantize(
     """Measure what each expert is worth, give each its width under the target loss, and write the pack."""
     from moeconv.settings import Settings, parse_bits, parse_loss
 
+    out = Path(os.path.abspath(out))
     settings = Settings(
-        model, out, work or out.with_name(out.name + ".work"), parse_loss(loss), calib, heldout, metric, quantizer,
+        model, out, work or out.parent / f"{out.name}.work", parse_loss(loss), calib, heldout, metric, quantizer,
         group_size, parse_bits(bits), seed, samples, sweep_samples, heldout_samples, context, max_new_tokens,
     )  # fmt: skip
     if _convert(settings, as_json):
@@ -88,8 +110,10 @@ def profile_paths(
     calib: Calib = None,
     heldout: Heldout = None,
     samples: Annotated[int | None, typer.Option(help="Samples (or windows) of each split. Default: all.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens in a window of running text.")] = 256,
-    seed: Seed = 0,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a window of running text. Default: as converted, else 256.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --calib: seed of its split. Default: 0.")] = None,
     as_json: Json = False,
 ) -> None:
     """Record which expert follows which, so that the runtime can load experts before they are asked for.
@@ -149,9 +173,9 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     out = recipe.settings.out
     print(json.dumps(_as_json(report)) if as_json else conversion_table(report, str(out)))
     if recipe.paths:
-        profile(Pack.open(out), calib=None, heldout=None, seed=recipe.settings.seed, samples=recipe.settings.samples,
-                context=recipe.settings.context, say=_say)  # fmt: skip
-    return [f"{recipe.name}: {line}" for line in recipe.expect.failures(report)]
+        profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
+                say=_say)  # fmt: skip
+    return [f"{recipe.name}: {line}" for line in recipe.failures(report)]
 
 
 def _convert(settings: Settings, as_json: bool) -> bool:
@@ -197,16 +221,18 @@ def _exit_code(arguments: list[str] | None) -> int:
     try:
         code = app(arguments, standalone_mode=False, prog_name="moeconv")
         sys.stdout.flush()
+        if code == EXIT_INTERRUPTED:
+            print("moeconv: interrupted; what was measured is kept, run the same command to go on", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except (ConversionError, PackError) as error:
         print(f"moeconv: {error}", file=sys.stderr)
         return EXIT_MISSED if isinstance(error, TargetMissed) else EXIT_USER
-    except (KeyboardInterrupt, typer.Abort):
-        print("moeconv: interrupted; what was measured is kept, run the same command to go on", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"moeconv: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_USER
     except Exception as error:
         message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
         if message is None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import moeconv
@@ -17,23 +17,24 @@ from moeconv.bounds import bracket
 from moeconv.calibration import Sample, load_splits
 from moeconv.checkpoint import Checkpoint
 from moeconv.emit import emit
-from moeconv.journal import Journal
 from moeconv.measure import Measure
 from moeconv.metrics import METRICS, default_metric
 from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.reference import measured_reference
 from moeconv.scorers import Scorer, Scores
-from moeconv.scorers.build import build_scorer, check_fit, spread
+from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer, spread
 from moeconv.scorers.generated import GeneratedScorer
 from moeconv.sensitivity import Progress, sweep
 from moeconv.settings import Settings
 from moeconv.trial import Trial
+from moeconv.workdir import WorkDir
 from moert.pack.layout import expert_layout
 from moert.pack.manifest import Manifest, Measured, Quality
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import bits_histogram
+from moert.pack.writer import check_target
 
 SHOWN_SAMPLES = 6
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass
@@ -47,31 +48,37 @@ class Conversion:
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
         started = time.perf_counter()
+        check_target(self.settings.out)
         self.checkpoint = Checkpoint.open(self.settings.model)
         self.quantizer: Quantizer = QUANTIZERS[self.settings.quantizer](self.settings.group_size)
         if self.settings.calib is None:
             return self._unmeasured(started)
-        self._load()
-        bounds = self._bounds()  # first: an unreachable target is said before the long sweep
-        table = self._sensitivity()
-        plan = self._plan(table, bounds)
-        return self._deliver(table, bounds, plan, started)
+        self._read_text(self.settings.calib)
+        self.trial = Trial(self.checkpoint, self.quantizer)
+        identity = self._identity()
+        with WorkDir(self.settings.work / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]) as self.work:
+            self.work.save("identity.json", identity)
+            self._prepare()
+            bounds = self._bounds()  # first: an unreachable target is said before the long sweep
+            table = self._sensitivity()
+            plan = self._plan(table, bounds)
+            return self._deliver(table, bounds, plan, started)
 
     # Stages -----------------------------------------------------------------------------------------------------------
 
-    def _load(self) -> None:
+    def _read_text(self, calib: str) -> None:
         settings = self.settings
-        assert settings.calib is not None
-        self.splits = load_splits(settings.calib, settings.heldout, seed=settings.seed)
+        self.splits = load_splits(calib, settings.heldout, seed=settings.seed)
         self.metric = METRICS[settings.metric or self.splits.metric or default_metric(self.splits.seq2seq)]
-        check_fit(self.checkpoint.spec, self.splits, self.metric)
-        self.trial = Trial(self.checkpoint, self.quantizer)
-        identity = self._identity()
-        self.run_dir = settings.work / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        artifacts.save(self.run_dir / "identity.json", identity)
-        self.journal = Journal(self.run_dir / "journal.jsonl")
-        self.say(f"work directory {self.run_dir}, {len(self.journal)} measurements in its journal")
+        check_fit(self.checkpoint.spec, self.splits, self.metric, settings.max_new_tokens)
+        self.tokenizer = load_tokenizer(self.checkpoint.path / TOKENIZER)
+
+    def _prepare(self) -> None:
+        """Scorers for every split, so that unusable text is found now, and the references of the calibration split."""
+        settings = self.settings
+        self.journal = self.work.journal()
+        self.say(f"work directory {self.work.path}, {len(self.journal)} measurements in its journal")
+        self.heldout_scorer = self._scorer(self.splits.heldout, settings.heldout_samples)
         self.measure = self._measure(settings.samples, "calibration")
         self.sweep_measure = (
             self.measure
@@ -82,7 +89,7 @@ class Conversion:
     def _scorer(self, samples: tuple[Sample, ...], limit: int | None) -> Scorer:
         return build_scorer(
             self.trial,
-            self.checkpoint.path / "tokenizer.json",
+            self.tokenizer,
             samples,
             self.metric,
             limit=limit,
@@ -92,7 +99,7 @@ class Conversion:
 
     def _measure(self, limit: int | None, what: str) -> Measure:
         scorer = self._scorer(self.splits.calibration, limit)
-        reference = measured_reference(self.trial, scorer, self.run_dir / f"reference-{limit or 'all'}.npz")
+        reference = self._reference(scorer, "calibration", limit)
         value = self.metric.value(reference.per_sample)
         self.say(f"reference on {what}: {self.metric.name} {value:.4f} on {scorer.n_samples} samples")
         samples_id = f"{self.splits.digest('calibration')}/{limit or 'all'}"
@@ -102,7 +109,7 @@ class Conversion:
         if self.settings.bits == (16,):
             return None
         table = sweep(self.sweep_measure, self.trial.spec.expert_keys(), self.progress)
-        artifacts.save(self.run_dir / f"sensitivity-{self.settings.sweep_samples or 'all'}.json", table)
+        self.work.save(f"sensitivity-{self.settings.sweep_samples or 'all'}.json", table)
         return table
 
     def _bounds(self) -> BitBounds:
@@ -112,7 +119,7 @@ class Conversion:
             losses[width] = self.measure(dict.fromkeys(keys, width), f"all at {width}").loss
             self.say(f"all experts at {width:2d} bits: loss {losses[width]:.2%}")
         bounds = bracket(losses, self.settings.target_loss)
-        artifacts.save(self.run_dir / f"bounds-{self.settings.target_loss:g}.json", bounds)
+        self.work.save(f"bounds-{self.settings.target_loss:g}.json", bounds)
         return bounds
 
     def _plan(self, table: SensitivityTable | None, bounds: BitBounds) -> BitPlan:
@@ -124,14 +131,14 @@ class Conversion:
             return loss
 
         plan = greedy(ranking, bounds, loss_of)
-        artifacts.save(self.run_dir / f"plan-{self.settings.target_loss:g}.json", plan)
+        self.work.save(f"plan-{self.settings.target_loss:g}.json", plan)
         return plan
 
     def _deliver(
         self, table: SensitivityTable | None, bounds: BitBounds, plan: BitPlan, started: float
     ) -> tuple[Manifest, ConversionReport]:
         calibration, _ = self._judge(self.measure.scorer, "calibration", plan)
-        heldout, shown = self._judge(self._scorer(self.splits.heldout, self.settings.heldout_samples), "heldout", plan)
+        heldout, shown = self._judge(self.heldout_scorer, "heldout", plan)
         quality = Quality(
             self.metric.name, self.settings.target_loss, calibration, heldout,
             self.splits.digest("calibration"), self.splits.digest("heldout"),
@@ -142,8 +149,7 @@ class Conversion:
     def _judge(self, scorer: Scorer, split: str, plan: BitPlan) -> tuple[Measured, tuple[Mapping[str, str], ...]]:
         """Measures the plan on a split, with an interval; also a few outputs side by side."""
         limit = self.settings.samples if split == "calibration" else self.settings.heldout_samples
-        name = "reference" if split == "calibration" else "heldout"
-        reference = measured_reference(self.trial, scorer, self.run_dir / f"{name}-{limit or 'all'}.npz")
+        reference = self._reference(scorer, split, limit)
         self.trial.assign(plan.widths)
         scores = scorer.score()
         low, high = self.metric.interval(reference.per_sample, scores.per_sample, seed=self.settings.seed)
@@ -151,7 +157,12 @@ class Conversion:
         measured = Measured(before, after, self.metric.loss(before, after), low, high, scorer.n_samples)
         return measured, _side_by_side(scorer, reference, scores)
 
+    def _reference(self, scorer: Scorer, split: str, limit: int | None) -> Scores:
+        return measured_reference(self.trial, scorer, self.metric, self.work, f"{split}-{limit or 'all'}")
+
     def _unmeasured(self, started: float) -> tuple[Manifest, ConversionReport]:
+        if not (self.checkpoint.path / TOKENIZER).is_file():
+            self.say(f"note: {self.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
         widths = dict.fromkeys(self.checkpoint.spec.expert_keys(), 16)
         report = self._report(widths, None, None, None, None, None, (), started)
         return self._emit(widths, None, report, None)
@@ -176,9 +187,8 @@ class Conversion:
             importance=table.importance if table else None,
             quality=quality,
             extra_files={"report.json": (json.dumps(artifacts.to_json(report), indent=1) + "\n").encode()},
-            progress=None,
         )
-        return manifest, replace(report, bits_histogram=bits_histogram(manifest.experts))
+        return manifest, report
 
     def _report(
         self,
@@ -197,7 +207,7 @@ class Conversion:
         counts: dict[int, int] = {}
         for bits in widths.values():
             counts[bits] = counts.get(bits, 0) + projections
-        measures = () if calibration is None else {id(m): m for m in (self.measure, self.sweep_measure)}.values()
+        used = {} if calibration is None else {**self.measure.used, **self.sweep_measure.used}
         return ConversionReport(
             model=Path(settings.model).name,
             calibration_source=settings.calib or "",
@@ -212,7 +222,9 @@ class Conversion:
             bits_histogram=dict(sorted(counts.items())),
             effective_bits=8 * sizes["pack"] / (len(widths) * spec.weights_per_expert()),
             expert_bytes=sizes,
-            evaluations=sum(measure.evaluations for measure in measures),
+            context=settings.context,
+            evaluations=len(used),
+            evaluation_seconds=round(sum(found.seconds for found in used.values()), 2),
             seconds=round(time.perf_counter() - started, 2),
             sensitivity=table,
             bounds=bounds,
@@ -241,6 +253,7 @@ class Conversion:
         """What a journal is about: anything of this changed, and nothing in it would be true."""
         return {
             "model_sha256": self.checkpoint.sha256(),
+            "tokenizer_sha256": hashlib.sha256((self.checkpoint.path / TOKENIZER).read_bytes()).hexdigest(),
             "quantizer": self.quantizer.name,
             "group_size": self.quantizer.group_size,
             "metric": self.metric.name,

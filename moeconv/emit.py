@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.torch import save_file
 
 from moeconv.checkpoint import F32, Checkpoint, CheckpointError
 from moeconv.quantizers import Quantizer
 from moert.pack.codec import WIDTHS, QuantizedMatrix
-from moert.pack.manifest import Manifest, Quality, Quantization
+from moert.pack.manifest import BACKBONE, Manifest, Quality, Quantization
 from moert.pack.model_spec import ExpertKey, backbone_tensors
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
 
-BACKBONE = "backbone.safetensors"
 _MAX_F16 = 65504.0
 
 Progress = Callable[[int, int], None]
@@ -119,5 +119,8 @@ def _write_backbone(checkpoint: Checkpoint, writer: PackWriter) -> None:
         name: checkpoint.backbone_tensor(name, shape).contiguous()
         for name, shape in backbone_tensors(checkpoint.spec).items()
     }
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
     save_file(tensors, writer.add_file(BACKBONE))
     writer.seal_file(BACKBONE)

@@ -19,5 +19,9 @@ class TargetMissed(ConversionError):
     """No assignment of the allowed widths keeps the loss under the target."""
 
 
+class WeightsUnusable(ConversionError):
+    """Weights that no width can represent."""
+
+
 class VerifyFailed(ConversionError):
     """A pack that does not hold what its source says it should."""

@@ -12,13 +12,15 @@ from moeconv.errors import ConversionError
 
 
 class Journal:
-    """Append-only JSONL keyed by the hash of what was measured. A line cut off by a crash is dropped."""
+    """Append-only JSONL keyed by the hash of what was measured. A line cut off by a crash is dropped.
+
+    Raises ConversionError for a journal that can't be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Measurement] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
+        if path.exists():
             self._read()
 
     def __len__(self) -> int:
@@ -40,8 +42,11 @@ class Journal:
         self._known[identity] = measurement
 
     def _read(self) -> None:
-        text = self.path.read_text(encoding="utf-8", errors="replace")
-        whole = text[: text.rfind("\n") + 1]
+        try:
+            body = self.path.read_bytes()
+        except OSError as error:
+            raise ConversionError(f"can't read {self.path}: {error.strerror}; give another --work") from None
+        whole = body[: body.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 record = json.loads(line)
@@ -51,5 +56,5 @@ class Journal:
                 raise ConversionError(
                     f"{self.path}:{number} is damaged: remove that line, and only it is measured again"
                 ) from None
-        if len(whole) < len(text):
-            self.path.write_text(whole, encoding="utf-8")
+        if len(whole) < len(body):
+            os.truncate(self.path, len(whole))

@@ -9,7 +9,7 @@ import time
 from moeconv.artifacts import Measurement
 from moeconv.journal import Journal
 from moeconv.metrics import F64, Metric
-from moeconv.scorers import Scorer, Scores
+from moeconv.scorers import Scorer
 from moeconv.trial import Trial, Widths
 
 
@@ -25,7 +25,7 @@ class Measure:
         self.reference = metric.value(reference)
         self.journal = journal
         self.samples_id = samples_id
-        self.evaluations = 0
+        self.used: dict[str, Measurement] = {}  # what this run asked for, measured now or before
 
     def known(self, widths: Widths) -> bool:
         return self.journal.get(self._identity(widths)) is not None
@@ -34,21 +34,19 @@ class Measure:
         """The loss of an assignment (all experts given), from the journal or measured now."""
         identity = self._identity(widths)
         found = self.journal.get(identity)
-        if found is not None:
-            return found
+        if found is None:
+            found = self._measure(widths, what)
+            self.journal.add(identity, found)
+        self.used[identity] = found
+        return found
+
+    def _measure(self, widths: Widths, what: str) -> Measurement:
         started = time.perf_counter()
-        scores = self.scores(widths)
+        self.trial.assign(widths)
+        scores = self.scorer.score()
         value = self.metric.value(scores.per_sample)
         seconds = time.perf_counter() - started
-        measurement = Measurement(what, value, self.metric.loss(self.reference, value), scores.nll, round(seconds, 4))
-        self.journal.add(identity, measurement)
-        return measurement
-
-    def scores(self, widths: Widths) -> Scores:
-        """Per-sample scores of an assignment, always measured."""
-        self.trial.assign(widths)
-        self.evaluations += 1
-        return self.scorer.score()
+        return Measurement(what, value, self.metric.loss(self.reference, value), scores.nll, round(seconds, 4))
 
     def keep(self, widths: Widths) -> None:
         """Remembers the intermediate results of this assignment, so that its neighbours cost less."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 F64 = npt.NDArray[np.float64]
+LARGEST_EXPONENT = 600.0  # a perplexity beyond this is as bad as any, and still a finite number
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,13 @@ class Metric:
 
     def value(self, scores: F64) -> float:
         mean = scores[:, 0].sum() / scores[:, 1].sum()
-        return float(mean if self.generates else np.exp(mean))
+        return float(mean if self.generates else np.exp(min(mean, LARGEST_EXPONENT)))
 
     def loss(self, reference: float, value: float) -> float:
-        """Relative drop of the metric; for perplexity its relative rise. Negative where the value got better."""
+        """Relative drop of the metric; for perplexity its relative rise. Negative where the value got better; NaN
+        against a reference of 0."""
         if reference == 0:
-            return 0.0 if value == 0 else (-1.0 if self.higher_is_better else 1.0)
+            return float("nan")
         return (reference - value) / reference if self.higher_is_better else (value - reference) / reference
 
     def interval(self, reference: F64, scores: F64, *, seed: int, draws: int = 2000) -> tuple[float, float]:
@@ -43,7 +45,7 @@ class Metric:
         for draw in range(draws):
             rows = rng.integers(0, n, n)
             losses[draw] = self.loss(self.value(reference[rows]), self.value(scores[rows]))
-        low, high = np.quantile(losses, [0.025, 0.975])
+        low, high = np.nanquantile(losses, [0.025, 0.975])
         return float(low), float(high)
 
 

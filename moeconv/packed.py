@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import nn
+from torch import Tensor
 
 from moeconv.archs import ARCHS, Arch
 from moeconv.errors import ConversionError
+from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack, projection_weights
 
@@ -33,7 +34,7 @@ class PackedModel:
         arch = ARCHS.get(config.get("model_type", ""))
         if arch is None:
             raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
-        model = _empty_model(pack)
+        model: Any = arch.empty(pack.root)
         spec = pack.manifest.model
         _load_backbone(model, arch, spec, pack)
         for key in spec.expert_keys():
@@ -41,29 +42,24 @@ class PackedModel:
             for name, projection in projections.items():
                 weight = torch.from_numpy(projection_weights(projection))
                 arch.expert_weight(model, key, name).copy_(weight)
-        return cls(pack, arch, spec, model.eval())
+        return cls(pack, arch, spec, model)
 
     def stack_state(self, stack: str) -> tuple[tuple[int, ...], ...]:
         """Constant: a pack's weights don't change."""
         return ()
 
 
-def _empty_model(pack: Pack) -> nn.Module:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(pack.root, local_files_only=True)
-    model_class = getattr(transformers, config.architectures[0])
-    with torch.no_grad():
-        model: nn.Module = model_class._from_config(config, dtype=torch.float32, experts_implementation="eager")
-    return model.requires_grad_(False)
-
-
 def _load_backbone(model: Any, arch: Arch, spec: ModelSpec, pack: Pack) -> None:
-    try:
-        tensors = load(pack.read_file("backbone.safetensors"))
-    except SafetensorError as error:
-        raise ConversionError(f"backbone.safetensors in the pack can't be read ({error}): convert again") from None
+    tensors = backbone_of(pack)
     for canonical, name in arch.backbone_names(spec).items():
         model.get_parameter(name).copy_(tensors[canonical].float())
     for stored, copy in arch.equal_tensors(spec):
         model.get_parameter(copy).copy_(model.get_parameter(stored))
+
+
+def backbone_of(pack: Pack) -> dict[str, Tensor]:
+    """Every tensor of the pack that is not an expert's, as stored. Raises ConversionError or a PackError."""
+    try:
+        return load(pack.read_file(BACKBONE))
+    except SafetensorError as error:
+        raise ConversionError(f"{BACKBONE} in the pack can't be read ({error}): convert again") from None

@@ -30,12 +30,13 @@ class PathFigures:
     """`accuracy[known][n - 1]`: how much of what held-out tokens select is among the n * top_k most probable experts,
     given the experts of the `known` layers before (paper's Fig. 8; with top_k = 1 the usual top-n accuracy).
     `coverage20`: share of tokens that take one of the 20% most frequent paths (a path: the first choice of each
-    layer). `best_next`: mean probability of the likeliest next expert given the two layers before."""
+    layer). `best_next`: how often held-out tokens select the likeliest next expert, given the two layers before. All
+    but coverage are judged on layers that have two before them; None where there is no such layer."""
 
     tokens: int
     coverage20: Mapping[Stack, float]
-    best_next: float
-    accuracy: tuple[tuple[float, float, float], ...]
+    best_next: float | None
+    accuracy: tuple[tuple[float, float, float] | None, ...]
 
 
 @torch.inference_mode()
@@ -98,7 +99,7 @@ def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigu
     return PathFigures(
         tokens=sum(len(layers[0]) for layers in routes.values()),
         coverage20={stack: coverage(layers) for stack, layers in routes.items()},
-        best_next=_best_next(table, routes),
+        best_next=_best_next(table, heldout),
         accuracy=accuracy,
     )
 
@@ -111,44 +112,38 @@ def coverage(layers: Sequence[npt.NDArray[np.int64]], share: float = 0.2) -> flo
     return sum(counts[:top]) / sum(counts)
 
 
-def _places(routes: Routes, first: int) -> Iterator[tuple[Stack, int, npt.NDArray[np.int64]]]:
-    """(stack, layer, tokens to score): every layer from `first` on, at most SCORED_TOKENS tokens spread over all."""
+def _predictions(table: TransitionTable, routes: Routes, known: int) -> Iterator[tuple[set[int], list[int]]]:
+    """(what a token selects, all experts in order of probability), for every layer that has two before it and at most
+    SCORED_TOKENS tokens, spread over all."""
     for stack, layers in routes.items():
         count = len(layers[0])
         tokens = np.unique(np.linspace(0, count - 1, min(count, SCORED_TOKENS)).astype(np.int64))
-        for layer in range(first, len(layers)):
-            yield stack, layer, tokens
+        for layer in range(2, len(layers)):
+            for token in tokens:
+                actual = set(_selected(layers[layer], token))
+                if actual:
+                    one = _selected(layers[layer - 1], token) if known > 0 else []
+                    two = _selected(layers[layer - 2], token) if known > 1 else []
+                    likely = np.argsort(-table.probabilities(stack, layer, one, two), kind="stable")
+                    yield actual, likely.tolist()
 
 
-def _context(layers: Sequence[npt.NDArray[np.int64]], layer: int, token: int) -> list[int]:
-    if layer < 0:
-        return []
-    return [int(expert) for expert in layers[layer][token] if expert >= 0]
+def _selected(layer: npt.NDArray[np.int64], token: int) -> list[int]:
+    return [int(expert) for expert in layer[token] if expert >= 0]
 
 
-def _accuracy(table: TransitionTable, routes: Routes, known: int) -> tuple[float, float, float]:
+def _accuracy(table: TransitionTable, routes: Routes, known: int) -> tuple[float, float, float] | None:
     hits, total = np.zeros(3), 0
-    for stack, layer, tokens in _places(routes, known):
-        layers = routes[stack]
-        for token in tokens:
-            actual = set(_context(layers, layer, token))
-            if not actual:
-                continue
-            one = _context(layers, layer - 1, token) if known > 0 else []
-            two = _context(layers, layer - 2, token) if known > 1 else []
-            order = np.argsort(-table.probabilities(stack, layer, one, two), kind="stable").tolist()
-            total += len(actual)
-            for n in range(3):
-                hits[n] += len(actual.intersection(order[: (n + 1) * len(actual)]))
-    first, second, third = (hits / max(total, 1)).tolist()
+    for actual, order in _predictions(table, routes, known):
+        total += len(actual)
+        for n in range(3):
+            hits[n] += len(actual.intersection(order[: (n + 1) * len(actual)]))
+    if not total:
+        return None
+    first, second, third = (hits / total).tolist()
     return first, second, third
 
 
-def _best_next(table: TransitionTable, routes: Routes) -> float:
-    best: list[float] = []
-    for stack, layer, tokens in _places(routes, 2):
-        layers = routes[stack]
-        for token in tokens[::4]:
-            one, two = _context(layers, layer - 1, token), _context(layers, layer - 2, token)
-            best.append(float(table.probabilities(stack, layer, one, two).max()))
-    return float(np.mean(best)) if best else 0.0
+def _best_next(table: TransitionTable, routes: Routes) -> float | None:
+    hits = [order[0] in actual for actual, order in _predictions(table, routes, 2)]
+    return float(np.mean(hits)) if hits else None

@@ -28,7 +28,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"  expert matrices by width: {widths}; {report.effective_bits:.2f} bits a weight with scales",
         f"  expert bytes: {sizes['pack']:,} = {_share(sizes, 'fp16')} of FP16, {_share(sizes, 'int8')} of uniform "
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
-        f"  {report.evaluations} evaluations, {report.seconds:.0f} s",
+        f"  {report.evaluations} evaluations, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s",
     ]
     return "\n".join(lines)
 
@@ -49,12 +49,17 @@ def path_table(found: PathFigures, nbytes: int) -> str:
     lines = [
         f"{found.tokens:,} tokens profiled, tables of {nbytes:,} bytes",
         f"  the 20% most frequent paths cover: {coverage}",
-        f"  mean probability of the likeliest next expert, two layers known: {found.best_next:.1%}",
+        f"  held-out tokens that take the likeliest next expert, two layers known: {_percent(found.best_next)}",
         "  share of held-out choices predicted:   top-1    top-2    top-3",
     ]
     for known, row in enumerate(found.accuracy):
-        lines.append(f"    {known} layers known                  " + "  ".join(f"{value:>7.1%}" for value in row))
+        values = [None] * 3 if row is None else row
+        lines.append(f"    {known} layers known                  " + "  ".join(f"{_percent(v):>7}" for v in values))
     return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
 
 
 def _measured_line(name: str, measured: Measured) -> str:

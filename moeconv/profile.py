@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 from moeconv.calibration import load_splits
-from moeconv.errors import SettingsError
+from moeconv.errors import CalibrationError, SettingsError
 from moeconv.metrics import METRICS, default_metric
 from moeconv.packed import PackedModel
 from moeconv.paths import PathFigures, Routes, figures, routes_of
-from moeconv.scorers.build import build_scorer, check_fit
+from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer
+from moeconv.settings import DEFAULT_CONTEXT, check_counts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
+
+REPORT = "report.json"
 
 
 def profile_paths(
@@ -22,26 +25,27 @@ def profile_paths(
     *,
     calib: str | None,
     heldout: str | None,
-    seed: int,
+    seed: int | None,
     samples: int | None,
-    context: int,
+    context: int | None,
     say: Callable[[str], None],
 ) -> tuple[PathFigures, int]:
     """Adds paths.safetensors to the pack; returns the figures and the bytes of the tables.
 
     Without `calib`, the text that the pack was converted with. Raises ConversionError or PackError.
     """
-    if calib is None:
-        calib, heldout, seed = _recorded_source(pack)
-    splits = load_splits(calib, heldout, seed=seed)
+    check_counts(samples=samples, context=context, seed=seed)
+    source = _source(pack, calib, heldout, seed)
+    splits = load_splits(source.calib, source.heldout, seed=source.seed)
     metric = METRICS[default_metric(splits.seq2seq)]
     check_fit(pack.manifest.model, splits, metric)
+    tokenizer = load_tokenizer(pack.file("tokenizer.json"))
     packed = PackedModel.open(pack)
 
     def routes(split: str) -> Routes:
         scorer = build_scorer(
-            packed, pack.root / "tokenizer.json", getattr(splits, split), metric,
-            limit=samples, context=context, max_new_tokens=None,
+            packed, tokenizer, getattr(splits, split), metric,
+            limit=samples, context=context or source.context, max_new_tokens=None,
         )  # fmt: skip
         say(f"routing of {scorer.n_samples} samples of the {split} text")
         return routes_of(packed, scorer)
@@ -54,14 +58,27 @@ def profile_paths(
     return found, len(body)
 
 
-def _recorded_source(pack: Pack) -> tuple[str, str | None, int]:
-    try:
-        report = json.loads(pack.read_file("report.json"))
-    except KeyError:
-        report = {}
-    if not report.get("calibration_source"):
+@dataclass(frozen=True)
+class _Source:
+    calib: str
+    heldout: str | None
+    seed: int
+    context: int
+
+
+def _source(pack: Pack, calib: str | None, heldout: str | None, seed: int | None) -> _Source:
+    """The text that was asked for; without one, the text that the pack was converted with."""
+    report = json.loads(pack.read_file(REPORT)) if REPORT in pack.manifest.files else {}
+    context = report.get("context", DEFAULT_CONTEXT)
+    if calib is not None:
+        return _Source(calib, heldout, seed or 0, context)
+    if heldout is not None or seed is not None:
+        raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
+    recorded = report.get("calibration_source")
+    if not recorded:
         raise SettingsError("--calib is missing: the pack does not say what text it was converted with")
-    source = report["calibration_source"]
-    if Path(source).suffix and not Path(source).is_file():
-        raise SettingsError(f"the pack was converted with {source}, which is not there: give --calib")
-    return source, report["heldout_source"], report["seed"]
+    try:
+        load_splits(recorded, report["heldout_source"], seed=report["seed"])
+    except CalibrationError as error:
+        raise SettingsError(f"the pack's own calibration text can't be used ({error}): give --calib") from None
+    return _Source(recorded, report["heldout_source"], report["seed"], context)

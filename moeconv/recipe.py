@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from moeconv.artifacts import ConversionReport
 from moeconv.errors import SettingsError
+from moeconv.present import missed_target
 from moeconv.settings import Settings, parse_loss
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from moeconv.toml import read_toml
 
 
 @dataclass(frozen=True)
@@ -55,32 +50,57 @@ class Recipe:
     expect: Expectations
     paths: bool
 
+    def failures(self, report: ConversionReport) -> list[str]:
+        """What did not come out as expected; a held-out loss above the target counts where no other limit is given."""
+        missed = missed_target(report) if self.expect.heldout_loss_at_most is None else None
+        return self.expect.failures(report) + ([missed] if missed else [])
+
     @classmethod
     def load(cls, path: Path, out: Path) -> Recipe:
         """Packs go to OUT/NAME.pack, what can be reused to OUT/NAME.work. Raises SettingsError."""
-        try:
-            document = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise SettingsError(f"{path}: no such recipe") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SettingsError(f"{path}: not a readable recipe ({error})") from None
+        document = read_toml(path)
         expect = _table(document.pop("expect", {}), Expectations, f"{path}: [expect]")
-        paths = bool(document.pop("profile_paths", True))
+        paths = document.pop("profile_paths", True)
+        if not isinstance(paths, bool):
+            raise SettingsError(f"{path}: profile_paths should be true or false, found {paths!r}")
         if "loss" in document:
             document["target_loss"] = parse_loss(str(document.pop("loss")))
-        if "bits" in document:
+        if isinstance(document.get("bits"), list):
             document["bits"] = tuple(document["bits"])
+        for name in ("out", "work"):
+            if name in document:
+                raise SettingsError(f"{path}: {name} is not for a recipe to say: give --out to the command")
+        if paths and "calib" not in document:
+            raise SettingsError(f"{path}: without calib no paths can be profiled: add it, or profile_paths = false")
         name = path.stem
         document |= {"out": out / f"{name}.pack", "work": out / f"{name}.work"}
         return cls(name, _table(document, Settings, str(path)), expect, paths)
 
 
-def _table(values: Mapping[str, Any], kind: Any, where: str) -> Any:
-    known = {field.name for field in fields(kind)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise SettingsError(f"{where}: unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise SettingsError(f"{where}: {error}") from None
+def _table(values: Any, kind: Any, where: str) -> Any:
+    """A TOML table as a dataclass: unknown, missing and wrongly typed entries raise SettingsError."""
+    if not isinstance(values, dict):
+        raise SettingsError(f"{where} should be a table, found {values!r}")
+    known = {field.name: field for field in fields(kind)}
+    types = get_type_hints(kind)
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"{where}: unknown entry {name!r}; known are {', '.join(sorted(known))}")
+        if not _fits(value, types[name]):
+            raise SettingsError(f"{where}: {name} = {value!r} has the wrong type")
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+    if missing:
+        raise SettingsError(f"{where}: {missing[0]} is missing")
+    return kind(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a TOML value may stand where `hint` is declared; true is not a number."""
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    allowed = get_args(hint) or (hint,)
+    if isinstance(value, bool):
+        return bool in allowed
+    return isinstance(value, tuple(t for t in allowed if isinstance(t, type))) or (
+        isinstance(value, int) and float in allowed
+    )

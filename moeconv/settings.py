@@ -11,6 +11,8 @@ from moeconv.metrics import METRICS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moert.pack.codec import WIDTHS
 
+DEFAULT_CONTEXT = 256
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -25,13 +27,13 @@ class Settings:
     heldout: str | None = None
     metric: str | None = None
     quantizer: str = "channel"
-    group_size: int = 64
+    group_size: int | None = None
     bits: tuple[int, ...] = WIDTHS
     seed: int = 0
     samples: int | None = None
     sweep_samples: int | None = None
     heldout_samples: int | None = None
-    context: int = 256
+    context: int = DEFAULT_CONTEXT
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -39,20 +41,35 @@ class Settings:
             raise SettingsError(f"--quantizer {self.quantizer}: expected one of {', '.join(QUANTIZERS)}")
         if self.metric is not None and self.metric not in METRICS:
             raise SettingsError(f"--metric {self.metric}: expected one of {', '.join(METRICS)}")
-        if self.group_size not in GROUP_SIZES:
+        if self.group_size is not None and self.quantizer == "channel":
+            raise SettingsError("--group-size has no effect on the channel quantizer: leave it out, or use group")
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise SettingsError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
         if not self.bits or any(width not in WIDTHS for width in self.bits):
             raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
         if self.calib is None and self.bits != (16,):
             raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
-        for name in ("samples", "sweep_samples", "heldout_samples", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
-        if self.context < 2:
-            raise SettingsError(f"--context {self.context}: expected at least 2 tokens")
-        if not 0 <= self.seed < 1 << 32:
-            raise SettingsError(f"--seed {self.seed}: expected a whole number from 0 to {(1 << 32) - 1}")
+        if self.calib is None:
+            for name in ("heldout", "metric", "samples", "sweep_samples", "heldout_samples", "max_new_tokens"):
+                if getattr(self, name) is not None:
+                    raise SettingsError(f"--{name.replace('_', '-')} has no effect without --calib: leave it out")
+        counts = {name: getattr(self, name) for name in ("samples", "sweep_samples", "heldout_samples")}
+        check_counts(**counts, max_new_tokens=self.max_new_tokens, context=self.context, seed=self.seed)
+        if not 0 <= self.target_loss < 1:
+            raise SettingsError(f"a loss of {self.target_loss:g}: expected a share from 0 to less than 1")
+        if not self.out.name or not self.work.name:
+            raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+
+
+def check_counts(context: int | None = None, seed: int | None = None, **counts: int | None) -> None:
+    """Raises SettingsError for a number that is out of range; None is not checked."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+    if context is not None and context < 2:
+        raise SettingsError(f"--context {context}: expected at least 2 tokens")
+    if seed is not None and not 0 <= seed < 1 << 32:
+        raise SettingsError(f"--seed {seed}: expected a whole number from 0 to {(1 << 32) - 1}")
 
 
 def parse_loss(text: str) -> float:

@@ -11,14 +11,16 @@ import transformers
 from moeconv.archs import Arch
 from moeconv.checkpoint import Checkpoint
 from moeconv.quantizers import Quantizer
-from moert.pack.codec import dequantize, from_bfloat16, to_bfloat16
+from moert.pack.codec import dequantize
 from moert.pack.model_spec import ExpertKey, Stack
 
 Widths = Mapping[ExpertKey, int]
+ORIGINAL = 32
+"""The width of an expert as the checkpoint has it; 16 is what a pack stores, which may round a float32 source."""
 
 
 class Trial:
-    """`assign` gives each expert a width; only experts whose width changes are touched. 16 is the original."""
+    """`assign` gives each expert a width; only experts whose width changes are touched."""
 
     def __init__(self, checkpoint: Checkpoint, quantizer: Quantizer) -> None:
         self.checkpoint = checkpoint
@@ -27,7 +29,7 @@ class Trial:
         self.quantizer = quantizer
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.model: Any = self.arch.load(checkpoint.path, torch.float32)
-        self._widths: dict[ExpertKey, int] = dict.fromkeys(self.spec.expert_keys(), 16)
+        self._widths: dict[ExpertKey, int] = dict.fromkeys(self.spec.expert_keys(), ORIGINAL)
 
     def assign(self, widths: Widths) -> None:
         """Every expert gets the width that `widths` says (float32 weights, as the pack will give them back)."""
@@ -48,11 +50,9 @@ class Trial:
 
     def _write(self, key: ExpertKey, bits: int) -> None:
         for projection, weight in self.checkpoint.expert(key).items():
-            if bits != 16:
+            if bits < 16:
                 weight = dequantize(self.quantizer.quantize(weight, bits))
-            elif self.checkpoint.source_dtype == "BF16":
-                weight = from_bfloat16(to_bfloat16(weight))
-            else:
+            elif bits == 16 and self.checkpoint.source_dtype != "BF16":
                 weight = weight.astype("float16").astype("float32")
             with torch.no_grad():
                 self.arch.expert_weight(self.model, key, projection).copy_(torch.from_numpy(weight))

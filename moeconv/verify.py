@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from moeconv.checkpoint import Checkpoint
 from moeconv.errors import VerifyFailed
+from moeconv.packed import backbone_of
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, backbone_tensors
 from moert.pack.reader import Pack, Projection
 
 F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
@@ -18,7 +20,8 @@ F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
 
 @dataclass(frozen=True)
 class Verified:
-    """`worst` is the largest error found, as a share of what its width allows; None without a source."""
+    """`worst` is the largest error of an expert, as a share of what its width allows; None without a source. All other
+    tensors are equal to the source's."""
 
     files: int
     experts: int
@@ -33,8 +36,16 @@ def verify(pack: Pack, source: Checkpoint | None) -> Verified:
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
         raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
+    _check_backbone(pack, source)
     worst = max(_expert_error(pack, source, key) for key in keys)
     return Verified(files, len(keys), worst)
+
+
+def _check_backbone(pack: Pack, source: Checkpoint) -> None:
+    tensors = backbone_of(pack)
+    for name, shape in backbone_tensors(source.spec).items():
+        if not torch.equal(tensors[name], source.backbone_tensor(name, shape)):
+            raise VerifyFailed(f"{name} differs from {source.path}: the pack was made from other weights")
 
 
 def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:

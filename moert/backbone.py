@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moert.errors import TokenizerMissing
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
+from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import backbone_tensors
 from moert.pack.reader import Pack
 
-BACKBONE = "backbone.safetensors"
 TOKENIZER = "tokenizer.json"
 _CHUNK = 1 << 20
 
@@ -42,16 +42,26 @@ def load_backbone(pack: Pack) -> dict[str, Tensor]:
 
 
 def load_tokenizer(pack: Pack) -> Tokenizer:
-    """Raises TokenizerMissing."""
+    """The pack's tokenizer, set to give every token of a text and no others: what was stored of cutting and filling
+    to a length belongs to training.
+
+    Raises TokenizerMissing, or a PackError if the file isn't what the manifest says.
+    """
     if TOKENIZER not in pack.manifest.files:
         raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
+    body = pack.read_file(TOKENIZER)
     try:
-        return Tokenizer.from_file(str(pack.file(TOKENIZER)))
+        tokenizer = Tokenizer.from_buffer(body)
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())
         raise TokenizerMissing(
             f"{TOKENIZER} in {pack.root} can't be read ({reason}): convert the model again"
         ) from None
+    if not tokenizer.get_vocab_size():
+        raise TokenizerMissing(f"{TOKENIZER} in {pack.root} has no vocabulary: convert the model again")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _check_checksum(pack: Pack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 from moert.errors import BudgetTooSmall, InvalidMemory
@@ -16,7 +17,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", 1)
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([A-Za-z]*|%)")
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,15 @@ class MemoryLimit:
 def parse_memory(text: str) -> MemoryLimit:
     """'1.5GB', '800MB', '512MiB', '123456' (bytes) or '50%'. Raises InvalidMemory."""
     hint = "expected a size like 1.5GB, 800MB or 512MiB, or a share like 50%"
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            raise InvalidMemory(f"--memory {text!r} is not a share: {hint}") from None
-        if not 0 < share <= 1:
-            raise InvalidMemory(f"--memory {text!r} should be more than 0% and at most 100%")
-        return MemoryLimit(share=share)
     match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2].upper() not in _UNITS:
+    if match is None or match[2].upper() not in (*_UNITS, "%"):
         raise InvalidMemory(f"--memory {text!r} is not a size: {hint}")
-    nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[
-        match[2].upper()
-    ]  # fmt: skip
+    number, unit = Fraction(match[1]), match[2].upper()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise InvalidMemory(f"--memory {text!r} should be more than 0% and at most 100%")
+        return MemoryLimit(share=float(number / 100))
+    nbytes = int(number * _UNITS[unit])
     if not 0 < nbytes < 1 << 62:
         raise InvalidMemory(f"--memory {text!r} is not a size that a machine can have: {hint}")
     return MemoryLimit(nbytes=nbytes)
@@ -98,10 +94,12 @@ class Budget:
         if left < self.layer_bytes:
             smallest = self.smallest_bytes(state_bytes)
             asked = limit.nbytes or self.fixed_bytes(state_bytes) + left
+            percent = "" if limit.nbytes is None or limit.nbytes > 100 else f"; did you mean {limit.nbytes}%?"
             raise BudgetTooSmall(
                 f"a memory budget of {asked} bytes is too small: this request needs --memory {smallest} "
                 f"({size(smallest)}): {size(self.backbone_bytes + self.scratch_bytes)} for all but the experts, "
-                f"{size(state_bytes)} for keys and values, {size(self.layer_bytes)} for one token's experts of a layer",
+                f"{size(state_bytes)} for keys and values, {size(self.layer_bytes)} for one token's experts of a layer"
+                f"{percent}",
                 smallest,
             )
         return min(left, self.expert_bytes)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +28,7 @@ app = typer.Typer(
     help="Run a model.pack inside a memory budget.",
 )  # fmt: skip
 
-USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+USAGE = 2
 
 
 class Eviction(str, Enum):
@@ -67,7 +71,10 @@ def run(
     file: Annotated[Path | None, typer.Option("--file", help="Read one prompt from a text file.")] = None,
     input_path: Annotated[
         Path | None,
-        typer.Option("--input", help="JSON lines, each with the field prompt, input or text; - is stdin."),
+        typer.Option(
+            "--input",
+            help="JSON lines, each with the field prompt, input or text; - is stdin. Each starts from the same --seed.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
@@ -95,9 +102,12 @@ def run(
     min_p: Annotated[float, typer.Option(help="Draw among tokens this fraction as likely as the likeliest.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.", show_default=False)
+        list[str] | None,
+        typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="For the arithmetic; by default torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="For the arithmetic, at most one a core; by default torch's choice.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
 ) -> None:
@@ -111,14 +121,12 @@ def run(
         raise RunError("--output goes with --input: for one prompt redirect stdout")
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
     engine = _open(pack, memory, eviction, predict, threads)
-    with engine:
+    to_stderr = stats and not (as_json and input_path is None)
+    with engine, _figures(engine, as_json) if to_stderr else nullcontext():
         if input_path is not None:
             _run_records(engine, input_path, output, settings, as_json)
         else:
             _run_prompt(engine, prompt, file, settings, as_json)
-        if stats and not (as_json and input_path is None):
-            figures = engine.stats()
-            print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
 
 
 @app.command()
@@ -155,35 +163,45 @@ def _open(pack: Path, memory: str | None, eviction: Eviction, predict: Predict |
     return Engine.open(pack, limit, eviction.value, predictor, threads)
 
 
+@contextmanager
+def _figures(engine: Engine, as_json: bool) -> Iterator[None]:
+    """Prints them at the end, also when Ctrl-C brings it."""
+    interrupt = None
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        interrupt = error
+    figures = engine.stats()
+    print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
+    if interrupt is not None:
+        raise interrupt
+
+
 def _run_prompt(
     engine: Engine, prompt: str | None, file: Path | None, settings: GenerationSettings, as_json: bool
 ) -> None:
+    from moert.engine import Interrupted
     from moert.prompts import read_prompt
 
     text = read_prompt(prompt, file, sys.stdin)
-    if as_json:
-        answer = engine.generate(text, settings)
-        print(json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False))
-        return
+    interrupt = None
     try:
-        engine.generate(text, settings, _print_piece)
-    except KeyboardInterrupt:
-        print(flush=True)
-        raise
-    print(flush=True)
+        answer = engine.generate(text, settings, None if as_json else _print_piece)
+    except Interrupted as error:
+        answer, interrupt = error.answer, error
+    as_object = {**_answer(answer), "stats": engine.stats().to_dict()}
+    print(json.dumps(as_object, ensure_ascii=False) if as_json else "", flush=True)
+    if interrupt is not None:
+        raise interrupt
 
 
 def _run_records(engine: Engine, path: Path, output: Path | None, settings: GenerationSettings, as_json: bool) -> None:
-    from moert.errors import InputInvalid
     from moert.prompts import LineWriter, read_records
 
-    records = read_records(path, sys.stdin)
+    records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
     with LineWriter(output) as writer:
         for record in records:
-            try:
-                answer = engine.generate(record.prompt, settings)
-            except InputInvalid as error:
-                raise InputInvalid(f"{path} line {record.line}: {error}") from None
+            answer = engine.generate(record.prompt, settings)
             writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
 
 
@@ -201,29 +219,45 @@ def _print_piece(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C.
+
+    A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
+    """
+    _prepare_streams()
     sys.exit(_exit_code(arguments))
 
 
 def _exit_code(arguments: list[str] | None) -> int:
     try:
-        code = app(arguments, standalone_mode=False, prog_name="moert")
+        code = app(arguments, standalone_mode=False, prog_name="moert")  # 130 after Ctrl-C
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (PackError, RunError) as error:
         print(f"moert: {error}", file=sys.stderr)
         return USAGE
-    except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    except OSError as error:  # files name themselves
+        print(f"moert: {error.filename or 'stdout'}: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left unwritten fails no more
+        return USAGE
     except Exception as error:
         message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
         if message is None:
             raise
         print(_one_line(message()), file=sys.stderr)
         return USAGE
+
+
+def _prepare_streams() -> None:
+    """UTF-8 whatever the locale; what the caller closed reads as empty, fails as stdout, and is silent as stderr."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, errors="backslashreplace"))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _one_line(message: str) -> str:

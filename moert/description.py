@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from moert.backbone import BACKBONE, TOKENIZER
 from moert.engine import Engine
-from moert.pack.manifest import Measured
+from moert.errors import TokenizerMissing
+from moert.pack.errors import PackError
+from moert.pack.manifest import BACKBONE, Measured
 from moert.pack.paths import PATHS
 from moert.pack.reader import bits_histogram
 from moert.stats import size
@@ -49,7 +50,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         },
         "quality": None if manifest.quality is None else asdict(manifest.quality),
         "has_paths": PATHS in files,
-        "has_tokenizer": TOKENIZER in files,
+        "has_tokenizer": _tokenizer_fault(engine) is None,
         "smallest_memory": {
             "bytes": engine.smallest_memory(TYPICAL_PROMPT_TOKENS, TYPICAL_NEW_TOKENS),
             "prompt_tokens": TYPICAL_PROMPT_TOKENS,
@@ -81,9 +82,18 @@ def description_lines(engine: Engine) -> list[str]:
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, other {size(nbytes['other'])}",
         *_quality_lines(engine),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
-        f"tokenizer        {'yes' if facts['has_tokenizer'] else 'no'}",
+        f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(engine)}'}",
         f"smallest memory  {smallest_text}",
     ]
+
+
+def _tokenizer_fault(engine: Engine) -> str | None:
+    """Why text can't be turned into tokens; None if it can."""
+    try:
+        engine.tokenizer.get_vocab_size()
+    except (TokenizerMissing, PackError) as error:
+        return str(error)
+    return None
 
 
 def _quality_lines(engine: Engine) -> list[str]:

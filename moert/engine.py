@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -15,14 +16,14 @@ from tokenizers import Tokenizer
 
 from moert.backbone import load_backbone, load_tokenizer
 from moert.budget import Budget, MemoryLimit
-from moert.errors import InputInvalid, PathsMissing
+from moert.errors import InputInvalid, OutOfMemory, PathsMissing, ThreadsInvalid
 from moert.experts.cache import ExpertCache
 from moert.experts.eviction import EVICTION
 from moert.experts.executor import CachedExperts
 from moert.experts.replay import Step
 from moert.experts.store import ExpertStore
 from moert.generation.detokenize import Detokenizer
-from moert.generation.loop import Generation, GenerationResult, PromptError
+from moert.generation.loop import Generation, GenerationResult, PromptError, room
 from moert.generation.settings import GenerationSettings
 from moert.models.model import build_model
 from moert.pack.paths import PATHS, TransitionTable
@@ -52,6 +53,14 @@ class Answer:
     @property
     def text(self) -> str:
         return self.result.text
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a request ran; `answer` is what there was by then."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class Engine:
@@ -100,14 +109,16 @@ class Engine:
 
         `predictor`: a name from PREDICTORS; None takes "transitions", or "none" with a note if the pack has no path
         tables. `threads` is for the arithmetic. `trace` collects what every layer demands. `notify` gets notes and
-        warnings, which otherwise go to stderr. Raises PackError or PathsMissing, and KeyError for unknown names.
+        warnings, which otherwise go to stderr. Raises PackError, PathsMissing, ThreadsInvalid or OutOfMemory, and
+        KeyError for unknown names.
         """
         if threads is not None:
-            torch.set_num_threads(threads)
+            _set_threads(threads)
         pack = Pack.open(path)
         limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
         chosen, note = _predictor(pack, predictor)
-        engine = cls(pack, limit, eviction, chosen, trace, notify or _to_stderr)
+        with _memory_shortage():
+            engine = cls(pack, limit, eviction, chosen, trace, notify or _to_stderr)
         engine._notes += [] if note is None else [note]
         return engine
 
@@ -117,8 +128,29 @@ class Engine:
         return load_tokenizer(self.pack)
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
-        return list(self.tokenizer.encode(prompt).ids)
+        """Token ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Raises TokenizerMissing, or InputInvalid if the text is none.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
+        tokenizer = self.tokenizer
+        try:
+            return list(tokenizer.encode(prompt).ids)
+        except Exception as error:  # the library raises plain Exception
+            reason = " ".join(str(error).split())
+            raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
+
+    def check(self, prompt: str, max_new_tokens: int) -> None:
+        """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
+        ids = self.encode(prompt)
+        try:
+            room(self.model, ids)
+        except PromptError as error:
+            raise InputInvalid(str(error)) from None
+        self.budget.cache_bytes(self.memory, self._state_bytes(len(ids), max_new_tokens))
 
     def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
@@ -147,7 +179,7 @@ class Engine:
     ) -> Answer:
         """Runs one prompt; `on_text` gets the text in pieces as it is made.
 
-        Raises PackError, BudgetTooSmall, TokenizerMissing, or InputInvalid.
+        Raises PackError, BudgetTooSmall, OutOfMemory, TokenizerMissing or InputInvalid, and Interrupted on Ctrl-C.
         """
         return self.generate_ids(self.encode(prompt), settings, on_text, Detokenizer(self.tokenizer))
 
@@ -165,18 +197,26 @@ class Engine:
             raise InputInvalid(str(error)) from None
         self.reserve(len(prompt_ids), settings.max_new_tokens)
         started, first_s = time.perf_counter(), 0.0
-        try:
-            for piece in generation:
-                if len(generation.tokens) == 1:
-                    first_s = time.perf_counter() - started
-                if on_text is not None and piece.text:
-                    on_text(piece.text)
-        finally:
+
+        def answer() -> Answer:
             total_s = time.perf_counter() - started
+            if generation.tokens:
+                self.times.add(len(prompt_ids), len(generation.tokens), first_s, total_s)
+            return Answer(generation.result, len(prompt_ids), first_s, total_s)
+
+        try:
+            with _memory_shortage():
+                for piece in generation:
+                    if len(generation.tokens) == 1:
+                        first_s = time.perf_counter() - started
+                    if on_text is not None and piece.text:
+                        on_text(piece.text)
+        except KeyboardInterrupt:
+            raise Interrupted(answer()) from None
+        finally:
             if self._prefetcher is not None:
                 self._prefetcher.cancel()
-        self.times.add(len(prompt_ids), len(generation.tokens), first_s, total_s)
-        return Answer(generation.result, len(prompt_ids), first_s, total_s)
+        return answer()
 
     def stats(self) -> RunStats:
         """All requests since the engine was opened."""
@@ -200,6 +240,24 @@ class Engine:
         if self.spec.max_positions is not None:
             max_new_tokens = max(1, min(max_new_tokens, self.spec.max_positions - prompt_tokens))
         return self.model.state_bytes(prompt_tokens, max_new_tokens)
+
+
+def _set_threads(threads: int) -> None:
+    cores = os.cpu_count()
+    if cores is not None and threads > cores:
+        raise ThreadsInvalid(f"--threads {threads} is more than this machine has cores: give at most {cores}")
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def _memory_shortage() -> Iterator[None]:
+    """torch raises a RuntimeError where the system refuses memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemory("there is not enough memory: give a smaller --memory or a shorter prompt") from None
 
 
 def _predictor(pack: Pack, name: str | None) -> tuple[Predictor, str | None]:

@@ -23,6 +23,14 @@ class PathsMissing(RunError):
     """A predictor needs the pack's path tables, and the pack has none."""
 
 
+class ThreadsInvalid(RunError):
+    """More --threads than the machine has cores."""
+
+
+class OutOfMemory(RunError):
+    """The system has no memory left for what is asked."""
+
+
 class TokenizerMissing(RunError):
     """The pack has no tokenizer, or one that can't be read."""
 

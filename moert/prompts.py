@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from moert.errors import InputInvalid
+from moert.errors import BudgetTooSmall, InputInvalid
 
 PROMPT_FIELDS = ("prompt", "input", "text")
 
@@ -20,7 +22,6 @@ PROMPT_FIELDS = ("prompt", "input", "text")
 class Record:
     """One line of a JSONL input: its prompt, and all its fields as they were."""
 
-    line: int
     prompt: str
     fields: dict[str, Any]
 
@@ -39,32 +40,39 @@ def read_prompt(prompt: str | None, file: Path | None, stdin: TextIO) -> str:
 def read_text(path: Path) -> str:
     """Raises InputInvalid."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputInvalid(f"{path} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputInvalid(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def read_records(path: Path, stdin: TextIO) -> Iterator[Record]:
+def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Iterator[Record]:
     """JSON lines; '-' is stdin, read line by line. A file is checked whole before its first line is handed out.
 
-    Raises InputInvalid with the number of a bad line.
+    `check` raises InputInvalid or BudgetTooSmall for a prompt that can't run. Raises InputInvalid with the number of a
+    bad line.
     """
     if str(path) == "-":
-        return _parse(_lines(stdin), "stdin")
-    return iter(list(_parse(read_text(path).split("\n"), str(path))))
+        return _parse(_lines(stdin), "stdin", check)
+    return iter(list(_parse(read_text(path).split("\n"), str(path), check)))
 
 
-def _parse(lines: Iterable[str], name: str) -> Iterator[Record]:
+def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield _record(line, number, f"{name} line {number}")
+            record = _record(line, f"{name} line {number}")
+            try:
+                check(record.prompt)
+            except (InputInvalid, BudgetTooSmall) as error:
+                raise InputInvalid(f"{name} line {number}: {error}") from None
+            yield record
 
 
-def _record(line: str, number: int, where: str) -> Record:
+def _record(line: str, where: str) -> Record:
     try:
         fields = json.loads(line)
+        json.dumps(fields, allow_nan=False)  # the answer repeats them, and NaN is not JSON
     except (ValueError, RecursionError) as error:
         raise InputInvalid(f"{where} is not JSON ({error})") from None
     if not isinstance(fields, dict):
@@ -75,7 +83,7 @@ def _record(line: str, number: int, where: str) -> Record:
     prompt = fields[found[0]]
     if not isinstance(prompt, str):
         raise InputInvalid(f"{where}: {found[0]} should be text, found {type(prompt).__name__}")
-    return Record(number, prompt, fields)
+    return Record(prompt, fields)
 
 
 def _lines(stdin: TextIO) -> Iterator[str]:
@@ -93,29 +101,24 @@ class LineWriter:
     """Writes JSON objects, one a line, each with a single write, so that a stop in between leaves no half line."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` None is stdout. Raises InputInvalid if the file can't be written."""
+        """`path` None is stdout. A file is emptied when the first line comes, or when the block ends without one."""
         self._path = path
-        self._file = None
-        if path is not None:
-            try:
-                self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-            except OSError as error:
-                raise InputInvalid(f"{path} can't be written: {error.strerror or error}") from None
+        self._file: io.FileIO | None = None
 
     def write(self, fields: dict[str, Any]) -> None:
+        """Raises InputInvalid if the file can't be written."""
         line = json.dumps(fields, ensure_ascii=False) + "\n"
-        if self._file is None:
+        if self._path is None:
             sys.stdout.write(line)
             sys.stdout.flush()
             return
-        body = line.encode("utf-8", "surrogatepass")
-        try:
-            before = self._file.tell()
-            if self._file.write(body) != len(body):
-                os.ftruncate(self._file.fileno(), before)
+        body = line.encode("utf-8", "backslashreplace")  # of a lone surrogate this makes what JSON writes for it
+        with self._writing():
+            file = self._opened()
+            before = file.tell()
+            if file.write(body) != len(body):
+                os.ftruncate(file.fileno(), before)
                 raise OSError("the disk is full")
-        except OSError as error:
-            raise InputInvalid(f"{self._path} can't be written: {error.strerror or error}") from None
 
     def __enter__(self) -> LineWriter:
         return self
@@ -123,5 +126,21 @@ class LineWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._path is not None:
+            with self._writing():
+                self._opened()
         if self._file is not None:
             self._file.close()
+
+    def _opened(self) -> io.FileIO:
+        if self._file is None:
+            assert self._path is not None
+            self._file = io.FileIO(self._path, "w")
+        return self._file
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputInvalid(f"{self._path} can't be written: {error.strerror or error}") from None

@@ -42,6 +42,10 @@ class Arch(Protocol):
         """The model as transformers runs it, in eval mode, with the one experts implementation we compare with."""
         ...
 
+    def empty(self, config_dir: Path) -> nn.Module:
+        """The same model from its config.json alone, in float32 and eval mode, with weights still to be filled in."""
+        ...
+
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         """A view [out, in] of the loaded parameter: writing to it changes the model."""
         ...

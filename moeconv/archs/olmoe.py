@@ -92,6 +92,14 @@ class Olmoe:
         )
         return model.eval()
 
+    def empty(self, config_dir: Path) -> nn.Module:
+        from transformers import OlmoeConfig, OlmoeForCausalLM
+
+        config = OlmoeConfig.from_pretrained(config_dir, local_files_only=True)
+        make: Any = OlmoeForCausalLM._from_config
+        model: nn.Module = make(config, dtype=torch.float32, experts_implementation="eager")
+        return model.requires_grad_(False).eval()
+
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         experts = f"model.layers.{key.layer}.mlp.experts"
         if projection == "down":

@@ -96,6 +96,14 @@ class SwitchTransformers:
         )
         return model.eval()
 
+    def empty(self, config_dir: Path) -> nn.Module:
+        from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+        config = SwitchTransformersConfig.from_pretrained(config_dir, local_files_only=True)
+        make: Any = SwitchTransformersForConditionalGeneration._from_config
+        model: nn.Module = make(config, dtype=torch.float32, experts_implementation="eager")
+        return model.requires_grad_(False).eval()
+
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         return model.get_parameter(self.expert_name(key, projection)).detach()
 

@@ -25,7 +25,9 @@ class Quantizer(Protocol):
 
 GROUP_SIZES = (32, 64, 128)
 
-QUANTIZERS: dict[str, Callable[[int], Quantizer]] = {
+DEFAULT_GROUP_SIZE = 64
+
+QUANTIZERS: dict[str, Callable[[int | None], Quantizer]] = {
     "channel": lambda group_size: LinearQuantizer("channel", 0),
-    "group": lambda group_size: LinearQuantizer("group", group_size),
+    "group": lambda group_size: LinearQuantizer("group", group_size or DEFAULT_GROUP_SIZE),
 }

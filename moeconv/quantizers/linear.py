@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeconv.errors import WeightsUnusable
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
 
@@ -22,7 +23,7 @@ class LinearQuantizer:
     group_size: int
 
     def quantize(self, weight: F32, bits: int) -> QuantizedMatrix:
-        """weight [out, in] float32 → QuantizedMatrix. Raises ValueError for weights that float16 can't bracket."""
+        """weight [out, in] float32 → QuantizedMatrix. Raises WeightsUnusable for weights that float16 can't bracket."""
         out_features, in_features = weight.shape
         size = group_of(in_features, self.group_size)
         groups = n_groups(in_features, size)
@@ -30,7 +31,7 @@ class LinearQuantizer:
         grouped = padded.reshape(out_features, groups, size)
         low, high = grouped.min(axis=2), grouped.max(axis=2)
         if not (np.isfinite(low).all() and np.isfinite(high).all() and max(-low.min(), high.max()) < 65504):
-            raise ValueError("weights that are not finite, or larger than float16 can hold, can't be quantised")
+            raise WeightsUnusable("weights that are not finite, or larger than float16 can hold, can't be quantised")
         minimum = low.astype(np.float16)
         scale = ((high - minimum.astype(np.float32)) / (2**bits - 1)).astype(np.float16)
         step = np.where(scale > 0, scale, 1).astype(np.float32)[:, :, None]

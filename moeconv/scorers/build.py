@@ -18,7 +18,7 @@ from moert.pack.model_spec import ModelSpec
 
 def build_scorer(
     subject: Subject,
-    tokenizer_json: Path,
+    tokenizer: Tokenizer,
     samples: Sequence[Sample],
     metric: Metric,
     *,
@@ -27,9 +27,6 @@ def build_scorer(
     max_new_tokens: int | None,
 ) -> TextScorer | GeneratedScorer:
     """`limit` bounds the samples (or, for running text, the windows of `context` tokens), spread evenly over all."""
-    if not tokenizer_json.is_file():
-        raise SettingsError(f"{tokenizer_json} is not there: save the model's fast tokenizer beside it")
-    tokenizer = Tokenizer.from_file(str(tokenizer_json))
     if subject.spec.encoder is None:
         windows, words = windows_of(samples, tokenizer, min(context, subject.spec.max_positions or context))
         chosen = spread(len(windows), limit)
@@ -39,6 +36,19 @@ def build_scorer(
     )
 
 
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer, cutting and filling up nothing, whatever its file says. Raises SettingsError."""
+    if not path.is_file():
+        raise SettingsError(f"{path} is not there: save the model's fast tokenizer beside it")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise SettingsError(f"{path} can't be used as a tokenizer ({str(error)[:100]})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def spread(count: int, limit: int | None) -> list[int]:
     """`limit` places spread evenly over `count`."""
     if limit is None or limit >= count:
@@ -46,11 +56,13 @@ def spread(count: int, limit: int | None) -> list[int]:
     return [place * count // limit for place in range(limit)]
 
 
-def check_fit(spec: ModelSpec, splits: Splits, metric: Metric) -> None:
+def check_fit(spec: ModelSpec, splits: Splits, metric: Metric, max_new_tokens: int | None = None) -> None:
     """Raises SettingsError when the text or the metric is not for this kind of model."""
     encoder_decoder = spec.encoder is not None
     if splits.seq2seq != encoder_decoder:
         wanted = "the fields 'input' and 'target'" if encoder_decoder else "the field 'text'"
         raise SettingsError(f"--calib {splits.name} does not fit this {spec.family} model, which needs {wanted}")
+    if max_new_tokens is not None and not encoder_decoder:
+        raise SettingsError("--max-new-tokens has no effect on a model that continues text: leave it out")
     if metric.generates and not encoder_decoder:
         raise SettingsError(f"--metric {metric.name} needs an encoder-decoder model: use perplexity here")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moeconv.calibration import Sample
 from moeconv.metrics import Metric
 from moeconv.scorers import Scores, Subject
+from moert.pack.model_spec import ModelSpec
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 16384
@@ -47,7 +48,7 @@ class GeneratedScorer:
         self.samples = samples
         self.tokenizer = tokenizer
         self.metric = metric
-        self.batches = batches_of(samples, tokenizer, subject.spec.pad_token_id or 0)
+        self.batches = batches_of(samples, tokenizer, _pad(subject.spec))
         longest = max(batch.targets.shape[1] for batch in self.batches)
         self.max_new_tokens = max_new_tokens or longest + SPARE_TOKENS
         self._kept_state: tuple[tuple[int, ...], ...] | None = None
@@ -186,6 +187,12 @@ def batches_of(samples: Sequence[Sample], tokenizer: Tokenizer, pad: int) -> lis
         batches.append(Batch(rows, inputs, mask, _padded([targets[row] for row in rows], -100)))
         start += len(rows)
     return batches
+
+
+def _pad(spec: ModelSpec) -> int:
+    """Any token will do, since padding is masked; some models name one that they have no embedding for."""
+    pad = spec.pad_token_id
+    return pad if pad is not None and pad < spec.vocab_size else 0
 
 
 def _padded(rows: list[list[int]], fill: int) -> Tensor:

@@ -53,7 +53,7 @@ class PaperEviction:
     the layer that runs next, 1 for the one that has just run, 0 for the present one (whose experts still needed are
     not candidates). Of two equally frequent experts the one needed sooner stays. The published formula has the sign
     of the rule wrong: read literally it evicts the largest product, which is the expert that the text wants to keep.
-    Experts of the encoder count as frequency 0 while the decoder runs, and go first. While the encoder runs, its
+    While the decoder runs, experts of the encoder go before all others. While the encoder runs, its
     layers and the decoder's form one cycle: layers just passed are the furthest from their next use. Ties go to the
     least recently used.
     """
@@ -70,13 +70,13 @@ class PaperEviction:
         return min(candidates, key=lambda one: (self.value(one, now), one.last_used, one.key)).key
 
     def value(self, resident: Resident, now: Moment) -> int:
-        """frequency × nearness; the smallest goes first."""
+        """frequency × nearness, or -1 for what the decoder never asks for; the smallest goes first."""
         stack, layer, _ = resident.key
         position, present = self._positions[stack, layer], self._positions[now.stack, now.layer]
         size = self._sizes["decoder"]
         if now.stack == "decoder":
             if stack == "encoder":
-                return 0
+                return -1
         else:
             size += self._sizes["encoder"]
             position += self._sizes["encoder"] if stack == "decoder" else 0

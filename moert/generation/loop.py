@@ -56,7 +56,7 @@ class Generation:
         """Raises PromptError. Stop strings need a detokenizer (ValueError)."""
         if settings.stop_strings and detokenizer is None:
             raise ValueError("stop strings are found in text: pass a detokenizer")
-        self.room = _room(model, prompt_ids)
+        self.room = room(model, prompt_ids)
         self.model, self.settings, self.detokenizer = model, settings, detokenizer
         self.prompt_ids = prompt_ids
         self.tokens: list[int] = []
@@ -129,8 +129,8 @@ def generate(
     return generation.result
 
 
-def _room(model: Model, prompt_ids: list[int]) -> int | None:
-    """Tokens that the model can still write after this prompt; None for no limit."""
+def room(model: Model, prompt_ids: list[int]) -> int | None:
+    """Tokens that the model can still write after this prompt; None for no limit. Raises PromptError."""
     if not prompt_ids:
         raise PromptError("the prompt has no tokens: give some text")
     vocab = model.spec.vocab_size

@@ -19,6 +19,8 @@ def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Genera
 def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
     """logits [vocab] → the same over the temperature, minus infinity where a filter refuses a token."""
     scores = logits / settings.temperature
+    if not bool(scores.isfinite().all()):  # so cold that float32 overflows: only distances to the largest matter
+        scores = ((logits.double() - logits.max()) / settings.temperature).float()
     if settings.top_k:
         scores = keep_top_k(scores, settings.top_k)
     if settings.top_p < 1.0:

@@ -7,8 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moert.models.kv import KvCache
-from moert.models.layers import RmsNorm, Rotary
+from moert.models.layers import DistanceBias, RmsNorm, Rotary
 from moert.pack.model_spec import ModelSpec
+
+SCORE_BYTES = 1 << 24
+"""Most that one tensor of scores may take; four of this size are alive at once."""
 
 
 class SelfAttention:
@@ -41,8 +44,8 @@ class SelfAttention:
             return F.linear(_causal(query, keys, values, self.scale), self.o)
         return F.linear(attend(query, keys, values, self.scale, None), self.o)
 
-    def biased(self, x: Tensor, cache: KvCache | None, bias: Tensor) -> Tensor:
-        """Attention with a bias [heads, tokens, keys] on the scores. x [tokens, d_model]; no cache in an encoder."""
+    def biased(self, x: Tensor, cache: KvCache | None, bias: DistanceBias) -> Tensor:
+        """Attention with a bias on the scores. x [tokens, d_model]; no cache in an encoder."""
         split = self._normed(F.linear(x, self.qkv)).view(x.shape[0], -1, self.head_dim).transpose(0, 1)
         query, keys, values = torch.split(split, [self.heads, self.kv_heads, self.kv_heads])
         if cache is not None:
@@ -80,8 +83,25 @@ class CrossAttention:
         return F.linear(attend(query, keys, values, self.scale, None), self.o)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    """query [heads, n, head_dim]; keys, values [kv_heads, t, head_dim]; bias [heads, n, t] → [n, heads * head_dim]."""
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: DistanceBias | None) -> Tensor:
+    """query [heads, n, head_dim]; keys, values [kv_heads, t, head_dim] → [n, heads * head_dim].
+
+    A long sequence goes in blocks of queries, which bounds the scores; the blocks depend on nothing but the shapes.
+    """
+    heads, n, head_dim = query.shape
+    rows = max(1, SCORE_BYTES // (4 * heads * keys.shape[1]))
+    if n <= rows:
+        return _attend(query, keys, values, scale, None if bias is None else bias.rows(0, n))
+    mixed = query.new_empty(n, heads * head_dim)  # first, or small pieces split the room that each block leaves
+    for start in range(0, n, rows):
+        stop = min(start + rows, n)
+        block = None if bias is None else bias.rows(start, stop)
+        mixed[start:stop] = _attend(query[:, start:stop], keys, values, scale, block)
+    return mixed
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """As `attend`, all at once; bias [heads, n, t]."""
     heads, n, head_dim = query.shape
     kv_heads, t = keys.shape[:2]
     scores = query.reshape(kv_heads, -1, head_dim) @ keys.mT

@@ -60,34 +60,53 @@ class Rotary:
         return x * cos + x.roll(self.half, -1) * sin
 
 
+class DistanceBias:
+    """Biases that depend on the distance between key and query only, for the last `n` of some keys as queries.
+
+    They are made for a block of queries at a time, since all of them can be more than memory holds.
+    """
+
+    def __init__(self, by_offset: Tensor, keys: int) -> None:
+        """by_offset [heads, n + keys - 1]: the first is that of the last query for the first key."""
+        self._windows = by_offset.unfold(1, keys, 1)  # [heads, n, keys], a view; the last query comes first
+        self._latest: tuple[int, int, Tensor] | None = None  # layers ask for the same block one after the other
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """For queries start .. stop - 1, [heads, stop - start, keys]."""
+        if self._latest is None or self._latest[:2] != (start, stop):
+            self._latest = None
+            n = self._windows.shape[1]
+            self._latest = (start, stop, self._windows[:, n - stop : n - start].flip(1).contiguous())
+        return self._latest[2]
+
+
 class RelativeBias:
     """A learnt bias for each head and bucket of distances between key and query (T5)."""
 
     def __init__(self, weight: Tensor, max_distance: int, bidirectional: bool) -> None:
         self.weight = weight  # [buckets, heads]
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self._past = torch.empty(weight.shape[1], 1, 0)  # [heads, 1, distances], the largest distance first
+        self._past = torch.empty(weight.shape[1], 0)  # [heads, distances], the largest distance first
 
-    def both_ways(self, n: int) -> Tensor:
-        """Bias of n queries for n keys, [heads, n, n]."""
-        positions = torch.arange(n)
-        by_offset = self._values(torch.arange(1 - n, n))  # [heads, 2n - 1]
-        return by_offset[:, positions[None, :] - positions[:, None] + (n - 1)]
+    def both_ways(self, n: int) -> DistanceBias:
+        """Of n queries for the same n keys."""
+        return DistanceBias(self._values(torch.arange(1 - n, n)), n)
 
-    def latest(self, keys: int) -> Tensor:
-        """Bias of the query at position keys - 1 for all keys up to itself, [heads, 1, keys]."""
-        known = self._past.shape[2]
+    def latest(self, keys: int) -> DistanceBias:
+        """Of the query at position keys - 1 for all keys up to itself."""
+        known = self._past.shape[1]
         if keys > known:
             known = rounded(keys)
-            self._past = self._values(torch.arange(1 - known, 1))[:, None]
-        return self._past[:, :, known - keys :]
+            self._past = self._values(torch.arange(1 - known, 1))
+        return DistanceBias(self._past[:, known - keys :], keys)
 
-    def causal(self, n: int) -> Tensor:
-        """Bias of queries 0 .. n - 1 for keys 0 .. n - 1, minus infinity for keys after the query, [heads, n, n]."""
+    def causal(self, n: int) -> DistanceBias:
+        """Of queries 0 .. n - 1 for keys 0 .. n - 1, minus infinity for keys after the query."""
         if n == 1:
             return self.latest(1)
-        future = torch.full((n, n), -math.inf).triu(1)
-        return self.both_ways(n) + future
+        by_offset = self._values(torch.arange(1 - n, n))
+        by_offset[:, n:] = -math.inf
+        return DistanceBias(by_offset, n)
 
     def _values(self, offsets: Tensor) -> Tensor:
         """offsets (key position − query position) [k] → [heads, k]."""

@@ -13,6 +13,7 @@ from moert.pack.layout import ExpertLayout, expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 FORMAT_NAME = "model.pack"
+BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR, MINOR = 1, 0
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 
@@ -64,8 +65,8 @@ class Quality:
 class ExpertEntry:
     """One expert: its file, its widths, and what proves the file is the right one.
 
-    `tensor_bytes` is what it takes in memory, `file_bytes` what it takes on disk. `importance` is the loss measured
-    when this expert alone goes to 2 bits, all others at 4, above that with all at 4; None where not measured.
+    `tensor_bytes` counts weights, scales and minima alone, `file_bytes` the whole file. `importance` is the loss
+    measured when this expert alone goes to 2 bits, all others at 4, above that with all at 4; None where not measured.
     """
 
     key: ExpertKey

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from moert.pack.codec import WIDTHS
@@ -207,6 +208,8 @@ def _check(manifest: Manifest) -> None:
 def _check_model(spec: ModelSpec) -> None:
     if spec.moe.top_k > spec.moe.num_experts or spec.n_heads % spec.n_kv_heads:
         raise ManifestInvalid("the model in manifest.json selects more experts, or shares more heads, than it has")
+    if (contradiction := next(_contradictions(spec), None)) is not None:
+        raise ManifestInvalid(f"the model in manifest.json can't be: {contradiction}")
     for name in STACKS:
         stack = spec.stack(name)
         if stack is None:
@@ -221,6 +224,37 @@ def _check_model(spec: ModelSpec) -> None:
             raise ManifestInvalid(f"manifest.json: the {name} has layers without experts, but d_ff_dense is 0")
     if not spec.moe_layers():
         raise ManifestInvalid("the model in manifest.json has no layer with experts: such a pack can't exist")
+
+
+def _contradictions(spec: ModelSpec) -> Iterator[str]:
+    """What numbers and choices that are each legal say together, and no model of version 1 can have."""
+    if spec.norm_eps <= 0:
+        yield f"norm_eps is {spec.norm_eps}, it should be above 0"
+    for name in ("attention_scale", "logit_scale"):
+        if getattr(spec, name) == 0:
+            yield f"{name} is 0, so that nothing the model reads would matter"
+    if spec.positions == "rope":
+        if spec.encoder is not None:
+            yield "positions are 'rope', but there is an encoder, whose positions are 'relative' in version 1"
+        if spec.head_dim % 2:
+            yield f"positions are 'rope', but head_dim is {spec.head_dim}, which has no halves"
+        if spec.rope_theta <= 0:
+            yield f"positions are 'rope', but rope_theta is {spec.rope_theta}, it should be above 0"
+        return
+    if spec.encoder is None:
+        yield "positions are 'relative', but there is no encoder: a decoder alone has 'rope' in version 1"
+    if spec.qk_norm or spec.clip_qkv is not None:
+        yield "qk_norm or clip_qkv is set, which models with an encoder do not have in version 1"
+    if spec.relative_buckets < 4 or spec.relative_buckets % 2:
+        yield f"relative_buckets is {spec.relative_buckets}, it should be even and at least 4"
+    if spec.relative_max_distance <= spec.relative_buckets // 2:
+        yield (
+            f"relative_max_distance is {spec.relative_max_distance}, it should be above {spec.relative_buckets // 2}, "
+            "half of relative_buckets"
+        )
+    start = spec.decoder_start_token_id
+    if start is None or start >= spec.vocab_size:
+        yield f"decoder_start_token_id is {start}, the decoder starts with a token below {spec.vocab_size}"
 
 
 def _check_keys(manifest: Manifest) -> None:
@@ -243,6 +277,6 @@ def _check_expert(manifest: Manifest, entry: ExpertEntry) -> None:
         raise SizeOverflow(f"expert {entry.key} would take {layout.file_bytes} bytes, larger than any file can be")
     if (layout.file_bytes, layout.tensor_bytes) != (entry.file_bytes, entry.tensor_bytes):
         raise ManifestInvalid(
-            f"expert {entry.key} is listed with {entry.file_bytes} bytes on disk and {entry.tensor_bytes} in memory, "
-            f"its widths need {layout.file_bytes} and {layout.tensor_bytes}"
+            f"expert {entry.key} is listed with {entry.file_bytes} bytes, {entry.tensor_bytes} of them weights, scales "
+            f"and minima; its widths need {layout.file_bytes} and {layout.tensor_bytes}"
         )

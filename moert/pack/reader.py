@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import zlib
@@ -21,11 +22,12 @@ from moert.pack.errors import (
     HeaderInvalid,
     ManifestInvalid,
     ManifestMissing,
+    PackError,
     SizeOverflow,
     UnsafePath,
 )
 from moert.pack.layout import ExpertLayout, group_of
-from moert.pack.manifest import ExpertEntry, Manifest
+from moert.pack.manifest import FORMAT_NAME, ExpertEntry, Manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.parser import parse_manifest
 
@@ -49,8 +51,9 @@ class Pack:
     def open(cls, path: str | os.PathLike[str]) -> Pack:
         """Raises a PackError that says what is wrong with the directory at `path`."""
         root = Path(path)
-        if not root.is_dir():
-            raise ManifestMissing(f"{root} is not a directory: a pack is a directory with a {MANIFEST}")
+        if not os.path.isdir(root):  # Path.is_dir raises for names that are too long
+            shown = str(root) if len(str(root)) <= 200 and str(root).isprintable() else ascii(str(root)[:60]) + "…"
+            raise ManifestMissing(f"{shown} is not a directory: a pack is a directory with a {MANIFEST}")
         pack = cls(root, parse_manifest(_manifest_text(root)))
         for relative, nbytes, _ in pack.listed_files():
             _check_size(root, relative, nbytes)
@@ -150,6 +153,15 @@ class Pack:
             raise _unreadable(self.root, relative, error) from None
         if found != len(buffer):
             raise FileTruncated(f"{relative}: read {found} of {len(buffer)} bytes: copy the pack again")
+
+
+def is_pack(root: Path) -> bool:
+    """True if the directory says of itself that it is a pack, whole or damaged, of this version or another."""
+    try:
+        document = json.loads(_manifest_text(root))
+    except (PackError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("format") == FORMAT_NAME
 
 
 def _manifest_text(root: Path) -> str:

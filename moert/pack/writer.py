@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy.typing as npt
 from moert.pack.codec import QuantizedMatrix, to_bfloat16
 from moert.pack.errors import WriteFailed
 from moert.pack.layout import choose_page_bytes, expert_layout
+from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
     ExpertEntry,
     FileEntry,
@@ -28,7 +31,7 @@ from moert.pack.manifest import (
     expert_path,
 )
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.reader import MANIFEST, Projection
+from moert.pack.reader import MANIFEST, Projection, is_pack
 
 _JOURNAL = "experts.jsonl"
 
@@ -37,20 +40,21 @@ class PackWriter:
     """Collects a pack in OUT.partial and puts it in OUT's place at the end.
 
     `fingerprint` says what is being written (checkpoint, plan, quantiser): experts that an interrupted run with the
-    same fingerprint finished are kept, any other leftovers are removed.
+    same fingerprint finished are kept, any other leftovers are removed. One writer at a time. Raises WriteFailed.
     """
 
     def __init__(self, out: Path, spec: ModelSpec, quantization: Quantization, fingerprint: str) -> None:
         self.out = Path(os.path.abspath(out))
-        self.partial = self.out.with_name(self.out.name + ".partial")
+        self.partial = _partial(self.out)
         self.spec = spec
         self.quantization = quantization
         self.page_bytes = choose_page_bytes(spec)
         self._files: dict[str, FileEntry] = {}
-        with _writing(self.out):
-            _restore(self.out)
-            _check_target(self.out)
+        check_target(self.out)
         with _writing(self.partial):
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.partial, self.out)
+            _restore(self.out)
             self._experts = self._resume(fingerprint)
 
     def has(self, key: ExpertKey) -> bool:
@@ -110,16 +114,17 @@ class PackWriter:
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
         )
         with _writing(self.out):
-            (self.partial / _JOURNAL).unlink(missing_ok=True)
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())
-            _check_target(self.out)
+            check_target(self.out)
             replaced = _replaced(self.out)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove_pack(replaced)
+            (self.partial / _JOURNAL).unlink(missing_ok=True)
             if self.out.exists():
                 os.rename(self.out, replaced)
             os.rename(self.partial, self.out)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove_pack(replaced)
             _fsync(self.out.parent)
+        self._lock.release()
         return manifest
 
     def _tensors(self, name: str, part: Projection) -> list[tuple[str, npt.NDArray[np.generic]]]:
@@ -146,15 +151,20 @@ class PackWriter:
             journal.write(f"\n{line}\n")  # the line before may be one that a killed run left unfinished
 
     def _resume(self, fingerprint: str) -> dict[ExpertKey, ExpertEntry]:
+        """Finished experts of a run with this fingerprint; every other file is removed, what a killed run left too."""
         journal = self.partial / _JOURNAL
-        lines = journal.read_text(encoding="utf-8").splitlines() if journal.is_file() else []
-        if not lines or lines[0] != fingerprint:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
+        journal.touch()  # from here on the directory is known as ours
+        lines = journal.read_text(encoding="utf-8", errors="replace").splitlines()
+        same = bool(lines) and lines[0] == fingerprint
+        done = self._finished(lines[1:]) if same else {}
+        _prune(self.partial, keep={journal, *(self.partial / entry.path for entry in done.values())})
+        if not same:
             journal.write_text(fingerprint + "\n", encoding="utf-8")
-            return {}
+        return done
+
+    def _finished(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
         done: dict[ExpertKey, ExpertEntry] = {}
-        for line in lines[1:]:
+        for line in lines:
             try:
                 stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance = json.loads(line)
             except ValueError:
@@ -162,22 +172,24 @@ class PackWriter:
             key = ExpertKey(stack, layer, expert)
             path = self.partial / expert_path(key)
             if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
-                done[key] = ExpertEntry(
-                    key, expert_path(key), file_bytes, tensor_bytes, bits, sha256, crc32, importance
-                )
+                rest = (file_bytes, tensor_bytes, bits, sha256, crc32, importance)
+                done[key] = ExpertEntry(key, expert_path(key), *rest)
         return done
 
 
 def add_to_pack(root: Path, manifest: Manifest, relative: str, body: bytes) -> Manifest:
-    """Adds (or replaces) one file of a finished pack. A crash half way leaves a pack without that file, but whole."""
+    """Adds (or replaces) one file of a finished pack. Raises WriteFailed, and then the pack is as it was.
+
+    A crash half way leaves the pack as it was, or whole without that file.
+    """
     others = {name: entry for name, entry in manifest.files.items() if name != relative}
     changed = replace(manifest, files={**others, relative: file_entry(body)})
+    steps = [(root / relative, body), (root / MANIFEST, dump_manifest(changed).encode())]
+    if relative in manifest.files:
+        steps.insert(0, (root / MANIFEST, dump_manifest(replace(manifest, files=others)).encode()))
     with _writing(root / relative):
-        if relative in manifest.files:
-            write_atomically(root / MANIFEST, dump_manifest(replace(manifest, files=others)).encode())
         (root / relative).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(root / relative, body)
-        write_atomically(root / MANIFEST, dump_manifest(changed).encode())
+        _write_in_order(steps)
     return changed
 
 
@@ -186,35 +198,86 @@ def file_entry(body: bytes) -> FileEntry:
     return FileEntry(len(body), hashlib.sha256(body).hexdigest(), zlib.crc32(body))
 
 
+def check_target(out: Path) -> None:
+    """Raises WriteFailed if a pack can't be put at `out` without losing what is not ours. Writes nothing.
+
+    Only a pack or an empty directory is ever replaced, and of the directories beside it that a conversion uses only
+    those that one has left.
+    """
+    out = Path(os.path.abspath(out))
+    partial, replaced = _partial(out), _replaced(out)
+    with _writing(out):
+        for path, ours in (
+            (out, is_pack(out)),
+            (partial, is_pack(partial) or (partial / _JOURNAL).is_file()),
+            (replaced, is_pack(replaced)),
+        ):
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise WriteFailed(f"{path} is there and is not a pack: it would be lost; choose another --out")
+            if path.is_dir() and not ours and any(path.iterdir()):
+                raise WriteFailed(f"{path} holds files that are not a pack: they would be lost; choose another --out")
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")  # where a pack is collected
+
+
 def _replaced(out: Path) -> Path:
-    return out.with_name(out.name + ".replaced")
+    return out.with_name(out.name + ".replaced")  # where the old pack goes between two renames
+
+
+def _locked(partial: Path, out: Path) -> DirectoryLock:
+    try:
+        return DirectoryLock(partial)
+    except BlockingIOError:
+        raise WriteFailed(f"another conversion is writing {out}: wait for its end or choose another --out") from None
 
 
 def _restore(out: Path) -> None:
     """Brings the old pack back if the last run was killed between taking it away and putting the new one there."""
-    if not out.exists() and (_replaced(out) / MANIFEST).is_file():
+    if not out.exists() and is_pack(_replaced(out)):
         os.rename(_replaced(out), out)
 
 
-def _check_target(out: Path) -> None:
-    """Only a pack or an empty directory is ever replaced: anything else at `out` is somebody's data."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise WriteFailed(f"{out} is there and is not a pack: it would be lost; choose another --out")
-    if out.is_dir() and not (out / MANIFEST).is_file() and any(out.iterdir()):
-        raise WriteFailed(f"{out} holds files that are not a pack: they would be lost; choose another --out")
+def _remove_pack(root: Path) -> None:
+    """The manifest goes last, so that what an interruption leaves is still known as a pack."""
+    if root.is_dir():
+        _prune(root, keep={root / MANIFEST})
+        shutil.rmtree(root)
+
+
+def _prune(root: Path, keep: Collection[Path]) -> None:
+    """Removes all files below `root` but those to keep, and the directories that are empty then."""
+    for parent, folders, names in os.walk(root, topdown=False):
+        for path in [Path(parent, name) for name in (*folders, *names)]:
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif path not in keep:
+                path.unlink()
 
 
 def write_atomically(path: Path, body: bytes | bytearray) -> None:
-    """Temp file, fsync, rename: after a crash `path` holds either its old bytes or the new ones."""
-    temporary = path.with_name(path.name + ".tmp")
+    """After a crash `path` holds either its old bytes or the new ones. Raises OSError, and then the old ones."""
+    _write_in_order([(path, body)])
+
+
+def _write_in_order(files: Sequence[tuple[Path, bytes | bytearray]]) -> None:
+    """Writes every file beside its place first, so that a full disk changes nothing; then renames them in order."""
+    staged: list[tuple[Path, Path]] = []
     try:
-        with open(temporary, "wb") as handle:
-            handle.write(body)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        for path, body in files:
+            temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+            staged.append((temporary, path))
+            with open(temporary, "xb") as handle:
+                handle.write(body)
+                handle.flush()
+                os.fsync(handle.fileno())
+        for temporary, path in staged:
+            os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for temporary, _ in staged:
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -231,5 +294,6 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise WriteFailed(f"can't write {path}: {reason}; free some space or choose another --out") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space or choose another place" if full else "choose another place"
+        raise WriteFailed(f"can't write {path}: {error.strerror or error}; {advice}") from None

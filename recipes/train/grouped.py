@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 COMPUTE_DTYPE = torch.bfloat16
-ROUND_ROWS = (
-    64  # groups are padded to a multiple of this, so that the matrix kernels meet few distinct shapes
-)
+ROUND_ROWS = 64  # groups are padded to a multiple of this, so that the matrix kernels meet few distinct shapes
 
 
 def layout(flat: Tensor, experts: int) -> tuple[Tensor, list[int]]:
@@ -91,9 +89,7 @@ class GroupedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scores: Tensor, index: Tensor, up: Tensor, down: Tensor, gated: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scores: Tensor, index: Tensor, up: Tensor, down: Tensor, gated: bool) -> Tensor:
         tokens, k = index.shape
         places, bounds = layout(index.reshape(-1), up.shape[0])
         up_low, down_low = up.to(COMPUTE_DTYPE), down.to(COMPUTE_DTYPE)
@@ -111,9 +107,7 @@ class GroupedExperts(torch.autograd.Function):
         rows, wide, hidden, result, scores, places, up_low, down_low = ctx.saved_tensors
         grad = grads[0].unsqueeze(1)  # [tokens, 1, d]
         grad_scores = (result * grad).sum(-1).to(scores.dtype)
-        spread = _scatter(
-            (grad * scores.unsqueeze(-1)).to(COMPUTE_DTYPE).flatten(0, 1), places, ctx.bounds[-1]
-        )
+        spread = _scatter((grad * scores.unsqueeze(-1)).to(COMPUTE_DTYPE).flatten(0, 1), places, ctx.bounds[-1])
         grad_down = _weight_gradient(spread, hidden, ctx.bounds)
         grad_wide = _activate_gradient(_input_gradient(spread, down_low, ctx.bounds), wide, ctx.gated)
         grad_up = _weight_gradient(grad_wide, rows, ctx.bounds)

@@ -56,9 +56,7 @@ class Settings:
     seed: int = 2026
 
 
-def make_optimizers(
-    model: nn.Module, settings: Settings, embeddings: Iterable[str]
-) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: Settings, embeddings: Iterable[str]) -> list[torch.optim.Optimizer]:
     """AdamW for all, or Muon for matrices beside AdamW for embeddings and vectors; each group names its peak rate.
 
     Parameters whose name contains a word of ``embeddings`` get the embedding rate and no weight decay.
@@ -180,9 +178,7 @@ def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
         step += 1
         if elapsed >= next_log:
             pace = (step - last_step) / max(elapsed - last_time, 1e-9)
-            append_log(
-                log, {"step": step, "seconds": round(elapsed), "rate": factor, "steps_per_s": pace, **figures}
-            )
+            append_log(log, {"step": step, "seconds": round(elapsed), "rate": factor, "steps_per_s": pace, **figures})
             next_log, last_step, last_time = elapsed + settings.log_seconds, step, elapsed
         if elapsed >= next_snapshot:
             save_checkpoint(checkpoint, task, optimizers, step, elapsed)

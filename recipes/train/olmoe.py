@@ -142,9 +142,7 @@ class OlmoeTask:
         """Mean cross-entropy (nats a token) of windows [batch, length + 1]."""
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.model.model(input_ids=window[:, :-1], use_cache=False).last_hidden_state
-        return ChunkedCross.apply(
-            hidden.float().flatten(0, 1), self.model.lm_head.weight, window[:, 1:].flatten(), 0.0
-        )
+        return ChunkedCross.apply(hidden.float().flatten(0, 1), self.model.lm_head.weight, window[:, 1:].flatten(), 0.0)
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy plus balance and z losses; the log gets the plain parts and the busiest expert's share."""

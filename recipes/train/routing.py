@@ -98,9 +98,7 @@ class Recorder:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             logits = pick(output).reshape(-1, pick(output).shape[-1])
             index = logits.topk(self.k, dim=-1).indices
-            self.rows[number].append(
-                index[self.mask.reshape(-1)].numpy() if self.mask is not None else index.numpy()
-            )
+            self.rows[number].append(index[self.mask.reshape(-1)].numpy() if self.mask is not None else index.numpy())
 
         return keep
 
@@ -169,8 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             traces[split], experts = trace_switch(folder, rows[: args.rows])
     stacks = {
-        name: describe(traces["calibration"][name], choices, experts)
-        for name, choices in traces["heldout"].items()
+        name: describe(traces["calibration"][name], choices, experts) for name, choices in traces["heldout"].items()
     }
     table = [
         {"name": f"{stack} {figure}", "value": value}

@@ -67,9 +67,7 @@ def wiki(seed: int) -> loop.Task:
     """Wikipedia text: 8 layers of 32 experts, 4 a token."""
     from recipes.train.olmoe import OlmoeSettings, OlmoeTask
 
-    settings = OlmoeSettings(
-        d_model=192, d_expert=96, layers=8, heads=6, experts=32, top_k=4, context=256, batch=12
-    )
+    settings = OlmoeSettings(d_model=192, d_expert=96, layers=8, heads=6, experts=32, top_k=4, context=256, batch=12)
     train = rows_of("wiki", "train")
     texts = (row["text"] for row in train)
     tokenizer = kept_tokenizer("wiki", lambda: vocabulary.byte_pairs(texts, 8192, eos=False))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,22 @@ import torch
 from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.archs import ARCHS
+from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.conversion import Conversion
 from moeconv.errors import CalibrationError, ConversionError, SettingsError, TargetMissed, VerifyFailed
+from moeconv.metrics import METRICS
 from moeconv.packed import PackedModel
 from moeconv.profile import profile_paths
+from moeconv.quantizers import QUANTIZERS
+from moeconv.recipe import Expectations, Recipe
+from moeconv.scorers.build import build_scorer, load_tokenizer
 from moeconv.settings import Settings
+from moeconv.trial import Trial
 from moeconv.verify import verify
-from moert.pack.errors import HashMismatch
+from moeconv.workdir import WorkDir
+from moert.pack.errors import HashMismatch, WriteFailed
+from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
 
@@ -52,8 +61,10 @@ def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **change
     calib = sources["pairs" if family == "switch" else "text"]
     base = {
         "model": str(sources[family]), "out": tmp_path / "m.pack", "work": tmp_path / "work", "calib": str(calib),
-        "metric": "perplexity", "context": 32, "max_new_tokens": 6,
+        "metric": "perplexity", "context": 32, "max_new_tokens": 6 if family == "switch" else None,
     }  # fmt: skip
+    if changes.get("calib", "") is None:
+        base |= {"metric": None, "max_new_tokens": None}
     return Settings(**{**base, **changes})  # type: ignore[arg-type]
 
 
@@ -147,12 +158,110 @@ def test_a_killed_sweep_resumes_without_repeating_a_measurement(sources: dict[st
     assert json.loads(done.stdout)["calibration"]["loss"] <= 0.02
 
 
-def test_rouge_and_exact_match_generate_and_show_samples(sources: dict[str, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def answered(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs with what the unquantised model writes to them as targets: a random model scores nothing on any other."""
+    trial = Trial(Checkpoint.open(sources["switch"]), QUANTIZERS["channel"](None))
+    inputs = [json.loads(line)["input"] for line in sources["pairs"].read_text().splitlines()]
+    samples = [Sample(text, "abc") for text in inputs]
+    tokenizer = load_tokenizer(sources["switch"] / "tokenizer.json")
+    scorer = build_scorer(trial, tokenizer, samples, METRICS["rouge2"], limit=None, context=32, max_new_tokens=12)
+    outputs = scorer.score().outputs
+    path = tmp_path_factory.mktemp("answered") / "answered.jsonl"
+    rows = [{"input": text, "target": output} for text, output in zip(inputs, outputs, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rouge_and_exact_match_judge_generated_text(sources: dict[str, Path], answered: Path, tmp_path: Path) -> None:
     for metric in ("rouge2", "exact_match"):
-        _, _, report = convert(settings_for(sources, "switch", tmp_path, metric=metric, target_loss=0.5, samples=12))
+        settings = settings_for(
+            sources, "switch", tmp_path, metric=metric, target_loss=0.3, max_new_tokens=12, calib=str(answered)
+        )
+        _, _, report = convert(settings)
         assert report.metric == metric
-        assert report.samples
+        assert report.calibration is not None
+        assert report.calibration.reference > 0.5
+        assert 0 < report.calibration.loss <= 0.3
+        assert report.bounds.losses[2] > 0.3, "two bits cost nothing: nothing was tested"
         assert set(report.samples[0]) == {"input", "target", "reference", "pack"}
+
+
+def test_a_reference_that_scores_nothing_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no loss can be measured"):
+        convert(settings_for(sources, "switch", tmp_path, metric="exact_match"))
+    assert not (tmp_path / "m.pack").exists()
+
+
+def test_importance_is_the_loss_of_that_expert_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+    conversion, _, report = convert(settings_for(sources, "olmoe", tmp_path, target_loss=0.02))
+    trial, metric = conversion.trial, conversion.metric
+    scorer = conversion._scorer(conversion.splits.calibration, None)
+
+    def loss(widths: dict) -> float:
+        trial.assign(widths)
+        return metric.loss(conversion.measure.reference, metric.value(scorer.score().per_sample))
+
+    base = dict.fromkeys(trial.spec.expert_keys(), 4)
+    found = report.sensitivity.importance
+    for key in (ExpertKey("decoder", 0, 1), ExpertKey("decoder", 1, 4)):
+        assert found[key] == pytest.approx(loss({**base, key: 2}) - loss(base), abs=1e-6)
+        assert found[key] != 0
+    ranking = report.sensitivity.ranking()
+    low = {entry.key for entry in conversion_entries(tmp_path) if entry.bits["up"] == report.bounds.low}
+    assert low == set(ranking[: len(low)])
+    assert low
+
+
+def conversion_entries(tmp_path: Path):
+    return Pack.open(tmp_path / "m.pack").manifest.experts
+
+
+def test_float32_sources_are_rounded_in_the_pack_and_in_no_reference(tmp_path: Path, sources: dict[str, Path]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_olmoe(tmp_path / "f32")
+    tensors = {name: tensor.float() * 1.0001 for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    both = [
+        convert(settings_for(sources, "olmoe", tmp_path, model=str(path), bits=bits, work=tmp_path / str(bits)))[2]
+        for bits in ((16,), (8, 16))
+    ]
+    assert both[0].calibration.reference == both[1].calibration.reference
+    assert both[0].calibration.loss == pytest.approx(both[1].bounds.losses[16])
+    assert both[0].calibration.loss != 0
+
+
+def test_a_recipe_that_misses_its_heldout_target_fails(sources: dict[str, Path], tmp_path: Path) -> None:
+    """The held-out text is of another kind, so that the loss there is another too."""
+    _, _, report = convert(settings_for(sources, "olmoe", tmp_path, target_loss=0.02))
+    recipe = Recipe("r", settings_for(sources, "olmoe", tmp_path), Expectations(), paths=False)
+    missed = replace(report, heldout=replace(report.heldout, loss=0.021))
+    met = replace(report, heldout=replace(report.heldout, loss=0.019))
+    assert any("above the target" in line for line in recipe.failures(missed))
+    assert recipe.failures(met) == []
+    limits = Expectations(heldout_loss_at_most=0.02, expert_bytes_at_most=10, reference_at_most=1.0)
+    assert len(limits.failures(missed)) == 3
+
+
+def test_work_and_out_are_refused_before_anything_long(sources: dict[str, Path], tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("keep me")
+    with pytest.raises(WriteFailed):
+        convert(settings_for(sources, "olmoe", tmp_path, out=mine))
+    assert (mine / "notes.txt").read_text() == "keep me"
+    with pytest.raises(ConversionError, match="work directory"):
+        convert(settings_for(sources, "olmoe", tmp_path, work=mine / "notes.txt"))
+    assert not (tmp_path / "work").exists()
+
+
+def test_one_work_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
+    with WorkDir(tmp_path / "w"), pytest.raises(ConversionError, match="another run"), WorkDir(tmp_path / "w"):
+        pass
+    with WorkDir(tmp_path / "w") as work:
+        (work.path / "reference-all.npz").write_bytes(b"damaged")
+        assert work.load_scores("reference-all.npz") is None
 
 
 def test_group_quantizer_and_chosen_widths(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -189,7 +298,7 @@ def test_text_that_does_not_fit_the_model_is_refused(sources: dict[str, Path], t
     with pytest.raises(SettingsError, match="use perplexity"):
         convert(settings_for(sources, "olmoe", tmp_path, metric="rouge2"))
     short = tmp_path / "short.jsonl"
-    short.write_text('{"text": "ab"}\n' * 4)
+    short.write_text('{"text": "ab"}\n{"text": "cd"}\n')
     with pytest.raises(CalibrationError, match="too few"):
         convert(settings_for(sources, "olmoe", tmp_path, calib=str(short)))
 
@@ -198,7 +307,7 @@ def test_verify_finds_other_weights_and_damage(sources: dict[str, Path], tmp_pat
     settings = settings_for(sources, "switch", tmp_path, bits=(4,), target_loss=0.9)
     convert(settings)
     other = tiny_switch(tmp_path / "other", seed=1)
-    with pytest.raises(VerifyFailed, match="times what its width allows"):
+    with pytest.raises(VerifyFailed, match="made from other weights"):
         verify(Pack.open(settings.out), Checkpoint.open(other))
     with pytest.raises(VerifyFailed, match="shapes differ"):
         verify(Pack.open(settings.out), Checkpoint.open(sources["olmoe"]))
@@ -213,7 +322,7 @@ def test_profiled_paths_are_what_the_routers_chose(sources: dict[str, Path], fam
     settings = settings_for(sources, family, tmp_path, bits=(8,), target_loss=0.9)
     convert(settings)
     found, nbytes = profile_paths(
-        Pack.open(settings.out), calib=None, heldout=None, seed=0, samples=None, context=32, say=lambda line: None
+        Pack.open(settings.out), calib=None, heldout=None, seed=None, samples=None, context=None, say=lambda line: None
     )
     pack = Pack.open(settings.out)
     table = TransitionTable.from_bytes(pack.read_file(PATHS))
@@ -224,8 +333,7 @@ def test_profiled_paths_are_what_the_routers_chose(sources: dict[str, Path], fam
         assert len(totals) == 1, "each layer saw each token"
         assert totals.pop() % moe.top_k == 0
         assert 0.2 <= found.coverage20[stack] <= 1
-    for row in found.accuracy:
-        assert list(row) == sorted(row)
+    assert found.accuracy == (None, None, None), "two layers: none has two before it"
     if family == "olmoe":
         windows = found.tokens // 32
         packed, arch = PackedModel.open(pack), ARCHS["olmoe"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_packs import DECODER, read_all, sealed, write_pack
+from random_packs import DECODER, SPECS, read_all, sealed, write_pack
 
 from moert.pack.errors import (
     FileMissing,
@@ -65,6 +65,15 @@ def test_no_such_directory(tmp_path: Path) -> None:
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.pack").write_bytes(b"GGUF")
     refused(ManifestMissing, "is not a directory", lambda: Pack.open(tmp_path / "model.pack"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Once upon a time. " * 40, "word " * 2000, "two\nlines " * 40, "a\nb", "\0"],
+    ids=lambda text: str(len(text)),
+)
+def test_a_prompt_instead_of_a_path(text: str) -> None:
+    refused(ManifestMissing, "is not a directory", lambda: Pack.open(text))
 
 
 def test_no_manifest(pack_dir: Path) -> None:
@@ -220,7 +229,7 @@ RELATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "top_k": ("selects more experts", lambda d: d["model"]["moe"].update(top_k=4)),
     "heads": ("shares more heads", lambda d: d["model"].update(n_heads=3, n_kv_heads=2)),
     "page": ("multiple of 4096", lambda d: d.update(page_bytes=5000)),
-    "another page": ("its widths need", lambda d: d.update(page_bytes=8192)),
+    "another page": ("of them weights, scales and minima; its widths need", lambda d: d.update(page_bytes=8192)),
     "bits of nothing": ("gate, up and down", lambda d: d["experts"][0]["bits"].update({"a\nb": 4})),
     "bits missing": ("has widths for", lambda d: d["experts"][0]["bits"].pop("up")),
     "other widths": ("its widths need", swap_widths),
@@ -237,6 +246,62 @@ RELATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 def test_fields_that_contradict_each_other(pack_dir: Path, name: str) -> None:
     words, change = RELATIONS[name]
     lies(pack_dir, ManifestInvalid, words, change)
+
+
+# What the model should not say, by family: words of the refusal, fields of the model.
+MODELS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "decoder": [
+        ("there is no encoder", {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 16}),
+        ("there is an encoder", {"encoder": {"n_layers": 1, "moe_layers": []}, "decoder_start_token_id": 0}),
+        ("head_dim is 5", {"head_dim": 5}),
+        ("rope_theta is 0.0", {"rope_theta": 0.0}),
+        ("rope_theta is -1.0", {"rope_theta": -1}),
+        ("norm_eps is 0.0", {"norm_eps": 0}),
+        ("norm_eps is -1e-06", {"norm_eps": -1e-6}),
+        ("attention_scale is 0", {"attention_scale": 0.0}),
+        ("logit_scale is 0", {"logit_scale": -0.0}),
+    ],
+    "encoder-decoder": [
+        ("there is an encoder", {"positions": "rope", "rope_theta": 10000.0}),
+        ("there is no encoder", {"encoder": None}),
+        ("decoder_start_token_id is None", {"decoder_start_token_id": None}),
+        ("decoder_start_token_id is 11", {"decoder_start_token_id": 11}),
+        ("relative_buckets is 0", {"relative_buckets": 0}),
+        ("relative_buckets is 2", {"relative_buckets": 2}),
+        ("relative_buckets is 9", {"relative_buckets": 9}),
+        ("qk_norm or clip_qkv", {"qk_norm": True}),
+        ("qk_norm or clip_qkv", {"clip_qkv": 1.0}),
+        ("relative_max_distance is 0", {"relative_max_distance": 0}),
+        ("relative_max_distance is 4, it should be above 4", {"relative_max_distance": 4}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "fields"), [(family, *case) for family, cases in MODELS.items() for case in cases]
+)
+def test_models_that_can_not_be(tmp_path: Path, family: str, words: str, fields: dict[str, Any]) -> None:
+    write_pack(tmp_path / "model.pack", SPECS[family])
+    lies(tmp_path / "model.pack", ManifestInvalid, words, lambda document: document["model"].update(fields))
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_ids_of_no_token_where_nothing_looks_them_up(tmp_path: Path, family: str) -> None:
+    """Configurations in the wild have such ids for filling and for ends."""
+    write_pack(tmp_path / "model.pack", SPECS[family])
+    document = document_of(tmp_path / "model.pack")
+    document["model"].update(bos_token_id=11, pad_token_id=4000, eos_token_ids=[1, 5000])
+    assert parse_manifest(sealed(document)).model.eos_token_ids == (1, 5000)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"relative_buckets": 4, "relative_max_distance": 3}, {"decoder_start_token_id": 10}]
+)
+def test_the_last_legal_values(tmp_path: Path, fields: dict[str, Any]) -> None:
+    write_pack(tmp_path / "model.pack", SPECS["encoder-decoder"])
+    document = document_of(tmp_path / "model.pack")
+    document["model"].update(fields)
+    parse_manifest(sealed(document))
 
 
 # Paths.

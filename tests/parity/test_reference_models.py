@@ -20,11 +20,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, MAX_NEW, PROMPT_TOKENS = 100, 24, 48
 
 
+def model_folder(name: str) -> Path:
+    """Where the reference model lies; it belongs to the repository, so a missing one fails the test."""
+    folder = ROOT / "recipes" / "models" / name
+    if not (folder / "config.json").is_file():
+        pytest.fail(f"the reference model {name} is missing: nothing shows that its tokens are those of transformers")
+    return folder
+
+
 def heldout_texts(name: str, field: str) -> list[str]:
-    """The held-out texts of a reference model; its builder makes the file if it isn't there."""
+    """The held-out texts of a reference model; its builder makes the file if it isn't there, or says why it can't."""
     path = ROOT / "build" / "data" / name / "heldout.jsonl"
     if not path.is_file():
-        subprocess.run([sys.executable, ROOT / "calib_data" / f"{name}.py"], cwd=ROOT, check=True)
+        command = [sys.executable, str(ROOT / "calib_data" / f"{name}.py")]
+        built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if built.returncode or not path.is_file():
+            pytest.fail(f"calib_data/{name}.py did not build the held-out texts: {built.stderr.strip()}")
     with open(path, encoding="utf-8") as lines:
         return [json.loads(line)[field] for line in lines]
 
@@ -42,9 +53,7 @@ def prompts(name: str, tokenizer: Tokenizer, is_seq2seq: bool) -> list[list[int]
 
 @pytest.mark.parametrize("name", ["g2p", "wiki"])
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
-    source = ROOT / "recipes" / "models" / name
-    if not source.is_dir():
-        pytest.skip(f"the model {name} is not there yet: train it with recipes/train")
+    source = model_folder(name)
     pack = pack_of_16_bits(source, tmp_path / "model.pack")
     reference = Checkpoint.open(source).arch.load(source, torch.float32)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -56,3 +65,32 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
         for ids, tokens in zip(asked, expected, strict=True):
             assert engine.generate_ids(ids, settings).result.tokens == tokens, tokenizer.decode(ids)
     assert len({tuple(tokens) for tokens in expected}) > PROMPTS // 2
+
+
+def test_a_missing_model_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    with pytest.raises(pytest.fail.Exception, match="wiki is missing"):
+        test_greedy_tokens_equal_transformers("wiki", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"), [("import sys; sys.exit('error: no wheel')", "error: no wheel"), ("", "did not build")]
+)
+def test_missing_texts_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builder: str, message: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "calib_data").mkdir()
+    (tmp_path / "calib_data" / "g2p.py").write_text(builder)
+    with pytest.raises(pytest.fail.Exception, match=message):
+        heldout_texts("g2p", "input")
+
+
+def test_missing_texts_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "calib_data").mkdir()
+    (tmp_path / "calib_data" / "g2p.py").write_text(
+        "from pathlib import Path; out = Path('build/data/g2p'); out.mkdir(parents=True)\n"
+        "(out / 'heldout.jsonl').write_text('{\"input\": \"hello\"}\\n')"
+    )
+    assert heldout_texts("g2p", "input") == ["hello"]

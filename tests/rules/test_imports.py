@@ -24,14 +24,14 @@ MOERT = [
 STAGES = ("moeconv.reference", "moeconv.sensitivity", "moeconv.bounds", "moeconv.allocation", "moeconv.emit",
           "moeconv.paths", "moeconv.verify", "moeconv.report")  # fmt: skip
 MOECONV = [
-    ("moert.pack", "moeconv.errors"),
+    ("moert.pack", "moeconv.errors", "moeconv.toml"),
     ("moeconv.artifacts", "moeconv.journal"),
     ("moeconv.checkpoint", "moeconv.archs", "moeconv.calibration", "moeconv.metrics", "moeconv.quantizers"),
-    ("moeconv.settings", "moeconv.trial", "moeconv.packed", "moeconv.scorers", "moeconv.measure"),
+    ("moeconv.settings", "moeconv.trial", "moeconv.packed", "moeconv.scorers", "moeconv.measure", "moeconv.workdir"),
     STAGES,
     ("moeconv.conversion", "moeconv.profile"),
-    ("moeconv.recipe",),
-    ("moeconv.cli", "moeconv.present", "moeconv.progress"),
+    ("moeconv.recipe", "moeconv.present"),
+    ("moeconv.cli", "moeconv.progress"),
 ]
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [

@@ -51,6 +51,17 @@ def test_every_package_folder_is_in_the_tree() -> None:
     assert sorted(str(path) for path in packages - set(tree())) == []
 
 
+def test_every_module_at_the_top_of_a_package_is_in_the_tree() -> None:
+    modules = {path.relative_to(ROOT) for name in ("moert", "moeconv") for path in (ROOT / name).glob("*.py")}
+    named = {path for path in modules if path.name != "__init__.py"}
+    assert sorted(str(path) for path in named - set(tree())) == []
+
+
+def test_every_folder_of_tests_is_in_the_tree() -> None:
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").glob("*/*.py")}
+    assert sorted(str(path) for path in folders - set(tree())) == []
+
+
 def test_the_demo_table_has_its_place() -> None:
     assert re.search(r"<!-- demo -->\n.*?<!-- end -->", TEXT, re.DOTALL)
 

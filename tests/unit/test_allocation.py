@@ -26,6 +26,10 @@ def test_bracket_does_not_trust_a_lucky_narrow_width() -> None:
     assert (found.high, found.low) == (4, 3)
 
 
+def test_a_loss_that_could_not_be_measured_meets_nothing() -> None:
+    assert bracket({2: float("nan"), 4: 0.01, 8: 0.0}, 0.05).high == 4
+
+
 def test_no_width_meets_the_target() -> None:
     with pytest.raises(TargetMissed, match=r"all experts at 4 bits the loss is 9\.00%"):
         bracket({2: 0.4, 4: 0.09}, 0.05)

@@ -67,9 +67,7 @@ def test_failed_download_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def write_manifest(folder: Path, sha256: str) -> Path:
     """A manifest of one split."""
     path = folder / "tiny.toml"
-    splits = "".join(
-        f'[splits.{n}]\nsha256 = "{h}"\nrows = 0\n\n' for n, h in (("train", ""), ("heldout", sha256))
-    )
+    splits = "".join(f'[splits.{n}]\nsha256 = "{h}"\nrows = 0\n\n' for n, h in (("train", ""), ("heldout", sha256)))
     path.write_text(f'# kept\nname = "tiny"\n\n{splits}')
     return path
 
@@ -105,9 +103,7 @@ def test_unknown_split_is_named(tmp_path: Path) -> None:
 
 def test_command_line_mistake_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert manifest.main("g2p", g2p.make, ["--splits", "nowhere"]) == 1
-    assert (
-        capsys.readouterr().err == "error: g2p: no split 'nowhere'; there are train, calibration, heldout\n"
-    )
+    assert capsys.readouterr().err == "error: g2p: no split 'nowhere'; there are train, calibration, heldout\n"
 
 
 @pytest.mark.parametrize("name", ["g2p", "wiki", "docline"])
@@ -199,7 +195,5 @@ def test_repeated_summaries_and_inputs_are_dropped_across_packages() -> None:
 
 def test_docline_reads_modules_but_not_tests(tmp_path: Path) -> None:
     source = SOURCE.encode()
-    pin = make_wheel(
-        tmp_path, {"pack/box.py": source, "pack/tests/test_box.py": source, "pack/box.txt": source}
-    )
+    pin = make_wheel(tmp_path, {"pack/box.py": source, "pack/tests/test_box.py": source, "pack/box.txt": source})
     assert len(docline.package_rows(wheels.fetch(pin, tmp_path))) == 2

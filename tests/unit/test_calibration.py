@@ -92,6 +92,18 @@ def test_wrong_encoding_overlap_and_absence_are_refused(tmp_path: Path) -> None:
         load_splits(str(tmp_path / "none.jsonl"), None, seed=0)
     with pytest.raises(CalibrationError, match="nor a name in calib_data"):
         load_splits("unheard-of", None, seed=0)
+    lines = write_rows(tmp_path / "t.jsonl", [{"text": f"line {i} " + "x" * 90} for i in range(20)])
+    with pytest.raises(CalibrationError, match="share 20 samples"):
+        load_splits(str(lines), str(lines), seed=0)
+    half = write_rows(tmp_path / "h.jsonl", [{"text": "a\ud800"}])
+    with pytest.raises(CalibrationError, match=r"h\.jsonl:1"):
+        load_splits(str(half), None, seed=0)
+    one = write_rows(tmp_path / "one.jsonl", [{"text": "all in one"}])
+    with pytest.raises(CalibrationError, match="give more, or --heldout"):
+        load_splits(str(one), None, seed=0)
+    wide = tmp_path / "wide.csv"
+    wide.write_text("text\n" + "y" * 200_000 + "\nother\n", encoding="utf-8-sig")
+    assert len(load_splits(str(wide), None, seed=0).calibration[0].source) == 200_000
     broken = tmp_path / "a.parquet"
     broken.write_bytes(b"PAR1 no")
     with pytest.raises(CalibrationError, match="parquet"):

@@ -323,13 +323,41 @@ def test_statistics_count_all_requests(packs) -> None:
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("1.5GB", 1_500_000_000), ("800MB", 800_000_000), ("512MiB", 512 << 20), ("2g", 2 * 10**9), ("1234", 1234),
-     ("64 kB", 64_000), ("1TB", 10**12), ("7B", 7)],
+     ("64 kB", 64_000), ("1TB", 10**12), ("7B", 7), (".5GB", 500_000_000), (" 2 GB ", 2 * 10**9)],
 )  # fmt: skip
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_memory(text) == MemoryLimit(nbytes=nbytes)
 
 
-@pytest.mark.parametrize("text", ["1.5XB", "-1GB", "", "GB", "0", "1e9", "nan", "nan%", "0%", "101%", "-5%", "9" * 40])
+@pytest.mark.parametrize("text", ["50%", " 50%", "50% ", "50 %", "50.0%"])
+def test_shares(text: str) -> None:
+    assert parse_memory(text) == MemoryLimit(share=0.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1.5XB",
+        "-1GB",
+        "",
+        "GB",
+        "0",
+        "1e9",
+        "nan",
+        "nan%",
+        "0%",
+        "101%",
+        "-5%",
+        "9" * 40,
+        "1_000",
+        "1_0%",
+        "\N{ARABIC-INDIC DIGIT FIVE}GB",
+        "\N{FULLWIDTH DIGIT FIVE}%",
+        ".",
+        "%",
+        "5.GB",
+    ],
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InvalidMemory, match="--memory"):
         parse_memory(text)

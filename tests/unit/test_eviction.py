@@ -57,6 +57,13 @@ def test_paper_evicts_the_encoder_first_while_decoding_and_by_recency() -> None:
     assert order == [("encoder", 3, 1), ("encoder", 1, 0), ("decoder", 3, 0)]
 
 
+@pytest.mark.parametrize("kept", [resident("decoder", 1, 0, 3, used=2), resident("decoder", 3, 0, 0, used=-1)])
+def test_paper_evicts_the_encoder_before_decoder_experts_that_are_worth_nothing(kept: Resident) -> None:
+    """One of the layer being executed, whose nearness is 0, and one that was preloaded but not yet demanded."""
+    residents = [kept, resident("encoder", 1, 0, frequency=50, used=8)]
+    assert PaperEviction(BOTH).victim(residents, Moment("decoder", 1, 9)).stack == "encoder"
+
+
 def test_paper_while_encoding_treats_both_stacks_as_one_cycle() -> None:
     policy = PaperEviction(BOTH)
     residents = [resident(stack, layer, 0) for stack, layer in BOTH]

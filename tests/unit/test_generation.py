@@ -192,6 +192,14 @@ def test_filters_equal_those_of_transformers(settings: GenerationSettings) -> No
     assert sampling.choose(logits, settings, torch.Generator().manual_seed(11)) == int(drawn)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-320])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_the_coldest_draws_are_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
+    logits = 3 * torch.randn(97, generator=torch.Generator().manual_seed(3))
+    settings = GenerationSettings(temperature=temperature, **filters)
+    assert sampling.choose(logits, settings, torch.Generator().manual_seed(1)) == int(logits.argmax())
+
+
 def test_the_seed_decides_what_is_drawn() -> None:
     def draw(seed: int) -> list[int]:
         class Flat(Script):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeconv.errors import WeightsUnusable
 from moeconv.quantizers import QUANTIZERS
 from moeconv.verify import error_share
 from moert.pack.codec import INT_WIDTHS, dequantize
@@ -52,5 +53,5 @@ def test_other_weights_are_found_out() -> None:
 
 
 def test_weights_that_float16_cannot_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="float16"):
+    with pytest.raises(WeightsUnusable, match="float16"):
         QUANTIZERS["channel"](0).quantize(np.array([[1e6, 0.0]], dtype=np.float32), 4)

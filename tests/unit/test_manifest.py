@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 from dataclasses import replace
@@ -13,13 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_packs import DECODER, ENCODER_DECODER, sealed, write_pack
 
+from moeconv.archs import ARCHS
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
-from moert.pack.manifest import Measured, Quality, dump_manifest, expert_path
-from moert.pack.model_spec import ExpertKey, backbone_tensors
+from moert.pack.layout import expert_layout
+from moert.pack.manifest import BACKBONE, ExpertEntry, Measured, Quality, dump_manifest, expert_path
+from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors
 from moert.pack.parser import parse_manifest
 from moert.pack.reader import Pack
 
 Where = tuple[str | int, ...]
+ROOT = Path(__file__).resolve().parents[2]
+BASE = Pack.open(ROOT / "tests" / "golden" / "tiny.pack").manifest
+TEXT = dump_manifest(BASE)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +160,36 @@ def test_a_changed_byte_is_noticed(position: int, flip: int) -> None:
         parse_manifest(text)
 
 
+def name_of(path: Path) -> str:
+    return path.parent.name
+
+
+@pytest.mark.parametrize("config", sorted(ROOT.glob("recipes/models/*/config.json")), ids=name_of)
+def test_the_reference_models_can_be_in_a_manifest(config: Path) -> None:
+    read = json.loads(config.read_text(encoding="utf-8"))
+    spec = ARCHS[read["model_type"]].spec(read, {})
+    experts = tuple(entry_of(spec, key) for key in spec.expert_keys())
+    manifest = replace(BASE, model=spec, experts=experts, page_bytes=4096)
+    assert parse_manifest(dump_manifest(manifest)) == manifest
+
+
+def entry_of(spec: ModelSpec, key: ExpertKey) -> ExpertEntry:
+    bits = dict.fromkeys(spec.moe.projections, 4)
+    layout = expert_layout(spec, key, bits, BASE.quantization.group_size, BASE.quantization.dtype16, 4096)
+    sizes = (layout.file_bytes, layout.tensor_bytes)
+    return ExpertEntry(key, expert_path(key), *sizes, bits, sha256="3" * 64, crc32=0, importance=None)
+
+
+def test_the_name_of_the_backbone_stands_in_one_place() -> None:
+    places = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "moert").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == BACKBONE
+    ]
+    assert places == ["moert/pack/manifest.py"]
+
+
 def test_a_minor_version_may_add_fields(document: dict[str, Any]) -> None:
     newer = {**document, "minor": 3, "speed_of_light": 299792458}
     manifest = parse_manifest(sealed(newer))
@@ -192,8 +228,3 @@ def test_backbone_of_an_encoder_decoder() -> None:
     assert shapes["decoder.1.cross.q.weight"] == (12, 10)
     assert not any(name.startswith("encoder") and "cross" in name for name in shapes)
     assert "encoder.0.ffn.gate.weight" not in shapes
-
-
-GOLDEN = Path(__file__).parent.parent / "golden" / "tiny.pack"
-BASE = Pack.open(GOLDEN).manifest
-TEXT = dump_manifest(BASE)

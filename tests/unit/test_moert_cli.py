@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_packs import DECODER, PROMPTS, SWITCH, damage_expert, write_pack
 
 from moert import __version__, cli
@@ -17,6 +20,7 @@ from moert.engine import Engine
 from moert.experts.eviction import EVICTION
 from moert.generation.settings import GenerationSettings
 from moert.pack.reader import Pack
+from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
 
 ROOT = Path(cli.__file__).parent.parent
@@ -204,11 +208,74 @@ def test_bad_lines_are_named_before_anything_runs(moert, pack, tmp_path, line, s
     assert says in message
 
 
-def test_a_prompt_that_cannot_run_is_named_by_its_line(moert, pack, tmp_path) -> None:
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": ""}])
-    assert moert("run", pack, "--input", source, *NEW) == 2
-    assert "in.jsonl line 2: the prompt has no tokens" in moert.err
-    assert len(moert.out.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": ""}', "the prompt has no tokens"),
+        ('{"prompt": "a\\ud800"}', "not valid Unicode"),
+        ('{"prompt": "a", "score": NaN}', "is not JSON"),
+        ('{"prompt": "a", "score": [1e999]}', "is not JSON"),
+        (json.dumps({"prompt": "a" * 30}), "memory budget"),
+    ],
+)
+def test_a_row_that_cannot_run_is_named_before_anything_runs(moert, pack, tmp_path, line, says) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n' + line + "\n")
+    target.write_text("of yesterday\n")
+    least = moert.refuses("run", pack, "a", "--memory", "1kB", *NEW).split("--memory ")[1].split()[0]
+    message = moert.refuses("run", pack, "--input", source, "--output", target, "--memory", least, *NEW)
+    assert "in.jsonl line 2" in message
+    assert says in message
+    assert target.read_text() == "of yesterday\n"
+
+
+def test_no_rows_are_no_answers(moert, pack, tmp_path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n")
+    (tmp_path / "out.jsonl").write_text("of yesterday\n")
+    assert moert("run", pack, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl") == 0
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_fields_are_repeated_whatever_they_hold(moert, pack, tmp_path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "x\\udc80": ["\\ud800", "\xc3\xa9"]}\r\n')
+    assert moert("run", pack, "--input", source, "--output", target, *NEW) == 0
+    assert moert("run", pack, "--input", source, *NEW) == 0
+    assert moert.out == target.read_bytes().decode()
+    assert json.loads(moert.out)["x\udc80"] == ["\ud800", "é"]
+    assert "é" in moert.out
+
+
+def test_a_prompt_that_is_no_text_is_one_line(moert, pack) -> None:
+    assert "not valid Unicode" in moert.refuses("run", pack, "caf\udce9")
+
+
+def test_more_threads_than_cores_are_refused(moert, pack) -> None:
+    assert f"at most {os.cpu_count()}" in moert.refuses("run", pack, "abc", "--threads", 5000)
+
+
+def test_fifty_bytes_are_meant_as_a_share(moert, pack) -> None:
+    assert "did you mean 50%?" in moert.refuses("run", pack, "abc", "--memory", "50")
+    assert "did you mean" not in moert.refuses("run", pack, "abc", "--memory", "1000")
+
+
+def test_info_names_a_tokenizer_that_cannot_be_used(moert, tmp_path) -> None:
+    for name, body in (("empty", b""), ("broken", b"{}"), ("bare", b'{"model": {"type": "BPE", "vocab": {}}}')):
+        pack = write_pack(tmp_path / name, DECODER, paths=False, tokenizer=False)
+        add_to_pack(pack, Pack.open(pack).manifest, "tokenizer.json", body)
+        assert "tokenizer.json" in moert.refuses("run", pack, "abc", "--predict", "none")
+        assert moert("info", pack) == 0
+        assert "tokenizer        no: tokenizer.json in" in moert.out
+        assert moert("info", pack, "--json") == 0
+        assert not json.loads(moert.out)["has_tokenizer"]
+
+
+def test_memory_that_the_system_refuses_is_one_line(moert, pack, monkeypatch) -> None:
+    def refuse(self: object, ids: list[int]) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr("moert.models.switch.SwitchModel._encode", refuse)
+    assert "not enough memory" in moert.refuses("run", pack, "abc", *NEW)
 
 
 def test_missing_files_are_one_line(moert, pack, tmp_path) -> None:
@@ -275,12 +342,10 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pack(tmp_path_factory.mktemp("cli") / "endless.pack", spec, paths=False)
 
 
-@pytest.mark.parametrize("as_lines", [False, True])
-def test_ctrl_c_ends_with_130_and_no_traceback(endless, tmp_path, as_lines) -> None:
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "abc"}] * 100_000)
-    asked = ["--input", str(source), "--max-new-tokens", "5"] if as_lines else ["abc", "--max-new-tokens", "1000000"]
+def interrupted(pack: Path, *asked: object) -> tuple[str, str]:
+    """What a run prints that gets Ctrl-C once it has written something; (stdout, stderr)."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "moert.cli", "run", str(endless), *asked, "--predict", "none", "--threads", "1"],
+        [sys.executable, "-m", "moert.cli", "run", str(pack), *map(str, asked), "--predict", "none", "--threads", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
@@ -294,16 +359,74 @@ def test_ctrl_c_ends_with_130_and_no_traceback(endless, tmp_path, as_lines) -> N
         rest, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert errors == b""
-    text = (first + rest).decode()
+    assert process.returncode == 130, errors
+    return (first + rest).decode(), errors.decode()
+
+
+@pytest.mark.parametrize("flags", [(), ("--stats",)])
+def test_ctrl_c_ends_a_prompt_with_130_and_its_figures(endless, flags) -> None:
+    text, errors = interrupted(endless, "abc", "--max-new-tokens", "1000000", *flags)
     assert text.endswith("\n")
-    if as_lines:
-        assert all("output" in json.loads(line) for line in text.splitlines())
+    assert "Traceback" not in errors
+    assert ("written in 1 request(s)" in errors) == bool(flags)
 
 
-def test_a_closed_pipe_is_quiet(endless) -> None:
-    command = f"{sys.executable} -m moert.cli run {endless} abc --predict none --max-new-tokens 3000 | head -c 5"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
-    assert len(done.stdout) == 5
-    assert done.stderr == ""
+def test_ctrl_c_leaves_whole_lines_and_their_figures(endless, tmp_path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "abc"}] * 100_000)
+    text, errors = interrupted(endless, "--input", source, "--max-new-tokens", "5", "--stats", "--json")
+    answers = [json.loads(line)["tokens"] for line in text.splitlines()]
+    assert json.loads(errors)["requests"] in (len(answers), len(answers) + 1)
+
+
+def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> None:
+    from moert.models.switch import SwitchModel
+
+    real, left = SwitchModel.step, [None] * 3
+
+    def step(self: SwitchModel, state: object, token: int) -> torch.Tensor:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return real(self, state, token)
+
+    monkeypatch.setattr(SwitchModel, "step", step)
+    assert moert("run", endless, "abc", "--predict", "none", "--json") == 130
+    answer = json.loads(moert.out)
+    assert answer["stop_reason"] == "interrupted"
+    assert len(answer["tokens"]) == answer["stats"]["new_tokens"] == 4
+    assert moert.err == ""
+
+
+SHELL = {
+    "closed pipe": ("run {endless} abc --predict none --max-new-tokens 3000 | head -c 5", 141, ".....", ""),
+    "stdin closed": ("run {pack} <&-", 2, "", "moert: the prompt has no tokens: give some text\n"),
+    "stdout closed": ("run {pack} abc --max-new-tokens 2 >&-", 2, "", "moert: stdout: Bad file descriptor\n"),
+    "stdout full": ("run {pack} abc --max-new-tokens 2 >/dev/full", 2, "", "moert: stdout: No space left on device\n"),
+    "help full": ("--help >/dev/full", 2, "", "moert: stdout: No space left on device\n"),
+    "stderr closed": ("run {pack} '{prompt}' --max-new-tokens 6 --stats 2>&-", 0, "{expected}\n", ""),
+    "byte order mark": ("run {pack} --max-new-tokens 6 <{marked}", 0, "{expected}\n", ""),
+}
+
+
+@pytest.mark.parametrize("case", SHELL)
+def test_streams_that_are_closed_full_or_marked(pack, endless, expected, tmp_path, case) -> None:
+    command, code, out, err = SHELL[case]
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + PROMPTS[0].encode() + b"\n")
+    words = {"pack": pack, "endless": endless, "marked": marked, "prompt": PROMPTS[0], "expected": expected[PROMPTS[0]]}
+    shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m moert.cli {command.format(**words)}"]
+    done = subprocess.run(shell, capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == err
+    assert done.returncode == code
+    assert re.fullmatch(out, done.stdout) if out.startswith("..") else done.stdout == out.format(**words)
+
+
+def test_streams_are_utf8_in_any_locale(pack, tmp_path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a", "x": "é"}\n', encoding="utf-8")
+    command = [sys.executable, "-m", "moert.cli", "run", str(pack), "--input", "-", *NEW]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "latin-1"}
+    with open(source, "rb") as stdin:
+        done = subprocess.run(command, stdin=stdin, capture_output=True, cwd=ROOT, env=environment, check=True)
+    assert json.loads(done.stdout.decode())["x"] == "é"
+    assert "é" in done.stdout.decode()

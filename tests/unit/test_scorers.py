@@ -16,7 +16,7 @@ from moeconv.checkpoint import Checkpoint
 from moeconv.errors import CalibrationError
 from moeconv.metrics import METRICS
 from moeconv.quantizers import QUANTIZERS
-from moeconv.scorers.build import build_scorer, spread
+from moeconv.scorers.build import build_scorer, load_tokenizer, spread
 from moeconv.scorers.text import windows_of
 from moeconv.trial import Trial
 
@@ -32,7 +32,13 @@ def build(path: Path, metric: str, rng: random.Random):
     else:
         samples = [Sample(text(rng, rng.randint(1, 4)), text(rng, 3)) for _ in range(40)]
     scorer = build_scorer(
-        trial, path / "tokenizer.json", samples, METRICS[metric], limit=None, context=24, max_new_tokens=8
+        trial,
+        load_tokenizer(path / "tokenizer.json"),
+        samples,
+        METRICS[metric],
+        limit=None,
+        context=24,
+        max_new_tokens=8,
     )
     return trial, scorer
 

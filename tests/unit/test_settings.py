@@ -34,7 +34,10 @@ def test_bits() -> None:
     [
         ({"quantizer": "magic"}, "--quantizer magic"),
         ({"metric": "bleu"}, "--metric bleu"),
-        ({"group_size": 48}, "--group-size 48"),
+        ({"group_size": 48, "quantizer": "group"}, "--group-size 48"),
+        ({"group_size": 32}, "--group-size has no effect"),
+        ({"calib": None, "bits": (16,), "metric": "rouge2"}, "--metric has no effect"),
+        ({"out": Path("/")}, "expected new directories"),
         ({"calib": None}, "--calib is missing"),
         ({"samples": 0}, "--samples 0"),
         ({"context": 1}, "--context 1"),
@@ -54,10 +57,29 @@ def test_recipe_rejects_what_it_does_not_know(tmp_path: Path) -> None:
     path.write_text('model = "m"\ncalib = "c"\n[expect]\nsize = 3\n')
     with pytest.raises(SettingsError, match="unknown entry 'size'"):
         Recipe.load(path, tmp_path)
-    path.write_text("model = [")
-    with pytest.raises(SettingsError, match="not a readable recipe"):
+    for line, says in (
+        ("bits = 4", "bits = 4 has the wrong type"),
+        ('bits = [2, "4"]', "wrong type"),
+        ("samples = 4.5", "wrong type"),
+        ("samples = true", "wrong type"),
+        ('profile_paths = "no"', "true or false"),
+        ('out = "x"', "not for a recipe"),
+        ("expect = 3", "should be a table"),
+        ('[expect]\nheldout_loss_at_most = "5%"', "wrong type"),
+    ):
+        path.write_text(f'model = "m"\ncalib = "c"\n{line}\n')
+        with pytest.raises(SettingsError, match=says):
+            Recipe.load(path, tmp_path)
+    path.write_text('calib = "c"\n')
+    with pytest.raises(SettingsError, match="model is missing"):
         Recipe.load(path, tmp_path)
-    with pytest.raises(SettingsError, match="no such recipe"):
+    path.write_text('model = "m"\nbits = [16]\n')
+    with pytest.raises(SettingsError, match="without calib"):
+        Recipe.load(path, tmp_path)
+    path.write_text("model = [")
+    with pytest.raises(SettingsError, match="can't be read as TOML"):
+        Recipe.load(path, tmp_path)
+    with pytest.raises(SettingsError, match="no such file"):
         Recipe.load(tmp_path / "none.toml", tmp_path)
 
 

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import FileMissing, WriteFailed
 from moert.pack.reader import Pack, bits_histogram, projection_weights
-from moert.pack.writer import PackWriter, add_to_pack
+from moert.pack.writer import PackWriter, add_to_pack, check_target, write_atomically
 
 
 def everything(root: Path) -> dict[str, bytes]:
@@ -172,6 +172,7 @@ def test_resume_after_a_torn_journal_line(tmp_path: Path) -> None:
     writer = PackWriter(out, DECODER, QUANTIZATION, "seed 0")
     assert (writer.has(first), writer.has(second)) == (True, False)
     writer.write_expert(third, random_expert(DECODER, third, 4))
+    del writer
     assert PackWriter(out, DECODER, QUANTIZATION, "seed 0").has(third)
 
 
@@ -211,15 +212,80 @@ def test_killed_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.Monk
     assert everything(out) == before
 
 
-@pytest.mark.parametrize("what", ["file", "directory"])
-def test_what_is_not_a_pack_is_never_replaced(tmp_path: Path, what: str) -> None:
+def somebody_elses(path: Path, what: str) -> dict[str, bytes]:
+    """Puts something at `path` that is not ours."""
+    name = {"file": ".", "directory": "letters.txt", "foreign manifest": "manifest.json"}[what]
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text('{"format": "something else"}')
+    return everything(path.parent)
+
+
+@pytest.mark.parametrize("ending", ["", ".partial", ".replaced"])
+@pytest.mark.parametrize("what", ["file", "directory", "foreign manifest"])
+def test_what_is_not_a_pack_is_never_replaced(tmp_path: Path, what: str, ending: str) -> None:
     out = tmp_path / "precious"
-    note = out if what == "file" else out / "letters.txt"
-    note.parent.mkdir(exist_ok=True)
-    note.write_text("years of work")
+    before = somebody_elses(tmp_path / f"precious{ending}", what)
+    for refuse in (lambda: check_target(out), lambda: PackWriter(out, DECODER, QUANTIZATION, "seed 0")):
+        with pytest.raises(WriteFailed, match=f"precious{ending} .*choose another --out") as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+        assert everything(tmp_path) == before
+
+
+def test_a_link_is_never_replaced(tmp_path: Path) -> None:
+    write_pack(tmp_path / "model.pack")
+    (tmp_path / "link").symlink_to("model.pack")
     with pytest.raises(WriteFailed, match="choose another --out"):
-        PackWriter(out, DECODER, QUANTIZATION, "seed 0")
-    assert note.read_text() == "years of work"
+        check_target(tmp_path / "link")
+
+
+@pytest.mark.parametrize("when", ["files", "manifest", "journal"])
+def test_a_run_killed_anywhere_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """While the old pack's files, at last its manifest, or the journal go away."""
+    out = tmp_path / "model.pack"
+    write_pack(out, seed=1)
+    names = {"files": ".safetensors", "manifest": "manifest.json", "journal": "experts.jsonl"}
+    real = os.unlink
+
+    def killed(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith(names[when]):
+            raise KeyboardInterrupt
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_pack(out, seed=2)
+    monkeypatch.undo()
+    check_target(out)
+    write_pack(out, seed=3)
+    write_pack(tmp_path / "fresh", seed=3)
+    assert everything(out) == everything(tmp_path / "fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "model.pack"]
+
+
+def test_leftovers_of_a_killed_run_are_not_in_the_pack(tmp_path: Path) -> None:
+    out = tmp_path / "model.pack"
+    start(out, 3)
+    folder = tmp_path / "model.pack.partial" / "experts"
+    (folder / "D00" / "E000.safetensors.1a2b3c4d.tmp").write_bytes(b"half")
+    (folder / "X").mkdir()
+    given = write_pack(out)
+    assert set(everything(out)) == {"manifest.json", *(path for path, *_ in Pack.open(out).listed_files())}
+    assert not (out / "experts" / "X").exists()
+    assert flat_experts(read_experts(Pack.open(out))) == flat_experts(given)
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    out = tmp_path / "model.pack"
+    writer = start(out, 2)
+    before = everything(tmp_path)
+    with pytest.raises(WriteFailed, match="another conversion is writing"):
+        PackWriter(out, DECODER, QUANTIZATION, "another plan")
+    assert everything(tmp_path) == before
+    for key in DECODER.expert_keys()[2:]:
+        writer.write_expert(key, random_expert(DECODER, key, 4))
+    writer.finish("tests", None)
+    write_pack(out)  # `writer` is still there, and has let go
 
 
 def test_an_empty_directory_may_be_the_target(tmp_path: Path) -> None:
@@ -253,6 +319,7 @@ def test_a_full_disk_leaves_the_old_pack(tmp_path: Path, monkeypatch: pytest.Mon
         write_pack(out, seed=2)
     monkeypatch.undo()
     assert "\n" not in str(caught.value)
+    del caught  # it keeps the writer alive, and with it the lock
     assert everything(out) == before
     assert not list(tmp_path.glob("model.pack.partial/**/manifest.json"))
     assert not list(tmp_path.rglob("*.tmp"))
@@ -307,16 +374,56 @@ def test_a_file_is_added_to_a_finished_pack(pack_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("room", range(3))
-def test_a_crash_while_adding_leaves_a_whole_pack(pack_dir: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_a_full_disk_while_adding_changes_nothing(pack_dir: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    manifest = add_to_pack(pack_dir, read_all(pack_dir)[0], "paths.safetensors", b"first")
+    before = everything(pack_dir)
+    monkeypatch.setattr(os, "fsync", FullDisk(room))
+    with pytest.raises(WriteFailed, match="free some space"):
+        add_to_pack(pack_dir, manifest, "paths.safetensors", b"the second, longer")
+    monkeypatch.undo()
+    assert everything(pack_dir) == before
+
+
+@pytest.mark.parametrize("renames", range(3))
+def test_a_crash_while_adding_leaves_a_whole_pack(
+    pack_dir: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
     manifest, experts, files = read_all(pack_dir)
     manifest = add_to_pack(pack_dir, manifest, "paths.safetensors", b"first")
-    monkeypatch.setattr(os, "fsync", FullDisk(room))
-    with pytest.raises(WriteFailed):
+    real, left = os.replace, [None] * renames
+
+    def killed(source: Any, target: Any) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
         add_to_pack(pack_dir, manifest, "paths.safetensors", b"the second, longer")
     monkeypatch.undo()
     _, found_experts, found_files = read_all(pack_dir)
     assert found_experts == experts
-    assert found_files in (files, {**files, "paths.safetensors": b"first"})
+    assert found_files == ({**files, "paths.safetensors": b"first"} if renames == 0 else files)
+
+
+def test_two_runs_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def other_run(descriptor: int) -> None:
+        monkeypatch.undo()
+        write_atomically(tmp_path / "state", b"the other's")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", other_run)
+    write_atomically(tmp_path / "state", b"ours")
+    assert everything(tmp_path) == {"state": b"ours"}
+
+
+def test_only_a_full_disk_asks_for_space(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("a file")
+    with pytest.raises(WriteFailed, match=r"directory; choose another place$"):
+        PackWriter(tmp_path / "there" / "model.pack", DECODER, QUANTIZATION, "seed 0")
 
 
 def test_flat_sees_every_difference() -> None:
