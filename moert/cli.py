@@ -136,10 +136,10 @@ def info(
 ) -> None:
     """Print what a pack holds, what it lost, and the smallest memory it runs in."""
     from moert.description import describe, description_lines
-    from moert.engine import Engine
+    from moert.pack.reader import Pack
 
-    with Engine.open(pack, predictor="none") as engine:
-        print(json.dumps(describe(engine), indent=1) if as_json else "\n".join(description_lines(engine)))
+    opened = Pack.open(pack)
+    print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(description_lines(opened)))
 
 
 def _settings(

@@ -5,25 +5,28 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from moert.engine import Engine
+from moert.backbone import load_tokenizer
+from moert.budget import Budget
 from moert.errors import TokenizerMissing
+from moert.models.kv import state_bytes
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Measured
 from moert.pack.paths import PATHS
-from moert.pack.reader import bits_histogram
+from moert.pack.reader import Pack, bits_histogram
 from moert.stats import size
 
 TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
 
 
-def describe(engine: Engine) -> dict[str, Any]:
+def describe(pack: Pack) -> dict[str, Any]:
     """Everything as plain values; bytes are bytes, losses fractions."""
-    manifest, spec = engine.pack.manifest, engine.spec
+    manifest, spec = pack.manifest, pack.manifest.model
+    budget = Budget.of(manifest)
     stacks = {"encoder": spec.encoder, "decoder": spec.decoder}
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
     known = (BACKBONE, PATHS)
     return {
-        "pack": str(engine.pack.root),
+        "pack": str(pack.root),
         "creator": manifest.creator,
         "family": spec.family,
         "layers": {
@@ -43,25 +46,25 @@ def describe(engine: Engine) -> dict[str, Any]:
         "effective_bits": manifest.effective_bits(),
         "bytes": {
             "backbone": files.get(BACKBONE, 0),
-            "experts": engine.budget.expert_bytes,
+            "experts": budget.expert_bytes,
             "expert_tensors": manifest.expert_tensor_bytes(),
             "paths": files.get(PATHS, 0),
             "other": sum(nbytes for name, nbytes in files.items() if name not in known),
         },
         "quality": None if manifest.quality is None else asdict(manifest.quality),
         "has_paths": PATHS in files,
-        "has_tokenizer": _tokenizer_fault(engine) is None,
+        "has_tokenizer": _tokenizer_fault(pack) is None,
         "smallest_memory": {
-            "bytes": engine.smallest_memory(TYPICAL_PROMPT_TOKENS, TYPICAL_NEW_TOKENS),
+            "bytes": budget.smallest_bytes(state_bytes(spec, TYPICAL_PROMPT_TOKENS, TYPICAL_NEW_TOKENS)),
             "prompt_tokens": TYPICAL_PROMPT_TOKENS,
             "new_tokens": TYPICAL_NEW_TOKENS,
         },
     }
 
 
-def description_lines(engine: Engine) -> list[str]:
+def description_lines(pack: Pack) -> list[str]:
     """The same for people."""
-    facts = describe(engine)
+    facts = describe(pack)
     layers = ", ".join(f"{name} {n['all']} ({n['with_experts']} with experts)" for name, n in facts["layers"].items())
     experts, nbytes, smallest = facts["experts"], facts["bytes"], facts["smallest_memory"]
     group = f", groups of {facts['group_size']}" if facts["group_size"] else ", per output channel"
@@ -80,24 +83,24 @@ def description_lines(engine: Engine) -> list[str]:
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, other {size(nbytes['other'])}",
-        *_quality_lines(engine),
+        *_quality_lines(pack),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
-        f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(engine)}'}",
+        f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"smallest memory  {smallest_text}",
     ]
 
 
-def _tokenizer_fault(engine: Engine) -> str | None:
+def _tokenizer_fault(pack: Pack) -> str | None:
     """Why text can't be turned into tokens; None if it can."""
     try:
-        engine.tokenizer.get_vocab_size()
+        load_tokenizer(pack)
     except (TokenizerMissing, PackError) as error:
         return str(error)
     return None
 
 
-def _quality_lines(engine: Engine) -> list[str]:
-    quality = engine.pack.manifest.quality
+def _quality_lines(pack: Pack) -> list[str]:
+    quality = pack.manifest.quality
     if quality is None:
         return ["quality          not measured"]
     lines = [f"quality          {quality.metric}, target loss {100 * quality.target_loss:.2f}%"]

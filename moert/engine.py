@@ -25,6 +25,7 @@ from moert.experts.store import ExpertStore
 from moert.generation.detokenize import Detokenizer
 from moert.generation.loop import Generation, GenerationResult, PromptError, room
 from moert.generation.settings import GenerationSettings
+from moert.models.kv import state_bytes
 from moert.models.model import build_model
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
@@ -150,19 +151,19 @@ class Engine:
             room(self.model, ids)
         except PromptError as error:
             raise InputInvalid(str(error)) from None
-        self.budget.cache_bytes(self.memory, self._state_bytes(len(ids), max_new_tokens))
+        self.budget.cache_bytes(self.memory, state_bytes(self.spec, len(ids), max_new_tokens))
 
     def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
-        return self.budget.smallest_bytes(self._state_bytes(prompt_tokens, max_new_tokens))
+        return self.budget.smallest_bytes(state_bytes(self.spec, prompt_tokens, max_new_tokens))
 
     def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read again."""
-        state_bytes = self._state_bytes(prompt_tokens, max_new_tokens)
-        cache_bytes = self.budget.cache_bytes(self.memory, state_bytes)
+        needed = state_bytes(self.spec, prompt_tokens, max_new_tokens)
+        cache_bytes = self.budget.cache_bytes(self.memory, needed)
         if cache_bytes < self.budget.token_bytes and not self._warned:
             self._warned = True
-            more = self.budget.fixed_bytes(state_bytes) + self.budget.token_bytes
+            more = self.budget.fixed_bytes(needed) + self.budget.token_bytes
             self._notes.append(
                 f"the expert cache of {cache_bytes} bytes holds less than one token demands "
                 f"({self.budget.token_bytes} bytes over all decoder layers), so experts are read again for each token: "
@@ -172,7 +173,7 @@ class Engine:
             self._notify(self._notes.pop(0))
         self.cache.resize(cache_bytes)
         if self.memory is not None:
-            self._memory_bytes = self.memory.nbytes or self.budget.fixed_bytes(state_bytes) + cache_bytes
+            self._memory_bytes = self.memory.nbytes or self.budget.fixed_bytes(needed) + cache_bytes
 
     def generate(
         self, prompt: str, settings: GenerationSettings, on_text: Callable[[str], None] | None = None
@@ -235,11 +236,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _state_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        if self.spec.max_positions is not None:
-            max_new_tokens = max(1, min(max_new_tokens, self.spec.max_positions - prompt_tokens))
-        return self.model.state_bytes(prompt_tokens, max_new_tokens)
 
 
 def _set_threads(threads: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moert.models.attention import SelfAttention
-from moert.models.kv import KvCache, State, cache_bytes
+from moert.models.kv import KvCache, State
 from moert.models.layers import RmsNorm, Rotary
 from moert.models.moe import ExpertRunner, feed_forward
 from moert.pack.model_spec import ModelSpec
@@ -49,10 +49,6 @@ class DecoderModel:
         if target_ids is not None:
             raise ValueError("a decoder-only model has one sequence: give all of it as ids")
         return self._logits(self._forward(ids, self._new_state(ids)))
-
-    def state_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        spec = self.spec
-        return cache_bytes(spec.decoder.n_layers, spec.n_kv_heads, spec.head_dim, prompt_tokens + max_new_tokens)
 
     def _new_state(self, ids: list[int]) -> State:
         if not ids:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moert.pack.model_spec import ModelSpec
+
 BLOCK_TOKENS = 128
 
 
@@ -64,3 +66,14 @@ def rounded(tokens: int) -> int:
 def cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, tokens: int) -> int:
     """Upper bound for caches of `tokens` tokens; one layer counts twice, as it does while its buffer grows."""
     return (n_layers + 1) * 2 * n_kv_heads * head_dim * 4 * rounded(tokens)
+
+
+def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int) -> int:
+    """Upper bound of the bytes that keys and values take while such a request runs."""
+    if spec.max_positions is not None:
+        max_new_tokens = max(1, min(max_new_tokens, spec.max_positions - prompt_tokens))
+    layers, heads = spec.decoder.n_layers, spec.n_kv_heads
+    if spec.encoder is None:
+        return cache_bytes(layers, heads, spec.head_dim, prompt_tokens + max_new_tokens)
+    cross = layers * 2 * heads * spec.head_dim * 4 * prompt_tokens
+    return cross + cache_bytes(layers, heads, spec.head_dim, 1 + max_new_tokens)

@@ -35,10 +35,6 @@ class Model(Protocol):
         """
         ...
 
-    def state_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Upper bound of the bytes that keys and values take while such a request runs."""
-        ...
-
 
 def build_model(spec: ModelSpec, weights: dict[str, Tensor], runner: ExpertRunner) -> Model:
     """`weights`: canonical name → float32 tensor, as `moert.pack.model_spec.backbone_tensors` lists them.

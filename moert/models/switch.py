@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moert.models.attention import CrossAttention, SelfAttention
-from moert.models.kv import KvCache, State, cache_bytes
+from moert.models.kv import KvCache, State
 from moert.models.layers import RelativeBias, RmsNorm
 from moert.models.moe import ExpertRunner, feed_forward
 from moert.pack.model_spec import ModelSpec, Stack
@@ -61,11 +61,6 @@ class SwitchModel:
         if not target_ids:
             raise ValueError("an encoder–decoder model needs target_ids: what the decoder reads, start token included")
         return self._logits(self._decode(target_ids, self._new_state(ids)))
-
-    def state_bytes(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        spec = self.spec
-        cross = spec.decoder.n_layers * 2 * spec.n_kv_heads * spec.head_dim * 4 * prompt_tokens
-        return cross + cache_bytes(spec.decoder.n_layers, spec.n_kv_heads, spec.head_dim, 1 + max_new_tokens)
 
     def _new_state(self, ids: list[int]) -> State:
         """Encodes the input, and keeps of it what each decoder layer attends to."""

@@ -12,6 +12,7 @@ from packs import greedy, open_model, pack_of_16_bits, reference_greedy
 from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB, tiny_olmoe, tiny_switch
 
 from moeconv.checkpoint import Checkpoint
+from moert.models.kv import state_bytes
 
 PROMPTS, MAX_NEW = 8, 12
 CASES = [("switch", name, overrides) for name, overrides in SWITCH_VARIANTS.items()]
@@ -61,4 +62,4 @@ def test_steps_equal_one_pass_across_cache_blocks(family: str, tmp_path: Path) -
     else:
         expected = model.forward_all(ids, [0, *more])
     torch.testing.assert_close(torch.stack(rows), expected, atol=1e-4, rtol=1e-4)
-    assert 0 < state.nbytes <= model.state_bytes(len(ids), len(more))
+    assert 0 < state.nbytes <= state_bytes(model.spec, len(ids), len(more))

@@ -14,6 +14,7 @@ from moert.errors import BudgetTooSmall, InputInvalid, InvalidMemory, PathsMissi
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
 from moert.generation.settings import GenerationSettings
+from moert.models.kv import state_bytes
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, build
@@ -100,7 +101,7 @@ def test_the_smallest_budget_works_and_a_byte_less_is_refused_with_its_number(pa
         assert engine.generate("hello", settings).result.tokens == expected
         held = sum(engine.pack.entry(key).file_bytes for key in engine.cache.resident())
         weights = sum(4 * tensor.numel() for tensor in _backbone(engine))
-        assert held + weights + engine.model.state_bytes(5, 6) <= least
+        assert held + weights + state_bytes(engine.spec, 5, 6) <= least
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -111,7 +112,7 @@ def test_the_smallest_budget_holds_the_largest_experts_that_one_token_can_ask_on
         for entry in engine.pack.manifest.experts:
             sizes.setdefault(entry.key[:2], []).append(entry.file_bytes)
         demands = [sum(sorted(layer, reverse=True)[:top_k]) for layer in sizes.values()]
-        fixed = sum(4 * tensor.numel() for tensor in _backbone(engine)) + engine.model.state_bytes(9, 5)
+        fixed = sum(4 * tensor.numel() for tensor in _backbone(engine)) + state_bytes(engine.spec, 9, 5)
         assert least == fixed + engine.budget.scratch_bytes + max(demands)
         assert engine.budget.scratch_bytes >= 4 * engine.spec.weights_per_expert()
 
