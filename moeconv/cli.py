@@ -209,6 +209,7 @@ def _progress(label: str) -> Progress:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and ends the process: 0, 2 a user's mistake, 3 a missed target, 130 after Ctrl-C."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     sys.exit(_exit_code(arguments))

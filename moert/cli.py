@@ -223,6 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     _prepare_streams()
     sys.exit(_exit_code(arguments))
 

@@ -48,6 +48,7 @@ def main() -> int:
     options = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; see recipes/LOG.md
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     started = time.monotonic()
     OUT.mkdir(parents=True, exist_ok=True)
