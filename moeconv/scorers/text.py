@@ -26,17 +26,18 @@ def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
     """
     text = "".join(sample.source if sample.source.endswith("\n") else sample.source + "\n" for sample in samples)
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    count = len(encoding.ids) // context
+    ids, offsets = encoding.ids, encoding.offsets  # each access makes the whole list anew
+    count = len(ids) // context
     if count < 2:
         raise CalibrationError(
-            f"the text has {len(encoding.ids)} tokens, too few for two windows of {context}: give more, or a smaller "
+            f"the text has {len(ids)} tokens, too few for two windows of {context}: give more, or a smaller "
             "--context"
         )
     ends = np.array([match.end() for match in re.finditer(r"\S+", text)])
-    starts_at = np.array([encoding.offsets[i * context + 1][0] for i in range(count)])
-    stops_at = np.array([encoding.offsets[(i + 1) * context - 1][1] for i in range(count)])
+    starts_at = np.array([offsets[i * context + 1][0] for i in range(count)])
+    stops_at = np.array([offsets[(i + 1) * context - 1][1] for i in range(count)])
     words = np.searchsorted(ends, stops_at, side="right") - np.searchsorted(ends, starts_at, side="right")
-    return torch.tensor(encoding.ids[: count * context]).view(count, context), words
+    return torch.tensor(ids[: count * context]).view(count, context), words
 
 
 class TextScorer:
