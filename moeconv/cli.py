@@ -63,6 +63,9 @@ def quantize(
         str, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
                                "its relative rise.")
     ] = "5%",
+    margin: Annotated[
+        str, typer.Option(help="Share of --loss to leave free on the calibration text, since other text may lose more.")
+    ] = "0%",
     calib: Calib = None,
     heldout: Heldout = None,
     metric: Annotated[
@@ -93,12 +96,13 @@ def quantize(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure what each expert is worth, give each its width under the target loss, and write the pack."""
-    from moeconv.settings import Settings, parse_bits, parse_loss
+    from moeconv.settings import Settings, parse_bits, parse_share
 
     out = Path(os.path.abspath(out))
     settings = Settings(
-        model, out, work or out.parent / f"{out.name}.work", parse_loss(loss), calib, heldout, metric, quantizer,
-        group_size, parse_bits(bits), seed, samples, sweep_samples, heldout_samples, context, max_new_tokens,
+        model, out, work or out.parent / f"{out.name}.work", parse_share(loss), parse_share(margin, "--margin"),
+        calib, heldout, metric, quantizer, group_size, parse_bits(bits), seed, samples, sweep_samples,
+        heldout_samples, context, max_new_tokens,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)

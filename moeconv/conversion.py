@@ -118,8 +118,8 @@ class Conversion:
         for width in sorted(self.settings.bits):
             losses[width] = self.measure(dict.fromkeys(keys, width), f"all at {width}").loss
             self.say(f"all experts at {width:2d} bits: loss {losses[width]:.2%}")
-        bounds = bracket(losses, self.settings.target_loss)
-        self.work.save(f"bounds-{self.settings.target_loss:g}.json", bounds)
+        bounds = bracket(losses, self.settings.planned_loss)
+        self.work.save(f"bounds-{self.settings.planned_loss:g}.json", bounds)
         return bounds
 
     def _plan(self, table: SensitivityTable | None, bounds: BitBounds) -> BitPlan:
@@ -131,7 +131,7 @@ class Conversion:
             return loss
 
         plan = greedy(ranking, bounds, loss_of)
-        self.work.save(f"plan-{self.settings.target_loss:g}.json", plan)
+        self.work.save(f"plan-{self.settings.planned_loss:g}.json", plan)
         return plan
 
     def _deliver(

@@ -39,7 +39,7 @@ def missed_target(report: ConversionReport) -> str | None:
         return None
     return (
         f"the held-out loss is {report.heldout.loss:.2%}, above the target of {report.target_loss:.2%}: the pack meets "
-        "the target on its calibration text only; give more calibration text, or a smaller --loss"
+        "the target on its calibration text only; give more of that text, or a --margin"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from moeconv.artifacts import ConversionReport
 from moeconv.errors import SettingsError
 from moeconv.present import missed_target
-from moeconv.settings import Settings, parse_loss
+from moeconv.settings import Settings, parse_share
 from moeconv.toml import read_toml
 
 
@@ -64,7 +64,9 @@ class Recipe:
         if not isinstance(paths, bool):
             raise SettingsError(f"{path}: profile_paths should be true or false, found {paths!r}")
         if "loss" in document:
-            document["target_loss"] = parse_loss(str(document.pop("loss")))
+            document["target_loss"] = parse_share(str(document.pop("loss")))
+        if "margin" in document:
+            document["margin"] = parse_share(str(document["margin"]), "margin")
         if isinstance(document.get("bits"), list):
             document["bits"] = tuple(document["bits"])
         for name in ("out", "work"):

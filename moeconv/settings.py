@@ -16,13 +16,15 @@ DEFAULT_CONTEXT = 256
 
 @dataclass(frozen=True)
 class Settings:
-    """`samples`, `sweep_samples` and `heldout_samples` bound what is used of each split (None: all of it): samples
-    of input and target, or windows of running text. `context` is the length of such a window in tokens."""
+    """`margin` is the share of the target that the calibration text must leave free. `samples`, `sweep_samples` and
+    `heldout_samples` bound what is used of each split (None: all of it): samples of input and target, or windows of
+    running text. `context` is the length of such a window in tokens."""
 
     model: str
     out: Path
     work: Path
     target_loss: float = 0.05
+    margin: float = 0.0
     calib: str | None = None
     heldout: str | None = None
     metric: str | None = None
@@ -55,10 +57,17 @@ class Settings:
                     raise SettingsError(f"--{name.replace('_', '-')} has no effect without --calib: leave it out")
         counts = {name: getattr(self, name) for name in ("samples", "sweep_samples", "heldout_samples")}
         check_counts(**counts, max_new_tokens=self.max_new_tokens, context=self.context, seed=self.seed)
+        if not 0 <= self.margin < 1:
+            raise SettingsError(f"a margin of {self.margin:g}: expected a share from 0 to less than 1")
         if not 0 <= self.target_loss < 1:
             raise SettingsError(f"a loss of {self.target_loss:g}: expected a share from 0 to less than 1")
         if not self.out.name or not self.work.name:
             raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+
+    @property
+    def planned_loss(self) -> float:
+        """What the loss on the calibration text may be at most."""
+        return self.target_loss * (1 - self.margin)
 
 
 def check_counts(context: int | None = None, seed: int | None = None, **counts: int | None) -> None:
@@ -72,15 +81,15 @@ def check_counts(context: int | None = None, seed: int | None = None, **counts: 
         raise SettingsError(f"--seed {seed}: expected a whole number from 0 to {(1 << 32) - 1}")
 
 
-def parse_loss(text: str) -> float:
+def parse_share(text: str, option: str = "--loss") -> float:
     """'5%' or '0.05' → 0.05. Raises SettingsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
-        raise SettingsError(f"--loss {text!r}: expected a share such as 5% or 0.05")
+        raise SettingsError(f"{option} {text!r}: expected a share such as 5% or 0.05")
     loss = float(match[1]) / (100 if match[2] else 1)
     if loss >= 1:
         hint = f"; did you mean {match[1]}%?" if not match[2] and loss < 100 else ""
-        raise SettingsError(f"--loss {text!r} would allow to lose everything: expected less than 100%{hint}")
+        raise SettingsError(f"{option} {text!r}: expected less than 100%{hint}")
     return loss
 
 

@@ -30,8 +30,7 @@ def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
     count = len(ids) // context
     if count < 2:
         raise CalibrationError(
-            f"the text has {len(ids)} tokens, too few for two windows of {context}: give more, or a smaller "
-            "--context"
+            f"the text has {len(ids)} tokens, too few for two windows of {context}: give more, or a smaller --context"
         )
     ends = np.array([match.end() for match in re.finditer(r"\S+", text)])
     starts_at = np.array([offsets[i * context + 1][0] for i in range(count)])

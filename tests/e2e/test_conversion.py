@@ -117,6 +117,14 @@ def test_conversion_meets_its_target_and_the_pack_is_the_model_that_was_measured
             assert torch.equal(trial, packed.arch.expert_weight(packed.model, key, name))
 
 
+def test_a_margin_is_left_free_on_the_calibration_text(sources: dict[str, Path], tmp_path: Path) -> None:
+    _, _, plain = convert(settings_for(sources, "olmoe", tmp_path, target_loss=0.06))
+    _, _, wary = convert(settings_for(sources, "olmoe", tmp_path, target_loss=0.06, margin=0.9))
+    assert plain.calibration.loss > 0.006 >= wary.calibration.loss
+    assert plain.expert_bytes["pack"] < wary.expert_bytes["pack"]
+    assert wary.target_loss == 0.06
+
+
 def test_a_second_loss_plans_from_the_same_journal(sources: dict[str, Path], tmp_path: Path) -> None:
     first, _, before = convert(settings_for(sources, "olmoe", tmp_path, target_loss=0.02))
     lines = first.journal.path.read_text().splitlines()

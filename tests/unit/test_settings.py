@@ -8,18 +8,25 @@ import pytest
 
 from moeconv.errors import SettingsError
 from moeconv.recipe import Recipe
-from moeconv.settings import Settings, parse_bits, parse_loss
+from moeconv.settings import Settings, parse_bits, parse_share
 
 
 @pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 2.5 % ", 0.025), ("0", 0), (".1", 0.1)])
 def test_loss(text: str, value: float) -> None:
-    assert parse_loss(text) == pytest.approx(value)
+    assert parse_share(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["5", "five", "-1%", "100%", "1.0", "", "nan", "5%%"])
 def test_bad_loss(text: str) -> None:
     with pytest.raises(SettingsError, match="--loss"):
-        parse_loss(text)
+        parse_share(text)
+
+
+def test_margin_narrows_what_is_planned_for() -> None:
+    settings = Settings("m", Path("o"), Path("w"), target_loss=0.04, margin=0.25, calib="c")
+    assert settings.planned_loss == pytest.approx(0.03)
+    with pytest.raises(SettingsError, match="--margin"):
+        parse_share("2", "--margin")
 
 
 def test_bits() -> None:
