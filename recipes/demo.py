@@ -39,7 +39,7 @@ class Part:
     tighter_loss: float | None
 
 
-PARTS = (Part("g2p", 40, 24, None, None), Part("wiki", 4, 32, 16, 0.01))
+PARTS = (Part("g2p", 30, 24, None, None), Part("wiki", 3, 32, 16, 0.01))
 
 
 def main() -> int:
