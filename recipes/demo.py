@@ -231,10 +231,10 @@ def result_table(summary: dict[str, Any]) -> str:
 def write_readme(table: str) -> None:
     readme = Path("README.md")
     text = readme.read_text(encoding="utf-8")
-    found = re.search(r"(<!-- demo -->\n).*?(\n<!-- end -->)", text, flags=re.S)
+    found = re.search(r"(<!-- demo -->\n).*?(<!-- end -->)", text, flags=re.S)
     if found is None:
         raise SystemExit("demo: README.md has no <!-- demo --> … <!-- end --> block")
-    text = text[: found.start()] + found[1] + table + found[2] + text[found.end() :]
+    text = text[: found.start()] + found[1] + table + "\n" + found[2] + text[found.end() :]
     readme.write_text(text, encoding="utf-8")
 
 
