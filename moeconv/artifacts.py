@@ -2,82 +2,152 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moert.pack.manifest import Measured
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, ModelSpec
 
-SCHEMA = 1
+SCHEMA = 2
+
+Bits = tuple[int, ...]
+"""The widths of one expert: one for each projection, in the order of `spec.moe.projections`."""
+
+Assignment = Mapping[ExpertKey, Bits]
+"""The widths of experts: of all of them, unless something else is said."""
+
+
+def uniform(spec: ModelSpec, bits: int) -> dict[ExpertKey, Bits]:
+    """Every projection of every expert at the same width."""
+    return dict.fromkeys(spec.expert_keys(), (bits,) * len(spec.moe.projections))
+
+
+class Probe(NamedTuple):
+    """One question to the sweep: this expert alone at these widths, all others as in the base."""
+
+    key: ExpertKey
+    bits: Bits
+
+    def __str__(self) -> str:
+        return f"{self.key} at {'/'.join(map(str, self.bits))}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One evaluation: value of the metric, its loss against the unquantised model, and the mean NLL (nats a token)."""
+    """One evaluation over a list of samples, in a few figures.
 
-    what: str
+    `value` is that of the metric, `loss` its loss against the unquantised model. `nll` is the mean negative
+    log-likelihood of the samples' text (nats a token), `kl` the mean divergence of the next-token distribution from
+    the unquantised model's (nats a token); both teacher-forced.
+    """
+
     value: float
     loss: float
     nll: float
-    seconds: float
+    kl: float
+
+
+SIGNALS = ("metric", "nll", "kl")
 
 
 @dataclass(frozen=True)
 class SensitivityTable:
-    """What each expert costs when it alone is at `probe_bits` and all others are at `base_bits` (EdgeMoE §3.2).
+    """What experts cost at other widths than the base's, each alone (EdgeMoE §3.2: base 4 bits, probe 2 bits).
 
-    `importance` is the loss above that of the base, `nll_rise` the same in nats a token, which breaks ties.
+    `costs` has for each probe its rise above the base in each of SIGNALS: loss of the metric, nats, divergence.
+    `coverage` counts the tokens of the sweep's text that each expert saw.
     """
 
     base_bits: int
-    probe_bits: int
     base: Measurement
-    importance: Mapping[ExpertKey, float]
-    nll_rise: Mapping[ExpertKey, float]
+    costs: Mapping[Probe, tuple[float, float, float]]
+    coverage: Mapping[ExpertKey, int]
 
-    def ranking(self) -> list[ExpertKey]:
-        """Least important first."""
-        return sorted(self.importance, key=lambda key: (self.importance[key], self.nll_rise[key], key))
+    def cost(self, probe: Probe, signal: str) -> float:
+        """0 at the base's own widths. Raises KeyError for a probe that was not measured."""
+        if set(probe.bits) == {self.base_bits}:
+            return 0.0
+        return self.costs[probe][SIGNALS.index(signal)]
 
-
-@dataclass(frozen=True)
-class BitBounds:
-    """`high` is the narrowest width at which all experts together meet the target; `low` the next narrower one,
-    which does not, or None where `high` is already the narrowest. `losses` has what was measured at each width."""
-
-    target_loss: float
-    high: int
-    low: int | None
-    losses: Mapping[int, float]
+    def importance(self, bits: int) -> dict[ExpertKey, float]:
+        """Loss of the metric with all of an expert's projections at `bits`."""
+        return {probe.key: cost[0] for probe, cost in self.costs.items() if set(probe.bits) == {bits}}
 
 
 @dataclass(frozen=True)
-class BitPlan:
-    """The width of every expert, and each step of the search: how many experts at the lower width, what loss."""
+class Target:
+    """What a conversion aims at: a "loss" (a share), a "size" (bytes of all experts), or "bits" a weight."""
 
-    widths: Mapping[ExpertKey, int]
-    low_count: int
-    steps: tuple[tuple[int, float], ...]
+    kind: str
+    value: float
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One plan on the size–loss curve. `nbytes` are those of all experts' tensors; what was not measured is None.
+
+    `upper` is the bound that the promise rests on: the loss stays under it with the stated confidence.
+    """
+
+    nbytes: int
+    predicted_loss: float | None
+    loss: float | None
+    upper: float | None
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the work and what it took."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SweepCost:
+    """What the sweep spent, beside what evaluating each probe in full would have spent in expert rows.
+
+    `free_probes` are of experts that saw no token. `measured_share` is below 1 where racing stopped early. `near_ties`
+    counts outputs that hung on a tie that the order of summation decides.
+    """
+
+    probes: int
+    free_probes: int
+    measured_share: float
+    flops: int
+    naive_flops: int
+    seconds: float
+    near_ties: int
 
 
 @dataclass(frozen=True)
 class ConversionReport:
     """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`.
 
-    `evaluations` are the assignments of widths that it took, `evaluation_seconds` what they took when they were
-    measured, now or in an earlier run; `seconds` is this run from its start to the report.
+    `calibration` is measured on the part of the calibration text that took no part in ranking. `upper_bound` is the
+    loss that the promise's confidence goes with. `evaluations` are the assignments of widths that it took,
+    `evaluation_seconds` what they took when they were measured, now or in an earlier run; `seconds` is this run from
+    its start to the report. `fallbacks` are matrices for which the quantizer saw too little text.
     """
 
     model: str
     calibration_source: str
     heldout_source: str | None
+    fields: Mapping[str, str] | None
     seed: int
     metric: str
     quantizer: str
     group_size: int
-    target_loss: float
+    allocation: str
+    signal: str
+    target: Target
+    margin: float
+    confidence: float | None
     calibration: Measured | None
+    upper_bound: float | None
     heldout: Measured | None
     bits_histogram: Mapping[int, int]
     effective_bits: float
@@ -87,8 +157,10 @@ class ConversionReport:
     evaluation_seconds: float
     seconds: float
     sensitivity: SensitivityTable | None
-    bounds: BitBounds | None
-    plan_steps: tuple[tuple[int, float], ...]
+    sweep_cost: SweepCost | None
+    fallbacks: tuple[str, ...]
+    curve: tuple[CurvePoint, ...]
+    steps: tuple[Step, ...]
     samples: tuple[Mapping[str, str], ...]
 
 
@@ -101,6 +173,8 @@ def to_json(artifact: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, ExpertKey):
+    if isinstance(value, (list, tuple)) and not isinstance(value, (ExpertKey, Probe)):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, ExpertKey) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no word for it
+    return str(value) if isinstance(value, (ExpertKey, Probe)) else value

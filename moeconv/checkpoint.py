@@ -119,10 +119,20 @@ class Checkpoint:
             weights[projection] = self._shaped(name, self.spec.projection_shape(projection)).float().numpy()
         return weights
 
+    def check_finite(self) -> None:
+        """Reads every expert. Raises CheckpointError naming the first with a value that is not finite."""
+        for key in self.spec.expert_keys():
+            for projection, weight in self.expert(key).items():
+                if not np.isfinite(weight).all():
+                    raise CheckpointError(
+                        f"expert {key}, {projection} holds values that are not finite: the checkpoint is damaged"
+                    )
+
     def backbone_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor that stays unquantised, by its canonical name, in its own dtype."""
         return self._shaped(self._backbone_names[canonical], shape)
 
+    @cached_property
     def sha256(self) -> str:
         """Hash of the configs and of every weight file, in order of name."""
         digest = hashlib.sha256()

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from moeconv.recipe import Recipe
-    from moeconv.sensitivity import Progress
+    from moeconv.sensitivity import Bar
     from moeconv.settings import Settings
 
 app = typer.Typer(
@@ -47,65 +49,148 @@ EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = 2, 3, 130
 Json = Annotated[bool, typer.Option("--json", help="Print each result as a JSON object on one line.")]
 Calib = Annotated[
     str | None,
-    typer.Option(help="Calibration text: a name in calib_data/, or a JSONL, CSV or parquet file with the fields "
-                      "input and target, or text."),
+    typer.Option(help="Calibration text: a name in calib_data/; a JSONL, CSV or parquet file with the fields input and "
+                      "target, text, messages, or input, choices and label; a .txt file; or a data set: "
+                      "hf:NAME[/CONFIG], or a folder made by save_to_disk."),
 ]  # fmt: skip
 Heldout = Annotated[
-    str | None, typer.Option(help="A second file to measure the result on; without it, --calib is split in halves.")
+    str | None, typer.Option(help="Other text to measure the result on; without it, --calib is split in halves.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the split and of the intervals.")]
+Loss = Annotated[
+    str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
+                                  "its relative rise. Default, without --size or --bits-per-weight: 5%.")
+]  # fmt: skip
+Size = Annotated[str | None, typer.Option(help="Instead of a loss: the bytes of all experts, such as 120MB.")]
+BitsPerWeight = Annotated[float | None, typer.Option(help="Instead of a loss: bits a weight, scales included.")]
+Allocation = Annotated[
+    str, typer.Option(help="knapsack: all experts and widths at once. greedy: least important experts first. "
+                           "uniform: one width for all.")
+]  # fmt: skip
+Signal = Annotated[
+    str, typer.Option(help="What ranks experts: kl (divergence of the next token), nll (likelihood of the text) or "
+                           "metric.")
+]  # fmt: skip
 
 
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A local Hugging Face directory or a hub id.")],
-    loss: Annotated[
-        str, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
-                               "its relative rise.")
-    ] = "5%",
+    loss: Loss = None,
+    size: Size = None,
+    bits_per_weight: BitsPerWeight = None,
+    confidence: Annotated[
+        str, typer.Option(help="With which the loss on held-out text stays under --loss; none: only the loss measured "
+                               "on calibration text must.")
+    ] = "95%",
     margin: Annotated[
-        str, typer.Option(help="Share of --loss to leave free on the calibration text, since other text may lose more.")
+        str, typer.Option(help="Share of --loss to leave free on the calibration text, where other text may lose more.")
     ] = "0%",
     calib: Calib = None,
     heldout: Heldout = None,
+    fields: Annotated[
+        str | None, typer.Option(help="What our fields are called in the text: input=question,target=answer.")
+    ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="rouge2, exact_match or perplexity. Default: what fits the model.")
+        str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity, token_perplexity, accuracy, "
+                                      "f1, or the path of an evaluate module. Default: what fits the text.")
     ] = None,
     quantizer: Annotated[
-        str, typer.Option(help="channel: one scale per output channel. group: one per --group-size inputs.")
-    ] = "channel",
+        str, typer.Option(help="channel: between smallest and largest weight of a channel. group: least squares, by "
+                               "groups of inputs. gptq: errors made good by weights that follow.")
+    ] = "gptq",
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs per scale for the group quantizer: 32, 64 or 128. Default: 64.")
+        int | None, typer.Option(help="Inputs per scale: 32, 64 or 128. Default: 64 for group, all of a channel for "
+                                      "gptq.")
     ] = None,
+    allocation: Allocation = "knapsack",
+    signal: Signal = "kl",
+    per_projection: Annotated[
+        bool, typer.Option("--per-projection", help="Measure gate, up and down apart, and give each its own width.")
+    ] = False,
     bits: Annotated[str, typer.Option(help="Widths that experts may get. 16 alone writes an unquantised pack.")]
     = "2,3,4,8,16",
     out: Annotated[Path, typer.Option(help="Where the pack goes.")] = Path("model.pack"),
     work: Annotated[
         Path | None, typer.Option(help="Where measurements are kept for reruns. Default: beside --out, as OUT.work.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Calibration samples (or windows) to use. Default: all.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Calibration samples (or windows) that plans are judged on. Default: three "
+                                      "quarters of all.")
+    ] = None,
     sweep_samples: Annotated[
-        int | None, typer.Option(help="Of these, how many the importance of each expert is measured on. Default: all.")
+        int | None, typer.Option(help="Calibration samples that experts are ranked by. Default: the other quarter.")
     ] = None,
     heldout_samples: Annotated[int | None, typer.Option(help="Held-out samples to use. Default: all.")] = None,
     context: Annotated[int, typer.Option(help="Tokens in a window of running text.")] = 256,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest generated output. Default: a little above the longest target.")
     ] = None,
+    memory: Annotated[str, typer.Option(help="What the sweep may keep in memory beside the model.")] = "2GiB",
+    racing: Annotated[
+        str | None, typer.Option(help="Stop measuring experts whose place in the ranking is settled, with this error "
+                                      "probability, such as 5%.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Sweep on a Ray cluster: auto, host:port or ray://host:port.")
+    ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Measure what each expert is worth, give each its width under the target loss, and write the pack."""
-    from moeconv.settings import Settings, parse_bits, parse_share
+    """Measure what each expert is worth, give each its width under the target, and write the pack."""
+    from moeconv.settings import Settings, parse_bits, parse_bytes, parse_confidence, parse_fields, parse_share
+    from moeconv.settings import parse_target as target
 
     out = Path(os.path.abspath(out))
     settings = Settings(
-        model, out, work or out.parent / f"{out.name}.work", parse_share(loss), parse_share(margin, "--margin"),
-        calib, heldout, metric, quantizer, group_size, parse_bits(bits), seed, samples, sweep_samples,
-        heldout_samples, context, max_new_tokens,
+        model, out, work or out.parent / f"{out.name}.work", target(loss, size, bits_per_weight),
+        parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
+        quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
+        heldout_samples, context, max_new_tokens, parse_bytes(memory, "--memory"),
+        None if racing is None else parse_share(racing, "--racing"), cluster,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)
+
+
+@app.command()
+def plan(
+    work: Annotated[Path, typer.Argument(metavar="WORK", help="The --work directory of an earlier quantize.")],
+    loss: Loss = None,
+    size: Size = None,
+    bits_per_weight: BitsPerWeight = None,
+    allocation: Allocation = "knapsack",
+    signal: Signal = "kl",
+    bits: Annotated[
+        str | None, typer.Option(help="Widths that experts may get. Default: all that were measured.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show size against loss, and the plan for a target, from what was measured; measures nothing."""
+    from moeconv.planning import plan as run
+    from moeconv.present import plan_table
+    from moeconv.settings import parse_bits, parse_target
+
+    target = parse_target(loss, size, bits_per_weight)
+    found = run(work, target, allocation, signal, None if bits is None else parse_bits(bits))
+    print(json.dumps(asdict(found)) if as_json else plan_table(found, target))
+
+
+@app.command()
+def report(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack that was converted with calibration text.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for the page. Default: beside the pack, as PACK.report.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a page that shows why each expert got its bits: index.html, and its figures as PNG and SVG."""
+    from moeconv.report.writer import write_report
+    from moert.pack.reader import Pack
+
+    found = Pack.open(pack)
+    written = write_report(found, out or found.root.parent / f"{found.root.name}.report")
+    print(json.dumps([str(path) for path in written]) if as_json else f"{written[0]} and {len(written) - 1} figures")
 
 
 @app.command()
@@ -173,7 +258,7 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     from moeconv.profile import profile_paths as profile
     from moert.pack.reader import Pack
 
-    _, report = Conversion(recipe.settings, _say, _progress(recipe.name)).run()
+    _, report = Conversion(recipe.settings, _say, _progress).run()
     out = recipe.settings.out
     print(json.dumps(_as_json(report)) if as_json else conversion_table(report, str(out)))
     if recipe.paths:
@@ -187,7 +272,7 @@ def _convert(settings: Settings, as_json: bool) -> bool:
     from moeconv.conversion import Conversion
     from moeconv.present import conversion_table, missed_target
 
-    _, report = Conversion(settings, _say, _progress("sweep")).run()
+    _, report = Conversion(settings, _say, _progress).run()
     print(json.dumps(_as_json(report)) if as_json else conversion_table(report, str(settings.out)))
     missed = missed_target(report)
     if missed:
@@ -205,10 +290,10 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _progress(label: str) -> Progress:
+def _progress(label: str, total: int) -> AbstractContextManager[Bar]:
     from moeconv.progress import bar
 
-    return bar(label)
+    return bar(label, total)
 
 
 def main(arguments: list[str] | None = None) -> None:

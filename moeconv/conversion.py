@@ -5,275 +5,301 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
-import moeconv
-from moeconv import artifacts
-from moeconv.allocation import greedy, widths_at
-from moeconv.artifacts import BitBounds, BitPlan, ConversionReport, SensitivityTable
-from moeconv.bounds import bracket
-from moeconv.calibration import Sample, load_splits
+from moeconv.allocation.curve import curve
+from moeconv.allocation.problem import Plan
+from moeconv.allocation.search import Judged, Judgement, search
+from moeconv.artifacts import ConversionReport, SensitivityTable, Step, SweepCost, uniform
+from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
-from moeconv.emit import emit
+from moeconv.coder import ExpertCoder
+from moeconv.delivery import Outcome, deliver
+from moeconv.errors import TargetMissed
+from moeconv.journal import identity
+from moeconv.judging import Judge, check_reference, measured
+from moeconv.material import RANKING_SHARE, TOKENIZER, Material
 from moeconv.measure import Measure
-from moeconv.metrics import METRICS, default_metric
+from moeconv.moments import Moments, collect
+from moeconv.planning import Inputs, Question
+from moeconv.probes.memory import blocks_for
+from moeconv.probes.worker import SweepJob
 from moeconv.quantizers import QUANTIZERS, Quantizer
-from moeconv.reference import measured_reference
-from moeconv.scorers import Scorer, Scores
-from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer, spread
-from moeconv.scorers.generated import GeneratedScorer
-from moeconv.sensitivity import Progress, sweep
+from moeconv.records import Record
+from moeconv.runners import runner_for
+from moeconv.scorers.build import spread
+from moeconv.sensitivity import BASE_BITS, Bar, RaceRules, Sweep, probes_for
 from moeconv.settings import Settings
 from moeconv.trial import Trial
-from moeconv.workdir import WorkDir
-from moert.pack.layout import expert_layout
-from moert.pack.manifest import Manifest, Measured, Quality
-from moert.pack.model_spec import ExpertKey
+from moeconv.workdir import INPUTS, WorkDir
+from moert.pack.manifest import Manifest
 from moert.pack.writer import check_target
 
+MOMENT_SAMPLES = 1024
+RACING_BLOCKS, RACING_SPAN = 8, 0.1
 SHOWN_SAMPLES = 6
-TOKENIZER = "tokenizer.json"
+
+Progress = Callable[[str, int], AbstractContextManager[Bar]]
 
 
-@dataclass
 class Conversion:
-    """Runs the stages. `say` takes progress messages for a person, `progress` wraps the sweep's iterable."""
+    """Runs the stages. `say` takes messages for a person, `progress(label, total)` shows how far a sweep is."""
 
-    settings: Settings
-    say: Callable[[str], None]
-    progress: Progress
+    def __init__(self, settings: Settings, say: Callable[[str], None], progress: Progress) -> None:
+        self.settings, self.say, self.progress = settings, say, progress
+        self.steps: list[Step] = []
+        self.tried: dict[int, Record] = {}  # uniform widths
 
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
-        started = time.perf_counter()
+        self.started = time.perf_counter()
         check_target(self.settings.out)
         self.checkpoint = Checkpoint.open(self.settings.model)
         self.quantizer: Quantizer = QUANTIZERS[self.settings.quantizer](self.settings.group_size)
         if self.settings.calib is None:
-            return self._unmeasured(started)
-        self._read_text(self.settings.calib)
-        self.trial = Trial(self.checkpoint, self.quantizer)
-        identity = self._identity()
-        with WorkDir(self.settings.work / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]) as self.work:
-            self.work.save("identity.json", identity)
-            self._prepare()
-            bounds = self._bounds()  # first: an unreachable target is said before the long sweep
-            table = self._sensitivity()
-            plan = self._plan(table, bounds)
-            return self._deliver(table, bounds, plan, started)
+            return self._unmeasured()
+        self.material = Material.read(self.settings, self.checkpoint)
+        fitting = blocks_for(self.checkpoint.spec, self.material.ranked, self.settings.memory_bytes)
+        self.blocks = max(fitting, RACING_BLOCKS) if self.settings.racing else fitting
+        with WorkDir(self.settings.work / self._directory) as self.work:
+            self.work.save("subject.json", self._subject)
+            self.journal = self.work.journal(self._directory)
+            self.say(f"work directory {self.work.path}, {len(self.journal)} measurements in its journal")
+            self._references()
+            widths = self._uniform_widths()
+            table, cost = self._sweep(widths)
+            plan, judged, question = self._plan(table, widths)
+            return self._deliver(table, cost, plan, judged, question)
+
+    def _unmeasured(self) -> tuple[Manifest, ConversionReport]:
+        if not (self.checkpoint.path / TOKENIZER).is_file():
+            self.say(f"note: {self.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
+        outcome = Outcome(uniform(self.checkpoint.spec, 16))
+        coder = ExpertCoder(self.checkpoint, self.quantizer, None)
+        return deliver(self.settings, coder, outcome, time.perf_counter() - self.started)
+
+    # What is made when it is first needed; a run that only reads its journal needs little of it ----------------------
+
+    @cached_property
+    def trial(self) -> Trial:
+        """The model in memory."""
+        return Trial(self.checkpoint, lambda: self.coder)
+
+    @cached_property
+    def coder(self) -> ExpertCoder:
+        moments = None if self.moments is None else Moments.load(self.moments)
+        return ExpertCoder(self.checkpoint, self.quantizer, moments)
+
+    @cached_property
+    def moments(self) -> Path | None:
+        """What the experts' inputs look like, where the quantizer asks for it: measured on the ranking text."""
+        if self.quantizer.wants == "nothing":
+            return None
+        path = self.work.path / f"moments-{self.quantizer.wants}.safetensors"
+        if not path.is_file():
+            with self._step("moments"):
+                scorer = self.material.scorer(self.trial, self.material.ranking, MOMENT_SAMPLES)
+                self.trial.restore()
+                found = collect(self.trial.calls, scorer.score, self.quantizer.wants)
+                self.work.save_bytes(path.name, found.to_bytes())
+        return path
+
+    def _measure(self, what: str, samples: tuple[Sample, ...], limit: int | None) -> Measure:
+        return Measure(
+            lambda: self.trial, lambda: self.material.scorer(self.trial, samples, limit), self.material.metric,
+            self.journal, f"{what}/{limit or 'all'}",
+        )  # fmt: skip
 
     # Stages -----------------------------------------------------------------------------------------------------------
 
-    def _read_text(self, calib: str) -> None:
-        settings = self.settings
-        self.splits = load_splits(calib, settings.heldout, seed=settings.seed)
-        self.metric = METRICS[settings.metric or self.splits.metric or default_metric(self.splits.seq2seq)]
-        check_fit(self.checkpoint.spec, self.splits, self.metric, settings.max_new_tokens)
-        self.tokenizer = load_tokenizer(self.checkpoint.path / TOKENIZER)
+    def _references(self) -> None:
+        """The unquantised model's answers, on both texts that losses are measured on."""
+        acceptance = self._measure("acceptance", self.material.acceptance, self.settings.samples)
+        self.heldout = self._measure("held-out", self.material.splits.heldout, self.settings.heldout_samples)
+        self.judge = Judge(acceptance, self.material)
+        with self._step("reference"):
+            self.checkpoint.check_finite()
+            for what, measure in (("calibration", acceptance), ("held-out", self.heldout)):
+                name, value = measure.metric.name, measure.metric.value(measure.reference.columns())
+                check_reference(name, value, f"{what} text")
+                self.say(f"reference on {what} text: {name} {value:.4f} on {len(measure.reference.nats)} samples")
 
-    def _prepare(self) -> None:
-        """Scorers for every split, so that unusable text is found now, and the references of the calibration split."""
-        settings = self.settings
-        self.journal = self.work.journal()
-        self.say(f"work directory {self.work.path}, {len(self.journal)} measurements in its journal")
-        self.heldout_scorer = self._scorer(self.splits.heldout, settings.heldout_samples)
-        self.measure = self._measure(settings.samples, "calibration")
-        self.sweep_measure = (
-            self.measure
-            if settings.sweep_samples is None
-            else self._measure(settings.sweep_samples, "calibration for the sweep")
+    def _uniform_widths(self) -> list[int]:
+        """Widths that experts may need, as far as uniform plans tell. An unreachable target, or too little text for the
+        promise, is said here, before the long sweep."""
+        widths = sorted(self.settings.bits)
+        if self.settings.target.kind != "loss":
+            return widths
+        with self._step("uniform widths"):
+            for width in widths:
+                last = self.tried[width] = self.judge.measure(uniform(self.checkpoint.spec, width), f"all at {width}")
+                self.say(f"all experts at {width:2d} bits: {self.judge.text(last)}")
+                if self.judge.upper(last) <= self.settings.planned_loss:
+                    break
+        tried = list(self.tried.values())
+        self._say_if_too_little(tried)
+        if not self.judge.upper(tried[-1]) <= self.settings.planned_loss:
+            raise TargetMissed(
+                f"with all experts at {widths[-1]} bits: {self.judge.text(tried[-1])}; that is above the target of "
+                f"{self.settings.planned_loss:.2%}: allow wider experts with --bits, or a larger --loss"
+            )
+        self.fitting = widths[len(tried) - 1]
+        # at the narrowest width nothing can be smaller; else single experts may still want more than all together
+        return widths[: len(tried) + (len(tried) > 1)]
+
+    def _say_if_too_little(self, tried: Sequence[Record]) -> None:
+        needed = self.judge.needed(tried)
+        if needed is None:
+            return
+        if needed.acceptance is None:
+            more = f"{needed.both} of each would do"
+        else:
+            more = f"{needed.acceptance} of the former would do"
+        self.say(
+            f"note: {needed.have} calibration samples to judge plans by ({1 - RANKING_SHARE:.0%} of the text, at most "
+            f"--samples) and {self.material.heldout.samples} held-out ones are few to promise "
+            f"{self.settings.planned_loss:.2%} at {self.settings.confidence:.0%}: {more}; with these the pack will be "
+            "larger than it needs to be, or no plan is accepted"
         )
 
-    def _scorer(self, samples: tuple[Sample, ...], limit: int | None) -> Scorer:
-        return build_scorer(
-            self.trial,
-            self.tokenizer,
-            samples,
-            self.metric,
-            limit=limit,
-            context=self.settings.context,
-            max_new_tokens=self.settings.max_new_tokens,
-        )
-
-    def _measure(self, limit: int | None, what: str) -> Measure:
-        scorer = self._scorer(self.splits.calibration, limit)
-        reference = self._reference(scorer, "calibration", limit)
-        value = self.metric.value(reference.per_sample)
-        self.say(f"reference on {what}: {self.metric.name} {value:.4f} on {scorer.n_samples} samples")
-        samples_id = f"{self.splits.digest('calibration')}/{limit or 'all'}"
-        return Measure(self.trial, scorer, self.metric, reference.per_sample, self.journal, samples_id)
-
-    def _sensitivity(self) -> SensitivityTable | None:
-        if self.settings.bits == (16,):
-            return None
-        table = sweep(self.sweep_measure, self.trial.spec.expert_keys(), self.progress)
-        self.work.save(f"sensitivity-{self.settings.sweep_samples or 'all'}.json", table)
-        return table
-
-    def _bounds(self) -> BitBounds:
-        keys = self.trial.spec.expert_keys()
-        losses = {}
-        for width in sorted(self.settings.bits):
-            losses[width] = self.measure(dict.fromkeys(keys, width), f"all at {width}").loss
-            self.say(f"all experts at {width:2d} bits: loss {losses[width]:.2%}")
-        bounds = bracket(losses, self.settings.planned_loss)
-        self.work.save(f"bounds-{self.settings.planned_loss:g}.json", bounds)
-        return bounds
-
-    def _plan(self, table: SensitivityTable | None, bounds: BitBounds) -> BitPlan:
-        ranking = table.ranking() if table else self.trial.spec.expert_keys()
-
-        def loss_of(count: int) -> float:
-            loss = self.measure(widths_at(ranking, bounds, count), f"{count} at {bounds.low}").loss
-            self.say(f"{count} experts at {bounds.low}, {len(ranking) - count} at {bounds.high} bits: loss {loss:.2%}")
-            return loss
-
-        plan = greedy(ranking, bounds, loss_of)
-        self.work.save(f"plan-{self.settings.planned_loss:g}.json", plan)
-        return plan
-
-    def _deliver(
-        self, table: SensitivityTable | None, bounds: BitBounds, plan: BitPlan, started: float
-    ) -> tuple[Manifest, ConversionReport]:
-        calibration, _ = self._judge(self.measure.scorer, "calibration", plan)
-        heldout, shown = self._judge(self.heldout_scorer, "heldout", plan)
-        quality = Quality(
-            self.metric.name, self.settings.target_loss, calibration, heldout,
-            self.splits.digest("calibration"), self.splits.digest("heldout"),
+    def _sweep(self, widths: list[int]) -> tuple[SensitivityTable, SweepCost]:
+        settings, material = self.settings, self.material
+        probed = [width for width in widths if width != BASE_BITS] or [min(widths)]
+        probes = probes_for(self.checkpoint.spec, probed, settings.per_projection)
+        job = SweepJob(
+            self.checkpoint.path.absolute(), settings.quantizer, settings.group_size, self.moments, material.ranking,
+            material.metric_name, settings.sweep_samples, settings.context, settings.max_new_tokens, self.blocks,
+            BASE_BITS,
         )  # fmt: skip
-        report = self._report(plan.widths, calibration, heldout, table, bounds, plan, shown, started)
-        return self._emit(plan.widths, quality, report, table)
+        rules = None if settings.racing is None else RaceRules(settings.signal, settings.racing, RACING_SPAN)
+        sweep = Sweep(self.journal, job, material.metric, probes, rules)
+        reads = [job.model, *([job.moments] if job.moments else [])]
+        with (
+            self._step("sweep"),
+            self.progress("sweep", sweep.missing()) as bar,
+            runner_for(settings.cluster, lambda: self.trial, reads) as runner,
+        ):
+            sweep.run(runner, bar)
+        if settings.signal == "metric":
+            check_reference(material.metric.name, sweep.reference_value(), "samples of the sweep")
+        table = sweep.table()
+        self.inputs = Inputs(
+            str(self.checkpoint.path.absolute()), self.quantizer.name, self.quantizer.group_size, material.metric_name,
+            self.judge.measure.samples_id, table,
+        )  # fmt: skip
+        self.work.save(INPUTS, self.inputs.to_json())
+        return table, sweep.cost()
 
-    def _judge(self, scorer: Scorer, split: str, plan: BitPlan) -> tuple[Measured, tuple[Mapping[str, str], ...]]:
-        """Measures the plan on a split, with an interval; also a few outputs side by side."""
-        limit = self.settings.samples if split == "calibration" else self.settings.heldout_samples
-        reference = self._reference(scorer, split, limit)
-        self.trial.assign(plan.widths)
-        scores = scorer.score()
-        low, high = self.metric.interval(reference.per_sample, scores.per_sample, seed=self.settings.seed)
-        before, after = self.metric.value(reference.per_sample), self.metric.value(scores.per_sample)
-        measured = Measured(before, after, self.metric.loss(before, after), low, high, scorer.n_samples)
-        return measured, _side_by_side(scorer, reference, scores)
+    def _plan(self, table: SensitivityTable, widths: list[int]) -> tuple[Plan, tuple[Judged, ...], Question]:
+        """The chosen plan, and those that were judged on the way."""
+        settings = self.settings
+        allowed = sorted(set(settings.bits) & {*widths, BASE_BITS})
+        question = Question(
+            self.checkpoint.spec, self.inputs, self.journal, self.material.metric, settings.signal, allowed
+        )
+        with self._step("search"):
+            if settings.target.kind == "loss":
+                frontier = question.frontier(settings.allocation)
+                found = search(frontier, self._judged, settings.planned_loss, self._flat(question))
+                flat = question.problem.priced(uniform(self.checkpoint.spec, self.fitting))
+                if found.plan.nbytes <= flat.nbytes:
+                    return found.plan, found.judged, question
+                judgement = self._judged(flat)  # noise led the search past what is known to hold
+                return flat, (*found.judged, Judged(flat.nbytes, flat.cost, judgement.loss, judgement.upper)), question
+            plan = question.within(settings.allocation, settings.target)
+            judgement = self._judged(plan)
+            return plan, (Judged(plan.nbytes, plan.cost, judgement.loss, judgement.upper),), question
 
-    def _reference(self, scorer: Scorer, split: str, limit: int | None) -> Scores:
-        return measured_reference(self.trial, scorer, self.metric, self.work, f"{split}-{limit or 'all'}")
+    def _flat(self, question: Question) -> list[tuple[float, float]]:
+        """(predicted cost, measured loss) of the uniform widths that were tried. Other plans that the journal may know
+        are left out: the same command ends in the same plan, whatever was measured before."""
+        points = []
+        for width, record in self.tried.items():
+            with suppress(KeyError):  # a width that the problem does not have
+                cost = question.problem.priced(uniform(self.checkpoint.spec, width)).cost
+                points.append((cost, self.judge.loss(record)))
+        return points
 
-    def _unmeasured(self, started: float) -> tuple[Manifest, ConversionReport]:
-        if not (self.checkpoint.path / TOKENIZER).is_file():
-            self.say(f"note: {self.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
-        widths = dict.fromkeys(self.checkpoint.spec.expert_keys(), 16)
-        report = self._report(widths, None, None, None, None, None, (), started)
-        return self._emit(widths, None, report, None)
+    def _judged(self, plan: Plan) -> Judgement:
+        record = self._record(self.judge.measure, plan)
+        self.say(f"a plan of {plan.nbytes / 1e6:,.2f} MB: {self.judge.text(record)}")
+        return Judgement(self.judge.loss(record), self.judge.upper(record))
+
+    def _record(self, measure: Measure, plan: Plan) -> Record:
+        return measure(plan.assignment, f"plan of {plan.nbytes} bytes")
 
     # Delivery ---------------------------------------------------------------------------------------------------------
 
-    def _emit(
-        self,
-        widths: Mapping[ExpertKey, int],
-        quality: Quality | None,
-        report: ConversionReport,
-        table: SensitivityTable | None,
+    def _deliver(
+        self, table: SensitivityTable, cost: SweepCost, plan: Plan, judged: tuple[Judged, ...], question: Question
     ) -> tuple[Manifest, ConversionReport]:
-        projections = self.checkpoint.spec.moe.projections
-        manifest = emit(
-            self.checkpoint,
-            {key: dict.fromkeys(projections, bits) for key, bits in widths.items()},
-            self.quantizer,
-            self.settings.out,
-            seed=self.settings.seed,
-            creator=f"moeconv {moeconv.__version__}",
-            importance=table.importance if table else None,
-            quality=quality,
-            extra_files={"report.json": (json.dumps(artifacts.to_json(report), indent=1) + "\n").encode()},
-        )
-        return manifest, report
-
-    def _report(
-        self,
-        widths: Mapping[ExpertKey, int],
-        calibration: Measured | None,
-        heldout: Measured | None,
-        table: SensitivityTable | None,
-        bounds: BitBounds | None,
-        plan: BitPlan | None,
-        shown: tuple[Mapping[str, str], ...],
-        started: float,
-    ) -> ConversionReport:
-        settings, spec = self.settings, self.checkpoint.spec
-        sizes = self._expert_bytes(widths)
-        projections = len(spec.moe.projections)
-        counts: dict[int, int] = {}
-        for bits in widths.values():
-            counts[bits] = counts.get(bits, 0) + projections
-        used = {} if calibration is None else {**self.measure.used, **self.sweep_measure.used}
-        return ConversionReport(
-            model=Path(settings.model).name,
-            calibration_source=settings.calib or "",
-            heldout_source=settings.heldout,
-            seed=settings.seed,
-            metric=self.metric.name if calibration else "",
-            quantizer=self.quantizer.name,
-            group_size=self.quantizer.group_size,
-            target_loss=settings.target_loss,
-            calibration=calibration,
+        accepted = self._record(self.judge.measure, plan)
+        with self._step("held-out"):
+            heldout = measured(self.heldout, self._record(self.heldout, plan), self.settings.seed)
+            shown = self._side_by_side(plan)
+        outcome = Outcome(
+            widths=plan.assignment,
+            metric=self.material.metric_name,
+            calibration=measured(self.judge.measure, accepted, self.settings.seed),
+            upper_bound=None if self.settings.confidence is None else self.judge.upper(accepted),
             heldout=heldout,
-            bits_histogram=dict(sorted(counts.items())),
-            effective_bits=8 * sizes["pack"] / (len(widths) * spec.weights_per_expert()),
-            expert_bytes=sizes,
-            context=settings.context,
-            evaluations=len(used),
-            evaluation_seconds=round(sum(found.seconds for found in used.values()), 2),
-            seconds=round(time.perf_counter() - started, 2),
-            sensitivity=table,
-            bounds=bounds,
-            plan_steps=plan.steps if plan else (),
+            splits=self.material.splits,
+            table=table,
+            sweep_cost=cost,
+            curve=curve(question.frontier(self.settings.allocation), judged, plan, self._flat(question)),
+            steps=tuple(self.steps),
             samples=shown,
+            evaluations=(*self.judge.measure.used.values(), *self.heldout.used.values()),
+        )
+        return deliver(self.settings, self.coder, outcome, time.perf_counter() - self.started)
+
+    def _side_by_side(self, plan: Plan) -> tuple[Mapping[str, str], ...]:
+        """A few held-out samples: input, target, what the unquantised model and what the pack make of it."""
+        if not self.material.metric.generates:
+            return ()
+        texts = self.material.splits.heldout
+        chosen = [texts[at] for at in spread(len(texts), SHOWN_SAMPLES)]
+        name = identity("side by side", [[str(key), bits] for key, bits in sorted(plan.assignment.items())])
+        if self.journal.get(name) is None:
+            scorer = self.material.scorer(self.trial, chosen, None)
+            self.trial.assign(plan.assignment)
+            after = scorer.score().outputs
+            self.trial.restore()
+            self.journal.add(name, {"reference": scorer.score().outputs, "pack": after})
+        found = self.journal.get(name)
+        assert found is not None
+        return tuple(
+            {"input": sample.source, "target": sample.target, "reference": before, "pack": after}
+            for sample, before, after in zip(chosen, found["reference"], found["pack"], strict=True)
         )
 
-    def _expert_bytes(self, widths: Mapping[ExpertKey, int]) -> dict[str, int]:
-        """Bytes of all experts, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
-        spec = self.checkpoint.spec
+    # The work directory -----------------------------------------------------------------------------------------------
 
-        def total(plan: Mapping[ExpertKey, int], group_size: int) -> int:
-            return sum(
-                expert_layout(
-                    spec, key, dict.fromkeys(spec.moe.projections, bits), group_size, "F16", 4096
-                ).tensor_bytes
-                for key, bits in plan.items()
-            )
-
-        uniform = {
-            name: total(dict.fromkeys(widths, bits), 0) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))
-        }
-        return {"pack": total(widths, self.quantizer.group_size), **uniform}
-
-    def _identity(self) -> dict[str, str | int | None]:
+    @cached_property
+    def _subject(self) -> dict[str, str | int | None]:
         """What a journal is about: anything of this changed, and nothing in it would be true."""
         return {
-            "model_sha256": self.checkpoint.sha256(),
+            "model_sha256": self.checkpoint.sha256,
             "tokenizer_sha256": hashlib.sha256((self.checkpoint.path / TOKENIZER).read_bytes()).hexdigest(),
             "quantizer": self.quantizer.name,
             "group_size": self.quantizer.group_size,
-            "metric": self.metric.name,
-            "calibration_sha256": self.splits.digest("calibration"),
-            "heldout_sha256": self.splits.digest("heldout"),
+            "metric": self.material.metric_name,
+            "calibration_sha256": self.material.splits.digest("calibration"),
+            "heldout_sha256": self.material.splits.digest("heldout"),
+            "seed": self.settings.seed,
             "context": self.settings.context,
             "max_new_tokens": self.settings.max_new_tokens,
         }
 
+    @cached_property
+    def _directory(self) -> str:
+        return hashlib.sha256(json.dumps(self._subject).encode()).hexdigest()[:12]
 
-def _side_by_side(scorer: Scorer, reference: Scores, scores: Scores) -> tuple[Mapping[str, str], ...]:
-    """A few samples, spread over the split: input, target, what the reference and what the pack make of it."""
-    if not isinstance(scorer, GeneratedScorer) or not reference.outputs:
-        return ()
-    return tuple(
-        {
-            "input": scorer.samples[place].source,
-            "target": scorer.samples[place].target,
-            "reference": reference.outputs[place],
-            "pack": scores.outputs[place],
-        }
-        for place in spread(scorer.n_samples, SHOWN_SAMPLES)
-    )
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.steps.append(Step(name, round(time.perf_counter() - started, 2)))

@@ -1,45 +1,68 @@
-"""The journal of a sweep: one line per measurement, on disk before the next one starts, read again after a crash."""
+"""The journal: one line per measurement, on disk before the next one starts, read again after a crash."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
-from moeconv.artifacts import Measurement
 from moeconv.errors import ConversionError
 
 
-class Journal:
-    """Append-only JSONL keyed by the hash of what was measured. A line cut off by a crash is dropped.
+def identity(*what: Any) -> str:
+    """The name of a measurement in the journal: a hash of everything that it depends on (JSON values)."""
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
-    Raises ConversionError for a journal that can't be read.
+
+class Journal:
+    """Append-only JSONL keyed by the identity of what was measured. A line cut off by a crash is dropped, from the file
+    when the next one is added: reading changes nothing.
+
+    Raises ConversionError for a journal that can't be read, or that is about something else than `subject`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, subject: str) -> None:
         self.path = path
-        self._known: dict[str, Measurement] = {}
+        self.subject = subject
+        self._known: dict[str, dict[str, Any]] = {}
+        self._cut_at: int | None = None  # where a half line begins
         if path.exists():
             self._read()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, identity: str) -> Measurement | None:
-        return self._known.get(identity)
+    def get(self, name: str) -> dict[str, Any] | None:
+        return self._known.get(name)
 
-    def add(self, identity: str, measurement: Measurement) -> None:
-        """Durable on return. Raises ConversionError when the disk is full."""
-        line = json.dumps({"id": identity, **asdict(measurement)}) + "\n"
+    def entries(self) -> Iterable[dict[str, Any]]:
+        return self._known.values()
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        self.add_all({name: record})
+
+    def add_all(self, records: Mapping[str, dict[str, Any]]) -> None:
+        """All or none of them, durable on return. Raises ConversionError when the disk is full."""
+        lines = [json.dumps({"id": name, "subject": self.subject, **record}) + "\n" for name, record in records.items()]
         try:
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(line)
-                stream.flush()
-                os.fsync(stream.fileno())
+            if self._cut_at is not None:
+                os.truncate(self.path, self._cut_at)
+                self._cut_at = None
+            with self.path.open("ab", buffering=0) as stream:
+                start = stream.tell()
+                try:
+                    _write("".join(lines).encode(), stream)
+                    os.fsync(stream.fileno())
+                except OSError:
+                    os.truncate(self.path, start)  # half a line would run into the next one
+                    raise
         except OSError as error:
             raise ConversionError(f"can't write {self.path}: {error.strerror}; free some space and run again") from None
-        self._known[identity] = measurement
+        self._known.update(records)
 
     def _read(self) -> None:
         try:
@@ -50,11 +73,22 @@ class Journal:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 record = json.loads(line)
-                identity = record.pop("id")
-                self._known[identity] = Measurement(**record)
-            except (ValueError, TypeError, KeyError):
+                name, subject = record.pop("id"), record.pop("subject")
+            except (ValueError, TypeError, KeyError, AttributeError):
                 raise ConversionError(
                     f"{self.path}:{number} is damaged: remove that line, and only it is measured again"
                 ) from None
+            if subject != self.subject:
+                raise ConversionError(
+                    f"{self.path}:{number} is about another model, text or quantizer: move the file away, or give "
+                    "another --work"
+                )
+            self._known[name] = record
         if len(whole) < len(body):
-            os.truncate(self.path, len(whole))
+            self._cut_at = len(whole)
+
+
+def _write(body: bytes, stream: FileIO) -> None:
+    """In one call where the system can, so that a crash leaves all or nothing of it."""
+    while body:
+        body = body[stream.write(body) :]

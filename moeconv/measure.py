@@ -2,57 +2,89 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
-from moeconv.artifacts import Measurement
-from moeconv.journal import Journal
-from moeconv.metrics import F64, Metric
+from moeconv.artifacts import Assignment, Measurement
+from moeconv.journal import Journal, identity
+from moeconv.metrics import Metric
+from moeconv.records import Record
 from moeconv.scorers import Scorer
-from moeconv.trial import Trial, Widths
+from moeconv.trial import Trial
+from moert.pack.model_spec import ExpertKey
 
 
 class Measure:
-    """`samples_id` names the samples (a hash); with the widths it is the identity of a measurement."""
+    """`samples_id` names the samples; with the widths it is the identity of a measurement. Trial and scorer are made
+    when something must be measured at all; the unquantised model is then run first, for divergences from it."""
 
     def __init__(
-        self, trial: Trial, scorer: Scorer, metric: Metric, reference: F64, journal: Journal, samples_id: str
+        self,
+        trial: Callable[[], Trial],
+        scorer: Callable[[], Scorer],
+        metric: Metric,
+        journal: Journal,
+        samples_id: str,
     ) -> None:
-        self.trial = trial
-        self.scorer = scorer
         self.metric = metric
-        self.reference = metric.value(reference)
-        self.journal = journal
         self.samples_id = samples_id
-        self.used: dict[str, Measurement] = {}  # what this run asked for, measured now or before
+        self.used: dict[str, Record] = {}  # what this run asked for, measured now or before
+        self._trial, self._make_scorer, self._journal = trial, scorer, journal
+        self._scorer: Scorer | None = None
 
-    def known(self, widths: Widths) -> bool:
-        return self.journal.get(self._identity(widths)) is not None
-
-    def __call__(self, widths: Widths, what: str) -> Measurement:
-        """The loss of an assignment (all experts given), from the journal or measured now."""
-        identity = self._identity(widths)
-        found = self.journal.get(identity)
+    @cached_property
+    def reference(self) -> Record:
+        """The unquantised model's record."""
+        found = unquantised(self._journal, self.samples_id)
         if found is None:
-            found = self._measure(widths, what)
-            self.journal.add(identity, found)
-        self.used[identity] = found
+            self.scorer()
+            found = unquantised(self._journal, self.samples_id)
+        assert found is not None
         return found
 
-    def _measure(self, widths: Widths, what: str) -> Measurement:
-        started = time.perf_counter()
-        self.trial.assign(widths)
-        scores = self.scorer.score()
-        value = self.metric.value(scores.per_sample)
-        seconds = time.perf_counter() - started
-        return Measurement(what, value, self.metric.loss(self.reference, value), scores.nll, round(seconds, 4))
+    def scorer(self) -> Scorer:
+        if self._scorer is None:
+            scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
+            trial.restore()
+            record = self._scored(scorer, "unquantised", as_reference=True)
+            if self._journal.get(name) is None:
+                self._journal.add(name, record.to_json())
+            self._scorer = scorer
+        return self._scorer
 
-    def keep(self, widths: Widths) -> None:
-        """Remembers the intermediate results of this assignment, so that its neighbours cost less."""
-        self.trial.assign(widths)
-        self.scorer.score(keep=True)
+    def __call__(self, widths: Assignment, what: str) -> Record:
+        """The record of an assignment (all experts given), from the journal or measured now."""
+        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())])
+        if self._journal.get(name) is None:
+            scorer = self.scorer()
+            self._trial().assign(widths)
+            about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
+            self._journal.add(name, {**self._scored(scorer, what).to_json(), **about})
+        found = self._journal.get(name)
+        assert found is not None
+        self.used[name] = Record.from_json(found)
+        return self.used[name]
 
-    def _identity(self, widths: Widths) -> str:
-        listed = [[str(key), bits] for key, bits in sorted(widths.items())]
-        return hashlib.sha256(json.dumps([self.samples_id, listed]).encode()).hexdigest()[:32]
+    def figures(self, record: Record) -> Measurement:
+        return record.measured(self.metric, self.reference)
+
+    def _scored(self, scorer: Scorer, what: str, *, as_reference: bool = False) -> Record:
+        calls, started = self._trial().calls, time.perf_counter()
+        rows = calls.rows
+        scores = scorer.score(as_reference=as_reference)
+        return Record.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
+
+
+def unquantised(journal: Journal, samples_id: str) -> Record | None:
+    """The unquantised model's record, if it was measured."""
+    found = journal.get(identity(samples_id, None))
+    return None if found is None else Record.from_json(found)
+
+
+def known_plans(journal: Journal, samples_id: str, keys: Sequence[ExpertKey]) -> Iterator[tuple[Assignment, Record]]:
+    """Every assignment that was measured on these samples. `keys` are all experts."""
+    for entry in journal.entries():
+        if entry.get("samples") == samples_id:
+            widths = [tuple(bits) for bits in entry["widths"]]
+            yield dict(zip(sorted(keys), widths, strict=True)), Record.from_json(entry)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeconv.archs import ARCHS, Arch
 from moeconv.errors import ConversionError
+from moeconv.scorers.experts import ExpertCalls
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack, projection_weights
@@ -26,6 +27,7 @@ class PackedModel:
     arch: Arch
     spec: ModelSpec
     model: Any
+    calls: ExpertCalls
 
     @classmethod
     def open(cls, pack: Pack) -> PackedModel:
@@ -42,11 +44,7 @@ class PackedModel:
             for name, projection in projections.items():
                 weight = torch.from_numpy(projection_weights(projection))
                 arch.expert_weight(model, key, name).copy_(weight)
-        return cls(pack, arch, spec, model)
-
-    def stack_state(self, stack: str) -> tuple[tuple[int, ...], ...]:
-        """Constant: a pack's weights don't change."""
-        return ()
+        return cls(pack, arch, spec, model, ExpertCalls(model, arch, spec))
 
 
 def _load_backbone(model: Any, arch: Arch, spec: ModelSpec, pack: Pack) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from moeconv.packed import PackedModel
-from moeconv.scorers.generated import Batch, GeneratedScorer
+from moeconv.scorers.generated import GeneratedScorer
 from moeconv.scorers.text import TextScorer
 from moert.pack.model_spec import Stack
 from moert.pack.paths import TransitionTable
@@ -39,58 +35,14 @@ class PathFigures:
     accuracy: tuple[tuple[float, float, float] | None, ...]
 
 
-@torch.inference_mode()
-def routes_of(packed: PackedModel, scorer: TextScorer | GeneratedScorer) -> Routes:
+def routes_of(scorer: TextScorer | GeneratedScorer) -> Routes:
     """The routing of the scorer's samples: of running text, or of inputs and the greedy outputs to them."""
-    parts: list[dict[tuple[Stack, int], Tensor]] = []
-    if isinstance(scorer, TextScorer):
-        for batch in scorer.batches():
-            with _recording(packed) as seen:
-                packed.model(input_ids=batch, use_cache=False)
-            parts.append(seen)
-    else:
-        generated = scorer.generated_ids()
-        for group in scorer.batches:
-            parts.append(_generated_routes(packed, group, [generated[row] for row in group.rows]))
+    parts = list(scorer.routes())
     routes: Routes = {}
-    for stack, layer in packed.spec.moe_layers():
+    for stack, layer in parts[0]:
         joined = torch.cat([part[stack, layer] for part in parts]).numpy()
         routes.setdefault(stack, []).append(joined)
     return routes
-
-
-def _generated_routes(packed: PackedModel, batch: Batch, outputs: list[list[int]]) -> dict[tuple[Stack, int], Tensor]:
-    start = packed.spec.decoder_start_token_id or 0
-    fed = [[start, *ids] for ids in outputs]
-    width = max(map(len, fed))
-    inputs = torch.tensor([ids + [0] * (width - len(ids)) for ids in fed])
-    real = torch.tensor([[True] * len(ids) + [False] * (width - len(ids)) for ids in fed])
-    with _recording(packed) as seen:
-        packed.model(input_ids=batch.inputs, attention_mask=batch.mask, decoder_input_ids=inputs, use_cache=False)
-    keep = {"encoder": batch.mask.bool().flatten(), "decoder": real.flatten()}
-    return {place: chosen[keep[place[0]]] for place, chosen in seen.items()}
-
-
-@contextmanager
-def _recording(packed: PackedModel) -> Iterator[dict[tuple[Stack, int], Tensor]]:
-    """What every router selects while the block runs: (stack, layer) → [tokens, top_k]."""
-    seen: dict[tuple[Stack, int], Tensor] = {}
-    top_k = packed.spec.moe.top_k
-
-    def hook_for(place: tuple[Stack, int]) -> Callable[[Any, Any, Any], None]:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            seen[place] = packed.arch.selected_experts(output, top_k)
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(hook_for(place)) for place, module in packed.arch.router_modules(packed.model)
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigures:

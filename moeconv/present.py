@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeconv.artifacts import ConversionReport
+from moeconv.allocation.curve import format_curve
+from moeconv.artifacts import ConversionReport, Target
 from moeconv.paths import PathFigures
+from moeconv.planning import Planned
 from moert.pack.manifest import Measured
 
 
@@ -14,13 +16,13 @@ def conversion_table(report: ConversionReport, out: str) -> str:
     sizes = report.expert_bytes
     lines = [f"{out}: {report.model}, quantizer {report.quantizer}", ""]
     if report.calibration and report.heldout:
-        better = "drop of" if report.metric != "perplexity" else "rise of"
         lines += [
-            f"  loss is the relative {better} {report.metric} against the unquantised model; "
-            f"target {report.target_loss:.2%}",
+            f"  loss is how much worse {report.metric} is than the unquantised model's, relative to it; "
+            f"target {target_text(report.target)}",
             f"  {'':12} {'reference':>10} {'pack':>10} {'loss':>8}   95% interval        samples",
             _measured_line("calibration", report.calibration),
             _measured_line("held-out", report.heldout),
+            *_promise(report),
             "",
         ]
     widths = ", ".join(f"{count} at {bits}" for bits, count in report.bits_histogram.items())
@@ -28,18 +30,59 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"  expert matrices by width: {widths}; {report.effective_bits:.2f} bits a weight with scales",
         f"  expert bytes: {sizes['pack']:,} = {_share(sizes, 'fp16')} of FP16, {_share(sizes, 'int8')} of uniform "
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
-        f"  {report.evaluations} evaluations, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s",
+        *_sweep(report),
+        f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s",
     ]
     return "\n".join(lines)
 
 
+def target_text(target: Target) -> str:
+    """The aim of a conversion, as a person reads it."""
+    if target.kind == "loss":
+        return f"{target.value:.2%}"
+    return f"{target.value / 1e6:,.2f} MB" if target.kind == "size" else f"{target.value:g} bits a weight"
+
+
+def plan_table(planned: Planned, target: Target) -> str:
+    """The result of `moeconv plan`."""
+    chosen = planned.chosen
+    loss = "" if chosen.predicted_loss is None else f", loss predicted {chosen.predicted_loss:.2%}"
+    bits, share = 8 * chosen.nbytes / planned.weights, chosen.nbytes / planned.int4_bytes
+    return "\n".join(
+        [
+            f"{planned.model}, quantizer {planned.quantizer}: size against loss, from what was measured",
+            format_curve(planned.points, planned.weights, planned.int4_bytes),
+            f"  for {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
+            f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
+        ]
+    )
+
+
+def _promise(report: ConversionReport) -> list[str]:
+    if report.confidence is None or report.upper_bound is None:
+        return []
+    return [f"  at {report.confidence:.0%} the held-out loss was to stay under {report.upper_bound:.2%}"]
+
+
+def _sweep(report: ConversionReport) -> list[str]:
+    cost = report.sweep_cost
+    if cost is None or cost.probes == 0:
+        return []
+    stopped = "" if cost.measured_share == 1 else f", {cost.measured_share:.0%} of the measurements"
+    ties = f", {cost.near_ties} outputs hung on a tie" if cost.near_ties else ""
+    return [
+        f"  sweep: {cost.probes} probes in {cost.seconds:.0f} s{stopped}, {cost.flops / cost.naive_flops:.0%} of the "
+        f"operations in experts of full evaluations{ties}"
+    ]
+
+
 def missed_target(report: ConversionReport) -> str | None:
     """One line if the held-out loss is above the target."""
-    if report.heldout is None or report.heldout.loss <= report.target_loss:
+    if report.heldout is None or report.target.kind != "loss" or report.heldout.loss <= report.target.value:
         return None
     return (
-        f"the held-out loss is {report.heldout.loss:.2%}, above the target of {report.target_loss:.2%}: the pack meets "
-        "the target on its calibration text only; give more of that text, or a --margin"
+        f"the held-out loss is {report.heldout.loss:.2%}, above the target of {report.target.value:.2%}: the pack "
+        "meets the target on its calibration text only; give more of that text, a --confidence or a --margin"
     )
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeconv.calibration import load_splits
+from moeconv.calibration import Splits, load_splits
 from moeconv.errors import CalibrationError, SettingsError
-from moeconv.metrics import METRICS, default_metric
+from moeconv.metrics import default_metric, find_metric
 from moeconv.packed import PackedModel
 from moeconv.paths import PathFigures, Routes, figures, routes_of
 from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer
@@ -36,8 +36,8 @@ def profile_paths(
     """
     check_counts(samples=samples, context=context, seed=seed)
     source = _source(pack, calib, heldout, seed)
-    splits = load_splits(source.calib, source.heldout, seed=source.seed)
-    metric = METRICS[default_metric(splits.seq2seq)]
+    splits = source.splits
+    metric = find_metric(default_metric(splits.seq2seq, splits.choices))
     check_fit(pack.manifest.model, splits, metric)
     tokenizer = load_tokenizer(pack.file("tokenizer.json"))
     packed = PackedModel.open(pack)
@@ -48,7 +48,7 @@ def profile_paths(
             limit=samples, context=context or source.context, max_new_tokens=None,
         )  # fmt: skip
         say(f"routing of {scorer.n_samples} samples of the {split} text")
-        return routes_of(packed, scorer)
+        return routes_of(scorer)
 
     seen = routes("calibration")
     table = build(packed.spec.moe.num_experts, seen)
@@ -60,9 +60,7 @@ def profile_paths(
 
 @dataclass(frozen=True)
 class _Source:
-    calib: str
-    heldout: str | None
-    seed: int
+    splits: Splits
     context: int
 
 
@@ -71,14 +69,16 @@ def _source(pack: Pack, calib: str | None, heldout: str | None, seed: int | None
     report = json.loads(pack.read_file(REPORT)) if REPORT in pack.manifest.files else {}
     context = report.get("context", DEFAULT_CONTEXT)
     if calib is not None:
-        return _Source(calib, heldout, seed or 0, context)
+        return _Source(load_splits(calib, heldout, seed=seed or 0, tokenizer=pack.root), context)
     if heldout is not None or seed is not None:
         raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
     recorded = report.get("calibration_source")
     if not recorded:
         raise SettingsError("--calib is missing: the pack does not say what text it was converted with")
     try:
-        load_splits(recorded, report["heldout_source"], seed=report["seed"])
+        splits = load_splits(
+            recorded, report["heldout_source"], seed=report["seed"], fields=report["fields"], tokenizer=pack.root
+        )
     except CalibrationError as error:
         raise SettingsError(f"the pack's own calibration text can't be used ({error}): give --calib") from None
-    return _Source(recorded, report["heldout_source"], report["seed"], context)
+    return _Source(splits, context)

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from moeconv.sensitivity import Progress
-from moert.pack.model_spec import ExpertKey
+from moeconv.sensitivity import Bar
 
 LINE_EVERY_S = 30.0
 
 
-def bar(label: str) -> Progress:
-    def wrap(items: Iterable[ExpertKey], total: int) -> Iterable[ExpertKey]:
-        if sys.stderr.isatty():
-            shown: Iterable[ExpertKey] = tqdm(items, desc=label, total=total, unit="expert")
-            return shown
-        return _lines(items, label, total)
+@contextmanager
+def bar(label: str, total: int) -> Iterator[Bar]:
+    """For `total` measurements."""
+    if sys.stderr.isatty():
+        with tqdm(desc=label, total=total, unit="probe") as shown:
+            yield shown
+    else:
+        yield _Lines(label, total)
 
-    return wrap
 
+class _Lines:
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self.started = self.said = time.monotonic()
 
-def _lines(items: Iterable[ExpertKey], label: str, total: int) -> Iterator[ExpertKey]:
-    started = said = time.monotonic()
-    for done, item in enumerate(items):
+    def update(self, n: int) -> None:
+        self.done += n
         now = time.monotonic()
-        if done and now - said > LINE_EVERY_S:
-            left = (now - started) / done * (total - done)
-            print(f"{label}: {done} of {total} experts, about {left:.0f} s left", file=sys.stderr, flush=True)
-            said = now
-        yield item
+        if self.done and now - self.said > LINE_EVERY_S:
+            left = (now - self.started) / self.done * (self.total - self.done)
+            print(f"{self.label}: {self.done} of {self.total}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            self.said = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -9,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from moeconv.artifacts import ConversionReport
 from moeconv.errors import SettingsError
 from moeconv.present import missed_target
-from moeconv.settings import Settings, parse_share
+from moeconv.settings import Settings, parse_bytes, parse_confidence, parse_share, parse_target
 from moeconv.toml import read_toml
 
 
@@ -63,10 +64,7 @@ class Recipe:
         paths = document.pop("profile_paths", True)
         if not isinstance(paths, bool):
             raise SettingsError(f"{path}: profile_paths should be true or false, found {paths!r}")
-        if "loss" in document:
-            document["target_loss"] = parse_share(str(document.pop("loss")))
-        if "margin" in document:
-            document["margin"] = parse_share(str(document["margin"]), "margin")
+        _parse(document)
         if isinstance(document.get("bits"), list):
             document["bits"] = tuple(document["bits"])
         for name in ("out", "work"):
@@ -77,6 +75,23 @@ class Recipe:
         name = path.stem
         document |= {"out": out / f"{name}.pack", "work": out / f"{name}.work"}
         return cls(name, _table(document, Settings, str(path)), expect, paths)
+
+
+def _parse(document: dict[str, Any]) -> None:
+    """Entries that are written as on the command line become what Settings hold."""
+    if "target" in document:
+        raise SettingsError("a recipe says its target as loss, size or bits_per_weight, not as target")
+    given = {name: document.pop(name, None) for name in ("loss", "size", "bits_per_weight")}
+    bits = given["bits_per_weight"]
+    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, (int, float))):
+        raise SettingsError(f"bits_per_weight = {bits!r} has the wrong type")
+    texts = {name: None if given[name] is None else str(given[name]) for name in ("loss", "size")}
+    document["target"] = parse_target(texts["loss"], texts["size"], bits)
+    for name, parse in (("margin", parse_share), ("racing", parse_share), ("confidence", parse_confidence)):
+        if name in document:
+            document[name] = parse(str(document[name]))
+    if "memory" in document:
+        document["memory_bytes"] = parse_bytes(str(document.pop("memory")), "memory")
 
 
 def _table(values: Any, kind: Any, where: str) -> Any:
@@ -101,6 +116,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
     allowed = get_args(hint) or (hint,)
+    if isinstance(value, dict):
+        return any(get_origin(t) is Mapping for t in allowed) and all(isinstance(item, str) for item in value.values())
     if isinstance(value, bool):
         return bool in allowed
     return isinstance(value, tuple(t for t in allowed if isinstance(t, type))) or (

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeconv.allocation import ALLOCATORS
+from moeconv.artifacts import SIGNALS, Target
 from moeconv.errors import SettingsError
-from moeconv.metrics import METRICS
+from moeconv.metrics import find_metric
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moert.pack.codec import WIDTHS
 
 DEFAULT_CONTEXT = 256
+DEFAULT_MEMORY = 2 << 30
+DEFAULT_TARGET = Target("loss", 0.05)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`margin` is the share of the target that the calibration text must leave free. `samples`, `sweep_samples` and
-    `heldout_samples` bound what is used of each split (None: all of it): samples of input and target, or windows of
-    running text. `context` is the length of such a window in tokens."""
+    """`margin` is the share of a loss target that the calibration text must leave free; `confidence` is that with
+    which the held-out loss stays under it (None: only the measured loss must). `sweep_samples` bounds what ranks the
+    experts, `samples` what judges plans, `heldout_samples` what the result is measured on (None: all there is):
+    samples of input and target, or windows of `context` tokens of running text. `memory_bytes` bounds what the sweep
+    keeps beside the model. `racing` is the error probability of a sweep that stops early."""
 
     model: str
     out: Path
     work: Path
-    target_loss: float = 0.05
+    target: Target = DEFAULT_TARGET
     margin: float = 0.0
+    confidence: float | None = 0.95
     calib: str | None = None
     heldout: str | None = None
+    fields: Mapping[str, str] | None = None
     metric: str | None = None
-    quantizer: str = "channel"
+    quantizer: str = "gptq"
     group_size: int | None = None
+    allocation: str = "knapsack"
+    signal: str = "kl"
+    per_projection: bool = False
     bits: tuple[int, ...] = WIDTHS
     seed: int = 0
     samples: int | None = None
@@ -37,37 +50,61 @@ class Settings:
     heldout_samples: int | None = None
     context: int = DEFAULT_CONTEXT
     max_new_tokens: int | None = None
+    memory_bytes: int = DEFAULT_MEMORY
+    racing: float | None = None
+    cluster: str | None = None
 
     def __post_init__(self) -> None:
-        if self.quantizer not in QUANTIZERS:
-            raise SettingsError(f"--quantizer {self.quantizer}: expected one of {', '.join(QUANTIZERS)}")
-        if self.metric is not None and self.metric not in METRICS:
-            raise SettingsError(f"--metric {self.metric}: expected one of {', '.join(METRICS)}")
+        for option, value, known in (
+            ("--quantizer", self.quantizer, QUANTIZERS),
+            ("--allocation", self.allocation, ALLOCATORS),
+            ("--signal", self.signal, SIGNALS),
+        ):
+            if value not in known:
+                raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
+        if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
+            find_metric(self.metric)
         if self.group_size is not None and self.quantizer == "channel":
             raise SettingsError("--group-size has no effect on the channel quantizer: leave it out, or use group")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise SettingsError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
         if not self.bits or any(width not in WIDTHS for width in self.bits):
             raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
-        if self.calib is None and self.bits != (16,):
+        self._check_text()
+        self._check_numbers()
+        if not self.out.name or not self.work.name:
+            raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+
+    def _check_text(self) -> None:
+        if self.calib is not None:
+            return
+        if self.bits != (16,):
             raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
-        if self.calib is None:
-            for name in ("heldout", "metric", "samples", "sweep_samples", "heldout_samples", "max_new_tokens"):
-                if getattr(self, name) is not None:
-                    raise SettingsError(f"--{name.replace('_', '-')} has no effect without --calib: leave it out")
+        for name in ("heldout", "fields", "metric", "samples", "sweep_samples", "heldout_samples", "max_new_tokens"):
+            if getattr(self, name) is not None:
+                raise SettingsError(f"--{name.replace('_', '-')} has no effect without --calib: leave it out")
+
+    def _check_numbers(self) -> None:
         counts = {name: getattr(self, name) for name in ("samples", "sweep_samples", "heldout_samples")}
         check_counts(**counts, max_new_tokens=self.max_new_tokens, context=self.context, seed=self.seed)
         if not 0 <= self.margin < 1:
             raise SettingsError(f"a margin of {self.margin:g}: expected a share from 0 to less than 1")
-        if not 0 <= self.target_loss < 1:
-            raise SettingsError(f"a loss of {self.target_loss:g}: expected a share from 0 to less than 1")
-        if not self.out.name or not self.work.name:
-            raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+        if self.confidence is not None and not 0.5 <= self.confidence < 1:
+            raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
+        if self.racing is not None and not 0 < self.racing < 0.5:
+            raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
+        kind, value = self.target.kind, self.target.value
+        if kind == "loss" and not 0 <= value < 1:
+            raise SettingsError(f"a loss of {value:g}: expected a share from 0 to less than 1")
+        if kind != "loss" and not value > 0:
+            raise SettingsError(f"a target of {value:g} {kind}: expected more than 0")
+        if kind != "loss" and self.margin:
+            raise SettingsError("--margin has no effect without --loss: leave it out")
 
     @property
     def planned_loss(self) -> float:
-        """What the loss on the calibration text may be at most."""
-        return self.target_loss * (1 - self.margin)
+        """What the loss on the calibration text may be at most. Only for a loss target."""
+        return self.target.value * (1 - self.margin)
 
 
 def check_counts(context: int | None = None, seed: int | None = None, **counts: int | None) -> None:
@@ -81,16 +118,42 @@ def check_counts(context: int | None = None, seed: int | None = None, **counts: 
         raise SettingsError(f"--seed {seed}: expected a whole number from 0 to {(1 << 32) - 1}")
 
 
+def parse_target(loss: str | None, size: str | None, bits_per_weight: float | None) -> Target:
+    """One of the three; without any, a loss of 5%. Raises SettingsError."""
+    given = [name for name, value in (("--loss", loss), ("--size", size), ("--bits-per-weight", bits_per_weight))
+             if value is not None]  # fmt: skip
+    if len(given) > 1:
+        raise SettingsError(f"{' and '.join(given)}: one target at a time, leave the others out")
+    if size is not None:
+        return Target("size", float(parse_bytes(size, "--size")))
+    if bits_per_weight is not None:
+        return Target("bits", bits_per_weight)
+    return Target("loss", parse_share(loss or "5%"))
+
+
 def parse_share(text: str, option: str = "--loss") -> float:
     """'5%' or '0.05' → 0.05. Raises SettingsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise SettingsError(f"{option} {text!r}: expected a share such as 5% or 0.05")
-    loss = float(match[1]) / (100 if match[2] else 1)
-    if loss >= 1:
-        hint = f"; did you mean {match[1]}%?" if not match[2] and loss < 100 else ""
+    share = float(match[1]) / (100 if match[2] else 1)
+    if share >= 1:
+        hint = f"; did you mean {match[1]}%?" if not match[2] and share < 100 else ""
         raise SettingsError(f"{option} {text!r}: expected less than 100%{hint}")
-    return loss
+    return share
+
+
+def parse_confidence(text: str) -> float | None:
+    """A share, or None for 'none'. Raises SettingsError."""
+    return None if text.strip().lower() == "none" else parse_share(text, "--confidence")
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """'120MB' or '1.5GiB' → bytes. Raises SettingsError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?I?B|)\s*", text.upper())
+    if match is None or match[2] not in _UNITS:
+        raise SettingsError(f"{option} {text!r}: expected a size such as 120MB or 1.5GB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
@@ -102,3 +165,13 @@ def parse_bits(text: str) -> tuple[int, ...]:
     if not widths <= set(WIDTHS):
         raise SettingsError(f"--bits {text!r}: expected widths among {', '.join(map(str, WIDTHS))}")
     return tuple(sorted(widths))
+
+
+def parse_fields(text: str | None) -> dict[str, str] | None:
+    """'input=question,target=answer' → what our fields are called in a file. Raises SettingsError."""
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise SettingsError(f"--fields {text!r}: expected pairs such as input=question,target=answer")
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -2,57 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
 from moeconv.archs import Arch
+from moeconv.artifacts import Assignment, Bits, uniform
 from moeconv.checkpoint import Checkpoint
-from moeconv.quantizers import Quantizer
-from moert.pack.codec import dequantize
-from moert.pack.model_spec import ExpertKey, Stack
-
-Widths = Mapping[ExpertKey, int]
-ORIGINAL = 32
-"""The width of an expert as the checkpoint has it; 16 is what a pack stores, which may round a float32 source."""
+from moeconv.coder import ORIGINAL, ExpertCoder
+from moeconv.scorers.experts import ExpertCalls, Weights
+from moert.pack.model_spec import ExpertKey
 
 
 class Trial:
-    """`assign` gives each expert a width; only experts whose width changes are touched."""
+    """`assign` gives each expert its widths; only experts whose widths change are touched. `coder` is asked for what
+    says what an expert becomes at some widths, when the first is to be quantised."""
 
-    def __init__(self, checkpoint: Checkpoint, quantizer: Quantizer) -> None:
+    def __init__(self, checkpoint: Checkpoint, coder: Callable[[], ExpertCoder]) -> None:
         self.checkpoint = checkpoint
         self.spec = checkpoint.spec
         self.arch: Arch = checkpoint.arch
-        self.quantizer = quantizer
+        self.coder = coder
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.model: Any = self.arch.load(checkpoint.path, torch.float32)
-        self._widths: dict[ExpertKey, int] = dict.fromkeys(self.spec.expert_keys(), ORIGINAL)
+        self.calls = ExpertCalls(self.model, self.arch, self.spec)
+        self._widths: dict[ExpertKey, Bits] = uniform(self.spec, ORIGINAL)
 
-    def assign(self, widths: Widths) -> None:
-        """Every expert gets the width that `widths` says (float32 weights, as the pack will give them back)."""
-        for key, bits in widths.items():
-            if self._widths[key] != bits:
-                self._write(key, bits)
-                self._widths[key] = bits
-
-    def layer_state(self, stack: Stack, layer: int) -> tuple[int, ...]:
-        """The widths of one layer's experts: equal states mean equal weights."""
-        if (stack, layer) not in self.spec.moe_layers():
-            return ()
-        return tuple(self._widths[ExpertKey(stack, layer, expert)] for expert in range(self.spec.moe.num_experts))
-
-    def stack_state(self, stack: Stack) -> tuple[tuple[int, ...], ...]:
-        tower = self.spec.stack(stack)
-        return tuple(self.layer_state(stack, layer) for layer in range(tower.n_layers)) if tower else ()
-
-    def _write(self, key: ExpertKey, bits: int) -> None:
-        for projection, weight in self.checkpoint.expert(key).items():
-            if bits < 16:
-                weight = dequantize(self.quantizer.quantize(weight, bits))
-            elif bits == 16 and self.checkpoint.source_dtype != "BF16":
-                weight = weight.astype("float16").astype("float32")
+    def assign(self, widths: Assignment) -> None:
+        """Every expert in `widths` gets them (float32 weights, as the pack will give them back)."""
+        changed = {key: bits for key, bits in widths.items() if self._widths[key] != bits}
+        self._prepare(changed)
+        for key, bits in changed.items():
             with torch.no_grad():
-                self.arch.expert_weight(self.model, key, projection).copy_(torch.from_numpy(weight))
+                for mine, weight in zip(self.calls.weights(key), self.weights(key, bits), strict=True):
+                    mine.copy_(weight)
+            self._widths[key] = bits
+
+    def _prepare(self, changed: Assignment) -> None:
+        """Where most of a layer's experts take a width, they are quantised in few calls."""
+        takers = Counter((key.stack, key.layer, width) for key, bits in changed.items() for width in set(bits))
+        for (stack, layer, width), count in takers.items():
+            if width < 16 and 2 * count > self.spec.moe.num_experts:
+                self.coder().prepare(stack, layer, width)
+
+    def restore(self) -> None:
+        """The unquantised model."""
+        self.assign(uniform(self.spec, ORIGINAL))
+
+    def weights(self, key: ExpertKey, bits: Bits) -> Weights:
+        """What an expert becomes at these widths: float32 [out, in] for each projection."""
+        if set(bits) == {ORIGINAL}:
+            found = self.checkpoint.expert(key)
+        else:
+            found = self.coder().weights(key, bits)
+        return tuple(torch.from_numpy(found[name]) for name in self.spec.moe.projections)

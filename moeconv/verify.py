@@ -14,6 +14,7 @@ from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.model_spec import ExpertKey, backbone_tensors
 from moert.pack.reader import Pack, Projection
 
+MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
 F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
 F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
 
@@ -52,7 +53,7 @@ def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
     projections = pack.projections(key, pack.read_expert(key))
     worst = 0.0
     for name, weight in source.expert(key).items():
-        share = error_share(projections[name], weight)
+        share = error_share(projections[name], weight, pack.manifest.quantization.quantizer == MIN_MAX)
         if not share <= 1:
             raise VerifyFailed(
                 f"expert {key}, {name}: its error is {share:.1f} times what its width allows: the pack was made from "
@@ -62,11 +63,14 @@ def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
     return worst
 
 
-def error_share(projection: Projection, weight: F32) -> float:
-    """The largest error of a projection, as a share of the largest that its width allows.
+def error_share(projection: Projection, weight: F32, each: bool) -> float:
+    """The error of a projection, as a share of what its width allows. 16-bit weights may be off by their rounding.
 
-    Linear quantisation may be off by half a step: (max - min) / (2**bits - 1) / 2 within each group, and by what
-    rounding scale and minimum to float16 adds. 16-bit weights may be off by their rounding alone.
+    With `each`, the largest error counts, and a weight may be off by half a step of its group, (max - min) /
+    (2**bits - 1) / 2, and by what rounding scale and minimum to float16 adds: so min-max quantisation errs. Fitted
+    codes trade some weights for others and errors for the outputs, so that their root mean square counts: it may be
+    that of half a step, or of the group's deviation from its mean where that is less (other weights of the same kind
+    are off by 1.4 times as much).
     """
     if not isinstance(projection, QuantizedMatrix):
         allowed = np.abs(weight) * 2.0**-8 + F16_FLOOR
@@ -75,6 +79,17 @@ def error_share(projection: Projection, weight: F32) -> float:
     low, high = np.minimum.reduceat(weight, starts, axis=1), np.maximum.reduceat(weight, starts, axis=1)
     half_step = (high - low) / (2**projection.bits - 1) / 2
     rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + F16_FLOOR * 2**projection.bits
-    allowed = half_step + rounding
-    wide = np.repeat(allowed, projection.group_size, axis=1)[:, : projection.in_features]
-    return float((np.abs(dequantize(projection) - weight) / wide).max())
+    error = np.abs(dequantize(projection) - weight)
+    if each:
+        return float((error / _wide(half_step + rounding, projection)).max())
+    counts = np.diff([*starts, projection.in_features])
+    means: F32 = (np.add.reduceat(weight, starts, axis=1) / counts).astype(np.float32)
+    squares = np.square(weight - _wide(means, projection))
+    deviation: F32 = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts).astype(np.float32)
+    bound = _wide(np.minimum(half_step, deviation) + rounding, projection)
+    return float(np.sqrt(np.square(error).mean() / np.square(bound).mean()))
+
+
+def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
+    """[out, groups] → [out, in]"""
+    return np.repeat(per_group, projection.group_size, axis=1)[:, : projection.in_features]

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import numpy as np
-
 from moeconv.artifacts import to_json
-from moeconv.errors import ConversionError
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.journal import Journal
-from moeconv.scorers import Scores
 
 try:
     import fcntl
 except ImportError:  # not on this system: two runs at once are the user's care
     fcntl = None  # type: ignore[assignment]
+
+
+INPUTS = "planning.json"
 
 
 class WorkDir:
@@ -51,40 +51,37 @@ class WorkDir:
         if self._lock is not None:
             self._lock.close()
 
-    def journal(self) -> Journal:
-        return Journal(self.path / "journal.jsonl")
+    def journal(self, subject: str) -> Journal:
+        return Journal(self.path / "journal.jsonl", subject)
 
     def save(self, name: str, artifact: Any) -> None:
         """Writes an artefact as JSON, whole or not at all."""
-        body = (json.dumps(to_json(artifact), indent=1) + "\n").encode()
-        self._replace(name, lambda stream: stream.write(body))
+        self.save_bytes(name, (json.dumps(to_json(artifact), indent=1) + "\n").encode())
 
-    def save_scores(self, name: str, scores: Scores) -> None:
-        outputs = np.array(scores.outputs, dtype=str)
-        values: dict[str, Any] = {"per_sample": scores.per_sample, "nll": scores.nll, "outputs": outputs}
-        self._replace(name, lambda stream: np.savez(stream, **values))
-
-    def load_scores(self, name: str) -> Scores | None:
-        """None where there are none, or none that can be read: then they are measured again."""
-        try:
-            with np.load(self.path / name) as stored:
-                outputs = tuple(str(text) for text in stored["outputs"])
-                return Scores(stored["per_sample"], float(stored["nll"]), outputs)
-        except Exception:  # numpy has a different error for each kind of damage
-            return None
-
-    def _replace(self, name: str, write: Callable[[IO[bytes]], Any]) -> None:
+    def save_bytes(self, name: str, body: bytes) -> None:
+        """Writes a file, whole or not at all."""
         with self._writing():
             descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{name}.")
             try:
                 with os.fdopen(descriptor, "wb") as stream:
-                    write(stream)
+                    stream.write(body)
                     stream.flush()
                     os.fsync(stream.fileno())
                 os.replace(temporary, self.path / name)
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """An artefact as it was saved; None where there is none. Raises ConversionError for one that is damaged."""
+        path = self.path / name
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConversionError(f"{path} can't be read ({error}): delete it, and it is made again") from None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -94,3 +91,17 @@ class WorkDir:
             raise ConversionError(
                 f"can't use the work directory {self.path}: {error.strerror or error}; free it or give another --work"
             ) from None
+
+
+def finished_work(path: Path) -> tuple[dict[str, Any], Journal]:
+    """What planning takes, and the journal: of this work directory, or of the latest one inside it. Only reads.
+
+    Raises SettingsError where no sweep was finished.
+    """
+    found = sorted([*path.glob(INPUTS), *path.glob(f"*/{INPUTS}")], key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise SettingsError(f"{path} holds no finished sweep: give the --work directory of a `moeconv quantize` run")
+    inner = WorkDir(found[-1].parent)
+    inputs = inner.load(INPUTS)
+    assert inputs is not None
+    return inputs, inner.journal(inner.path.name)

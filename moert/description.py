@@ -103,7 +103,8 @@ def _quality_lines(pack: Pack) -> list[str]:
     quality = pack.manifest.quality
     if quality is None:
         return ["quality          not measured"]
-    lines = [f"quality          {quality.metric}, target loss {100 * quality.target_loss:.2f}%"]
+    aim = "" if quality.target_loss is None else f", target loss {100 * quality.target_loss:.2f}%"
+    lines = [f"quality          {quality.metric}{aim}"]
     for name, measured in (("calibration", quality.calibration), ("held-out", quality.heldout)):
         lines.append(f"  {name:<14} {_measured(measured)}")
     return lines

@@ -21,6 +21,7 @@ class Arch(Protocol):
     """What the converter must know of a family of Hugging Face models. `model_type` is that of config.json."""
 
     model_type: str
+    layer_list: str
 
     def spec(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelSpec:
         """Both files as JSON objects → ModelSpec. Raises UnsupportedModel."""
@@ -46,19 +47,21 @@ class Arch(Protocol):
         """The same model from its config.json alone, in float32 and eval mode, with weights still to be filled in."""
         ...
 
+    def stack_module(self, model: nn.Module, stack: Stack) -> nn.Module:
+        """The module of one tower, whose list of layers is its attribute `layer_list`. Cut short to its last layers,
+        it goes on from hidden states that are given to it as inputs_embeds."""
+        ...
+
+    def experts_module(self, model: nn.Module, stack: Stack, layer: int) -> nn.Module:
+        """The module called as experts(x [tokens, d_model], selected, weights), see `routed`."""
+        ...
+
+    def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What an experts module is called with → chosen int64 and weights, both [tokens, top_k]; -1 for none."""
+        ...
+
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         """A view [out, in] of the loaded parameter: writing to it changes the model."""
-        ...
-
-    def router_modules(self, model: nn.Module) -> list[tuple[tuple[Stack, int], nn.Module]]:
-        """((stack, layer), router) in order of execution, for forward hooks."""
-        ...
-
-    def selected_experts(self, router_output: Any, top_k: int) -> Tensor:
-        """What a hook on a router sees as output → int64 [tokens, top_k]; -1 for tokens dropped by capacity.
-
-        Tokens are those of all rows of the batch, one row after the other.
-        """
         ...
 
 

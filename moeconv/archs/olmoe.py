@@ -20,6 +20,7 @@ class Olmoe:
     """A decoder whose layers all have experts; keys and queries are normed before they are split into heads."""
 
     model_type = "olmoe"
+    layer_list = "layers"
 
     def spec(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelSpec:
         from transformers import OlmoeConfig
@@ -100,20 +101,21 @@ class Olmoe:
         model: nn.Module = make(config, dtype=torch.float32, experts_implementation="eager")
         return model.requires_grad_(False).eval()
 
+    def stack_module(self, model: nn.Module, stack: Stack) -> nn.Module:
+        return model.get_submodule("model")
+
+    def experts_module(self, model: nn.Module, stack: Stack, layer: int) -> nn.Module:
+        return model.get_submodule(f"model.layers.{layer}.mlp.experts")
+
+    def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return selected, weights
+
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         experts = f"model.layers.{key.layer}.mlp.experts"
         if projection == "down":
             return model.get_parameter(f"{experts}.down_proj").detach()[key.expert]
         gate, up = model.get_parameter(f"{experts}.gate_up_proj").detach()[key.expert].chunk(2)
         return gate if projection == "gate" else up
-
-    def router_modules(self, model: nn.Module) -> list[tuple[tuple[Stack, int], nn.Module]]:
-        layers = model.get_submodule("model.layers").children()
-        return [(("decoder", layer), block.get_submodule("mlp.gate")) for layer, block in enumerate(layers)]
-
-    def selected_experts(self, router_output: Any, top_k: int) -> Tensor:
-        chosen: Tensor = router_output[2]
-        return chosen.reshape(-1, top_k)
 
 
 def _refuse(c: Any) -> None:

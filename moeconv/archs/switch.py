@@ -21,6 +21,7 @@ class SwitchTransformers:
     """Layers are blocks of attention, in the decoder attention to the input, and feed-forward, each with its norm."""
 
     model_type = "switch_transformers"
+    layer_list = "block"
 
     def spec(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelSpec:
         from transformers import SwitchTransformersConfig
@@ -94,7 +95,7 @@ class SwitchTransformers:
         model: nn.Module = SwitchTransformersForConditionalGeneration.from_pretrained(
             path, dtype=dtype, experts_implementation="eager", local_files_only=True
         )
-        return model.eval()
+        return _resumable(model.eval())
 
     def empty(self, config_dir: Path) -> nn.Module:
         from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
@@ -102,24 +103,34 @@ class SwitchTransformers:
         config = SwitchTransformersConfig.from_pretrained(config_dir, local_files_only=True)
         make: Any = SwitchTransformersForConditionalGeneration._from_config
         model: nn.Module = make(config, dtype=torch.float32, experts_implementation="eager")
-        return model.requires_grad_(False).eval()
+        return _resumable(model.requires_grad_(False).eval())
+
+    def stack_module(self, model: nn.Module, stack: Stack) -> nn.Module:
+        return model.get_submodule(stack)
+
+    def experts_module(self, model: nn.Module, stack: Stack, layer: int) -> nn.Module:
+        return model.get_submodule(f"{stack}.block.{layer}.layer.{_ffn_place(stack)}.mlp.experts")
+
+    def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        dispatch = selected[:, 0]  # [tokens, num_experts], one-hot, all zero where the expert was full
+        chosen: Tensor = dispatch.argmax(-1).masked_fill(dispatch.sum(-1) == 0, -1)
+        return chosen[:, None], weights
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         return model.get_parameter(self.expert_name(key, projection)).detach()
 
-    def router_modules(self, model: nn.Module) -> list[tuple[tuple[Stack, int], nn.Module]]:
-        found: list[tuple[tuple[Stack, int], nn.Module]] = []
-        for name in STACKS:
-            for layer, block in enumerate(model.get_submodule(f"{name}.block").children()):
-                mlp = block.get_submodule(f"layer.{_ffn_place(name)}.mlp")
-                if hasattr(mlp, "router"):
-                    found.append(((name, layer), mlp.get_submodule("router")))
-        return found
 
-    def selected_experts(self, router_output: Any, top_k: int) -> Tensor:
-        dispatch = router_output[0]  # [batch, tokens, num_experts], all zero where the expert was full
-        chosen: Tensor = dispatch.argmax(-1).masked_fill(dispatch.sum(-1) == 0, -1)
-        return chosen.reshape(-1, 1)
+def _resumable(model: nn.Module) -> nn.Module:
+    """Only a tower's first layer makes the position bias that all its layers use. Here every layer can, so that a tower
+    cut short to its last layers computes what it would have computed whole."""
+    for stack in STACKS:
+        blocks = model.get_submodule(f"{stack}.block")
+        attentions = [block.get_submodule("layer.0.SelfAttention") for block in blocks.children()]
+        bias = attentions[0].get_submodule("relative_attention_bias")
+        for attention in attentions[1:]:
+            # not registered as a part of the module, or the weights would be listed twice
+            attention.__dict__ |= {"has_relative_attention_bias": True, "relative_attention_bias": bias}
+    return model
 
 
 def _refuse(c: Any) -> None:

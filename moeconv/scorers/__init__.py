@@ -5,18 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from moeconv.archs import Arch
 from moeconv.metrics import F64
-from moert.pack.model_spec import ModelSpec, Stack
+from moeconv.scorers.experts import ExpertCalls
+from moert.pack.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Scores:
-    """`per_sample` [n, 2] is what the metric takes; `nll` the mean negative log-likelihood of the targets, in nats
-    a token (a quieter signal than most metrics); `outputs` the generated texts, where the metric generates."""
+    """`scores` [n, columns] is what the metric takes. `nats` [n] is the negative log-likelihood of each sample's text
+    and `kls` [n] the divergence from the unquantised model's distributions, both summed over its `tokens` [n].
+    `outputs` are the generated texts, where the metric generates."""
 
-    per_sample: F64
-    nll: float
+    scores: F64
+    nats: F64
+    tokens: F64
+    kls: F64
     outputs: tuple[str, ...] = field(default=())
+
+    @property
+    def nll(self) -> float:
+        """Nats a token."""
+        return float(self.nats.sum() / self.tokens.sum())
+
+    @property
+    def kl(self) -> float:
+        """Nats a token."""
+        return float(self.kls.sum() / self.tokens.sum())
 
 
 class Subject(Protocol):
@@ -28,9 +43,11 @@ class Subject(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    def stack_state(self, stack: Stack) -> tuple[tuple[int, ...], ...]:
-        """Changes whenever the weights of the stack's experts do: one entry for each of its layers."""
-        ...
+    @property
+    def arch(self) -> Arch: ...
+
+    @property
+    def calls(self) -> ExpertCalls: ...
 
 
 class Scorer(Protocol):
@@ -39,6 +56,6 @@ class Scorer(Protocol):
     @property
     def n_samples(self) -> int: ...
 
-    def score(self, *, keep: bool = False) -> Scores:
-        """`keep` remembers intermediate results, so that later calls repeat only what differs from this state."""
+    def score(self, *, as_reference: bool = False) -> Scores:
+        """`as_reference` makes this state of the model, the unquantised one, what later divergences are against."""
         ...

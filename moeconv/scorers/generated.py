@@ -1,40 +1,44 @@
-"""Generated text against target text, for encoder-decoder models: greedy, in batches, with the metric's judge."""
+"""Encoder-decoder models: the likelihood of target texts given inputs, and the text that is generated, greedily."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeconv.calibration import Sample
 from moeconv.metrics import Metric
 from moeconv.scorers import Scores, Subject
+from moeconv.scorers.experts import Place
+from moeconv.scorers.head import ReferenceRows
+from moeconv.scorers.items import Items, tally, texts_of
+from moeconv.scorers.seq2seq import Seq2Seq, padded
 from moert.pack.model_spec import ModelSpec
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 16384
+LENGTH_SPREAD = 1.2  # inputs of one bucket differ in length by no more than this, and two tokens
 SPARE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Samples of like length. `rows` are their places in the list of samples; padding is on the right."""
+class Bucket:
+    """Samples whose inputs are of like length, and the items (texts to score) that belong to them."""
 
-    rows: list[int]
+    rows: list[int]  # places of the samples
     inputs: Tensor  # [rows, source tokens]
     mask: Tensor  # [rows, source tokens], 1 where there is a token
-    targets: Tensor  # [rows, target tokens], -100 where there is none
+    items: slice  # of the scorer's list of items
+    of_row: Tensor  # [items]: which row of the bucket an item belongs to
+    targets: Tensor  # [items, tokens], -1 where there is none
 
 
 class GeneratedScorer:
-    """With `keep`, the encoder's outputs and the generated tokens are remembered: later calls skip the encoder while
-    its experts have the same widths, and generate only the outputs that change. Perplexity is scored too: nats and
-    words of the targets, given the inputs."""
+    """`items` are in the order of the buckets; `reference` has a row for each of their tokens."""
 
     def __init__(
         self,
@@ -42,165 +46,122 @@ class GeneratedScorer:
         samples: Sequence[Sample],
         tokenizer: Tokenizer,
         metric: Metric,
-        max_new_tokens: int | None,
+        max_new_tokens: int,
     ) -> None:
         self.subject = subject
-        self.samples = samples
+        self.samples = tuple(samples)
         self.tokenizer = tokenizer
         self.metric = metric
-        self.batches = batches_of(samples, tokenizer, _pad(subject.spec))
-        longest = max(batch.targets.shape[1] for batch in self.batches)
-        self.max_new_tokens = max_new_tokens or longest + SPARE_TOKENS
-        self._kept_state: tuple[tuple[int, ...], ...] | None = None
-        self._kept: list[Tensor] = []
-        self._kept_outputs: list[list[list[int]]] = []  # for each batch, what was generated when states were kept
+        self.model = Seq2Seq(subject)
+        self._lay_out()
+        self.max_new_tokens = max_new_tokens
+        self.reference: ReferenceRows | None = None
 
     @property
     def n_samples(self) -> int:
         return len(self.samples)
 
     @torch.inference_mode()
-    def score(self, *, keep: bool = False) -> Scores:
-        encoded = self._encoded(keep)
-        outputs = [""] * len(self.samples)
-        nats, tokens = np.zeros(len(self.samples)), 0
-        generated: list[list[list[int]]] = []
-        for index, (batch, hidden) in enumerate(zip(self.batches, encoded, strict=True)):
-            nats[batch.rows] = self._target_nats(batch, hidden).double().numpy()
-            tokens += int((batch.targets != -100).sum())
+    def score(self, *, as_reference: bool = False) -> Scores:
+        hidden, written = [], []
+        for bucket in self.buckets:
+            encoded = self.encode(bucket)
+            hidden.append(self.target_states(bucket, encoded)[bucket.targets >= 0])
             if self.metric.generates:
-                known = self._kept_outputs[index] if self._kept_outputs and not keep else None
-                generated.append(
-                    self._generate(batch, hidden) if known is None else self._changed(batch, hidden, known)
-                )
-                for row, ids in zip(batch.rows, generated[-1], strict=True):
-                    outputs[row] = self.tokenizer.decode(self._without_end(ids), skip_special_tokens=True)
-        if keep and self._resumable():
-            self._kept_outputs = generated
-        return Scores(self._per_sample(outputs, nats), float(nats.sum() / tokens), tuple(outputs))
+                written += self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), self.max_new_tokens)
+        states, targets = torch.cat(hidden), torch.cat([bucket.targets[bucket.targets >= 0] for bucket in self.buckets])
+        if as_reference:
+            self.reference = self.model.head.reference(states)
+        nats, kls = self.model.head.judge(states, targets, self.reference)
+        return self.scores_of(self.per_item(nats), self.per_item(kls), written)
 
-    def generated_ids(self) -> list[list[int]]:
-        """Greedy output of every sample as token ids, without start, end and padding."""
-        ids: list[list[int]] = [[] for _ in self.samples]
-        with torch.inference_mode():
-            for batch, hidden in zip(self.batches, self._encoded(False), strict=True):
-                for row, tokens in zip(batch.rows, self._generate(batch, hidden), strict=True):
-                    ids[row] = self._without_end(tokens)
-        return ids
+    def encode(self, bucket: Bucket) -> Tensor:
+        return self.model.encode({"input_ids": bucket.inputs}, bucket.mask)
 
-    def _per_sample(self, outputs: list[str], nats: np.ndarray) -> np.ndarray:
-        judge = self.metric.judge
-        if judge is None:
-            words = [max(1, len(sample.target.split())) for sample in self.samples]
-            return np.stack([nats, np.array(words, dtype=np.float64)], axis=1)
-        judged = [judge(output, sample.target) for output, sample in zip(outputs, self.samples, strict=True)]
-        return np.stack([np.array(judged), np.ones(len(judged))], axis=1)
+    def target_states(self, bucket: Bucket, encoded: Tensor) -> Tensor:
+        """Final hidden states [items, tokens, d_model] that predict the bucket's targets."""
+        inputs = {"input_ids": self.model.fed(bucket.targets)}
+        return self.model.decode(inputs, bucket.targets >= 0, encoded[bucket.of_row], bucket.mask[bucket.of_row])
 
-    def _encoded(self, keep: bool) -> list[Tensor]:
-        state = self.subject.stack_state("encoder")
-        if state == self._kept_state:
-            return self._kept
-        encoder = self.subject.model.get_encoder()
-        encoded = [
-            encoder(input_ids=batch.inputs, attention_mask=batch.mask).last_hidden_state for batch in self.batches
-        ]
-        if keep:
-            self._kept, self._kept_state = encoded, state
-        return encoded
+    def per_item(self, values: Tensor) -> Tensor:
+        """Values of all items' tokens, one item after the other → sums [items], in float64."""
+        lengths = torch.from_numpy(self.items.tokens).long()
+        owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, owner, values.double())
 
-    def _target_nats(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Nats of each row's target given its input. [rows]"""
-        logits = self._teacher_forced(batch, hidden, batch.targets)
-        losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none", ignore_index=-100)
-        return losses.sum(dim=1)
+    def scores_of(self, nats: Tensor, kls: Tensor, written: Sequence[Sequence[int]]) -> Scores:
+        """Sums of each item, in the order of the buckets like the written token ids → Scores in the samples' order."""
+        outputs = [""] * len(self.samples)
+        if written:
+            places = [row for bucket in self.buckets for row in bucket.rows]
+            for place, text in zip(places, self.texts(written), strict=True):
+                outputs[place] = text
+        back = self._sample_order
+        items = self.items.at(back)
+        return tally(self.metric, items, self.samples, nats.numpy()[back], kls.numpy()[back], outputs)
 
-    def _teacher_forced(self, batch: Batch, hidden: Tensor, outputs: Tensor) -> Tensor:
-        """Logits [rows, tokens, vocab] at each place of `outputs` [rows, tokens] (below 0: padding)."""
-        start = torch.full((len(batch.rows), 1), self.subject.spec.decoder_start_token_id or 0)
-        logits: Tensor = self.subject.model(
-            encoder_outputs=_encoder_output(hidden),
-            attention_mask=batch.mask,
-            decoder_input_ids=torch.cat([start, outputs[:, :-1].clamp(min=0)], dim=1),
-            use_cache=False,
-        ).logits
-        return logits
+    def texts(self, written: Sequence[Sequence[int]]) -> list[str]:
+        stops = self.subject.spec.eos_token_ids
+        ids = [[token for token in row if token not in stops] for row in written]
+        return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
 
-    def _changed(self, batch: Batch, hidden: Tensor, known: list[list[int]]) -> list[list[int]]:
-        """What is generated now, given what was before: one pass over the known outputs finds the rows in which some
-        token is no longer the likeliest; only these are generated again."""
-        outputs = _padded(known, -100)
-        likeliest = self._teacher_forced(batch, hidden, outputs).argmax(dim=-1)
-        differs = ((likeliest != outputs) & (outputs >= 0)).any(dim=1).nonzero()[:, 0]
-        if not len(differs):
-            return known
-        rows = differs.tolist()
-        part = Batch([batch.rows[row] for row in rows], batch.inputs[rows], batch.mask[rows], batch.targets[rows])
-        found = list(known)
-        for row, ids in zip(rows, self._generate(part, hidden[rows]), strict=True):
-            found[row] = ids
-        return found
+    @torch.inference_mode()
+    def routes(self) -> Iterator[dict[Place, Tensor]]:
+        """What every layer's router chooses for inputs and the greedy outputs to them: [tokens, top_k]."""
+        for bucket in self.buckets:
+            with self.subject.calls.recording() as seen:
+                encoded = self.encode(bucket)
+            seen_encoder = dict(seen)
+            written = padded(self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), self.max_new_tokens), -1)
+            with self.subject.calls.recording() as seen:
+                inputs = {"input_ids": self.model.fed(written)}
+                self.model.decode(inputs, written >= 0, encoded, bucket.mask)
+            real = {"encoder": bucket.mask.bool().flatten(), "decoder": (written >= 0).flatten()}
+            yield {place: call.chosen[real[place[0]]] for place, call in {**seen_encoder, **seen}.items()}
 
-    def _resumable(self) -> bool:
-        """A pass over a whole output drops tokens beyond an expert's capacity, generating token by token does not."""
-        capacity = self.subject.spec.moe.capacity
-        return capacity is None or capacity >= self.max_new_tokens
-
-    def _without_end(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if token not in self.subject.spec.eos_token_ids]
-
-    def _generate(self, batch: Batch, hidden: Tensor) -> list[list[int]]:
-        """Greedy output of each row, its end mark included."""
-        from transformers import DynamicCache, EncoderDecoderCache
-
-        spec = self.subject.spec
-        start = spec.decoder_start_token_id or 0
-        stops = torch.tensor(spec.eos_token_ids)
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        token = torch.full((len(batch.rows), 1), start)
-        finished = torch.zeros(len(batch.rows), dtype=torch.bool)
-        columns: list[Tensor] = []
-        for _ in range(self.max_new_tokens):
-            logits = self.subject.model(
-                encoder_outputs=_encoder_output(hidden), attention_mask=batch.mask, decoder_input_ids=token,
-                past_key_values=cache, use_cache=True,
-            ).logits  # fmt: skip
-            token = logits[:, -1].argmax(dim=-1, keepdim=True)
-            columns.append(token[:, 0].masked_fill(finished, -1))
-            finished |= torch.isin(token[:, 0], stops)
-            if finished.all():
-                break
-        return [[token for token in row if token >= 0] for row in torch.stack(columns, dim=1).tolist()]
+    def _lay_out(self) -> None:
+        """Samples by length into buckets; the tokenizer adds its own end-of-text marks."""
+        sources = [encoding.ids for encoding in self.tokenizer.encode_batch([sample.source for sample in self.samples])]
+        texts, owner, right = texts_of(self.samples)
+        targets = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        of_sample: list[list[int]] = [[] for _ in self.samples]
+        for item, sample in enumerate(owner.tolist()):
+            of_sample[sample].append(item)
+        longest = [max(len(targets[item]) for item in items) for items in of_sample]
+        order = sorted(range(len(self.samples)), key=lambda row: (len(sources[row]), longest[row], row))
+        self.buckets: list[Bucket] = []
+        in_order: list[int] = []
+        for rows in _like_lengths(order, [len(ids) for ids in sources]):
+            items = [item for row in rows for item in of_sample[row]]
+            of_row = [place for place, row in enumerate(rows) for _ in of_sample[row]]
+            inputs = padded([sources[row] for row in rows], _pad(self.subject.spec))
+            mask = padded([[1] * len(sources[row]) for row in rows], 0)
+            part = slice(len(in_order), len(in_order) + len(items))
+            ids = padded([targets[item] for item in items], -1)
+            self.buckets.append(Bucket(rows, inputs, mask, part, torch.tensor(of_row), ids))
+            in_order += items
+        words = np.array([max(1, len(texts[item].split())) for item in in_order], dtype=np.float64)
+        tokens = np.array([len(targets[item]) for item in in_order], dtype=np.float64)
+        self.items = Items(owner[in_order], right[in_order], tokens, words)
+        self._sample_order = np.argsort(np.array(in_order))
 
 
-def batches_of(samples: Sequence[Sample], tokenizer: Tokenizer, pad: int) -> list[Batch]:
-    """Samples sorted by length and cut into batches; the tokenizer adds its own end-of-text marks."""
-    sources = [encoding.ids for encoding in tokenizer.encode_batch([sample.source for sample in samples])]
-    targets = [encoding.ids for encoding in tokenizer.encode_batch([sample.target for sample in samples])]
-    order = sorted(range(len(samples)), key=lambda row: (len(sources[row]), len(targets[row]), row))
-    batches, start = [], 0
+def _like_lengths(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """Places in order of length, cut where the length differs too much or a batch would be too large."""
+    start = 0
     while start < len(order):
-        rows = order[start : start + BATCH_ROWS]
-        while len(rows) > 1 and len(rows) * len(sources[rows[-1]]) > BATCH_TOKENS:
-            rows = rows[: len(rows) // 2]
-        inputs = _padded([sources[row] for row in rows], pad)
-        mask = _padded([[1] * len(sources[row]) for row in rows], 0)
-        batches.append(Batch(rows, inputs, mask, _padded([targets[row] for row in rows], -100)))
-        start += len(rows)
-    return batches
+        shortest = lengths[order[start]]
+        stop = start + 1
+        while stop < len(order) and stop - start < BATCH_ROWS:
+            length = lengths[order[stop]]
+            if length > shortest * LENGTH_SPREAD + 2 or length * (stop + 1 - start) > BATCH_TOKENS:
+                break
+            stop += 1
+        yield order[start:stop]
+        start = stop
 
 
 def _pad(spec: ModelSpec) -> int:
     """Any token will do, since padding is masked; some models name one that they have no embedding for."""
     pad = spec.pad_token_id
     return pad if pad is not None and pad < spec.vocab_size else 0
-
-
-def _padded(rows: list[list[int]], fill: int) -> Tensor:
-    width = max(len(row) for row in rows)
-    return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
-
-
-def _encoder_output(hidden: Tensor) -> Any:
-    from transformers.modeling_outputs import MoEModelOutput
-
-    return MoEModelOutput(last_hidden_state=hidden)

@@ -1,30 +1,58 @@
-"""Likelihood of running text, in windows, for decoder-only models. Scores are nats and words of each window."""
+"""Likelihood of running text, in windows, or of the choices that may follow a text: for decoder-only models."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError
+from moeconv.metrics import Metric
 from moeconv.scorers import Scores, Subject
+from moeconv.scorers.experts import Place
+from moeconv.scorers.head import Head, ReferenceRows
+from moeconv.scorers.items import I64, Items, tally, texts_of
+from moeconv.scorers.stacks import After, StackRunner
 
 BATCH_TOKENS = 4096
-KEEP_BYTES = 1 << 30
 
 
-def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> tuple[Tensor, np.ndarray]:
-    """Samples in their order, as one text → token windows [n, context] and the words that each window predicts [n].
+@dataclass(frozen=True)
+class Texts:
+    """Token rows of one width, filled up on the right. `scored` says at which places the next token counts."""
+
+    ids: Tensor  # [rows, width]
+    real: Tensor  # [rows, width]: there is a token
+    scored: Tensor  # [rows, width]; never in the last column
+    items: Items
+    samples: tuple[Sample, ...]  # empty for running text, where a window is a sample
+    groups: I64  # [samples]: windows that begin in one row of the text belong together
+
+    def select(self, windows: Sequence[int]) -> Texts:
+        """Only these rows, each of which is a sample."""
+        rows = list(windows)
+        items = Items(np.arange(len(rows)), self.items.right[rows], self.items.tokens[rows], self.items.words[rows])
+        return Texts(self.ids[rows], self.real[rows], self.scored[rows], items, (), self.groups[rows])
+
+    def targets(self) -> Tensor:
+        """The token that follows each place. [rows, width]"""
+        return self.ids.roll(-1, dims=1)
+
+
+def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
+    """Samples in their order, as one text, cut into windows of `context` tokens.
 
     Windows don't overlap and the first token of each is context only. Words are what white space separates, counted
     where they end, so that the figures of different tokenizers can be compared.
     """
-    text = "".join(sample.source if sample.source.endswith("\n") else sample.source + "\n" for sample in samples)
+    rows = [sample.source if sample.source.endswith("\n") else sample.source + "\n" for sample in samples]
+    text = "".join(rows)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     ids, offsets = encoding.ids, encoding.offsets  # each access makes the whole list anew
     count = len(ids) // context
@@ -36,78 +64,86 @@ def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
     starts_at = np.array([offsets[i * context + 1][0] for i in range(count)])
     stops_at = np.array([offsets[(i + 1) * context - 1][1] for i in range(count)])
     words = np.searchsorted(ends, stops_at, side="right") - np.searchsorted(ends, starts_at, side="right")
-    return torch.tensor(ids[: count * context]).view(count, context), words
+    windows = torch.tensor(ids[: count * context]).view(count, context)
+    scored = torch.ones_like(windows, dtype=torch.bool)
+    scored[:, -1] = False
+    tokens = np.full(count, context - 1.0)
+    items = Items(np.arange(count), np.ones(count, dtype=bool), tokens, words.astype(np.float64))
+    groups = np.searchsorted(np.cumsum([len(row) for row in rows]), starts_at, side="right")
+    return Texts(windows, torch.ones_like(scored), scored, items, (), groups)
+
+
+def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
+    """Each sample's text followed by each of its choices; only the choice's tokens count. A text too long for
+    `context` tokens loses its beginning."""
+    texts, owner, right = texts_of(samples)
+    rows, starts = [], []
+    for text, at in zip(texts, owner, strict=True):
+        source = samples[at].source
+        joined = source + text if source[-1:].isspace() or text[:1].isspace() else f"{source} {text}"
+        encoding = tokenizer.encode(joined, add_special_tokens=False)
+        first = next(place for place, (_, stop) in enumerate(encoding.offsets) if stop > len(source))
+        cut = max(0, len(encoding.ids) - context)
+        rows.append(encoding.ids[cut:])
+        starts.append(max(1, first - cut))
+    width = max(map(len, rows))
+    ids, real, scored = torch.zeros((3, len(rows), width), dtype=torch.long)
+    for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[place, : len(row)] = torch.tensor(row)
+        real[place, : len(row)] = 1
+        scored[place, start - 1 : len(row) - 1] = 1
+    words = np.array([max(1, len(text.split())) for text in texts], dtype=np.float64)
+    items = Items(owner, right, scored.sum(dim=1).double().numpy(), words)
+    return Texts(ids, real.bool(), scored.bool(), items, tuple(samples), np.arange(len(samples)))
 
 
 class TextScorer:
-    """Scores windows [n, context]. With `keep`, the hidden states at every layer boundary are remembered, and later
-    calls start at the first layer whose experts have other widths (resuming is exact)."""
+    """Scores every row of `texts`; a sample is a window, or a text with its choices."""
 
-    def __init__(self, subject: Subject, windows: Tensor, words: np.ndarray) -> None:
+    def __init__(self, subject: Subject, texts: Texts, metric: Metric) -> None:
         self.subject = subject
-        self.windows = windows
-        self.words = words
-        self._kept_states: tuple[tuple[int, ...], ...] = ()
-        self._kept: list[list[Tensor]] = []  # per batch, per layer: the hidden states that enter it
+        self.texts = texts
+        self.metric = metric
+        self.stack = StackRunner(subject.model, subject.arch, "decoder")
+        self.head = Head(subject.model, subject.spec)
+        self.reference: ReferenceRows | None = None  # of the scored places, row by row
 
     @property
     def n_samples(self) -> int:
-        return len(self.windows)
+        return len(self.texts.samples) or len(self.texts.ids)
 
     @torch.inference_mode()
-    def score(self, *, keep: bool = False) -> Scores:
-        states = self.subject.stack_state("decoder")
-        start = 0 if keep else self._first_change(states)
-        nats, kept = [], []
-        for index, batch in enumerate(self.batches()):
-            boundary = self._kept[index][start] if start else None
-            logits, entering = self._forward(batch, start, boundary)
-            nats.append(_nats(logits, batch))
-            if keep and self._fits():
-                kept.append(entering)
-        if keep:
-            self._kept, self._kept_states = kept, states if kept else ()
-        per_window = torch.cat(nats).double().numpy()
-        per_sample = np.stack([per_window, self.words.astype(np.float64)], axis=1)
-        return Scores(per_sample, float(per_window.sum() / (len(self.windows) * (self.windows.shape[1] - 1))))
+    def score(self, *, as_reference: bool = False) -> Scores:
+        hidden = torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
+        if as_reference:
+            self.reference = self.head.reference(hidden)
+        nats, kls = self.head.judge(hidden, self.texts.targets()[self.texts.scored], self.reference)
+        return self.scores_of(self.per_row(nats), self.per_row(kls))
 
-    def _first_change(self, states: tuple[tuple[int, ...], ...]) -> int:
-        """The layer to resume at: the first with other widths than when states were kept; 0 without any kept."""
-        if not self._kept:
-            return 0
-        differs = [layer for layer, state in enumerate(states) if state != self._kept_states[layer]]
-        return min(differs[0] if differs else len(states) - 1, len(states) - 1)
+    def per_row(self, values: Tensor) -> Tensor:
+        """Values of the scored places, row by row → their sums [rows], in float64."""
+        placed = torch.zeros(self.texts.scored.shape, dtype=torch.float64)
+        placed[self.texts.scored] = values.double()
+        return placed.sum(dim=1)
 
-    def _fits(self) -> bool:
-        spec = self.subject.spec
-        return self.windows.numel() * spec.d_model * 4 * spec.decoder.n_layers <= KEEP_BYTES
+    def scores_of(self, nats: Tensor, kls: Tensor) -> Scores:
+        """Sums of each row [rows] → Scores."""
+        return tally(self.metric, self.texts.items, self.texts.samples, nats.numpy(), kls.numpy())
 
     def batches(self) -> Iterator[Tensor]:
-        rows = max(1, BATCH_TOKENS // self.windows.shape[1])
-        for start in range(0, len(self.windows), rows):
-            yield self.windows[start : start + rows]
+        """Places of the rows of each batch."""
+        return iter(torch.split(torch.arange(len(self.texts.ids)), max(1, BATCH_TOKENS // self.texts.ids.shape[1])))
 
-    def _forward(self, batch: Tensor, start: int, boundary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Logits [rows, context, vocab], and the hidden states that entered each layer from `start` on."""
-        tower = self.subject.model.model
-        layers, entering = tower.layers, []
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda _, args, kwargs: entering.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-            )
-            for layer in layers[start:]
-        ]
-        tower.layers = nn.ModuleList(list(layers)[start:])
-        try:
-            inputs = {"input_ids": batch} if boundary is None else {"inputs_embeds": boundary}
-            return self.subject.model(**inputs, use_cache=False).logits, entering
-        finally:
-            tower.layers = layers
-            for hook in hooks:
-                hook.remove()
+    def run(self, rows: Tensor, after: After | None = None) -> Tensor:
+        """Final hidden states [rows, width, d_model] of these rows."""
+        with self.subject.calls.only(self.texts.real[rows]):
+            return self.stack.run({"input_ids": self.texts.ids[rows]}, after=after)
 
-
-def _nats(logits: Tensor, batch: Tensor) -> Tensor:
-    """Negative log-likelihood of each row's tokens 1.. given what precedes them. [rows]"""
-    losses = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none")
-    return losses.sum(dim=1)
+    @torch.inference_mode()
+    def routes(self) -> Iterator[dict[Place, Tensor]]:
+        """What every layer's router chooses, batch by batch: [tokens, top_k]."""
+        for batch in self.batches():
+            with self.subject.calls.recording() as seen:
+                self.run(batch)
+            real = self.texts.real[batch].flatten()
+            yield {place: call.chosen[real] for place, call in seen.items()}

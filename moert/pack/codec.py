@@ -51,10 +51,11 @@ def _pack_plane(codes: U8, width: int) -> U8:
     """codes [out, in] below 2**width → bytes [out, ceil(in * width / 8)]."""
     per_byte = 8 // width
     out, n = codes.shape
-    padded = np.zeros((out, (n + per_byte - 1) // per_byte, per_byte), dtype=np.uint8)
-    padded.reshape(out, -1)[:, :n] = codes
-    shifts = (np.arange(per_byte, dtype=np.uint8) * width).astype(np.uint8)
-    packed: U8 = np.bitwise_or.reduce(padded << shifts, axis=2)
+    padded = np.zeros((out, (n + per_byte - 1) // per_byte * per_byte), dtype=np.uint8)
+    padded[:, :n] = codes
+    packed: U8 = padded[:, ::per_byte].copy()
+    for place in range(1, per_byte):
+        packed |= padded[:, place::per_byte] << np.uint8(place * width)
     return packed
 
 

@@ -51,10 +51,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quality:
-    """What the conversion promised and what it measured. Hashes are of the samples of each split."""
+    """What the conversion aimed at and what it measured. Hashes are of the samples of each split. `target_loss` is None
+    where the aim was a size."""
 
     metric: str
-    target_loss: float
+    target_loss: float | None
     calibration: Measured | None
     heldout: Measured | None
     calibration_sha256: str

@@ -150,7 +150,7 @@ def _measured(fields: Fields, name: str) -> Measured | None:
 def _quality(fields: Fields) -> Quality:
     return Quality(
         metric=fields.text("metric"),
-        target_loss=fields.number("target_loss"),
+        target_loss=fields.optional_number("target_loss"),
         calibration=_measured(fields, "calibration"),
         heldout=_measured(fields, "heldout"),
         calibration_sha256=fields.digest("calibration_sha256"),

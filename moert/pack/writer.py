@@ -207,6 +207,10 @@ def check_target(out: Path) -> None:
     out = Path(os.path.abspath(out))
     partial, replaced = _partial(out), _replaced(out)
     with _writing(out):
+        above = next(path for path in out.parents if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            what = "can't be written to" if above.is_dir() else "is not a directory"
+            raise WriteFailed(f"can't write {out}: {above} {what}: choose another --out")
         for path, ours in (
             (out, is_pack(out)),
             (partial, is_pack(partial) or (partial / _JOURNAL).is_file()),

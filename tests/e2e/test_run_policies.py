@@ -10,6 +10,7 @@ from tiny import tiny_olmoe, tiny_switch
 from tiny_packs import record_routes
 
 from moeconv.checkpoint import Checkpoint
+from moeconv.coder import ExpertCoder
 from moeconv.emit import emit
 from moeconv.quantizers import QUANTIZERS
 from moert import cli
@@ -28,11 +29,10 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp(request.param)
     checkpoint = Checkpoint.open(CHECKPOINTS[request.param](root / "checkpoint"))
     spec = checkpoint.spec
-    widths = {
-        key: dict.fromkeys(spec.moe.projections, WIDTHS[index % 4]) for index, key in enumerate(spec.expert_keys())
-    }
+    widths = {key: (WIDTHS[index % 4],) * len(spec.moe.projections) for index, key in enumerate(spec.expert_keys())}
     out = root / "model.pack"
-    manifest = emit(checkpoint, widths, QUANTIZERS["group"](32), out, seed=0, creator="tests")
+    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
+    manifest = emit(coder, widths, out, seed=0, creator="tests")
     add_to_pack(out, manifest, PATHS, build(spec.moe.num_experts, record_routes(out, PROMPTS)).to_bytes())
     return out
 

@@ -10,22 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moeconv.artifacts import uniform
 from moeconv.checkpoint import Checkpoint
+from moeconv.coder import ExpertCoder
 from moeconv.emit import emit
+from moeconv.quantizers import QUANTIZERS
 from moert.kernels.reference import grouped_ffn
 from moert.models.model import Model, build_model
 from moert.pack.model_spec import ExpertKey, Stack
 from moert.pack.reader import Pack, Projection
-
-
-class NoQuantizer:
-    """For packs of 16 bits only."""
-
-    name = "none"
-    group_size = 0
-
-    def quantize(self, weight: object, bits: int) -> object:
-        raise AssertionError("a 16-bit pack quantises nothing")
 
 
 class MemoryRunner:
@@ -50,8 +43,8 @@ class MemoryRunner:
 
 def pack_of_16_bits(source: Path, out: Path) -> Pack:
     checkpoint = Checkpoint.open(source)
-    widths = {key: dict.fromkeys(checkpoint.spec.moe.projections, 16) for key in checkpoint.spec.expert_keys()}
-    emit(checkpoint, widths, NoQuantizer(), out, seed=0, creator="tests")  # type: ignore[arg-type]
+    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)  # the quantizer has nothing to do
+    emit(coder, uniform(checkpoint.spec, 16), out, seed=0, creator="tests")
     return Pack.open(out)
 
 

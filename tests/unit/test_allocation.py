@@ -1,75 +1,166 @@
-"""Bounds and greedy search over made-up losses: pure functions, so every case can be written down."""
+"""Problems, chains of plans and budgets over made-up costs: pure functions, so every case can be written down."""
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import heavy_tailed, make_problem, small_problems
 
-from moeconv.allocation import greedy, widths_at
-from moeconv.artifacts import BitBounds, Measurement, SensitivityTable
-from moeconv.bounds import bracket
-from moeconv.errors import TargetMissed
-from moert.pack.model_spec import ExpertKey
+from moeconv.allocation import ALLOCATORS, plan_within
+from moeconv.allocation.chains import greedy, uniform
+from moeconv.allocation.isotonic import falling, rising
+from moeconv.allocation.problem import Option, Problem, Unit, layout_bytes, options, problem
+from moeconv.artifacts import Measurement, Probe, SensitivityTable
+from moeconv.errors import SettingsError, TargetMissed, WeightsUnusable
+from moert.pack.layout import expert_layout
+from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
 
-KEYS = [ExpertKey("decoder", 0, expert) for expert in range(16)]
-
-
-def test_bracket_takes_the_narrowest_width_that_meets_the_target() -> None:
-    found = bracket({2: 0.4, 3: 0.06, 4: 0.01, 8: 0.0}, 0.05)
-    assert (found.high, found.low) == (4, 3)
-    assert bracket({2: 0.01, 4: 0.0}, 0.05).low is None
-
-
-def test_bracket_does_not_trust_a_lucky_narrow_width() -> None:
-    found = bracket({2: 0.04, 3: 0.09, 4: 0.01}, 0.05)
-    assert (found.high, found.low) == (4, 3)
+KEYS = [ExpertKey("decoder", 0, expert) for expert in range(4)]
+BASE = Measurement(1.0, 0.02, 0.5, 0.01)
 
 
-def test_a_loss_that_could_not_be_measured_meets_nothing() -> None:
-    assert bracket({2: float("nan"), 4: 0.01, 8: 0.0}, 0.05).high == 4
+def spec(gated: bool = True) -> ModelSpec:
+    return ModelSpec(
+        family="test", vocab_size=8, d_model=24, n_heads=1, n_kv_heads=1, head_dim=4, encoder=None,
+        decoder=StackSpec(1, (0,)), moe=MoeSpec(4, 2, 40, "silu", gated, False, None), d_ff_dense=0, norm_eps=1e-5,
+        positions="rope", rope_theta=1e4, relative_buckets=0, relative_max_distance=0, attention_scale=0.5,
+        qk_norm=False, clip_qkv=None, tied_head=True, logit_scale=1.0, max_positions=None, bos_token_id=None,
+        eos_token_ids=(), pad_token_id=None, decoder_start_token_id=None,
+    )  # fmt: skip
 
 
-def test_no_width_meets_the_target() -> None:
-    with pytest.raises(TargetMissed, match=r"all experts at 4 bits the loss is 9\.00%"):
-        bracket({2: 0.4, 4: 0.09}, 0.05)
+def table(costs: dict[Probe, float]) -> SensitivityTable:
+    """Costs of the metric; nll has ten times as much, kl a hundred times."""
+    return SensitivityTable(4, BASE, {probe: (c, 10 * c, 100 * c) for probe, c in costs.items()}, {})
 
 
-@given(st.lists(st.floats(0, 1), min_size=16, max_size=16), st.floats(0.001, 3))
-def test_greedy_finds_the_largest_count_of_a_growing_loss(costs: list[float], target: float) -> None:
-    costs = sorted(costs)
-    asked: list[int] = []
-
-    def loss_of(count: int) -> float:
-        asked.append(count)
-        return sum(costs[:count])
-
-    total = sum(costs)
-    if total <= target:
-        return  # then bracket() had chosen the lower width for all
-    plan = greedy(KEYS, BitBounds(target, 4, 2, {4: 0.0, 2: total}), loss_of)
-    best = max(count for count in range(17) if sum(costs[:count]) <= target)
-    assert plan.low_count == best
-    assert len(asked) <= 5
-    assert sorted(plan.widths.values()).count(2) == best
-    assert [key for key in KEYS if plan.widths[key] == 2] == KEYS[:best]
+def whole_experts() -> SensitivityTable:
+    return table({Probe(key, (2, 2, 2)): 0.1 * (place + 1) for place, key in enumerate(KEYS)})
 
 
-def test_greedy_never_returns_a_count_that_was_not_measured_to_meet_the_target() -> None:
-    losses = {8: 0.06, 4: 0.04, 6: 0.055, 5: 0.051}
-    plan = greedy(KEYS, BitBounds(0.05, 4, 2, {4: 0.01, 2: 0.3}), lambda count: losses[count])
-    assert plan.low_count == 4
-    assert dict(plan.steps)[4] <= 0.05
+@given(st.lists(st.floats(-10, 10), max_size=12))
+def test_isotonic_regression(values: list[float]) -> None:
+    found = falling(values)
+    assert all(a >= b for a, b in pairwise(found))
+    assert math.isclose(sum(found), sum(values), abs_tol=1e-9)
+    assert rising(values[::-1]) == found[::-1]
+    assert falling(found) == pytest.approx(found)
 
 
-def test_all_at_the_narrowest_width() -> None:
-    plan = greedy(KEYS, BitBounds(0.05, 2, None, {2: 0.01}), lambda count: pytest.fail("nothing to search"))
-    assert set(plan.widths.values()) == {2}
-    assert widths_at(KEYS, BitBounds(0.05, 8, 4, {}), 3)[KEYS[3]] == 8
+def test_isotonic_regression_is_the_nearest() -> None:
+    assert falling([3.0, 1.0, 2.0, 0.0]) == [3.0, 1.5, 1.5, 0.0]
+    assert falling([1.0, 2.0, 3.0]) == [2.0, 2.0, 2.0]
 
 
-def test_ranking_breaks_ties_by_likelihood() -> None:
-    base = Measurement("base", 1, 0, 0, 0)
-    rises = {KEYS[0]: 0.0, KEYS[1]: 2.0, KEYS[2]: 1.0}
-    table = SensitivityTable(4, 2, base, {KEYS[0]: 0.1, KEYS[1]: 0.0, KEYS[2]: 0.0}, rises)
-    assert table.ranking() == [KEYS[2], KEYS[1], KEYS[0]]
+def test_costs_that_rise_with_bytes_are_pooled_and_broken_widths_left_out() -> None:
+    found = options([Option(4, 40, 0.0), Option(2, 20, -0.2), Option(3, 30, math.nan), Option(8, 80, -1.0)])
+    assert found == (Option(2, 20, -0.1), Option(4, 40, -0.1), Option(8, 80, -1.0))
+
+
+def test_whole_experts_are_units() -> None:
+    found = problem(spec(), whole_experts(), "nll", (4, 2), lambda projection, bits: 10 * bits)
+    assert list(found.units) == [Unit(key, (0, 1, 2)) for key in KEYS]
+    assert found.units[Unit(KEYS[2], (0, 1, 2))] == (Option(2, 60, pytest.approx(3.0)), Option(4, 120, 0.0))
+    assert found.plan([0, 1, 1, 1]).assignment == {key: (2,) * 3 if key == KEYS[0] else (4,) * 3 for key in KEYS}
+
+
+def test_single_projections_are_units_where_they_were_probed() -> None:
+    costs = {}
+    for place in range(3):
+        bits = tuple(2 if at == place else 4 for at in range(3))
+        costs |= {Probe(key, bits): 0.1 * (place + 1) for key in KEYS}
+    found = problem(spec(), table(costs), "metric", (2, 4), lambda projection, bits: bits * len(projection))
+    assert len(found.units) == 12
+    assert found.units[Unit(KEYS[1], (1,))] == (Option(2, 4, 0.2), Option(4, 8, 0.0))
+    plan = found.plan([0, 1, 1, *[1] * 6, 1, 1, 0])
+    assert plan.assignment[KEYS[0]] == (2, 4, 4)
+    assert plan.assignment[KEYS[3]] == (4, 4, 2)
+    assert plan.cost == pytest.approx(0.1 + 0.3)
+    assert plan.nbytes == 4 * 4 * (4 + 2 + 4) - 2 * (4 + 4)
+
+
+def test_a_width_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"D00/E000 at 3/3/3 was not measured"):
+        problem(spec(), whole_experts(), "metric", (2, 3, 4), lambda projection, bits: bits)
+
+
+def test_an_expert_that_no_width_can_hold_is_refused() -> None:
+    broken = table({Probe(key, (2, 2, 2)): math.inf for key in KEYS})
+    with pytest.raises(WeightsUnusable, match="D00/E000"):
+        problem(spec(), broken, "metric", (2,), lambda projection, bits: bits)
+    kept = problem(spec(), broken, "metric", (2, 4), lambda projection, bits: bits)
+    assert {one.bits for found in kept.units.values() for one in found} == {4}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_bytes_of_projections_add_up_to_the_layout(gated: bool, group_size: int) -> None:
+    model = spec(gated)
+    nbytes = layout_bytes(model, group_size)
+    bits = dict(zip(model.moe.projections, (2, 16, 3), strict=False))
+    whole = expert_layout(model, KEYS[0], bits, group_size, "F16", 4096).tensor_bytes
+    assert sum(nbytes(name, width) for name, width in bits.items()) == whole
+
+
+def test_greedy_leaves_the_least_important_at_the_lower_width() -> None:
+    costs = [0.3, 0.1, 0.4, 0.2]
+    frontier = greedy(make_problem([[(2, 20, c), (3, 30, c / 4), (4, 40, 0.0)] for c in costs]))
+    assert len(frontier) == 9
+    least_important = [1, 3, 0, 2]
+    for low, high, first in ((2, 3, 0), (3, 4, 4)):
+        for count in range(5):
+            widths = [bits[0] for bits in frontier[first + 4 - count].assignment.values()]
+            assert [e for e in least_important if widths[e] == low] == least_important[:count]
+            assert set(widths) <= {low, high}
+
+
+def test_uniform_has_one_plan_for_each_width() -> None:
+    frontier = uniform(heavy_tailed(6, 2, seed=0))
+    assert [set(frontier[i].assignment.values()) for i in range(len(frontier))] == [{(b, b)} for b in (2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize("name", sorted(ALLOCATORS))
+@given(found=small_problems())
+def test_frontiers_grow_and_their_costs_fall(name: str, found: Problem) -> None:
+    frontier = ALLOCATORS[name](found)
+    assert np.all(np.diff(frontier.sizes) >= 0)
+    assert np.all(np.diff(frontier.costs) <= 0)
+    units = found.units.values()
+    assert frontier.sizes[0] == sum(one[0].nbytes for one in units)
+    assert frontier.sizes[-1] == sum(one[-1].nbytes for one in units)
+    for index in range(len(frontier)):
+        plan = frontier[index]
+        assert (plan.nbytes, plan.cost) == (frontier.sizes[index], pytest.approx(frontier.costs[index], abs=1e-9))
+
+
+def test_places_on_a_frontier() -> None:
+    frontier = uniform(make_problem([[(2, 20, 1.0), (4, 40, 0.0)]] * 2))
+    assert [frontier.largest_within(nbytes) for nbytes in (39, 40, 79, 80, 999)] == [None, 0, 0, 1, 1]
+    with pytest.raises(IndexError, match="plan 2 of 2"):
+        frontier[2]
+    with pytest.raises(IndexError):
+        frontier[-1]
+
+
+@pytest.mark.parametrize("name", sorted(ALLOCATORS))
+def test_a_budget_is_kept_or_refused(name: str) -> None:
+    found = heavy_tailed(8, 3, seed=1)
+    smallest, largest = (ALLOCATORS[name](found).sizes[place] for place in (0, -1))
+    for budget in np.linspace(smallest, largest, 9).astype(int).tolist():
+        assert plan_within(found, name, budget).nbytes <= budget
+    assert plan_within(found, name, int(largest)).nbytes == largest
+    with pytest.raises(TargetMissed, match=f"{smallest:,} bytes, 1 more than"):
+        plan_within(found, name, int(smallest) - 1)
+
+
+def test_any_assignment_has_its_price() -> None:
+    found = heavy_tailed(4, 2, seed=0)
+    frontier = ALLOCATORS["knapsack"](found)
+    assert found.priced(frontier[5].assignment) == frontier[5]
+    with pytest.raises(KeyError, match="no option of"):
+        found.priced(dict.fromkeys((unit.key for unit in found.units), (16, 16)))

@@ -1,4 +1,4 @@
-"""The adapters: names that exist, views that write through, routers seen as they route, refusals in one line."""
+"""The adapters: names that exist, views that write through, experts seen as they are called, refusals in one line."""
 
 from __future__ import annotations
 
@@ -63,35 +63,69 @@ def test_loaded_experts_are_views_of_the_stored_ones(tiny: tuple[str, Path]) -> 
     assert not torch.allclose(before, run(model, spec)), "writing to the views changed nothing"
 
 
-def test_routers_are_hooked_in_order_of_execution(tiny: tuple[str, Path]) -> None:
+def test_experts_are_called_in_order_and_say_what_was_chosen(tiny: tuple[str, Path]) -> None:
     family, path = tiny
     arch, spec = ARCHS[family], spec_of(family, path)
     model = arch.load(path, torch.float32)
-    routers = arch.router_modules(model)
-    assert [place for place, _ in routers] == spec.moe_layers()
     seen: list[Any] = []
-    for place, module in routers:
-        module.register_forward_hook(
-            lambda _module, _inputs, output, place=place: seen.append(
-                (place, arch.selected_experts(output, spec.moe.top_k))
-            )
+    for place in spec.moe_layers():
+        arch.experts_module(model, *place).register_forward_pre_hook(
+            lambda _module, inputs, place=place: seen.append((place, inputs[0], *arch.routed(*inputs[1:])))
         )
     run(model, spec)
-    assert [place for place, _ in seen] == spec.moe_layers()
-    for (stack, _), experts in seen:
+    assert [place for place, *_ in seen] == spec.moe_layers()
+    for (stack, _), x, experts, weights in seen:
+        tokens = 2 * (3 if stack == "decoder" and spec.encoder else 5)
         assert experts.dtype == torch.int64
-        assert experts.shape == (2 * (3 if stack == "decoder" and spec.encoder else 5), spec.moe.top_k)
+        assert experts.shape == weights.shape == (tokens, spec.moe.top_k)
+        assert x.shape == (tokens, spec.d_model)
         assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.num_experts
+        assert (weights > 0).all()
 
 
 def test_tokens_dropped_by_capacity_are_marked(tmp_path: Path) -> None:
     arch, path = ARCHS["switch_transformers"], tiny_switch(tmp_path, expert_capacity=2, num_experts=2)
     model = arch.load(path, torch.float32)
-    _, router = arch.router_modules(model)[0]
-    experts = arch.selected_experts(router(torch.randn(3, 9, 24)), 1).view(3, 9)
-    for row in experts:
-        assert [int((row == expert).sum()) for expert in (0, 1)] == [2, 2] or int((row < 0).sum()) >= 5
+    seen: list[Any] = []
+    arch.experts_module(model, "encoder", 0).register_forward_pre_hook(
+        lambda _module, inputs: seen.append(arch.routed(*inputs[1:])[0])
+    )
+    with torch.inference_mode():
+        model.get_submodule("encoder")(torch.arange(2, 29).view(3, 9))
+    for row in seen[0].view(3, 9):
+        assert all(int((row == expert).sum()) <= 2 for expert in (0, 1))
         assert int((row < 0).sum()) >= 9 - 2 * 2
+        assert (row[:2] >= 0).all()  # the first two fit, whoever they go to
+
+
+def test_a_tower_cut_short_goes_on_from_hidden_states(tiny: tuple[str, Path]) -> None:
+    family, path = tiny
+    arch, spec = ARCHS[family], spec_of(family, path)
+    model = arch.load(path, torch.float32)
+    tower = arch.stack_module(model, "encoder" if spec.encoder else "decoder")
+    layers = getattr(tower, arch.layer_list)
+    assert len(layers) == (spec.encoder or spec.decoder).n_layers == 2
+    kept: list[torch.Tensor] = []
+    hook = layers[0].register_forward_hook(
+        lambda _module, _inputs, output: kept.append(output if isinstance(output, torch.Tensor) else output[0])
+    )
+    with torch.inference_mode():
+        whole = tower(torch.arange(2, 12).view(2, 5)).last_hidden_state
+        hook.remove()
+        setattr(tower, arch.layer_list, layers[1:])
+        assert torch.allclose(tower(inputs_embeds=kept[0]).last_hidden_state, whole, atol=1e-6)
+
+
+def test_an_empty_model_is_filled_like_a_loaded_one(tiny: tuple[str, Path]) -> None:
+    family, path = tiny
+    arch, spec = ARCHS[family], spec_of(family, path)
+    loaded, empty = arch.load(path, torch.float32), arch.empty(path)
+    assert not empty.training
+    assert {name: value.shape for name, value in empty.named_parameters()} == {
+        name: value.shape for name, value in loaded.named_parameters()
+    }
+    empty.load_state_dict(loaded.state_dict())
+    assert torch.allclose(run(empty, spec), run(loaded, spec), atol=1e-6)
 
 
 def run(model: Any, spec: ModelSpec) -> torch.Tensor:

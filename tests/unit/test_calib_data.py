@@ -5,13 +5,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from calib_data import docline, docstrings, g2p, manifest, wheels, wiki
 

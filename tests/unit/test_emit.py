@@ -12,23 +12,40 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe
 
+from moeconv.artifacts import Bits, uniform
 from moeconv.checkpoint import Checkpoint, CheckpointError
+from moeconv.coder import ExpertCoder
 from moeconv.emit import emit
-from moert.pack.codec import QuantizedMatrix, pack_codes
+from moeconv.errors import ConversionError
+from moeconv.quantizers.quantizer import Inputs, Wants
+from moert.pack.codec import F32, QuantizedMatrix, pack_codes
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
 
 
+class Killed(BaseException):
+    pass
+
+
 class Rounding:
-    """The plainest quantiser: one scale and minimum for each output channel."""
+    """The plainest quantiser: one scale and minimum for each output channel. Is killed after `most` matrices."""
 
     name, group_size = "rounding", 0
+    wants: Wants = "nothing"
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, most: int | None = None) -> None:
+        self.calls, self.most = 0, most
 
-    def quantize(self, weight: Any, bits: int) -> QuantizedMatrix:
+    def too_few(self, rows: int, in_features: int) -> bool:
+        return False
+
+    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        return [self._matrix(weight, bits) for weight in weights]
+
+    def _matrix(self, weight: F32, bits: int) -> QuantizedMatrix:
+        if self.calls == self.most:
+            raise Killed
         self.calls += 1
         low = weight.min(1, keepdims=True).astype(np.float16)
         scale = ((weight.max(1, keepdims=True) - low) / (2**bits - 1)).astype(np.float16)
@@ -41,10 +58,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_olmoe(tmp_path_factory.mktemp("olmoe"))
 
 
-def mixed_widths(checkpoint: Checkpoint) -> dict[ExpertKey, dict[str, int]]:
+def mixed_widths(checkpoint: Checkpoint) -> dict[ExpertKey, Bits]:
     widths = (2, 3, 4, 8, 16)
     return {
-        key: {name: widths[(index + place) % 5] for place, name in enumerate(checkpoint.spec.moe.projections)}
+        key: tuple(widths[(index + place) % 5] for place in range(len(checkpoint.spec.moe.projections)))
         for index, key in enumerate(checkpoint.spec.expert_keys())
     }
 
@@ -52,7 +69,7 @@ def mixed_widths(checkpoint: Checkpoint) -> dict[ExpertKey, dict[str, int]]:
 def write(source: Path, out: Path, quantizer: Rounding | None = None, **options: Any) -> Manifest:
     checkpoint = Checkpoint.open(source)
     options = {"seed": 7, "creator": "tests", **options}
-    return emit(checkpoint, mixed_widths(checkpoint), quantizer or Rounding(), out, **options)
+    return emit(ExpertCoder(checkpoint, quantizer or Rounding(), None), mixed_widths(checkpoint), out, **options)
 
 
 def recast(original: Path, to: Path, dtype: torch.dtype, factor: float = 1.0) -> Path:
@@ -67,10 +84,10 @@ def test_mixed_widths_come_back_within_their_error(original: Path, tmp_path: Pat
     checkpoint, pack = Checkpoint.open(original), Pack.open(tmp_path / "p")
     for key, widths in mixed_widths(checkpoint).items():
         stored = pack.projections(key, pack.read_expert(key))
-        for projection, weight in checkpoint.expert(key).items():
+        for width, (projection, weight) in zip(widths, checkpoint.expert(key).items(), strict=True):
             error = np.abs(projection_weights(stored[projection]) - weight).max()
             span = float((weight.max(1) - weight.min(1)).max())
-            assert error == 0 if widths[projection] == 16 else error <= 0.6 * span / (2 ** widths[projection] - 1)
+            assert error == 0 if width == 16 else error <= 0.6 * span / (2**width - 1)
     assert len(list(pack.verify_hashes())) == len(checkpoint.spec.expert_keys()) + len(pack.manifest.files)
 
 
@@ -87,49 +104,47 @@ def test_backbone_and_files_are_copied_as_they_are(original: Path, tmp_path: Pat
     assert (manifest.quantization.quantizer, manifest.quantization.seed) == ("rounding", 7)
 
 
-def test_importance_and_progress(original: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+def test_importance_is_kept(original: Path, tmp_path: Path) -> None:
     key = ExpertKey("decoder", 0, 2)
-    write(original, tmp_path / "p", importance={key: 0.25}, progress=lambda *step: seen.append(step))
+    write(original, tmp_path / "p", importance={key: 0.25})
     pack = Pack.open(tmp_path / "p")
     assert pack.entry(key).importance == 0.25
     assert pack.entry(ExpertKey("decoder", 0, 1)).importance is None
-    assert seen == [(done, 12) for done in range(1, 13)]
+
+
+def test_a_pack_holds_what_was_tried(original: Path, tmp_path: Path) -> None:
+    """The model on trial is given the very weights that the pack gives back."""
+    write(original, tmp_path / "p")
+    checkpoint, pack = Checkpoint.open(original), Pack.open(tmp_path / "p")
+    coder = ExpertCoder(checkpoint, Rounding(), None)
+    for key, bits in mixed_widths(checkpoint).items():
+        stored = pack.projections(key, pack.read_expert(key))
+        for projection, weight in coder.weights(key, bits).items():
+            assert np.array_equal(projection_weights(stored[projection]), weight)
 
 
 def test_a_run_cut_short_goes_on_and_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(done: int, total: int) -> None:
-        if done == 5:
-            raise Killed
-
     with pytest.raises(Killed):
-        write(original, tmp_path / "p", progress=kill)
+        write(original, tmp_path / "p", Rounding(most=13))
     assert not (tmp_path / "p").exists()
     quantizer, untouched = Rounding(), Rounding()
     write(original, tmp_path / "p", quantizer)
     write(original, tmp_path / "q", untouched)
-    assert 0 < quantizer.calls < untouched.calls
+    assert untouched.calls - 13 <= quantizer.calls < untouched.calls
     names = sorted(path.relative_to(tmp_path / "q") for path in (tmp_path / "q").rglob("*") if path.is_file())
     assert names == sorted(path.relative_to(tmp_path / "p") for path in (tmp_path / "p").rglob("*") if path.is_file())
     assert all((tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes() for name in names)
 
 
-def test_another_seed_starts_afresh(original: Path, tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(done: int, total: int) -> None:
-        raise Killed
-
+@pytest.mark.parametrize("change", ["seed", "widths"])
+def test_another_plan_starts_afresh(change: str, original: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        write(original, tmp_path / "p", progress=kill)
-    again, untouched = Rounding(), Rounding()
-    write(original, tmp_path / "p", again, seed=8)
-    write(original, tmp_path / "q", untouched)
-    assert again.calls == untouched.calls
+        write(original, tmp_path / "p", Rounding(most=13))
+    again, checkpoint = Rounding(), Checkpoint.open(original)
+    widths = mixed_widths(checkpoint) if change == "seed" else uniform(checkpoint.spec, 4)
+    seed = 8 if change == "seed" else 7
+    emit(ExpertCoder(checkpoint, again, None), widths, tmp_path / "p", seed=seed, creator="tests")
+    assert again.calls == sum(width < 16 for bits in widths.values() for width in bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -142,17 +157,30 @@ def test_other_sources_are_stored_as_float16(original: Path, tmp_path: Path, dty
 def test_values_beyond_float16_are_refused(original: Path, tmp_path: Path) -> None:
     source = recast(original, tmp_path / "hf", torch.float32, factor=1e6)
     checkpoint = Checkpoint.open(source)
+    coder = ExpertCoder(checkpoint, Rounding(), None)
     for width in (16, 4):
-        widths = {key: dict.fromkeys(checkpoint.spec.moe.projections, width) for key in checkpoint.spec.expert_keys()}
-        with np.errstate(all="ignore"), pytest.raises(CheckpointError, match="float16") as caught:
-            emit(checkpoint, widths, Rounding(), tmp_path / "p", seed=0, creator="tests")
+        with np.errstate(all="ignore"), pytest.raises(ConversionError, match="float16") as caught:
+            emit(coder, uniform(checkpoint.spec, width), tmp_path / "p", seed=0, creator="tests")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "p").exists()
 
 
-def test_widths_must_cover_every_expert(original: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(original)
+@pytest.mark.parametrize("wrong", [None, (4, 4), (4, 4, 5), (4, 4, 32)])
+def test_widths_must_cover_every_expert(wrong: Bits | None, original: Path, tmp_path: Path) -> None:
+    checkpoint, key = Checkpoint.open(original), ExpertKey("decoder", 1, 1)
     widths = mixed_widths(checkpoint)
-    del widths[ExpertKey("decoder", 1, 1)]
+    del widths[key]
+    if wrong is not None:
+        widths[key] = wrong
     with pytest.raises(ValueError, match="D01/E001"):
-        emit(checkpoint, widths, Rounding(), tmp_path / "p", seed=0, creator="tests")
+        emit(ExpertCoder(checkpoint, Rounding(), None), widths, tmp_path / "p", seed=0, creator="tests")
+
+
+def test_a_backbone_that_is_not_finite_is_refused(original: Path, tmp_path: Path) -> None:
+    source = recast(original, tmp_path / "hf", torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"decoder\.norm\.weight holds values that are not finite"):
+        write(source, tmp_path / "p")
+    assert not (tmp_path / "p").exists()

@@ -68,7 +68,7 @@ def value_at(document: dict[str, Any], at: Where) -> Any:
 # An object with free names: leaving one out is no error by itself.
 FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("crc32",)}
 NULLABLE = {
-    ("quality",), ("quality", "calibration"), ("quality", "heldout"), ("model", "encoder"),
+    ("quality",), ("quality", "target_loss"), ("quality", "calibration"), ("quality", "heldout"), ("model", "encoder"),
     ("model", "moe", "capacity"), ("model", "clip_qkv"), ("model", "max_positions"), ("model", "bos_token_id"),
     ("model", "pad_token_id"),
     ("model", "decoder_start_token_id"), ("experts", 0, "importance"),
@@ -121,6 +121,7 @@ def test_every_wrong_type_is_one_line(document: dict[str, Any], wrong: Any) -> N
         (("model", "encoder", "moe_layers"), [0.5], "moe_layers should be a list of whole numbers"),
         (("model", "norm_eps"), "small", "norm_eps should be a finite number, found 'small'"),
         (("quantization",), [1, 2], "quantization should be a JSON object, found a JSON array of 2"),
+        (("quality", "target_loss"), "5%", "target_loss should be a finite number, found '5%'"),
         (("quality", "heldout_sha256"), "00ff", "heldout_sha256 should be a sha256 in hexadecimal, found '00ff'"),
         (("files", "config.json", "crc32"), 1 << 32, "crc32 should be between 0 and 4294967295"),
         (("experts", 0, "bits", "up"), 5, r"widths should be among \(2, 3, 4, 8, 16\)"),
@@ -145,7 +146,7 @@ measured = st.none() | st.builds(Measured, finite, finite, finite, finite, finit
 line = st.text(st.characters(blacklist_categories=("C", "Z")), max_size=20)
 
 
-@given(st.builds(Quality, line, finite, measured, measured, st.just("1" * 64), st.just("2" * 64)), line)
+@given(st.builds(Quality, line, st.none() | finite, measured, measured, st.just("1" * 64), st.just("2" * 64)), line)
 def test_quality_comes_back(quality: Quality, creator: str) -> None:
     manifest = replace(BASE, quality=quality, creator=creator)
     assert parse_manifest(dump_manifest(manifest)) == manifest

@@ -1,99 +1,421 @@
-"""Scorers: what is remembered of one state must not change what is measured of another."""
+"""Scorers: the model run in parts, its experts grouped, is the model as transformers runs it."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_olmoe, tiny_switch
+from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB
 from tokenizers import Tokenizer
+from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.errors import CalibrationError
-from moeconv.metrics import METRICS
-from moeconv.quantizers import QUANTIZERS
-from moeconv.scorers.build import build_scorer, load_tokenizer, spread
-from moeconv.scorers.text import windows_of
+from moeconv.scorers.build import dealt, load_tokenizer, spread, volume
+from moeconv.scorers.experts import Call, Place, Substitute
+from moeconv.scorers.head import Head
+from moeconv.scorers.seq2seq import Seq2Seq
+from moeconv.scorers.text import choices_of, windows_of
 from moeconv.trial import Trial
+from moert.pack.model_spec import ExpertKey
+
+TinyModel = Callable[[str, str], Path]
+VARIANTS = [("switch", name) for name in SWITCH_VARIANTS] + [("olmoe", name) for name in OLMOE_VARIANTS]
 
 
-def text(rng: random.Random, count: int) -> str:
-    return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(1, 4))) for _ in range(count))
-
-
-def build(path: Path, metric: str, rng: random.Random):
-    trial = Trial(Checkpoint.open(path), QUANTIZERS["channel"](0))
+def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
+    """Three rows of which two are filled up on the right; a decoder's inputs beside them."""
+    ids = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(9) < torch.tensor([9, 7, 4])[:, None]).long()
     if trial.spec.encoder is None:
-        samples = [Sample(text(rng, 12)) for _ in range(30)]
-    else:
-        samples = [Sample(text(rng, rng.randint(1, 4)), text(rng, 3)) for _ in range(40)]
-    scorer = build_scorer(
-        trial,
-        load_tokenizer(path / "tokenizer.json"),
-        samples,
-        METRICS[metric],
-        limit=None,
-        context=24,
-        max_new_tokens=8,
-    )
-    return trial, scorer
+        return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5].flip(0)}
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@torch.inference_mode()
+def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model(family, variant))
+    theirs: Any = trial.arch.load(trial.checkpoint.path, torch.float32)
+    inputs, spec = inputs_of(trial), trial.spec
+    expected = theirs(**inputs).logits
+    assert torch.allclose(trial.model(**inputs).logits, expected, atol=1e-5 * float(expected.abs().max()))
+    if spec.moe.capacity is None or spec.moe.capacity >= 9:
+        n_encoder = 0 if spec.encoder is None else len(spec.encoder.moe_layers)
+        decoder_tokens = 3 * (9 if spec.encoder is None else 5)
+        assert trial.calls.rows == spec.moe.top_k * (n_encoder * 27 + len(spec.decoder.moe_layers) * decoder_tokens)
+    assert trial.calls.flops(3) == 3 * 2 * spec.weights_per_expert()
+
+
+@torch.inference_mode()
+def test_experts_run_only_for_the_tokens_that_are_wanted(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    inputs = inputs_of(trial)
+    expected, mask = trial.model(**inputs).logits, inputs["attention_mask"].bool()
+    rows = trial.calls.rows
+    with trial.calls.only(mask), trial.calls.recording() as seen:
+        found = trial.model(**inputs).logits
+    assert trial.calls.rows - rows == int(mask.sum()) * 2 * 2  # layers, experts of a token
+    assert torch.allclose(found[mask], expected[mask], atol=1e-5)
+    assert set(seen) == set(trial.spec.moe_layers())
+    for call in seen.values():
+        assert (call.chosen[~mask.flatten()] == -1).all()
+        assert int(call.rows(6).sum()) == int(mask.sum()) * 2
+    before = dict(seen)
+    trial.model(**inputs)
+    assert seen == before, "what comes after the block is not recorded"
+    assert torch.equal(trial.model(**inputs).logits, expected), "the restriction outlived its block"
+
+
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+@torch.inference_mode()
+def test_what_is_watched_explains_the_output(family: str, tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model(family, "small capacity" if family == "switch" else "plain"))
+    seen: list[tuple[Place, Call]] = []
+    outputs: list[torch.Tensor] = []
+    for place in trial.spec.moe_layers():
+        module = trial.arch.experts_module(trial.model, *place)
+        module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    with trial.calls.watching(lambda place, call: seen.append((place, call))):
+        trial.model(**inputs_of(trial))
+    assert [place for place, _ in seen] == trial.spec.moe_layers()
+    assert any((call.chosen < 0).any() for _, call in seen) == (family == "switch")
+    for (place, call), output in zip(seen, outputs, strict=True):
+        expected = torch.zeros_like(output)
+        for token, slot in (call.chosen >= 0).nonzero().tolist():
+            weights = trial.calls.weights(ExpertKey(*place, int(call.chosen[token, slot])))
+            expected[token] += call.weights[token, slot] * trial.calls.ffn(call.x[token][None], weights)[0]
+        assert torch.allclose(output.reshape(expected.shape), expected, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    inputs = inputs_of(trial)
+    keys = [ExpertKey("decoder", 1, expert) for expert in (0, 3)]
+    expected = []
+    for key in keys:
+        trial.assign({key: (2, 2, 2)})
+        expected.append(trial.model(**inputs).logits)
+        trial.restore()
+    twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
+    probe_of_row = torch.tensor([0, 0, 0, 1, 1, 1])
+    weights = [trial.weights(key, (2, 2, 2)) for key in keys]
+    substitute = Substitute(("decoder", 1), probe_of_row, torch.tensor([0, 3]), weights)
+    with trial.calls.only(None, substitute):
+        found = trial.model(**twice).logits
+    assert torch.allclose(found, torch.cat(expected), atol=1e-5)
+    assert not torch.allclose(found[:3], found[3:], atol=1e-2), "the substitutes made no difference"
+
+
+# Stacks and head ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("family", "metric"), [("switch", "rouge2"), ("switch", "perplexity"), ("olmoe", "perplexity")]
+    ("family", "variant"),
+    [("switch", "deeper encoder"), ("switch", "every second layer sparse"), ("switch", "small capacity"),
+     ("olmoe", "plain"), ("olmoe", "shared key heads")],
+)  # fmt: skip
+@torch.inference_mode()
+def test_a_stack_goes_on_from_any_layer(family: str, variant: str, tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model(family, variant))
+    samples, metric = (pairs(6), "rouge1") if family == "switch" else (running(3), "perplexity")
+    [scorer] = scorers(trial, samples, metric)
+    if family == "olmoe":
+        resumed_equals_whole(scorer.stack, {"input_ids": scorer.texts.ids})
+        return
+    bucket, model = scorer.buckets[-1], scorer.model
+    encoded = model.encode({"input_ids": bucket.inputs}, bucket.mask)
+    resumed_equals_whole(model.encoder, {"input_ids": bucket.inputs}, attention_mask=bucket.mask)
+    resumed_equals_whole(
+        model.decoder, {"input_ids": model.fed(bucket.targets)}, encoder_hidden_states=encoded[bucket.of_row],
+        encoder_attention_mask=bucket.mask[bucket.of_row],
+    )  # fmt: skip
+
+
+def resumed_equals_whole(stack: Any, inputs: dict[str, Any], **fixed: Any) -> None:
+    left: list[torch.Tensor] = []
+    whole = stack.run({**inputs, **fixed}, after=lambda _layer, hidden: left.append(hidden))
+    assert len(left) == stack.n_layers > 1
+    for layer, hidden in enumerate(left):
+        assert torch.allclose(stack.run({"inputs_embeds": hidden, **fixed}, layer + 1), whole, atol=1e-6), layer
+    replaced = stack.run({**inputs, **fixed}, after=lambda layer, _hidden: left[0] * 2 if layer == 0 else None)
+    assert torch.allclose(replaced, stack.run({"inputs_embeds": left[0] * 2, **fixed}, 1), atol=1e-6)
+    assert not torch.allclose(replaced, whole, atol=1e-2)
+    assert torch.equal(stack.run({**inputs, **fixed}), whole), "the stack was left shorter than it was"
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"), [("switch", "untied head"), ("switch", "all layers sparse"), ("olmoe", "plain")]
 )
-def test_resumed_scores_equal_scores_from_the_start(family: str, metric: str, tmp_path: Path) -> None:
-    path = tiny_switch(tmp_path) if family == "switch" else tiny_olmoe(tmp_path, num_hidden_layers=3)
-    trial, resuming = build(path, metric, random.Random(0))
-    _, fresh = build(path, metric, random.Random(0))
-    fresh.subject = trial
-    keys = trial.spec.expert_keys()
-    base = dict.fromkeys(keys, 4)
-    trial.assign(base)
-    resuming.score(keep=True)
-    changed_outputs = 0
-    for key in keys:
-        trial.assign({**base, key: 2})
-        expected, found = fresh.score(), resuming.score()
-        assert found.outputs == expected.outputs, key
-        assert np.allclose(found.per_sample, expected.per_sample, rtol=1e-5)
-        assert found.nll == pytest.approx(expected.nll, rel=1e-6)
-        trial.assign(base)
-        changed_outputs += expected.outputs != fresh.score().outputs
-    assert changed_outputs or metric == "perplexity", "no perturbation changed a generated text: nothing was tested"
+@pytest.mark.parametrize("size", [1.0, 300.0])
+@torch.inference_mode()
+def test_the_head_judges_as_full_distributions_do(
+    family: str, variant: str, size: float, tiny_model: TinyModel
+) -> None:
+    trial = trial_of(tiny_model(family, variant))
+    head = Head(trial.model, trial.spec)
+    head.chunk = 16  # so that 50 rows are several
+    generator = torch.Generator().manual_seed(2)
+    before, after = size * torch.randn(2, 50, trial.spec.d_model, generator=generator)
+    targets = torch.randint(VOCAB, (50,), generator=generator)
+    p, q = (
+        torch.log_softmax((hidden.double() * trial.spec.logit_scale) @ head.weight.double().T, dim=1)
+        for hidden in (before, after)
+    )
+    reference = head.reference(before)
+    nats, kls, best, lead = head.judge_with_best(after, targets, reference)
+    tolerance = 1e-5 * max(1.0, float(q.abs().max()) / 10)
+    assert torch.allclose(nats.double(), -q[torch.arange(50), targets], atol=tolerance)
+    assert torch.allclose(kls.double(), (p.exp() * (p - q)).sum(dim=1), atol=tolerance)
+    assert torch.equal(best, q.argmax(dim=1))
+    two = q.topk(2, dim=1).values
+    assert torch.allclose(lead.double(), two[:, 0] - two[:, 1], atol=tolerance)
+    assert torch.equal(head.best(after), best)
+    for mine, theirs in zip(head.judge(after, targets, reference), (nats, kls), strict=True):
+        assert torch.equal(mine, theirs)
+    own = head.judge(before, targets, reference)[1]
+    assert float(own.abs().max()) < tolerance
+    assert torch.equal(head.judge(after, targets, None)[1], torch.zeros(50))
 
 
-def test_small_capacity_is_never_resumed(tmp_path: Path) -> None:
-    trial, scorer = build(tiny_switch(tmp_path, expert_capacity=2), "rouge2", random.Random(0))
-    scorer.score(keep=True)
-    assert scorer._kept_outputs == []
-    assert trial.spec.moe.capacity == 2
+@torch.inference_mode()
+def test_the_head_takes_no_rows_at_all(tiny_model: TinyModel) -> None:
+    """As when a probe moves nothing but places that are not scored."""
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    head = Head(trial.model, trial.spec)
+    none, targets = torch.zeros(0, trial.spec.d_model), torch.zeros(0, dtype=torch.long)
+    assert [len(found) for found in head.judge_with_best(none, targets, None)] == [0, 0, 0, 0]
+    assert [len(found) for found in head.judge(none, targets, None)] == [0, 0]
 
 
-def test_generated_text_is_that_of_transformers(tmp_path: Path) -> None:
-    trial, scorer = build(tiny_switch(tmp_path), "rouge2", random.Random(1))
-    outputs = scorer.score().outputs
-    for sample, output in list(zip(scorer.samples, outputs, strict=True))[:12]:
-        ids = torch.tensor([scorer.tokenizer.encode(sample.source).ids])
-        written = trial.model.generate(ids, do_sample=False, num_beams=1, max_new_tokens=8)[0, 1:].tolist()
-        assert output == scorer.tokenizer.decode(written, skip_special_tokens=True)
+# Writing --------------------------------------------------------------------------------------------------------------
 
 
-def test_windows_count_the_words_that_end_in_them(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(tiny_olmoe(tmp_path) / "tokenizer.json"))
-    samples = [Sample(text(random.Random(2), 40))]
-    windows, words = windows_of(samples, tokenizer, 16)
-    assert windows.shape[1] == 16
-    total = len(samples[0].source.split())
-    assert total - len(windows) - 2 <= words.sum() <= total
+@pytest.fixture(scope="module")
+def writer(tiny_model: TinyModel) -> Trial:
+    return trial_of(tiny_model("switch", "many end marks"))
+
+
+@torch.inference_mode()
+def test_what_is_written_is_what_transformers_generates(writer: Trial) -> None:
+    trial = writer
+    [scorer] = scorers(trial, pairs(24), "rouge1", max_new_tokens=10)
+    model, lengths = scorer.model, []
+    for bucket in scorer.buckets:
+        encoded = scorer.encode(bucket)
+        written = model.write(encoded, bucket.mask, [()] * len(bucket.rows), 10)
+        for row, ids in enumerate(written):
+            assert ids == generated(trial, bucket.inputs[row][bucket.mask[row].bool()], [], 10)
+            lengths.append(len(ids))
+        for cut in (1, 2, 4):
+            # a row that stopped before the cut would not be asked to go on
+            rows = [row for row, ids in enumerate(written) if len(ids) > cut]
+            prefixes = [written[row][: cut if row % 2 else cut - 1] for row in rows]
+            if rows:
+                again = model.write(encoded[rows], bucket.mask[rows], prefixes, 10)
+                assert again == [written[row] for row in rows]
+    assert len(set(lengths)) > 3
+    assert max(lengths) == 10
+
+
+@torch.inference_mode()
+def test_writing_goes_on_from_prefixes_of_its_own_and_of_other_lengths(writer: Trial) -> None:
+    [scorer] = scorers(writer, pairs(12, 5), "rouge1")
+    bucket = max(scorer.buckets, key=lambda bucket: len(bucket.rows))
+    rng = random.Random(3)
+    usual = [token for token in range(2, VOCAB) if token not in writer.spec.eos_token_ids]
+    prefixes = [rng.choices(usual, k=row % 4) for row in range(len(bucket.rows))]
+    found = scorer.model.write(scorer.encode(bucket), bucket.mask, prefixes, 8)
+    assert len(prefixes) > 3
+    for row, (prefix, ids) in enumerate(zip(prefixes, found, strict=True)):
+        assert ids == generated(writer, bucket.inputs[row][bucket.mask[row].bool()], prefix, 8)
+
+
+def generated(trial: Trial, source: torch.Tensor, prefix: list[int], most: int) -> list[int]:
+    start = torch.tensor([[trial.spec.decoder_start_token_id, *prefix]])
+    found = trial.model.generate(
+        source[None], decoder_input_ids=start, do_sample=False, num_beams=1, max_new_tokens=most - len(prefix)
+    )
+    ids: list[int] = found[0, 1:].tolist()
+    return ids
+
+
+def test_text_that_capacity_would_cut_is_written_from_the_start(tiny_model: TinyModel) -> None:
+    assert not Seq2Seq(trial_of(tiny_model("switch", "small capacity"))).resumable(8)
+    model = Seq2Seq(trial_of(tiny_model("switch", "all layers sparse")))
+    assert model.resumable(64)
+    assert not model.resumable(65)
+
+
+# Scores ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_scores_of_targets_are_their_cross_entropy(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    samples = pairs(9, 4)
+    [scorer] = scorers(trial, samples, "perplexity")
+    reference = scorer.score(as_reference=True)
+    assert np.abs(reference.kls / reference.tokens).max() < 1e-5
+    trial.assign(dict.fromkeys(trial.spec.expert_keys()[:3], (2, 2)))
+    scores = scorer.score()
+    tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
+    for at, sample in enumerate(samples):
+        source, target = (torch.tensor([tokenizer.encode(text).ids]) for text in (sample.source, sample.target))
+        assert scores.nats[at] == pytest.approx(
+            float(trial.model(source, labels=target).loss) * target.numel(), abs=1e-4
+        )
+        assert (scores.tokens[at], scores.scores[at, 1]) == (target.numel(), len(sample.target.split()))
+    assert scores.nll == pytest.approx(scores.nats.sum() / scores.tokens.sum())
+    assert scores.kl > 1e-3
+
+
+@torch.inference_mode()
+def test_scores_of_windows_are_their_cross_entropy(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    [scorer] = scorers(trial, running(5), "token_perplexity")
+    scores = scorer.score(as_reference=True)
+    for ids, nats in zip(scorer.texts.ids, scores.nats, strict=True):
+        assert nats == pytest.approx(float(trial.model(ids[None], labels=ids[None]).loss) * 15, abs=1e-4)
+    assert scorer.n_samples == len(scorer.texts.ids) > 5
+
+
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+@torch.inference_mode()
+def test_the_likeliest_choice_is_taken(family: str, tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else "plain"))
+    samples = questions(8)
+    [scorer] = scorers(trial, samples, "accuracy", context=64)
+    scores = scorer.score()
+    tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
+    right = []
+    for at, sample in enumerate(samples):
+        nats = [choice_nats(trial, tokenizer, sample.source, choice) for choice in sample.choices]
+        right.append(float(int(np.argmin(nats)) == sample.label))
+        assert scores.nats[at] == pytest.approx(nats[sample.label], abs=1e-4)
+    assert scores.scores.tolist() == [[one, 1.0] for one in right]
+    assert 0 < sum(right) < len(right)
+
+
+def choice_nats(trial: Trial, tokenizer: Tokenizer, source: str, choice: str) -> float:
+    if trial.spec.encoder is not None:
+        ids, labels = (torch.tensor([tokenizer.encode(text).ids]) for text in (source, choice))
+        return float(trial.model(ids, labels=labels).loss) * labels.numel()
+    begin = len(tokenizer.encode(source + " ").ids) - 1  # the space is the choice's
+    ids = torch.tensor([tokenizer.encode(f"{source} {choice}").ids])
+    log_p = torch.log_softmax(trial.model(ids).logits[0, :-1].double(), dim=1)
+    return -float(log_p[torch.arange(begin - 1, ids.shape[1] - 1), ids[0, begin:]].sum())
+
+
+@pytest.mark.parametrize(
+    ("family", "metric"), [("switch", "rouge1"), ("switch", "accuracy"), ("olmoe", "perplexity"), ("olmoe", "accuracy")]
+)
+def test_blocks_hold_every_sample_once(family: str, metric: str, tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else "plain"))
+    samples = questions(7) if metric == "accuracy" else pairs(7) if family == "switch" else running(7)
+    [whole] = scorers(trial, samples, metric)
+    parts = scorers(trial, samples, metric, blocks=3)
+    expected, found = whole.score(), [part.score() for part in parts]
+    count = whole.n_samples
+    assert [part.n_samples for part in parts] == [len(range(block, count, 3)) for block in range(3)]
+    for block, scores in enumerate(found):
+        assert np.allclose(scores.nats, expected.nats[block::3], atol=1e-4)
+        assert np.allclose(scores.scores, expected.scores[block::3], atol=1e-4)
+        assert scores.outputs == expected.outputs[block::3]
+
+
+def test_routes_are_those_of_inputs_and_outputs(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    [scorer] = scorers(trial, pairs(5), "rouge1")
+    found = list(scorer.routes())
+    assert len(found) == len(scorer.buckets)
+    written = scorer.score().outputs
+    assert len(written) == 5
+    for routes, bucket in zip(found, scorer.buckets, strict=True):
+        assert list(routes) == trial.spec.moe_layers()
+        assert len(routes["encoder", 0]) == int(bucket.mask.sum())
+        assert all(((chosen >= 0) & (chosen < 4)).all() for chosen in routes.values())
+
+
+# Laying out -----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_count_the_words_that_end_in_them(tiny_model: TinyModel) -> None:
+    tokenizer = load_tokenizer(tiny_model("olmoe", "plain") / "tokenizer.json")
+    samples = [Sample(words(random.Random(seed), 40)) for seed in range(2)]
+    texts = windows_of(samples, tokenizer, 16)
+    assert texts.ids.shape[1] == 16
+    total = sum(len(sample.source.split()) for sample in samples)
+    assert total - len(texts.ids) - 2 <= texts.items.words.sum() <= total
+    assert not texts.scored[:, -1].any()
+    assert texts.scored[:, :-1].all()
+    first = len(tokenizer.encode(samples[0].source + "\n").ids)
+    assert texts.groups.tolist() == [int(16 * at + 1 >= first) for at in range(len(texts.ids))]
     with pytest.raises(CalibrationError, match="too few"):
         windows_of(samples, tokenizer, 400)
 
 
-def test_spread_is_even() -> None:
+def test_a_choice_is_scored_alone_and_a_long_text_loses_its_beginning(tiny_model: TinyModel) -> None:
+    tokenizer = load_tokenizer(tiny_model("olmoe", "plain") / "tokenizer.json")
+    texts = choices_of([Sample("abc def", "xy", ("xy", "xyz"), 0)], tokenizer, 6)
+    decoded = [tokenizer.decode(row.tolist()) for row in texts.ids]
+    assert decoded == ["def xy"[-6:], "ef xyz"]
+    assert texts.scored.sum(dim=1).tolist() == [3, 4]  # with the space before it
+    assert texts.items.right.tolist() == [True, False]
+    cut = choices_of([Sample("a", "xyzxyz", ("xyzxyz", "b"), 0)], tokenizer, 4)
+    assert cut.scored[0].tolist() == [True, True, True, False]
+
+
+def test_parts_and_volumes(tiny_model: TinyModel) -> None:
     assert spread(10, 5) == [0, 2, 4, 6, 8]
     assert spread(3, None) == spread(3, 7) == [0, 1, 2]
+    assert dealt("abcde", 2) == [["a", "c", "e"], ["b", "d"]]
+    with pytest.raises(CalibrationError, match="2 samples can't be divided into 3 blocks"):
+        dealt("ab", 3)
+    for family, variant, samples in (
+        ("switch", "plain", pairs(7)), ("switch", "plain", questions(7)), ("olmoe", "plain", running(7)),
+        ("olmoe", "plain", questions(7)),
+    ):  # fmt: skip
+        trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else variant))
+        metric = "accuracy" if samples[0].choices else "perplexity"
+        [scorer] = scorers(trial, samples, metric, limit=5)
+        tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
+        found = volume(trial.spec, tokenizer, samples, limit=5, context=16, max_new_tokens=None)
+        assert found.samples == scorer.n_samples == 5
+        if family == "switch":
+            assert found.encoder_tokens >= sum(bucket.mask.numel() for bucket in scorer.buckets)
+            assert found.decoder_tokens >= sum(bucket.targets.numel() for bucket in scorer.buckets)
+        else:
+            assert found.decoder_tokens >= scorer.texts.ids.numel()
+
+
+def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    from moeconv.errors import SettingsError
+
+    with pytest.raises(SettingsError, match="is not there"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingsError, match="can't be used"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_trial_gives_back_what_it_changed(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    checkpoint, key = Checkpoint.open(trial.checkpoint.path), ExpertKey("decoder", 1, 2)
+    trial.assign({key: (2, 4, 16)})
+    gate, _, down = trial.calls.weights(key)
+    assert len(gate[0].unique()) <= 4
+    assert np.array_equal(down.detach().numpy(), checkpoint.expert(key)["down"])
+    trial.restore()
+    for mine, name in zip(trial.calls.weights(key), trial.spec.moe.projections, strict=True):
+        assert np.array_equal(mine.detach().numpy(), checkpoint.expert(key)[name])

@@ -6,27 +6,78 @@ from pathlib import Path
 
 import pytest
 
+from moeconv.artifacts import Target
 from moeconv.errors import SettingsError
 from moeconv.recipe import Recipe
-from moeconv.settings import Settings, parse_bits, parse_share
+from moeconv.settings import (
+    Settings,
+    check_counts,
+    parse_bits,
+    parse_bytes,
+    parse_confidence,
+    parse_fields,
+    parse_share,
+    parse_target,
+)
 
 
 @pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 2.5 % ", 0.025), ("0", 0), (".1", 0.1)])
-def test_loss(text: str, value: float) -> None:
+def test_a_share(text: str, value: float) -> None:
     assert parse_share(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["5", "five", "-1%", "100%", "1.0", "", "nan", "5%%"])
-def test_bad_loss(text: str) -> None:
+def test_no_share(text: str) -> None:
     with pytest.raises(SettingsError, match="--loss"):
         parse_share(text)
 
 
-def test_margin_narrows_what_is_planned_for() -> None:
-    settings = Settings("m", Path("o"), Path("w"), target_loss=0.04, margin=0.25, calib="c")
-    assert settings.planned_loss == pytest.approx(0.03)
-    with pytest.raises(SettingsError, match="--margin"):
-        parse_share("2", "--margin")
+def test_a_percent_sign_that_was_forgotten_is_guessed() -> None:
+    with pytest.raises(SettingsError, match="did you mean 5%"):
+        parse_share("5", "--margin")
+
+
+def test_one_target_at_a_time() -> None:
+    assert parse_target(None, None, None) == Target("loss", 0.05)
+    assert parse_target("2%", None, None) == Target("loss", 0.02)
+    assert parse_target(None, "1.5MB", None) == Target("size", 1_500_000)
+    assert parse_target(None, None, 2.8) == Target("bits", 2.8)
+    for given, says in (
+        (("5%", "1MB", None), "--loss and --size"),
+        (("5%", None, 3.0), "--loss and --bits-per-weight"),
+        (("5%", "1MB", 3.0), "--loss and --size and --bits-per-weight"),
+    ):
+        with pytest.raises(SettingsError, match=f"{says}: one target"):
+            parse_target(*given)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("120MB", 120_000_000),
+        ("1.5 gib", 3 << 29),
+        ("7", 7),
+        ("7b", 7),
+        (".5KB", 500),
+        ("2GB", 2 * 10**9),
+        ("1KiB", 1024),
+    ],
+)
+def test_a_size(text: str, value: int) -> None:
+    assert parse_bytes(text, "--memory") == value
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1TB", "1M", "1 2MB", "1IB", "nan"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--memory .*: expected a size such as 120MB"):
+        parse_bytes(text, "--memory")
+
+
+def test_confidence() -> None:
+    assert parse_confidence("95%") == 0.95
+    assert parse_confidence(" None ") is None
+    with pytest.raises(SettingsError, match="--confidence"):
+        parse_confidence("certain")
 
 
 def test_bits() -> None:
@@ -36,60 +87,119 @@ def test_bits() -> None:
             parse_bits(text)
 
 
+def test_fields() -> None:
+    assert parse_fields(None) is None
+    assert parse_fields(" input = question, target=answer") == {"input": "question", "target": "answer"}
+    assert parse_fields("text=a=b") == {"text": "a=b"}
+    for text in ("", "input", "input=", "=x", "input=a,,target=b"):
+        with pytest.raises(SettingsError, match=r"--fields .*expected pairs"):
+            parse_fields(text)
+
+
+def settings(**change: object) -> Settings:
+    return Settings(**{"model": "m", "out": Path("o"), "work": Path("w"), "calib": "c", **change})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"quantizer": "magic"}, "--quantizer magic"),
+        ({"quantizer": "magic"}, "--quantizer magic: expected one of channel, group, gptq"),
+        ({"allocation": "magic"}, "--allocation magic"),
+        ({"signal": "magic"}, "--signal magic: expected one of metric, nll, kl"),
         ({"metric": "bleu"}, "--metric bleu"),
         ({"group_size": 48, "quantizer": "group"}, "--group-size 48"),
-        ({"group_size": 32}, "--group-size has no effect"),
-        ({"calib": None, "bits": (16,), "metric": "rouge2"}, "--metric has no effect"),
-        ({"out": Path("/")}, "expected new directories"),
+        ({"group_size": 32, "quantizer": "channel"}, "--group-size has no effect"),
+        ({"bits": ()}, "--bits"),
+        ({"bits": (2, 5)}, "--bits"),
         ({"calib": None}, "--calib is missing"),
+        ({"calib": None, "bits": (16,), "metric": "rouge2"}, "--metric has no effect"),
+        ({"calib": None, "bits": (16,), "sweep_samples": 3}, "--sweep-samples has no effect"),
+        ({"calib": None, "bits": (16,), "fields": {"text": "a"}}, "--fields has no effect"),
+        ({"out": Path("/")}, "expected new directories"),
         ({"samples": 0}, "--samples 0"),
+        ({"sweep_samples": 0}, "--sweep-samples 0"),
+        ({"heldout_samples": -1}, "--heldout-samples -1"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"context": 1}, "--context 1"),
         ({"seed": -1}, "--seed -1"),
+        ({"seed": 1 << 32}, "--seed 4294967296"),
+        ({"margin": 1.0}, "a margin of 1"),
+        ({"confidence": 0.4}, "--confidence 0.4: expected 50%"),
+        ({"confidence": 1.0}, "--confidence 1"),
+        ({"racing": 0.0}, "--racing 0"),
+        ({"racing": 0.5}, "--racing 0.5: expected an error probability below 50%"),
+        ({"target": Target("loss", 1.0)}, "a loss of 1"),
+        ({"target": Target("size", 0.0)}, "a target of 0 size"),
+        ({"target": Target("bits", -2.0)}, "a target of -2 bits"),
+        ({"target": Target("bits", float("nan"))}, "a target of nan"),
+        ({"target": Target("bits", 2.0), "margin": 0.1}, "--margin has no effect without --loss"),
     ],
 )
-def test_bad_settings(change: dict, says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        Settings(**{"model": "m", "out": Path("o"), "work": Path("w"), "calib": "c", **change})
+def test_bad_settings(change: dict[str, object], says: str) -> None:
+    with pytest.raises(SettingsError, match=says) as caught:
+        settings(**change)
+    assert "\n" not in str(caught.value)
 
 
-def test_recipe_rejects_what_it_does_not_know(tmp_path: Path) -> None:
-    path = tmp_path / "a.toml"
-    path.write_text('model = "m"\ncalib = "c"\nlos = "5%"\n')
-    with pytest.raises(SettingsError, match="unknown entry 'los'"):
-        Recipe.load(path, tmp_path)
-    path.write_text('model = "m"\ncalib = "c"\n[expect]\nsize = 3\n')
-    with pytest.raises(SettingsError, match="unknown entry 'size'"):
-        Recipe.load(path, tmp_path)
-    for line, says in (
-        ("bits = 4", "bits = 4 has the wrong type"),
-        ('bits = [2, "4"]', "wrong type"),
-        ("samples = 4.5", "wrong type"),
-        ("samples = true", "wrong type"),
-        ('profile_paths = "no"', "true or false"),
-        ('out = "x"', "not for a recipe"),
-        ("expect = 3", "should be a table"),
-        ('[expect]\nheldout_loss_at_most = "5%"', "wrong type"),
-    ):
-        path.write_text(f'model = "m"\ncalib = "c"\n{line}\n')
-        with pytest.raises(SettingsError, match=says):
-            Recipe.load(path, tmp_path)
-    path.write_text('calib = "c"\n')
-    with pytest.raises(SettingsError, match="model is missing"):
-        Recipe.load(path, tmp_path)
-    path.write_text('model = "m"\nbits = [16]\n')
-    with pytest.raises(SettingsError, match="without calib"):
-        Recipe.load(path, tmp_path)
-    path.write_text("model = [")
-    with pytest.raises(SettingsError, match="can't be read as TOML"):
-        Recipe.load(path, tmp_path)
+def test_good_settings() -> None:
+    assert settings(target=Target("loss", 0.04), margin=0.25).planned_loss == pytest.approx(0.03)
+    assert settings(confidence=None).confidence is None
+    assert settings(racing=0.05).racing == 0.05
+    assert settings(calib=None, bits=(16,)).bits == (16,)
+    assert settings(group_size=64, quantizer="gptq").group_size == 64
+    assert settings(target=Target("size", 1.0)).target.kind == "size"
+
+
+def test_counts() -> None:
+    check_counts(context=2, seed=0, samples=None, limit=1)
+    with pytest.raises(SettingsError, match="--limit 0: expected 1 or more"):
+        check_counts(limit=0)
+
+
+# Recipes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('model = "m"\ncalib = "c"\nlos = "5%"', "unknown entry 'los'"),
+        ('model = "m"\ncalib = "c"\n[expect]\nsize = 3', "unknown entry 'size'"),
+        ('model = "m"\ncalib = "c"\nbits = 4', "bits = 4 has the wrong type"),
+        ('model = "m"\ncalib = "c"\nbits = [2, "4"]', "wrong type"),
+        ('model = "m"\ncalib = "c"\nsamples = 4.5', "wrong type"),
+        ('model = "m"\ncalib = "c"\nsamples = true', "wrong type"),
+        ('model = "m"\ncalib = "c"\nprofile_paths = "no"', "true or false"),
+        ('model = "m"\ncalib = "c"\nout = "x"', "not for a recipe"),
+        ('model = "m"\ncalib = "c"\nexpect = 3', "should be a table"),
+        ('model = "m"\ncalib = "c"\n[expect]\nheldout_loss_at_most = "5%"', "wrong type"),
+        ('model = "m"\ncalib = "c"\nloss = "5%"\nsize = "1MB"', "one target"),
+        ('model = "m"\ncalib = "c"\ntarget = "5%"', "loss, size or bits_per_weight"),
+        ('calib = "c"', "model is missing"),
+        ('model = "m"\nbits = [16]', "without calib"),
+        ("model = [", "can't be read as TOML"),
+    ],
+)
+def test_a_recipe_that_is_wrong_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(text + "\n")
+    with pytest.raises(SettingsError, match=says) as caught:
+        Recipe.load(tmp_path / "a.toml", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_says_what_a_command_line_does(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        'model = "m"\ncalib = "c"\nsize = "2MB"\nconfidence = "none"\nracing = "5%"\nmemory = "1GiB"\nbits = [2, 4]\n'
+    )
+    recipe = Recipe.load(tmp_path / "a.toml", tmp_path)
+    found = recipe.settings
+    assert (found.target, found.confidence, found.racing) == (Target("size", 2e6), None, 0.05)
+    assert (found.memory_bytes, found.bits, found.out) == (1 << 30, (2, 4), tmp_path / "a.pack")
     with pytest.raises(SettingsError, match="no such file"):
         Recipe.load(tmp_path / "none.toml", tmp_path)
 
 
 def test_the_recipes_of_the_repository_load() -> None:
-    for path in Path("recipes").glob("*.toml"):
-        assert Recipe.load(path, Path("build")).settings.target_loss == 0.05
+    paths = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+    assert paths
+    for path in paths:
+        assert Recipe.load(path, Path("build")).settings.target == Target("loss", 0.05)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.train import attention, grouped, muon
 from recipes.train.cross import ChunkedCross

@@ -422,7 +422,7 @@ def test_two_runs_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_only_a_full_disk_asks_for_space(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("a file")
-    with pytest.raises(WriteFailed, match=r"directory; choose another place$"):
+    with pytest.raises(WriteFailed, match=r"is not a directory: choose another --out$"):
         PackWriter(tmp_path / "there" / "model.pack", DECODER, QUANTIZATION, "seed 0")
 
 

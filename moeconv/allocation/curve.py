@@ -1,0 +1,69 @@
+"""Size against loss: the frontier thinned to what a person can read, with everything that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from moeconv.allocation.frontier import Frontier
+from moeconv.allocation.lossmap import LossMap
+from moeconv.allocation.problem import Plan
+from moeconv.allocation.search import Judged
+from moeconv.artifacts import CurvePoint
+
+POINTS = 40
+
+
+def curve(
+    frontier: Frontier, judged: Sequence[Judged], chosen: Plan | None, known: Iterable[tuple[float, float]] = ()
+) -> tuple[CurvePoint, ...]:
+    """By rising bytes: about POINTS plans at even steps of size, all `judged` plans, and the `chosen` one.
+
+    Losses are predicted through everything that was measured, with `known` (cost, loss) from elsewhere; None where
+    that is nothing at all.
+    """
+    measured = {(one.nbytes, one.cost): one for one in judged}
+    places = {(int(frontier.sizes[index]), float(frontier.costs[index])) for index in _spread(frontier.sizes)}
+    mark = None
+    if chosen is not None:
+        same = [place for place in measured if place[0] == chosen.nbytes and np.isclose(place[1], chosen.cost)]
+        mark = same[0] if same else (chosen.nbytes, chosen.cost)
+        places.add(mark)
+    points = [*known, *((one.cost, one.loss) for one in judged)]
+    loss_at = LossMap(points, float(frontier.costs[-1])) if points else None
+    found = []
+    for nbytes, cost in sorted(places | set(measured), key=lambda place: (place[0], -place[1])):
+        one = measured.get((nbytes, cost))
+        found.append(
+            CurvePoint(
+                nbytes=nbytes,
+                predicted_loss=None if loss_at is None else float(loss_at(cost)),
+                loss=None if one is None else one.loss,
+                upper=None if one is None else one.upper,
+                chosen=(nbytes, cost) == mark,
+            )
+        )
+    return tuple(found)
+
+
+def format_curve(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
+    """A table for the terminal. `weights` are those of all experts, `int4_bytes` what they take at uniform INT4."""
+    lines = [f"  {'MB':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9} {'upper':>8}"]
+    for point in points:
+        lines.append(
+            f"  {point.nbytes / 1e6:>10,.2f} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
+            f"{_percent(point.predicted_loss):>10} {_percent(point.loss):>9} {_percent(point.upper):>8}"
+            + ("  chosen" if point.chosen else "")
+        )
+    return "\n".join(lines)
+
+
+def _spread(sizes: np.ndarray) -> list[int]:
+    """Indices of about POINTS plans, the first and the last among them, at even steps of size."""
+    wanted = np.linspace(float(sizes[0]), float(sizes[-1]), POINTS)
+    return sorted({0, len(sizes) - 1, *(int(index) for index in np.searchsorted(sizes, wanted, side="right") - 1)})
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"

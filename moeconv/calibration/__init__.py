@@ -1,0 +1,7 @@
+"""Calibration text: read it, refuse what is unusable, divide it into parts that share no sample."""
+
+from moeconv.calibration.division import divide
+from moeconv.calibration.load import MIN_SAMPLES, load_splits
+from moeconv.calibration.sample import Sample, Splits, samples_digest
+
+__all__ = ["MIN_SAMPLES", "Sample", "Splits", "divide", "load_splits", "samples_digest"]

@@ -1,0 +1,46 @@
+"""Data sets with a manifest in calib_data/: built by their builders, and used only as the manifest describes them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeconv.errors import CalibrationError
+from moeconv.toml import read_toml
+
+CATALOGUE = Path("calib_data")  # where conversions are started from, as are the paths in its manifests
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The files of the two splits, each with the hash that the manifest has for it, and the metric to judge by."""
+
+    calibration: Path
+    heldout: Path
+    metric: str | None
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in CATALOGUE.glob("*.toml"))
+
+
+def find_entry(name: str) -> Entry | None:
+    """None when the name is not in the catalogue. Raises CalibrationError for a split that is not as in its manifest,
+    SettingsError for a manifest that is no TOML."""
+    path = CATALOGUE / f"{name}.toml"
+    if Path(name).suffix or not path.is_file():
+        return None
+    manifest = read_toml(path)
+    try:
+        builder = f"build it with `python {manifest['builder']}`"
+        splits = [manifest["splits"][name] for name in ("calibration", "heldout")]
+        files = [(Path(split["file"]), split["sha256"]) for split in splits]
+    except (KeyError, TypeError):
+        raise CalibrationError(f"{path}: needs a builder, and a file and its sha256 for both splits") from None
+    for file, sha256 in files:
+        if not file.is_file():
+            raise CalibrationError(f"{file} is not there: {builder}")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+            raise CalibrationError(f"{file} differs from its manifest {path}: {builder}")
+    return Entry(files[0][0], files[1][0], manifest.get("metric"))

@@ -1,0 +1,64 @@
+"""Rows of a data set of the `datasets` library: by its name on the hub, or from a folder made by `save_to_disk`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moeconv.calibration.rows import Rows
+from moeconv.errors import CalibrationError
+
+HUB = "hf:"
+
+
+def is_dataset(named: str) -> bool:
+    return named.startswith(HUB) or _folder(named) is not None
+
+
+def read_dataset(named: str) -> Rows:
+    """`hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG` or a folder, each with `@SPLIT` behind it where there are several
+    splits. One column of class labels gives the names of its classes as `choices`, where rows have none.
+
+    Raises CalibrationError.
+    """
+    data = _split_of(named, _loaded(named))
+    classes = [kind.names for kind in data.features.values() if type(kind).__name__ == "ClassLabel"]
+    extra = {"choices": classes[0]} if len(classes) == 1 else {}
+    for number, row in enumerate(data, 1):
+        yield f"{named}: row {number}", {**extra, **row}
+
+
+def _folder(named: str) -> Path | None:
+    """The folder that is meant; a name may have a split behind it."""
+    for path in (Path(named), Path(named.rpartition("@")[0] or named)):
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return path
+    return None
+
+
+def _loaded(named: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise CalibrationError(f"{named} needs the package datasets: pip install 'moert[convert]'") from None
+    try:
+        folder = _folder(named)
+        if folder is not None:
+            return datasets.load_from_disk(str(folder))
+        parts = named.removeprefix(HUB).partition("@")[0].split("/")
+        return datasets.load_dataset("/".join(parts[:2]), *parts[2:3])
+    except Exception as error:  # no network, no such name, a damaged file: the library has a type for each
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CalibrationError(f"{named}: the data set can't be loaded ({reason[:200]})") from None
+
+
+def _split_of(named: str, loaded: Any) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    split = named.rpartition("@")[2] if "@" in named else ""
+    if len(loaded) == 1 and not split:
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        known = ", ".join(loaded)
+        raise CalibrationError(f"{named}: there are the splits {known}: name one as {named.partition('@')[0]}@SPLIT")
+    return loaded[split]

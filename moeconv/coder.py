@@ -1,0 +1,147 @@
+"""What an expert's weights become at given widths: the one place that trial and emit both ask."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from moeconv.artifacts import Bits
+from moeconv.checkpoint import F32, Checkpoint, CheckpointError
+from moeconv.errors import WeightsUnusable
+from moeconv.moments import Moments
+from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
+from moert.pack.codec import QuantizedMatrix, dequantize
+from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.reader import Projection
+
+ORIGINAL = 32
+"""The width of an expert as the checkpoint has it; 16 is what a pack stores, which may round a float32 source."""
+
+CACHE_BYTES = 256 << 20
+BATCH_BYTES = 64 << 20  # of float32 weights
+
+
+class ExpertCoder:
+    """`fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser (`too_few` of it).
+
+    What was quantised is remembered, the latest `CACHE_BYTES` of it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, quantizer: Quantizer, moments: Moments | None) -> None:
+        self.checkpoint = checkpoint
+        self.quantizer = quantizer
+        self.moments = None if quantizer.wants == "nothing" else moments
+        self._cache: OrderedDict[tuple[ExpertKey, str, int], QuantizedMatrix] = OrderedDict()
+        self._cached_bytes = 0
+
+    @property
+    def dtype16(self) -> str:
+        """ "BF16" or "F16": how a pack of this checkpoint stores 16 bits."""
+        return "BF16" if self.checkpoint.source_dtype == "BF16" else "F16"
+
+    @property
+    def fallbacks(self) -> list[tuple[ExpertKey, str]]:
+        if self.moments is None:
+            return []
+        spec = self.checkpoint.spec
+        return [
+            (key, projection)
+            for key in spec.expert_keys()
+            for projection in spec.moe.projections
+            if self.quantizer.too_few(self.moments.rows(key), spec.projection_shape(projection)[1])
+        ]
+
+    def code(self, key: ExpertKey, bits: Bits) -> dict[str, Projection]:
+        """Projection → what a pack stores at that width: a QuantizedMatrix, or weights [out, in] for 16 bits.
+
+        Raises CheckpointError or WeightsUnusable, naming the expert, for values that the width can't hold.
+        """
+        coded: dict[str, Projection] = {}
+        source: dict[str, F32] = {}
+        for name, width in zip(self.checkpoint.spec.moe.projections, bits, strict=True):
+            cached = self._cached(key, name, width)
+            if cached is not None:
+                coded[name] = cached
+                continue
+            source = source or self.checkpoint.expert(key)
+            if width == 16:
+                self._check_16(key, name, source[name])
+                coded[name] = source[name]
+            else:
+                coded[name] = self._quantize([key], name, width, source[name][None])[0]
+        return coded
+
+    def weights(self, key: ExpertKey, bits: Bits) -> dict[str, F32]:
+        """Projection → weights [out, in] as a pack gives them back; ORIGINAL stands for the checkpoint's own."""
+        names = self.checkpoint.spec.moe.projections
+        if ORIGINAL in bits:
+            if set(bits) != {ORIGINAL}:
+                raise ValueError(f"{key}: an expert is original as a whole or not at all, got {bits}")
+            return self.checkpoint.expert(key)
+        coded = self.code(key, bits)
+        return {name: self._restored(coded[name]) for name in names}
+
+    def prepare(self, stack: Stack, layer: int, bits: int) -> None:
+        """Quantises all experts of a layer at one width, as many in one call as `BATCH_BYTES` allow."""
+        spec = self.checkpoint.spec
+        keys = [ExpertKey(stack, layer, expert) for expert in range(spec.moe.num_experts)]
+        missing = [key for key in keys if any(self._cached(key, name, bits) is None for name in spec.moe.projections)]
+        at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
+        for start in range(0, len(missing), at_once):
+            batch = missing[start : start + at_once]
+            sources = [self.checkpoint.expert(key) for key in batch]
+            for name in spec.moe.projections:
+                self._quantize(batch, name, bits, np.stack([source[name] for source in sources]))
+
+    def _quantize(self, keys: list[ExpertKey], name: str, bits: int, weights: F32) -> list[QuantizedMatrix]:
+        """weights [n, out, in] of one projection of n experts of a layer."""
+        try:
+            matrices = self.quantizer.quantize(weights, bits, self._inputs(keys, name))
+        except WeightsUnusable as error:
+            which = f"expert {keys[0]}" if len(keys) == 1 else f"experts {keys[0]} to {keys[-1]}"
+            raise WeightsUnusable(f"{which}, {name}, at {bits} bits: {error}") from None
+        for key, matrix in zip(keys, matrices, strict=True):
+            if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):
+                raise WeightsUnusable(f"expert {key}, {name}: its scales at {bits} bits are not finite in float16")
+            self._remember((key, name, bits), matrix)
+        return matrices
+
+    def _inputs(self, keys: list[ExpertKey], name: str) -> Inputs | None:
+        if self.moments is None:
+            return None
+        each = [self.moments.inputs(key, name) for key in keys]
+        return Inputs(np.concatenate([one.rows for one in each]), np.concatenate([one.moment for one in each]))
+
+    def _cached(self, key: ExpertKey, name: str, bits: int) -> QuantizedMatrix | None:
+        found = self._cache.get((key, name, bits))
+        if found is not None:
+            self._cache.move_to_end((key, name, bits))
+        return found
+
+    def _remember(self, at: tuple[ExpertKey, str, int], matrix: QuantizedMatrix) -> None:
+        if at not in self._cache:
+            self._cache[at] = matrix
+            self._cached_bytes += _nbytes(matrix)
+        while self._cached_bytes > CACHE_BYTES:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= _nbytes(dropped)
+
+    def _restored(self, coded: Projection) -> F32:
+        if isinstance(coded, QuantizedMatrix):
+            return dequantize(coded)
+        return coded if self.dtype16 == "BF16" else coded.astype(np.float16).astype(np.float32)
+
+    def _check_16(self, key: ExpertKey, name: str, weight: F32) -> None:
+        largest = float(np.abs(weight).max(initial=0.0))
+        if not np.isfinite(largest):
+            raise CheckpointError(f"expert {key}, {name} holds values that are not finite: the checkpoint is damaged")
+        if self.dtype16 == "F16" and largest > MAX_F16:
+            raise CheckpointError(
+                f"expert {key}, {name} holds {largest:.6g}, more than float16 can hold ({MAX_F16:.0f}): "
+                "save the checkpoint as bfloat16 or give this expert fewer bits"
+            )
+
+
+def _nbytes(matrix: QuantizedMatrix) -> int:
+    return matrix.qweight.nbytes + matrix.scale.nbytes + matrix.minimum.nbytes

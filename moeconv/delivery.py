@@ -1,0 +1,128 @@
+"""The end of a conversion: its report, and the pack with the report in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import moeconv
+from moeconv import artifacts
+from moeconv.artifacts import (
+    Assignment,
+    ConversionReport,
+    CurvePoint,
+    SensitivityTable,
+    Step,
+    SweepCost,
+)  # fmt: skip
+from moeconv.calibration import Splits
+from moeconv.coder import ExpertCoder
+from moeconv.emit import emit
+from moeconv.planning import uniform_bytes, weights_of
+from moeconv.records import Record
+from moeconv.settings import Settings
+from moert.pack.layout import expert_layout
+from moert.pack.manifest import Manifest, Measured, Quality
+from moert.pack.model_spec import ExpertKey, ModelSpec
+
+REPORT = "report.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was decided and measured; widths alone where nothing was."""
+
+    widths: Assignment
+    metric: str = ""
+    calibration: Measured | None = None
+    upper_bound: float | None = None
+    heldout: Measured | None = None
+    splits: Splits | None = None
+    table: SensitivityTable | None = None
+    sweep_cost: SweepCost | None = None
+    curve: tuple[CurvePoint, ...] = ()
+    steps: tuple[Step, ...] = ()
+    samples: tuple[Mapping[str, str], ...] = ()
+    evaluations: tuple[Record, ...] = ()
+
+    def importance(self) -> dict[ExpertKey, float] | None:
+        """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
+        unquantised model scores nothing on the ranking text, there is no loss to tell it by."""
+        if self.table is None:
+            return None
+        whole = [min(probe.bits) for probe in self.table.costs if len(set(probe.bits)) == 1]
+        found = self.table.importance(min(whole)) if whole else {}
+        return {key: cost for key, cost in found.items() if math.isfinite(cost)} or None
+
+
+def deliver(
+    settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float
+) -> tuple[Manifest, ConversionReport]:
+    """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError."""
+    report = _report(settings, coder, outcome, seconds)
+    quality = None
+    if outcome.splits is not None:
+        target = settings.target.value if settings.target.kind == "loss" else None
+        quality = Quality(
+            outcome.metric, target, outcome.calibration, outcome.heldout,
+            outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
+        )  # fmt: skip
+    manifest = emit(
+        coder, outcome.widths, settings.out, seed=settings.seed, creator=f"moeconv {moeconv.__version__}",
+        importance=outcome.importance(), quality=quality,
+        extra_files={REPORT: (json.dumps(artifacts.to_json(report), indent=1) + "\n").encode()},
+    )  # fmt: skip
+    return manifest, report
+
+
+def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float) -> ConversionReport:
+    spec, quantizer = coder.checkpoint.spec, coder.quantizer
+    sizes = _expert_bytes(spec, outcome.widths, quantizer.group_size)
+    counts: dict[int, int] = {}
+    for bits in outcome.widths.values():
+        for width in bits:
+            counts[width] = counts.get(width, 0) + 1
+    return ConversionReport(
+        model=Path(settings.model).name,
+        calibration_source=settings.calib or "",
+        heldout_source=settings.heldout,
+        fields=settings.fields,
+        seed=settings.seed,
+        metric=outcome.metric,
+        quantizer=quantizer.name,
+        group_size=quantizer.group_size,
+        allocation=settings.allocation,
+        signal=settings.signal,
+        target=settings.target,
+        margin=settings.margin,
+        confidence=settings.confidence,
+        calibration=outcome.calibration,
+        upper_bound=outcome.upper_bound,
+        heldout=outcome.heldout,
+        bits_histogram=dict(sorted(counts.items())),
+        effective_bits=8 * sizes["pack"] / weights_of(spec),
+        expert_bytes=sizes,
+        context=settings.context,
+        evaluations=len(outcome.evaluations),
+        evaluation_seconds=round(sum(record.seconds for record in outcome.evaluations), 2),
+        seconds=round(seconds, 2),
+        sensitivity=outcome.table,
+        sweep_cost=outcome.sweep_cost,
+        fallbacks=tuple(f"{key} {projection}" for key, projection in coder.fallbacks),
+        curve=outcome.curve,
+        steps=outcome.steps,
+        samples=outcome.samples,
+    )
+
+
+def _expert_bytes(spec: ModelSpec, widths: Assignment, group_size: int) -> dict[str, int]:
+    """Bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
+    planned = 0
+    for key, bits in widths.items():
+        named = dict(zip(spec.moe.projections, bits, strict=True))
+        planned += expert_layout(spec, key, named, group_size, "F16", 4096).tensor_bytes
+    uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}
+    return {"pack": planned, **uniform}

@@ -1,0 +1,66 @@
+"""What a conversion measures on: text in its parts, tokenizer and metric, checked before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from moeconv.calibration import Sample, Splits, divide, load_splits
+from moeconv.checkpoint import Checkpoint
+from moeconv.metrics import Metric, default_metric, find_metric
+from moeconv.scorers import Scorer, Subject
+from moeconv.scorers.build import Volume, build_scorer, check_fit, load_tokenizer, volume
+from moeconv.settings import Settings
+
+TOKENIZER = "tokenizer.json"
+RANKING_SHARE = 0.25  # of the calibration text; plans are judged on the rest
+
+
+@dataclass(frozen=True)
+class Material:
+    """`ranking` and `acceptance` are the two parts of the calibration text. `judged` and `heldout` say how many samples
+    plans are judged on, and how many the result is measured on."""
+
+    settings: Settings
+    splits: Splits
+    metric: Metric
+    metric_name: str
+    tokenizer: Tokenizer
+    ranking: tuple[Sample, ...]
+    acceptance: tuple[Sample, ...]
+    ranked: Volume
+    judged: Volume
+    heldout: Volume
+
+    @classmethod
+    def read(cls, settings: Settings, checkpoint: Checkpoint) -> Material:
+        """Raises CalibrationError or SettingsError."""
+        assert settings.calib is not None
+        splits = load_splits(
+            settings.calib, settings.heldout, seed=settings.seed, fields=settings.fields, tokenizer=checkpoint.path
+        )
+        named = settings.metric or splits.metric or default_metric(splits.seq2seq, splits.choices)
+        metric = find_metric(named)
+        check_fit(checkpoint.spec, splits, metric, settings.max_new_tokens)
+        tokenizer = load_tokenizer(checkpoint.path / TOKENIZER)
+        ranking, acceptance = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, settings.seed)
+
+        def size(samples: Sequence[Sample], limit: int | None) -> Volume:
+            return volume(
+                checkpoint.spec, tokenizer, samples, limit=limit, context=settings.context,
+                max_new_tokens=settings.max_new_tokens,
+            )  # fmt: skip
+
+        return cls(
+            settings, splits, metric, named, tokenizer, ranking, acceptance,
+            size(ranking, settings.sweep_samples), size(acceptance, settings.samples),
+            size(splits.heldout, settings.heldout_samples),
+        )  # fmt: skip
+
+    def scorer(self, subject: Subject, samples: Sequence[Sample], limit: int | None) -> Scorer:
+        return build_scorer(
+            subject, self.tokenizer, samples, self.metric, limit=limit, context=self.settings.context,
+            max_new_tokens=self.settings.max_new_tokens,
+        )  # fmt: skip

@@ -1,0 +1,155 @@
+"""From a sweep's table to plans and their curve: what a conversion decides by, and what `moeconv plan` shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeconv.allocation import ALLOCATORS, plan_within
+from moeconv.allocation.curve import curve
+from moeconv.allocation.frontier import Frontier
+from moeconv.allocation.lossmap import LossMap
+from moeconv.allocation.problem import Plan, Problem, layout_bytes, problem
+from moeconv.allocation.search import Judged
+from moeconv.artifacts import CurvePoint, Measurement, Probe, SensitivityTable, Target
+from moeconv.checkpoint import Checkpoint
+from moeconv.errors import SettingsError, TargetMissed
+from moeconv.journal import Journal
+from moeconv.measure import known_plans, unquantised
+from moeconv.metrics import Metric, find_metric
+from moeconv.workdir import finished_work
+from moert.pack.model_spec import ExpertKey, ModelSpec
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that planning takes beside the journal. `samples` names those that plans are judged on."""
+
+    model: str
+    quantizer: str
+    group_size: int
+    metric: str
+    samples: str
+    table: SensitivityTable
+
+    def to_json(self) -> dict[str, Any]:
+        table = self.table
+        return {
+            "model": self.model,
+            "quantizer": self.quantizer,
+            "group_size": self.group_size,
+            "metric": self.metric,
+            "samples": self.samples,
+            "base_bits": table.base_bits,
+            "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
+            "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Inputs:
+        def number(figure: float | None) -> float:
+            return math.nan if figure is None else figure  # it could not be measured
+
+        costs = {}
+        for *key, bits, (metric, nll, kl) in values["costs"]:
+            costs[Probe(ExpertKey(*key), tuple(bits))] = number(metric), number(nll), number(kl)
+        table = SensitivityTable(values["base_bits"], Measurement(*map(number, values["base"])), costs, {})
+        return cls(
+            values["model"], values["quantizer"], values["group_size"], values["metric"], values["samples"], table
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The curve of a work directory, and the point on it for a target, from what was measured before."""
+
+    model: str
+    quantizer: str
+    group_size: int
+    weights: int
+    int4_bytes: int
+    points: tuple[CurvePoint, ...]
+    chosen: CurvePoint
+
+
+class Question:
+    """What is to be allocated, and every plan that the journal knows."""
+
+    def __init__(
+        self, spec: ModelSpec, inputs: Inputs, journal: Journal, metric: Metric, signal: str, widths: Sequence[int]
+    ) -> None:
+        self.spec, self._inputs, self._journal, self._metric = spec, inputs, journal, metric
+        self.problem: Problem = problem(spec, inputs.table, signal, widths, layout_bytes(spec, inputs.group_size))
+
+    def frontier(self, allocation: str) -> Frontier:
+        return ALLOCATORS[allocation](self.problem)
+
+    def within(self, allocation: str, target: Target) -> Plan:
+        """The plan for a "size" or "bits" target. Raises TargetMissed."""
+        nbytes = target.value if target.kind == "size" else target.value * weights_of(self.spec) / 8
+        return plan_within(self.problem, allocation, int(nbytes))
+
+    def measured(self) -> list[Judged]:
+        """Plans that were measured, of the widths that the problem has."""
+        reference = unquantised(self._journal, self._inputs.samples)
+        found = []
+        for assignment, record in known_plans(self._journal, self._inputs.samples, self.spec.expert_keys()):
+            assert reference is not None
+            try:
+                priced = self.problem.priced(assignment)
+            except KeyError:
+                continue
+            loss = record.measured(self._metric, reference).loss
+            found.append(Judged(priced.nbytes, priced.cost, loss, loss))
+        return found
+
+    def known_points(self) -> list[tuple[float, float]]:
+        """(predicted cost, measured loss)"""
+        return [(one.cost, one.loss) for one in self.measured()]
+
+
+def weights_of(spec: ModelSpec) -> int:
+    """Of all experts."""
+    return len(spec.expert_keys()) * spec.weights_per_expert()
+
+
+def uniform_bytes(spec: ModelSpec, bits: int, group_size: int = 0) -> int:
+    """Of all experts at one width, scales counted; by default with one scale for each channel."""
+    layout = layout_bytes(spec, group_size)
+    return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.projections)
+
+
+def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:
+    """Raises SettingsError for a directory without a finished sweep, TargetMissed."""
+    stored, journal = finished_work(work)
+    inputs = Inputs.from_json(stored)
+    spec, metric = Checkpoint.open(inputs.model).spec, find_metric(inputs.metric)
+    known = sorted({width for probe in inputs.table.costs for width in probe.bits} | {inputs.table.base_bits})
+    unknown = sorted(set(bits or ()) - set(known))
+    if unknown:
+        raise SettingsError(f"--bits {unknown[0]}: the sweep in {work} has no measurements at that width, only {known}")
+    question = Question(spec, inputs, journal, metric, signal, sorted(bits or known))
+    frontier, measured = question.frontier(allocation), question.measured()
+    if target.kind == "loss":
+        chosen = _smallest(frontier, question.known_points(), target.value)
+    else:
+        chosen = question.within(allocation, target)
+    points = curve(frontier, measured, chosen)
+    return Planned(
+        Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
+        points, next(point for point in points if point.chosen),
+    )  # fmt: skip
+
+
+def _smallest(frontier: Frontier, points: list[tuple[float, float]], target: float) -> Plan:
+    """By what is predicted. Raises TargetMissed."""
+    losses = LossMap(points, float(frontier.costs[-1]))(frontier.costs)
+    holds = np.flatnonzero(losses <= target)
+    if not len(holds):
+        raise TargetMissed(f"no plan is predicted to lose less than {losses.min():.2%}: sweep with wider --bits")
+    return frontier[int(holds[0])]

@@ -1,0 +1,63 @@
+"""What every quantiser is: weights in, codes with scales out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moeconv.errors import WeightsUnusable
+from moert.pack.codec import F32, QuantizedMatrix
+
+Wants = Literal["nothing", "squares", "products"]
+
+MAX_F16 = 65504.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is known of the inputs x of n matrices.
+
+    `rows` [n] counts the tokens seen. `moment` is the mean of x**2, [n, in] ("squares"), or of x xᵀ, [n, in, in]
+    ("products"); all zero for a matrix that saw none.
+    """
+
+    rows: npt.NDArray[np.int64]
+    moment: F32
+
+
+class Quantizer(Protocol):
+    """`group_size` is what the pack's manifest records: inputs per scale, 0 for one scale per output channel."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def group_size(self) -> int: ...
+
+    @property
+    def wants(self) -> Wants:
+        """Which moments of the inputs help it; it works without any."""
+        ...
+
+    def too_few(self, rows: int, in_features: int) -> bool:
+        """Whether inputs of so many tokens are too few to be used as they are; what happens then, the class says."""
+        ...
+
+    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        """weights [n, out, in]: n matrices of one shape; bits 2, 3, 4 or 8. Each result is that of its matrix alone.
+
+        Raises WeightsUnusable for weights that are not finite or that float16 can't bracket.
+        """
+        ...
+
+
+def check_range(weights: F32) -> None:
+    """Raises WeightsUnusable, in one line."""
+    largest = float(np.abs(weights).max(initial=0.0))
+    if not largest < MAX_F16:
+        raise WeightsUnusable(
+            f"weights that are not finite, or larger than float16 can hold (found {largest:.6g}), can't be quantised"
+        )

@@ -1,0 +1,165 @@
+"""The page: sections in a fixed order, each a figure or a table with a sentence on how to read it, or why it lacks."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+
+from moeconv.artifacts import ConversionReport
+from moeconv.report.chart import Chart
+from moeconv.report.units import percent, size
+from moert.pack.manifest import Measured
+
+GENERATOR = "moeconv report"
+MARK = (
+    f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">'
+)
+_METRICS = {
+    "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "perplexity": "perplexity",
+    "exact_match": "exact match", "accuracy": "accuracy", "f1": "F1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """`body` is HTML; `charts` are the figures in it."""
+
+    name: str
+    title: str
+    body: str
+    charts: tuple[Chart, ...] = ()
+
+
+def paragraph(text: str, kind: str = "how") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>'
+
+
+def figure(chart: Chart, meaning: str) -> str:
+    """`meaning` is what someone hears who does not see the drawing."""
+    svg = chart.inline.replace("<svg ", f'<svg role="img" aria-label="{escape(meaning)}" ', 1)
+    return f'<figure id="figure-{chart.name}">{svg}</figure>'
+
+
+def page(report: ConversionReport, n_experts: int, sections: Sequence[Section]) -> str:
+    """The whole document; nothing in it comes from elsewhere."""
+    style, script = (files("moeconv.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    links = " ".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)
+    bodies = "\n".join(
+        f'<section id="{section.name}">\n<h2>{escape(section.title)}</h2>\n{section.body}\n</section>'
+        for section in sections
+    )
+    return f"""{MARK}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{escape(report.model)}: conversion report</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1>{escape(report.model)}</h1>
+<p id="result">{escape(result(report, n_experts))}</p>
+<div class="tiles">{_tiles(report)}</div>
+<nav>{links}</nav>
+{bodies}
+<footer>{escape(_origin(report))}</footer>
+</main>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def result(report: ConversionReport, n_experts: int) -> str:
+    """The outcome in plain words."""
+    sizes = report.expert_bytes
+    text = f"The {n_experts:,} experts of this model are stored in {size(sizes['pack'])}{_shares(report)}. "
+    if report.calibration is None and report.heldout is None:
+        return text + "Its loss was not measured: the conversion had no calibration text."
+    text += f"The aim was {_aim(report)}. "
+    name = _METRICS.get(report.metric, report.metric)
+    change = "rise" if report.metric == "perplexity" else "drop"
+    text += f"Loss is the relative {change} of {name} against the unquantised model"
+    text += "; below zero means better than it. " if any(_negative(report)) else ". "
+    if report.calibration is not None:
+        text += f"On calibration text that took no part in the ranking it is {_interval(report.calibration)}"
+        if report.confidence is not None and report.upper_bound is not None:
+            text += (
+                f", and stays under {percent(report.upper_bound, 2)} with {percent(report.confidence, 0)} confidence"
+            )
+        text += ". "
+    if report.heldout is not None:
+        text += f"On held-out text, measured once at the end, it is {_interval(report.heldout)}. "
+    return text + _verdict(report)
+
+
+def _negative(report: ConversionReport) -> list[bool]:
+    return [found.loss < 0 for found in (report.calibration, report.heldout) if found is not None]
+
+
+def _verdict(report: ConversionReport) -> str:
+    found = report.heldout
+    if report.target.kind != "loss" or found is None:
+        return ""
+    if found.loss <= report.target.value:
+        return "The target is met on held-out text."
+    return "The target is missed on held-out text: other text loses more than the calibration text did."
+
+
+def _aim(report: ConversionReport) -> str:
+    value = report.target.value
+    if report.target.kind == "loss":
+        return f"to lose at most {percent(value, 2).replace('.00%', '%')}"
+    return f"a size of {size(value)}" if report.target.kind == "size" else f"{value:.3g} bits a weight"
+
+
+def _interval(found: Measured) -> str:
+    return (
+        f"{percent(found.loss, 2)} (95% interval {percent(found.low, 2)} to {percent(found.high, 2)}, "
+        f"{found.samples:,} samples)"
+    )
+
+
+def _shares(report: ConversionReport) -> str:
+    sizes = report.expert_bytes
+    names = {"fp16": "FP16", "int4": "uniform INT4"}
+    parts = [
+        f"{percent(sizes['pack'] / sizes[key], 0)} of what {name} takes"
+        for key, name in names.items()
+        if sizes.get(key)
+    ]
+    return ", " + " and ".join(parts) if parts else ""
+
+
+def _tiles(report: ConversionReport) -> str:
+    sizes, found = report.expert_bytes, report.heldout or report.calibration
+    where = "held-out" if report.heldout is not None else "calibration"
+    tiles = [
+        (size(sizes["pack"]), "all experts, scales included"),
+        (f"{report.effective_bits:.2f}", "bits a weight, scales included"),
+        (percent(found.loss) if found else "–", f"{where} loss" if found else "loss: not measured"),
+        (percent(report.confidence, 0) if report.confidence is not None else "–",
+         "confidence of the promise" if report.confidence is not None else "no confidence asked for"),
+    ]  # fmt: skip
+    return "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in tiles
+    )
+
+
+def _origin(report: ConversionReport) -> str:
+    groups = f"in groups of {report.group_size}" if report.group_size else "one scale for each output channel"
+    parts = [f"Quantizer {report.quantizer}, {groups}", f"seed {report.seed}"]
+    if report.allocation and report.sensitivity is not None:
+        parts.insert(1, f"allocation {report.allocation} by {report.signal}")
+    if report.calibration_source:
+        parts.append(f"calibration text {report.calibration_source}")
+    if report.heldout_source:
+        parts.append(f"held-out text {report.heldout_source}")
+    return "; ".join(parts) + "."

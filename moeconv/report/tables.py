@@ -1,0 +1,119 @@
+"""The sections without figures: the slowest steps, sample outputs, every expert."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from html import escape
+
+from moeconv.artifacts import ConversionReport
+from moeconv.report.page import Section, paragraph
+from moeconv.report.sections import probed_bits
+from moeconv.report.units import duration, percent, size
+from moert.pack.manifest import Manifest
+
+_SLOWEST, _SAMPLES, _LONGEST = 12, 12, 4000
+
+
+def step_section(report: ConversionReport) -> Section:
+    name, title = "steps", "Where the time went"
+    text = (
+        f"{report.evaluations} assignments of widths took {duration(report.evaluation_seconds)} to evaluate, in this "
+        f"run or an earlier one; this run took {duration(report.seconds)}."
+    )
+    cost = report.sweep_cost
+    if cost is not None:
+        text += (
+            f" The sweep asked {cost.probes:,} questions, {cost.free_probes:,} of them free, since no token went there"
+        )
+        if cost.naive_flops:
+            text += f"; it spent {percent(cost.flops / cost.naive_flops)} of the expert operations of full evaluations"
+        if cost.measured_share < 1:
+            text += f"; racing measured {percent(cost.measured_share, 0)} of all samples"
+        text += "."
+    steps = sorted(report.steps, key=lambda step: -step.seconds)[:_SLOWEST]
+    if not steps:
+        return Section(name, title, paragraph(text))
+    longest = max(steps[0].seconds, 1e-9)
+    rows = "".join(
+        f'<tr><td>{escape(step.name)}</td><td class="number">{duration(step.seconds)}</td>'
+        f'<td class="bar"><i style="width:{100 * step.seconds / longest:.1f}%"></i></td></tr>'
+        for step in steps
+    )
+    head = '<tr><th>step</th><th class="number">time</th><th></th></tr>'
+    how = "The slowest steps first; the bars compare them with the slowest. "
+    return Section(name, title, paragraph(how + text) + _table("steps", head, rows))
+
+
+def sample_section(report: ConversionReport) -> Section:
+    name, title = "samples", "Sample outputs"
+    if not report.samples:
+        return Section(name, title, paragraph("None were kept: the conversion compared no generated text."))
+    how = (
+        "What the unquantised model (reference) and this pack make of the same input. Struck through: what the pack "
+        "no longer says; underlined: what it says instead."
+    )
+    body = "".join(_sample(sample) for sample in report.samples[:_SAMPLES])
+    same = sum(sample.get("reference") == sample.get("pack") for sample in report.samples)
+    count = f"{same} of {len(report.samples)} outputs are word for word the same."
+    return Section(name, title, paragraph(f"{how} {count}") + body)
+
+
+def _sample(sample: Mapping[str, str]) -> str:
+    shown = {name: escape(_cut(text)) for name, text in sample.items()}
+    if "reference" in sample and "pack" in sample:
+        shown["reference"], shown["pack"] = marked(_cut(sample["reference"]), _cut(sample["pack"]))
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{text}</dd>" for name, text in shown.items())
+    return f'<div class="sample"><dl>{rows}</dl></div>'
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+
+
+def marked(before: str, after: str) -> tuple[str, str]:
+    """Both texts as HTML; words that only one has are marked."""
+    left, right = re.findall(r"\s+|[^\s]+", before), re.findall(r"\s+|[^\s]+", after)
+    out: tuple[list[str], list[str]] = ([], [])
+    for kind, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for words, tag, into in ((left[a:b], "del", out[0]), (right[c:d], "ins", out[1])):
+            text = escape("".join(words))
+            into.append(text if kind == "equal" or not text else f"<{tag}>{text}</{tag}>")
+    return "".join(out[0]), "".join(out[1])
+
+
+def expert_section(report: ConversionReport, manifest: Manifest) -> Section:
+    table = report.sensitivity
+    bits = None if table is None else probed_bits(table)
+    importance = table.importance(bits) if table is not None and bits is not None else {}
+    coverage = table.coverage if table is not None else {}
+    rows = []
+    for entry in manifest.experts:
+        value = importance.get(entry.key, entry.importance)
+        tokens = coverage.get(entry.key)
+        widths = [entry.bits[projection] for projection in manifest.model.moe.projections]
+        rows.append(
+            f"<tr><td>{entry.key}</td>{_number(sum(widths) / len(widths), '/'.join(map(str, widths)))}"
+            f"{_number(value, None if value is None else percent(value, 3))}"
+            f"{_number(tokens, None if tokens is None else f'{tokens:,}')}"
+            f"{_number(entry.tensor_bytes, f'{entry.tensor_bytes:,}')}</tr>"
+        )
+    projections = "/".join(manifest.model.moe.projections)
+    heads = [("expert", ""), (f"bits {projections}", "number"), ("importance", "number"), ("tokens seen", "number"),
+             ("bytes", "number")]  # fmt: skip
+    head = "".join(f'<th class="{kind}"><button type="button">{name}</button></th>' for name, kind in heads)
+    how = "Press a heading to sort by it. Importance is the loss when this expert alone goes to few bits."
+    total = f"{len(rows):,} experts, {size(manifest.expert_tensor_bytes())}"
+    body = _table("sortable", f"<tr>{head}</tr>", "".join(rows))
+    details = f"<details><summary>{total}</summary>{body}</details>"
+    return Section("experts", "All experts", paragraph(how) + details)
+
+
+def _table(kind: str, head: str, rows: str) -> str:
+    return f'<div class="wide"><table class="{kind}"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+
+
+def _number(value: float | None, text: str | None) -> str:
+    """A cell that sorts by its value and shows the text."""
+    return f'<td class="number" data-value="{"" if value is None else f"{value:.6g}"}">{text or "–"}</td>'

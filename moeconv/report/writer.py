@@ -1,0 +1,114 @@
+"""From a pack to a directory: index.html, and its figures beside it as SVG and PNG."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from moeconv.errors import ConversionError
+from moeconv.report.chart import require_matplotlib
+from moeconv.report.document import read_report
+from moeconv.report.page import MARK, page
+from moeconv.report.sections import coverage_section, curve_section, importance_section, path_section, width_section
+from moeconv.report.tables import expert_section, sample_section, step_section
+from moert.pack.paths import PATHS, TransitionTable
+from moert.pack.reader import Pack
+
+INDEX, FIGURES = "index.html", "figures"
+_FIGURE = re.compile(r"[a-z0-9-]+\.(svg|png)")
+
+
+def write_report(pack: Pack, out: Path) -> list[Path]:
+    """Writes OUT/index.html and OUT/figures/*.svg, *.png; returns their paths, the page first.
+
+    The page holds all its figures itself. An earlier report at `out` is replaced as a whole. Raises ConversionError
+    (no report.json or another schema's, no matplotlib, `out` holds something else or can't be written) or PackError.
+    """
+    require_matplotlib()
+    out = Path(os.path.abspath(out))
+    _check_target(out)
+    contents = _contents(pack)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        collected = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            _write(collected, contents)
+            _swap(collected, out)
+        finally:
+            shutil.rmtree(collected, ignore_errors=True)
+    except OSError as error:
+        raise ConversionError(
+            f"can't write the report to {out}: {error.strerror or error}; free some space or choose another --out"
+        ) from None
+    return [out / name for name in contents]
+
+
+def _contents(pack: Pack) -> dict[str, bytes]:
+    """Relative path → contents of every file."""
+    report, manifest = read_report(pack), pack.manifest
+    table = None
+    if PATHS in manifest.files:
+        table = TransitionTable.from_bytes(pack.read_file(PATHS))
+        table.check(manifest.model)
+    spec = manifest.model
+    sections = [
+        importance_section(report, spec),
+        width_section(manifest),
+        curve_section(report, spec),
+        path_section(table, spec.moe.top_k),
+        coverage_section(report, spec),
+        step_section(report),
+        sample_section(report),
+        expert_section(report, manifest),
+    ]
+    contents = {INDEX: page(report, len(manifest.experts), sections).encode()}
+    for section in sections:
+        for chart in section.charts:
+            contents[f"{FIGURES}/{chart.name}.svg"] = chart.svg
+            contents[f"{FIGURES}/{chart.name}.png"] = chart.png
+    return contents
+
+
+def _check_target(out: Path) -> None:
+    """Only what a report consists of is ever replaced."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ConversionError(f"{out} is there and is not a report: it would be lost; choose another --out")
+    if out.is_dir() and any(out.iterdir()) and not _is_report(out):
+        raise ConversionError(f"{out} holds files that are not a report: they would be lost; choose another --out")
+
+
+def _is_report(root: Path) -> bool:
+    names = {path.relative_to(root).as_posix() for path in root.rglob("*")} - {INDEX, FIGURES}
+    folder, start = f"{FIGURES}/", MARK.encode()
+    if not all(name.startswith(folder) and _FIGURE.fullmatch(name[len(folder) :]) for name in names):
+        return False
+    try:
+        with open(root / INDEX, "rb") as handle:
+            return handle.read(len(start)) == start
+    except OSError:
+        return False
+
+
+def _write(root: Path, contents: dict[str, bytes]) -> None:
+    for name, body in contents.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(body)
+    root.chmod(0o755)  # mkdtemp's own mode shuts others out
+
+
+def _swap(collected: Path, out: Path) -> None:
+    """Puts the new report in place; the old one comes back if that fails."""
+    if not out.exists():
+        os.rename(collected, out)
+        return
+    old = collected.with_name(f"{collected.name}.old")
+    os.rename(out, old)
+    try:
+        os.rename(collected, out)
+    except OSError:
+        os.rename(old, out)
+        raise
+    shutil.rmtree(old)

@@ -1,0 +1,86 @@
+"""From final hidden states to what is scored: nats of the right token, divergence from the unquantised model.
+
+The divergence of the distribution q (of hidden state h) from the reference p is Σ p ln p − Σ p ln q. With the head's
+rows w_v, ln q_v = h·w_v − lse(h), so Σ p ln q = h·m − lse(h) where m = Σ p_v w_v is the mean row under p: it is kept
+for each position in place of a whole distribution, and the divergence costs no more than the nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moert.pack.model_spec import ModelSpec
+
+LOGIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """Of the unquantised model, for each scored position: the mean row of the head [rows, d_model], Σ p ln p [rows]."""
+
+    mean_row: Tensor
+    negentropy: Tensor
+
+    def __getitem__(self, rows: Tensor) -> ReferenceRows:
+        return ReferenceRows(self.mean_row[rows], self.negentropy[rows])
+
+
+class Head:
+    """Reads the model's own output weights; `hidden` [rows, d_model] are final states, normed."""
+
+    def __init__(self, model: Any, spec: ModelSpec) -> None:
+        self.weight: Tensor = model.get_output_embeddings().weight
+        self.scale = spec.logit_scale
+        self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
+
+    def reference(self, hidden: Tensor) -> ReferenceRows:
+        rows, negentropy = [], []
+        for part in torch.split(hidden, self.chunk):
+            log_p = torch.log_softmax(self._logits(part), dim=1)
+            p = log_p.exp()
+            rows.append(p @ self.weight)
+            negentropy.append((p * log_p).sum(dim=1))
+        return ReferenceRows(torch.cat(rows), torch.cat(negentropy))
+
+    def judge(self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None) -> tuple[Tensor, Tensor]:
+        """Nats of the targets [rows] and divergence from the reference [rows] (zeros without one)."""
+        lse = torch.cat([_lse(self._logits(part)) for part in torch.split(hidden, self.chunk)])
+        return self._judged(hidden, targets, reference, lse)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The likeliest next token. [rows]"""
+        return torch.cat([self._logits(part).argmax(dim=1) for part in torch.split(hidden, self.chunk)])
+
+    def judge_with_best(
+        self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same, with the likeliest token [rows] and how far the second is behind it in logits [rows]."""
+        lse, best, lead = [], [], []
+        for part in torch.split(hidden, self.chunk):
+            logits = self._logits(part)
+            top = logits.topk(2, dim=1)
+            best.append(top.indices[:, 0])
+            lead.append(top.values[:, 0] - top.values[:, 1])
+            lse.append(_lse(logits))
+        return *self._judged(hidden, targets, reference, torch.cat(lse)), torch.cat(best), torch.cat(lead)
+
+    def _judged(
+        self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        nats = lse - (hidden * self.scale * self.weight[targets]).sum(dim=1)
+        if reference is None:
+            return nats, torch.zeros_like(nats)
+        return nats, lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return (hidden * self.scale) @ self.weight.T
+
+
+def _lse(logits: Tensor) -> Tensor:
+    """ln Σ exp of logits [rows, vocab], which are overwritten: as torch.logsumexp, without a second such array."""
+    largest = logits.amax(dim=1, keepdim=True)
+    return logits.sub_(largest).exp_().sum(dim=1).log() + largest[:, 0]

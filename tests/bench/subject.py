@@ -1,0 +1,145 @@
+"""A reference model with its text, and what becomes of it when all its experts are quantised in some way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeconv.calibration import Sample, load_splits
+from moeconv.checkpoint import Checkpoint
+from moeconv.moments import Moments, collect
+from moeconv.quantizers import Inputs
+from moeconv.scorers.experts import ExpertCalls
+from moert.pack.codec import F32
+from moert.pack.model_spec import ExpertKey
+from tests.bench.likelihood import Batch, Judged, Text, judge, pairs, run, windows
+from tests.bench.peers import Coded
+
+SPLITS = ("calibration", "heldout")
+SIZES = {"g2p": (1500, 500), "docline": (300, 100), "wiki": (40, 16)}
+"""Samples or windows whose inputs the quantisers see, and others, of each split, that the loss is measured on."""
+
+Matrices = tuple[str, int, str]  # stack, layer, projection: the matrices of all experts there
+Method = Callable[[F32, Inputs], Coded]  # weights [n, out, in] and what is known of their inputs, with products
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """All experts' matrices in one way; `name` says which."""
+
+    method: str
+    name: str
+    coded: Mapping[Matrices, Coded]
+    bits: float  # effective bits a weight, scales counted
+
+
+@dataclass(frozen=True)
+class Result:
+    """`error` is the share of the weights' norm that is lost."""
+
+    model: str
+    method: str
+    name: str
+    bits: float
+    error: float
+    judged: Mapping[str, Judged]
+
+
+class Subject:
+    """One reference model; `unquantised` has what each split gives before anything was changed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        path = Path("recipes/models") / name
+        checkpoint = Checkpoint.open(path)
+        self.arch, self.spec = checkpoint.arch, checkpoint.spec
+        self.model: Any = self.arch.load(path, torch.float32)
+        seen, texts = _texts(name, path)
+        calls = ExpertCalls(self.model, self.arch, self.spec)
+        self.moments: Moments = collect(calls, lambda: run(self.model, seen), "products")
+        self.weights: dict[Matrices, F32] = {
+            (stack, layer, projection): np.stack(
+                [
+                    self.arch.expert_weight(self.model, ExpertKey(stack, layer, expert), projection).numpy().copy()
+                    for expert in range(self.spec.moe.num_experts)
+                ]
+            )
+            for stack, layer in self.spec.moe_layers()
+            for projection in self.spec.moe.projections
+        }
+        self.texts = texts
+        self.unquantised = {split: judge(self.model, text) for split, text in texts.items()}
+        self._kept: dict[str, Quantized] = {}
+
+    @property
+    def sizes(self) -> set[int]:
+        """Weights of one matrix of each shape."""
+        return {weights[0].size for weights in self.weights.values()}
+
+    def quantize(self, method: str, name: str, function: Method) -> Quantized:
+        """All experts; what was asked for before under the same name is remembered."""
+        if name not in self._kept:
+            coded = {
+                at: function(weights, self.moments.layer_inputs(at[0], at[1], at[2]))  # type: ignore[arg-type]
+                for at, weights in self.weights.items()
+            }
+            self._kept[name] = Quantized(method, name, coded, self._bits({at: c.nbytes for at, c in coded.items()}))
+        return self._kept[name]
+
+    def mix(self, name: str, low: Quantized, high: Quantized, limit: float) -> Quantized:
+        """Every so many-th expert of each layer as in `high`, the others as in `low`, to fill `limit` bits a weight.
+
+        Which ones is not chosen by what they cost: that is the allocation's part.
+        """
+        share = (limit - low.bits) / (high.bits - low.bits)
+        n = self.spec.moe.num_experts
+        coded, nbytes, start = {}, {}, 0.0
+        for at, first in low.coded.items():
+            steps = np.floor(start + share * np.arange(n + 1))
+            taken = np.diff(steps).astype(bool)
+            start = (start + share * n) % 1
+            second = high.coded[at]
+            mixed = np.where(taken[:, None, None], second.weights, first.weights)
+            nbytes[at] = float(np.where(taken, second.nbytes, first.nbytes).mean())
+            coded[at] = Coded(mixed, nbytes[at])
+        return Quantized(low.method, name, coded, self._bits(nbytes))
+
+    def measure(self, quantized: Quantized) -> Result:
+        """Writes the weights into the model and judges both splits."""
+        lost = whole = 0.0
+        for at, coded in quantized.coded.items():
+            weights = self.weights[at]
+            lost += float(np.square(coded.weights - weights, dtype=np.float64).sum())
+            whole += float(np.square(weights, dtype=np.float64).sum())
+            stack, layer, projection = at
+            for expert, weight in enumerate(coded.weights):
+                key = ExpertKey(stack, layer, expert)  # type: ignore[arg-type]
+                self.arch.expert_weight(self.model, key, projection).copy_(torch.from_numpy(weight))
+        judged = {split: judge(self.model, text) for split, text in self.texts.items()}
+        return Result(self.name, quantized.method, quantized.name, quantized.bits, (lost / whole) ** 0.5, judged)
+
+    def _bits(self, nbytes: Mapping[Matrices, float]) -> float:
+        experts = self.spec.moe.num_experts
+        weights = sum(matrices.size for matrices in self.weights.values())
+        return 8 * experts * sum(nbytes.values()) / weights
+
+
+def _texts(name: str, path: Path) -> tuple[Sequence[Batch], dict[str, Text]]:
+    """What the quantisers see, and what each split is judged on."""
+    splits = load_splits(name, None, seed=0)
+    seen, judged = SIZES[name]
+
+    def part(samples: Sequence[Sample], first: int, count: int) -> list[Batch]:
+        if splits.seq2seq:
+            return pairs(samples[first : first + count], path)
+        return windows(samples, path, first, count)
+
+    return part(splits.calibration, 0, seen), {
+        "calibration": Text(part(splits.calibration, seen, judged)),
+        "heldout": Text(part(splits.heldout, 0, judged)),
+    }

@@ -1,0 +1,66 @@
+"""Conversions inside the test's own process, and what they said on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moeconv.artifacts import ConversionReport, Target
+from moeconv.conversion import Conversion
+from moeconv.sensitivity import Bar
+from moeconv.settings import Settings
+from moert.pack.manifest import Manifest
+
+WORDS = ["ab", "cde", "fghi", "kl", "mno", "pqrs", "tu", "vwx", "yz", "aeiou"]
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **changes: Any) -> Settings:
+    """Tiny random models are noisy, so that a bound with confidence would leave nothing to choose: none by default.
+
+    `loss` is short for a target of that kind.
+    """
+    if "loss" in changes:
+        changes["target"] = Target("loss", changes.pop("loss"))
+    base: dict[str, Any] = {
+        "model": str(sources[family]), "out": tmp_path / "m.pack", "work": tmp_path / "work", "confidence": None,
+        "calib": str(sources["pairs" if family == "switch" else "text"]), "metric": "perplexity", "context": 32,
+        "max_new_tokens": 6 if family == "switch" else None,
+    }  # fmt: skip
+    if changes.get("calib", "") is None:
+        base |= {"metric": None, "max_new_tokens": None}
+    return Settings(**{**base, **changes})
+
+
+class Unseen:
+    """A bar that nobody looks at."""
+
+    def update(self, n: int) -> None:
+        pass
+
+
+class Done:
+    """A conversion that ran: its parts, what it wrote, and in `said` its messages and the sweep's start, in order."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.said: list[str] = []
+        self.settings = settings
+        self.conversion = Conversion(settings, self.said.append, self._progress)
+        self.manifest: Manifest
+        self.report: ConversionReport
+        self.manifest, self.report = self.conversion.run()
+
+    @contextmanager
+    def _progress(self, label: str, total: int) -> Iterator[Bar]:
+        self.said.append(f"{label} of {total}")
+        yield Unseen()
+
+    def swept(self) -> int:
+        """Measurements that the sweep lacked."""
+        return next(int(line.split()[-1]) for line in self.said if line.startswith("sweep of "))

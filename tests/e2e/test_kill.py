@@ -1,0 +1,125 @@
+"""A conversion that is killed or interrupted goes on where it was, and ends with the same pack."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from converting import command, contents, journals, run, running_text, start
+from tiny import tiny_olmoe
+
+OPTIONS = ("--loss", "5%")
+
+
+class Undisturbed:
+    """A conversion that nobody disturbed: its words but for where it writes, its pack, and how long it worked."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.text = tiny_olmoe(root / "olmoe"), running_text(root / "text.jsonl")
+        process = start(self.words(root))
+        appeared = wait_until(lambda: any((root / "work").glob("*/lock")), process)
+        assert process.wait() == 0, process.stderr and process.stderr.read()
+        self.seconds = time.monotonic() - appeared
+        self.pack = contents(root / "m.pack")
+        self.journal = journals(root / "work")[0].read_text().splitlines()
+
+    def words(self, root: Path, *more: str) -> list[str]:
+        return command(self.model, self.text, root / "m.pack", root / "work", *OPTIONS, *more)
+
+
+def wait_until(seen: Callable[[], bool], process) -> float:
+    """The moment when it was seen. Fails where the process ends before."""
+    while not seen():
+        assert process.poll() is None, "ended before it could be disturbed: " + process.stderr.read()
+        time.sleep(0.001)
+    return time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def moments(count: int, seed: int) -> list[float]:
+    """Shares of a run, one drawn from each of `count` equal parts of it."""
+    rng = random.Random(seed)
+    return [(place + rng.random()) / count for place in range(count)]
+
+
+def kill_and_resume(undisturbed: Undisturbed, root: Path, moment: float) -> bool:
+    """False where the run was over before the moment came."""
+    process = start(undisturbed.words(root))
+    wait_until(lambda: any((root / "work").glob("*/lock")), process)
+    time.sleep(moment * undisturbed.seconds)
+    process.send_signal(signal.SIGKILL)
+    killed = process.wait() == -signal.SIGKILL
+    before = [line for path in journals(root / "work") for line in path.read_text().split("\n")[:-1]]
+    if killed:
+        done = run(undisturbed.words(root))
+        assert done.returncode == 0, done.stderr
+    assert contents(root / "m.pack") == undisturbed.pack, f"killed at {moment:.3f}"
+    after = journals(root / "work")[0].read_text().splitlines()
+    assert after[: len(before)] == before
+    assert len(after) == len(undisturbed.journal), "something was measured twice, or not at all"
+    assert not list(root.glob("*partial*"))
+    return killed
+
+
+@pytest.mark.parametrize("moment", moments(3, seed=1), ids="{:.2f}".format)
+def test_a_killed_conversion_resumes_to_the_same_bytes(undisturbed: Undisturbed, tmp_path: Path, moment: float) -> None:
+    kill_and_resume(undisturbed, tmp_path, moment)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_it_resumes_to_the_same_bytes(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    killed = 0
+    for place, moment in enumerate(moments(20, seed=2)):
+        root = tmp_path / str(place)
+        root.mkdir()
+        killed += kill_and_resume(undisturbed, root, moment)
+        shutil.rmtree(root)
+    assert killed >= 15, "most of the runs were over before they were killed"
+
+
+def interrupt(words: list[str], seen: Callable[[], bool]) -> None:
+    process = start(words)
+    wait_until(seen, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert [line for line in err.splitlines() if line.startswith("moeconv: ")] == [
+        "moeconv: interrupted; what was measured is kept, run the same command to go on"
+    ]
+
+
+def lines_in(work: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in journals(work))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.9], ids=["early", "late"])
+def test_ctrl_c_between_measurements(undisturbed: Undisturbed, tmp_path: Path, share: float) -> None:
+    """The journal of a run begins with the sweep's measurements and ends with those of the search."""
+    wanted = int(share * len(undisturbed.journal))
+    interrupt(undisturbed.words(tmp_path), lambda: lines_in(tmp_path / "work") >= wanted)
+    assert not (tmp_path / "m.pack").exists()
+    assert wanted <= lines_in(tmp_path / "work") <= len(undisturbed.journal)
+    done = run(undisturbed.words(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "m.pack") == undisturbed.pack
+
+
+def test_ctrl_c_while_the_pack_is_written(tmp_path: Path) -> None:
+    model = tiny_olmoe(tmp_path / "olmoe", num_experts=64, num_hidden_layers=4)
+    whole, cut = tmp_path / "whole.pack", tmp_path / "m.pack"
+    assert run(command(model, None, whole, tmp_path / "work", "--bits", "16")).returncode == 0
+    words = command(model, None, cut, tmp_path / "work", "--bits", "16")
+    interrupt(words, lambda: len(list(tmp_path.glob("*.partial/experts/*/*"))) > 3)
+    assert not cut.exists()
+    assert run(words).returncode == 0
+    assert contents(cut) == contents(whole)

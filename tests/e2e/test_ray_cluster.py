@@ -1,0 +1,265 @@
+"""The sweep's tasks on a real Ray cluster of two nodes on this machine: lost processes, lost nodes, failing tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_toy import ToyJob, ToyTask, ToyWorker
+from conversions import Unseen, settings_for
+
+from moeconv.artifacts import Target
+from moeconv.checkpoint import CheckpointError
+from moeconv.cluster import ClusterError, ray_runner
+from moeconv.conversion import Conversion
+
+ray = pytest.importorskip("ray", reason="needs the extra cluster")
+TASKS = [ToyTask(block, 10 * block + number) for block in range(3) for number in range(8)]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without cores and two nodes of one core each."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)  # the nodes must find the toy
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20})
+        try:
+            for _ in range(2):
+                made.add_node(num_cpus=1, object_store_memory=100 << 20)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+def here(job: ToyJob, tasks: list[ToyTask]) -> dict[ToyTask, list[tuple[int, int]]]:
+    worker = ToyWorker(job)
+    return {task: worker.measure(task) for task in tasks}
+
+
+def notes(job: ToyJob) -> list[list[int]]:
+    """For each task that was begun: pid, block, number, and whether it began with a base run."""
+    path = job.notes / "notes.txt"
+    return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_killed_worker_changes_no_result(cluster: Any, tmp_path: Path) -> None:
+    job = ToyJob(tmp_path, crew=3)  # nobody goes on before there is one in the killed one's place
+    found: dict[ToyTask, list[tuple[int, int]]] = {}
+    victim = 0
+    with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+        for task, result in run(job, TASKS):
+            assert task not in found, "a task came twice"
+            found[task] = result
+            if len(found) == 4:
+                victim = notes(job)[-1][0]
+                os.kill(victim, signal.SIGKILL)
+    begun = notes(job)
+    pids = [pid for pid, *_ in begun]
+    assert len(set(pids)) == 3, "the killed one, the other, and one in its place"
+    assert len(begun) <= len(TASKS) + 1, "more than the task of the killed worker was done again"
+    assert sum(base for *_, base in begun) <= 3 + 3, "workers went from block to block"
+    (tmp_path / "alone").mkdir()
+    assert found == here(ToyJob(tmp_path / "alone", seconds=0), TASKS)
+
+
+def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
+    job = ToyJob(tmp_path, crew=3)
+    node = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    found = {}
+    with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+        for task, result in run(job, TASKS):
+            found[task] = result
+            if len(found) == 10:
+                cluster.remove_node(node, allow_graceful=False)
+    assert len({pid for pid, *_ in notes(job)}) == 3
+    (tmp_path / "alone").mkdir()
+    assert found == here(ToyJob(tmp_path / "alone", seconds=0), TASKS)
+
+
+def test_workers_stay_for_the_next_call_and_go_with_the_block(cluster: Any, tmp_path: Path) -> None:
+    job = ToyJob(tmp_path)
+    with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+        for _ in run(job, TASKS):
+            break  # its caller had enough in the middle
+        found = dict(run(job, TASKS[:8]))
+        before = {pid for pid, *_ in notes(job)[-8:]}
+        again = dict(run(job, TASKS[8:]))
+    assert {**found, **again} == here(ToyJob(tmp_path, seconds=0), TASKS)
+    assert {pid for pid, *_ in notes(job)[-48:-24]} <= before | {os.getpid()}
+    assert gone(before), "a worker outlived its runner"
+
+
+def gone(pids: set[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids - {os.getpid()}):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("exception", ClusterError, "block 1 failed 3 times, at last on .*: ZeroDivisionError: by zero"),
+        ("death", ClusterError, "3 processes ended during one task of block 1"),
+        ("user's mistake", CheckpointError, "^no such model: look again$"),
+    ],
+)
+def test_a_task_that_can_not_be_done_is_one_line(
+    cluster: Any, tmp_path: Path, how: str, error: type[Exception], words: str
+) -> None:
+    job = ToyJob(tmp_path, bad=(13,), how=how, seconds=0.01)
+    found = []
+    with pytest.raises(error, match=words) as caught, ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+        found.extend(run(job, TASKS))
+    assert type(caught.value) is error
+    assert "\n" not in str(caught.value)
+    assert [number for *_, number, _ in notes(job)].count(13) == (1 if how == "user's mistake" else 3)
+
+
+def test_a_file_that_a_node_can_not_read_is_said_at_once(cluster: Any, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ClusterError, match=r"can't read .*/nowhere: it must lie at the same path"),
+        ray_runner(cluster.address, ToyWorker, tmp_path, tmp_path / "nowhere") as run,
+    ):
+        list(run(ToyJob(tmp_path), TASKS))
+    assert not notes(ToyJob(tmp_path))
+
+
+def test_a_busy_cluster_is_waited_for_and_then_said(cluster: Any, tmp_path: Path) -> None:
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        holder = ray.remote(num_cpus=1)(ToyWorker)
+        held = [holder.remote(ToyJob(tmp_path)) for _ in range(2)]
+        ray.get([actor.__ray_ready__.remote() for actor in held])
+        with (
+            pytest.raises(ClusterError, match="no process has started for 2 s") as caught,
+            ray_runner(cluster.address, ToyWorker, tmp_path, patience_s=2) as run,
+        ):
+            list(run(ToyJob(tmp_path), TASKS))
+        assert cluster.address in str(caught.value)
+        assert ray.is_initialized(), "a connection that was there before is not ours to close"
+    finally:
+        ray.shutdown()
+
+
+def test_an_address_without_a_cluster_is_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ClusterError, match=r"--cluster 127\.0\.0\.1:1: nothing answers") as caught,
+        ray_runner("127.0.0.1:1", ToyWorker, tmp_path),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+SCRIPT = """
+import os
+import sys
+from pathlib import Path
+from cluster_toy import ToyJob, ToyTask, ToyWorker
+from conversions import Unseen, settings_for
+from moeconv.cluster import ray_runner
+if __name__ == "__main__":
+    try:
+        with ray_runner("auto", ToyWorker, Path({notes!r})) as run:
+            for task, found in run(ToyJob(Path({notes!r}), seconds={seconds}), [ToyTask(0, n) for n in range(12)]):
+                print(found[0][1], flush=True)
+                if task.number == 3 and {kill}:
+                    os.kill(int((Path({notes!r}) / "notes.txt").read_text().split()[0]), 9)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["with a killed worker", "Ctrl-C"])
+def test_auto_starts_a_cluster_quietly_and_leaves_nothing_behind(tmp_path: Path, interrupted: bool) -> None:
+    script = tmp_path / "driver.py"
+    seconds = 0.5 if interrupted else 0.1
+    script.write_text(SCRIPT.format(notes=str(tmp_path), seconds=seconds, kill=not interrupted))
+    mark = f"MOECONV_TEST_MARK={tmp_path}"
+    alone = tempfile.mkdtemp(prefix="ray-")  # no cluster of another test is found there; sockets want a short path
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "RAY_TMPDIR": alone, mark.partition("=")[0]: str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        if interrupted:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        shutil.rmtree(alone, ignore_errors=True)
+    assert err == ""
+    if interrupted:
+        assert process.returncode == 130
+        assert len((first + out).splitlines()) < 12
+    else:
+        assert sorted(int(line) for line in out.splitlines()) == [n**2 for n in range(12)]
+    assert gone(marked(mark)), "processes of the cluster were left behind"
+
+
+def marked(mark: str) -> set[int]:
+    """Processes that inherited this entry of their environment."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:  # it ended, or is not ours
+            continue
+    return found
+
+
+class KillsOne:
+    """A bar that kills a process of the cluster when the first probes are done."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def update(self, n: int) -> None:
+        if n and not self.killed:
+            seats = subprocess.run(["pgrep", "-f", "^ray::_Seat"], capture_output=True, text=True, check=False)
+            self.killed = int(seats.stdout.split()[0])
+            os.kill(self.killed, signal.SIGKILL)
+
+
+def entries(work: Path) -> list[dict[str, Any]]:
+    """All journal entries, by name and without what they took."""
+    lines = [json.loads(line) for path in work.rglob("journal.jsonl") for line in path.read_text().splitlines()]
+    for line in lines:
+        for part in (line, line.get("base", {}), line.get("reference", {})):
+            part.pop("seconds", None)
+    return sorted(lines, key=lambda line: line["id"])
+
+
+def test_a_sweep_on_the_cluster_is_that_of_one_process(cluster: Any, sources: dict[str, Path], tmp_path: Path) -> None:
+    """The same journal and the same pack, though one of the two workers is killed in the middle."""
+    bar = KillsOne()
+    alone = settings_for(sources, "olmoe", tmp_path / "alone", target=Target("bits", 4.0), bits=(2, 3, 4))
+    spread = replace(alone, out=tmp_path / "m.pack", work=tmp_path / "work", cluster=cluster.address)
+    Conversion(alone, lambda _: None, lambda *_: nullcontext(Unseen())).run()
+    Conversion(spread, lambda _: None, lambda *_: nullcontext(bar)).run()
+    assert bar.killed
+    assert entries(spread.work) == entries(alone.work)
+    for path in sorted(alone.out.rglob("*.safetensors")):
+        assert (spread.out / path.relative_to(alone.out)).read_bytes() == path.read_bytes()

@@ -1,0 +1,264 @@
+"""What a conversion may aim at: a loss, with or without confidence, a size, bits a weight; and what it then plans."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from conversions import Done, settings_for, words
+
+from moeconv.artifacts import Target
+from moeconv.checkpoint import Checkpoint
+from moeconv.cli import _exit_code
+from moeconv.errors import SettingsError, TargetMissed
+from moeconv.planning import plan, uniform_bytes, weights_of
+from moeconv.verify import verify
+from moert.description import description_lines
+from moert.engine import Engine
+from moert.generation.settings import GenerationSettings
+from moert.pack.reader import Pack
+
+
+def test_a_promised_bound_lies_between_the_loss_and_the_target(sources: dict[str, Path], tmp_path: Path) -> None:
+    done = Done(settings_for(sources, "olmoe", tmp_path, loss=0.08, confidence=0.9))
+    report = done.report
+    assert report.confidence == 0.9
+    assert report.calibration is not None
+    assert report.upper_bound is not None
+    assert report.calibration.loss < report.upper_bound <= 0.08
+    chosen = [point for point in report.curve if point.chosen]
+    assert [(point.loss, point.upper) for point in chosen] == [(report.calibration.loss, report.upper_bound)]
+    without = Done(settings_for(sources, "olmoe", tmp_path, loss=0.08, out=tmp_path / "b.pack"))
+    assert without.report.expert_bytes["pack"] < report.expert_bytes["pack"], "certainty cost nothing"
+    assert without.conversion.journal.path == done.conversion.journal.path
+    assert without.swept() == 0
+
+
+def test_too_little_text_is_said_before_the_sweep(sources: dict[str, Path], tmp_path: Path) -> None:
+    done = Done(settings_for(sources, "olmoe", tmp_path, loss=0.08, confidence=0.9))
+    notes = [place for place, line in enumerate(done.said) if line.startswith("note: ")]
+    sweep = next(place for place, line in enumerate(done.said) if line.startswith("sweep of "))
+    assert len(notes) == 1
+    assert notes[0] < sweep
+    note = done.said[notes[0]]
+    assert f"{done.report.calibration.samples} calibration samples" in note  # type: ignore[union-attr]
+    assert "8.00% at 90%" in note
+    wanted = [int(word) for word in note.replace(":", "").split() if word.isdigit()]
+    assert wanted[-1] > done.report.calibration.samples, note  # type: ignore[union-attr]
+
+
+def test_no_pack_is_larger_than_the_uniform_one_that_meets_the_target(sources: dict[str, Path], tmp_path: Path) -> None:
+    """On text as noisy as this the search may well end above it."""
+    for place, loss in enumerate((0.001, 0.02, 0.06, 0.15)):
+        done = Done(settings_for(sources, "olmoe", tmp_path, loss=loss, out=tmp_path / f"{place}.pack"))
+        limit = uniform_bytes(done.conversion.checkpoint.spec, done.conversion.fitting)
+        assert done.report.expert_bytes["pack"] <= limit
+        assert done.report.calibration is not None
+        assert done.report.calibration.loss <= loss
+
+
+def test_two_bits_that_meet_the_target_are_what_is_written(sources: dict[str, Path], tmp_path: Path) -> None:
+    done = Done(settings_for(sources, "switch", tmp_path, loss=0.9))
+    assert set(done.report.bits_histogram) == {2}
+    assert [line for line in done.said if line.startswith("all experts at")] == [
+        line for line in done.said if line.startswith("all experts at  2 bits")
+    ]
+
+
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+@pytest.mark.parametrize("quantizer", ["channel", "group"])
+def test_a_size_is_kept_and_used_up(sources: dict[str, Path], family: str, quantizer: str, tmp_path: Path) -> None:
+    spec = Checkpoint.open(sources[family]).spec
+    group_size = 0 if quantizer == "channel" else 64
+    low, high = uniform_bytes(spec, 2, group_size), uniform_bytes(spec, 4, group_size)
+    step = (high - low) / len(spec.expert_keys()) / 2 * 1.01  # the largest: of one expert, by one bit
+    for place, share in enumerate((0.2, 0.6)):
+        size = low + share * (high - low)
+        done = Done(
+            settings_for(
+                sources, family, tmp_path, target=Target("size", float(int(size))), bits=(2, 3, 4),
+                quantizer=quantizer, out=tmp_path / f"{place}.pack",
+            )
+        )  # fmt: skip
+        found = done.report.expert_bytes["pack"]
+        assert done.manifest.expert_tensor_bytes() == found
+        assert found <= size
+        # bytes are left over where more of them would be predicted to do no good
+        best = max(point.nbytes for point in done.report.curve)
+        assert size - found < step or found == best
+        assert done.manifest.quality is not None
+        assert done.manifest.quality.target_loss is None
+        assert "target loss" not in "\n".join(description_lines(Pack.open(done.settings.out)))
+
+
+def test_bits_a_weight_are_kept(sources: dict[str, Path], tmp_path: Path) -> None:
+    target = Target("bits", 3.9)
+    done = Done(settings_for(sources, "olmoe", tmp_path, target=target, bits=(2, 3, 4)))
+    spec = done.conversion.checkpoint.spec
+    assert done.report.effective_bits <= 3.9
+    step = 8 * (uniform_bytes(spec, 4) - uniform_bytes(spec, 3)) / len(spec.expert_keys()) / weights_of(spec)
+    assert done.report.effective_bits > 3.9 - step
+
+
+def test_a_size_that_nothing_fits_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    settings = settings_for(sources, "olmoe", tmp_path, target=Target("size", 1000.0), bits=(2, 4))
+    with pytest.raises(TargetMissed, match="smallest plan has"):
+        Done(settings)
+    assert not settings.out.exists()
+
+
+def test_an_unreachable_loss_ends_with_3_before_the_sweep(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", str(sources["olmoe"]), "--calib", str(sources["text"]), "--metric", "perplexity",
+             "--context", "32", "--bits", "2", "--loss", "0.01%", "--confidence", "none",
+             "--out", str(tmp_path / "m.pack"), "--work", str(tmp_path / "work")]  # fmt: skip
+    assert _exit_code(arguments) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "moeconv: with all experts at 2 bits" in err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert not list(tmp_path.glob("work/*/planning.json")), "it swept first"
+
+
+def test_mistakes_are_one_line_and_2(sources: dict[str, Path], tmp_path: Path, capsys) -> None:
+    model = str(sources["switch"])
+    text = ["--calib", str(sources["pairs"])]
+    for arguments, says in (
+        (["quantize", model], "--calib is missing"),
+        (["quantize", model, *text, "--loss", "5"], "--loss '5'"),
+        (["quantize", model, *text, "--loss", "5%", "--size", "1MB"], "--loss and --size"),
+        (["quantize", model, *text, "--size", "1MB", "--bits-per-weight", "3"], "--size and --bits-per-weight"),
+        (["quantize", model, *text, "--size", "much"], "--size 'much'"),
+        (["quantize", model, *text, "--confidence", "20%"], "--confidence 0.2"),
+        (["quantize", model, *text, "--confidence", "sure"], "--confidence 'sure'"),
+        (["quantize", model, *text, "--racing", "70%"], "--racing 0.7"),
+        (["quantize", model, *text, "--memory", "1KB", "--out", str(tmp_path / "m.pack")], "--memory"),
+        (["quantize", model, *text, "--allocation", "luck"], "--allocation luck"),
+        (["quantize", model, *text, "--signal", "noise"], "--signal noise"),
+        (["quantize", model, *text, "--fields", "input"], "--fields 'input'"),
+        (["quantize", model, *text, "--frobnicate"], "frobnicate"),
+        (["plan", str(tmp_path)], "no finished sweep"),
+        (["report", str(tmp_path)], "manifest"),
+        (["verify", str(tmp_path)], "manifest"),
+        (["profile-paths", str(tmp_path / "none.pack")], "none.pack"),
+        (["recipe", "run", str(tmp_path / "none.toml")], "none.toml"),
+    ):
+        assert _exit_code(arguments) == 2, arguments
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("moeconv: "), err
+        assert err.count("\n") == 1, err
+        assert says in err, err
+
+
+def test_projections_get_widths_of_their_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    """And such a pack is verified, planned again and run."""
+    target = Target("bits", 3.7)
+    done = Done(settings_for(sources, "olmoe", tmp_path, target=target, bits=(2, 3, 4), per_projection=True))
+    mixed = [entry for entry in done.manifest.experts if len(set(entry.bits.values())) > 1]
+    assert mixed, "every expert has one width for all its projections"
+    assert done.report.effective_bits <= 3.7
+    assert all(entry.importance is None for entry in done.manifest.experts), "no expert was probed as a whole"
+    verify(Pack.open(done.settings.out), None)
+    planned = plan(done.settings.work, target, "knapsack", "kl", None)
+    assert planned.chosen.nbytes == done.report.expert_bytes["pack"]
+    with Engine.open(done.settings.out, predictor="none") as engine:
+        tokens = engine.generate_ids([5, 9, 14], GenerationSettings(max_new_tokens=4)).result.tokens
+    assert len(tokens) == 4
+
+
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+def test_the_command_plan_shows_what_was_converted(
+    sources: dict[str, Path], family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = Checkpoint.open(sources[family]).spec
+    size = uniform_bytes(spec, 2) + 0.6 * (uniform_bytes(spec, 4) - uniform_bytes(spec, 2))
+    target = ["--size", f"{size / 1e3:.3f}KB"]
+    settings = settings_for(
+        sources, family, tmp_path, target=Target("size", float(int(size))), bits=(2, 3, 4), quantizer="channel"
+    )
+    done = Done(settings)
+    before = {path: path.stat().st_mtime_ns for path in settings.work.rglob("*")}
+    assert _exit_code(["plan", str(settings.work), *target, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"]["nbytes"] == done.report.expert_bytes["pack"]
+    assert found["chosen"]["loss"] == done.report.calibration.loss  # type: ignore[union-attr]
+    assert [point["nbytes"] for point in found["points"]] == sorted(point["nbytes"] for point in found["points"])
+    assert sum(point["chosen"] for point in found["points"]) == 1
+    assert _exit_code(["plan", str(done.conversion.work.path), *target]) == 0
+    table = capsys.readouterr().out
+    assert table.count("  chosen\n") == 1
+    assert f"{done.report.calibration.loss:.2%}" in table  # type: ignore[union-attr]
+    assert {path: path.stat().st_mtime_ns for path in settings.work.rglob("*")} == before, "it wrote something"
+
+
+def test_the_command_plan_for_a_loss(sources: dict[str, Path], tmp_path: Path) -> None:
+    """After a conversion for that loss its plan is predicted to meet it, and a larger loss never takes more bytes."""
+    settings = settings_for(sources, "switch", tmp_path, loss=0.02, quantizer="channel")
+    done = Done(settings)
+    sizes = []
+    for loss in (0.02, 0.05, 0.5):
+        planned = plan(settings.work, Target("loss", loss), "knapsack", "kl", None)
+        assert planned.chosen.predicted_loss is not None
+        assert planned.chosen.predicted_loss <= loss
+        sizes.append(planned.chosen.nbytes)
+    assert sizes[0] == done.report.expert_bytes["pack"]
+    assert sizes == sorted(sizes, reverse=True)
+    with pytest.raises(SettingsError, match="--bits 16"):
+        plan(settings.work, Target("loss", 0.05), "knapsack", "kl", (2, 16))
+
+
+def test_the_knapsack_is_never_predicted_to_lose_more_than_greedy(sources: dict[str, Path], tmp_path: Path) -> None:
+    settings = settings_for(sources, "olmoe", tmp_path, target=Target("bits", 3.7), bits=(2, 3, 4))
+    Done(settings)
+    better = 0
+    for bits in (3.3, 3.6, 3.9, 4.2):
+        losses = []
+        for allocation in ("knapsack", "greedy", "uniform"):
+            planned = plan(settings.work, Target("bits", bits), allocation, "kl", None)
+            assert planned.chosen.predicted_loss is not None
+            losses.append(planned.chosen.predicted_loss)
+        assert losses[0] <= losses[1] + 1e-12
+        better += losses[0] < losses[2]
+    assert better, "every allocation plans the same: nothing was compared"
+
+
+@pytest.mark.parametrize("allocation", ["greedy", "uniform"])
+@pytest.mark.parametrize("signal", ["metric", "nll"])
+def test_other_allocations_and_signals_meet_the_target(
+    sources: dict[str, Path], tmp_path: Path, allocation: str, signal: str
+) -> None:
+    settings = settings_for(
+        sources, "switch", tmp_path, loss=0.02, allocation=allocation, signal=signal, quantizer="channel"
+    )
+    report = Done(settings).report
+    assert (report.allocation, report.signal) == (allocation, signal)
+    assert report.calibration is not None
+    assert report.calibration.loss <= 0.02
+    if allocation == "uniform":
+        assert len(report.bits_histogram) == 1
+    if allocation == "greedy":
+        assert len(report.bits_histogram) <= 2
+
+
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+def test_racing_measures_less_and_says_so(
+    sources: dict[str, Path], family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(5)
+    rows = [{"input": words(rng, 3) + str(at), "target": words(rng, 2)} for at in range(400)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    calib = tmp_path / "pairs.jsonl" if family == "switch" else sources["text"]
+    arguments = ["quantize", str(sources[family]), "--calib", str(calib), "--samples", "20", "--heldout-samples", "20",
+             "--metric", "perplexity", "--context", "8", "--loss", "30%", "--confidence", "none", "--racing", "5%",
+             "--quantizer", "channel", "--out", str(tmp_path / "m.pack"), "--work", str(tmp_path / "work")]  # fmt: skip
+    assert _exit_code(arguments) == 0
+    out = capsys.readouterr().out
+    cost = json.loads((tmp_path / "m.pack" / "report.json").read_text())["sweep_cost"]
+    assert 0 < cost["measured_share"] <= 1
+    said = f"{cost['measured_share']:.0%} of the measurements" in out
+    assert said == (cost["measured_share"] < 1)
+    assert said, "racing never stopped early: nothing was tested"

@@ -1,0 +1,193 @@
+"""Probes: what they answer is what a full evaluation of the changed model says, for a fraction of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_switch
+from trials import pairs, questions, running, scorers, trial_of
+
+from moeconv.artifacts import Probe, uniform
+from moeconv.calibration import Sample
+from moeconv.probes import Found, Prober, generated, rewrites
+from moeconv.probes.generated import Seq2SeqProber
+from moeconv.probes.text import TextProber
+from moeconv.scorers import Scorer, Scores
+from moeconv.scorers.text import TextScorer
+from moeconv.trial import Trial
+
+TinyModel = Callable[[str, str], Path]
+AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths
+
+CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
+    "switch writes": ("switch", "all layers sparse", pairs(6), "rouge1"),
+    "switch, outputs end early": ("switch", "many end marks", pairs(12, 6), "rouge1"),
+    "switch, dense layers between": ("switch", "every second layer sparse", pairs(6, 1), "rouge1"),
+    "switch, small capacity": ("switch", "small capacity", pairs(4, 2), "rouge1"),
+    "switch, small capacity, likelihood": ("switch", "small capacity", pairs(8, 2), "perplexity"),
+    "switch, untied head": ("switch", "untied head", pairs(8, 3), "token_perplexity"),
+    "switch, choices": ("switch", "deeper encoder", questions(8), "accuracy"),
+    "olmoe": ("olmoe", "plain", running(6), "perplexity"),
+    "olmoe, tied head": ("olmoe", "tied head", running(6, 1), "token_perplexity"),
+    "olmoe, one expert a token": ("olmoe", "top-1", running(6, 2), "perplexity"),
+    "olmoe, choices": ("olmoe", "normed top-k", questions(8), "accuracy"),
+}
+
+
+def prober_of(trial: Trial, scorer: Any) -> Prober:
+    return TextProber(trial, scorer) if isinstance(scorer, TextScorer) else Seq2SeqProber(trial, scorer)
+
+
+def patterns(trial: Trial) -> list[tuple[int, ...]]:
+    """All projections at each width, and one projection alone."""
+    count = len(trial.spec.moe.projections)
+    return [(2,) * count, (3,) * count, (8,) * count, (2, *(4,) * (count - 1)), (*(4,) * (count - 1), 3)]
+
+
+def answers(prober: Prober, probes: Sequence[Probe]) -> list[Found]:
+    found = []
+    for _, layer in groupby(probes, lambda probe: probe.key[:2]):
+        together = list(layer)
+        for start in range(0, len(together), AT_ONCE):
+            found += prober.probe(together[start : start + AT_ONCE])
+    return found
+
+
+def naive(trial: Trial, scorer: Scorer, probe: Probe) -> tuple[Scores, int]:
+    """Scores with that expert changed in the model, and the operations that it took."""
+    trial.assign({probe.key: probe.bits})
+    rows = trial.calls.rows
+    scores = scorer.score()
+    trial.assign({probe.key: (4,) * len(probe.bits)})
+    return scores, trial.calls.flops(trial.calls.rows - rows)
+
+
+def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) -> None:
+    for mine, theirs in ((found.nats, expected.nats), (found.kls, expected.kls)):
+        assert np.abs(mine - theirs).max() < 1e-5 * expected.tokens.min(), what
+    flipped = sum(mine != theirs for mine, theirs in zip(found.outputs, expected.outputs, strict=True))
+    assert flipped <= near_ties, what
+    if not flipped:
+        assert np.allclose(found.scores, expected.scores, atol=1e-4), what
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probes_equal_full_evaluations_of_every_expert(case: str, tiny_model: TinyModel) -> None:
+    family, variant, samples, metric = CASES[case]
+    trial = trial_of(tiny_model(family, variant))
+    [scorer] = scorers(trial, samples, metric, max_new_tokens=6)
+    scorer.score(as_reference=True)
+    trial.assign(uniform(trial.spec, 4))
+    prober = prober_of(trial, scorer)
+    base = prober.prepare()
+    assert_equal(base, scorer.score(), 0, "base")
+    probes = [Probe(key, bits) for key in trial.spec.expert_keys() for bits in patterns(trial)]
+    found = answers(prober, probes)
+    assert [one.probe for one in found] == probes
+    naive_flops, moved, rewritten = 0, 0, 0
+    for one in found:
+        expected, flops = naive(trial, scorer, one.probe)
+        assert_equal(one.scores, expected, one.near_ties, one.probe)
+        naive_flops += flops
+        moved += bool(np.abs(expected.kls - base.kls).max() > 1e-4)
+        rewritten += expected.outputs != base.outputs
+    assert moved > len(probes) / 4, "hardly any probe changed anything: little was tested"
+    assert rewritten > 5 or not scorer.metric.generates, "hardly any output changed: little was tested"
+    assert sum(one.flops for one in found) < naive_flops
+
+
+def test_an_expert_that_only_writing_uses_counts(tmp_path: Path) -> None:
+    """A pass over a whole output drops tokens beyond the capacity, and so may give an expert none of a row's tokens
+    that it gets when the row is written token by token."""
+    layers = {"num_decoder_layers": 3, "num_sparse_decoder_layers": 3}
+    trial = trial_of(tiny_switch(tmp_path, seed=10, expert_capacity=1, **layers))
+    [scorer] = scorers(trial, pairs(3, 10), "rouge1", max_new_tokens=5)
+    scorer.score(as_reference=True)
+    trial.assign(uniform(trial.spec, 4))
+    prober = prober_of(trial, scorer)
+    prober.prepare()
+    for one in answers(prober, [Probe(key, (2, 2)) for key in trial.spec.expert_keys() if key.layer == 2]):
+        expected, _ = naive(trial, scorer, one.probe)
+        assert one.scores.outputs == expected.outputs, one.probe
+
+
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+def test_an_expert_without_tokens_is_free_and_changes_nothing(family: str, tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else "plain"))
+    if family == "switch":
+        samples, metric = [Sample("ab", "c"), Sample("a", "b")], "rouge1"
+    else:
+        samples, metric = [Sample("abcd")], "perplexity"
+    [scorer] = scorers(trial, samples, metric, context=2, max_new_tokens=2)
+    scorer.score(as_reference=True)
+    trial.assign(uniform(trial.spec, 4))
+    prober = prober_of(trial, scorer)
+    base, rows = prober.prepare(), prober.rows_of()
+    keys = trial.spec.expert_keys()
+    unseen = [key for key in keys if rows[key.stack, key.layer][key.expert] == 0]
+    assert 0 < len(unseen) < len(keys)
+    for one in answers(prober, [Probe(key, (2,) * len(trial.spec.moe.projections)) for key in unseen]):
+        assert one.flops == 0
+        assert np.array_equal(one.scores.nats, base.nats)
+        assert np.array_equal(one.scores.kls, base.kls)
+        assert one.scores.outputs == base.outputs
+
+
+def test_rows_are_those_of_every_token_and_choice(tiny_model: TinyModel) -> None:
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    [scorer] = scorers(trial, questions(5), "accuracy")
+    prober = TextProber(trial, scorer)
+    prober.prepare()
+    for found in prober.rows_of().values():
+        assert sum(found) == int(scorer.texts.real.sum()) * trial.spec.moe.top_k
+    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    [scorer] = scorers(trial, pairs(5), "perplexity")
+    prober = Seq2SeqProber(trial, scorer)
+    prober.prepare()
+    for (stack, _), found in prober.rows_of().items():
+        tokens = scorer.items.tokens.sum() if stack == "decoder" else sum(b.mask.sum() for b in scorer.buckets)
+        assert sum(found) == tokens
+
+
+@torch.inference_mode()
+def test_what_changes_at_unscored_places_alone_changes_no_score(tiny_model: TinyModel) -> None:
+    """The last token of a window predicts nothing."""
+    trial = trial_of(tiny_model("olmoe", "plain"))
+    [scorer] = scorers(trial, running(1), "perplexity", context=3)
+    scorer.score(as_reference=True)
+    trial.assign(uniform(trial.spec, 4))
+    prober = TextProber(trial, scorer)
+    base = prober.prepare()
+    call = prober.calls["decoder", 1]
+    at_the_end = torch.arange(len(call.x)) % 3 == 2
+    call.chosen.masked_fill_(~at_the_end[:, None], -1)
+    for one in prober.probe([Probe(key, (2, 2, 2)) for key in trial.spec.expert_keys() if key.layer == 1]):
+        assert np.array_equal(one.scores.nats, base.nats)
+
+
+@pytest.mark.parametrize("layer", [("encoder", 0), ("decoder", 0)])
+def test_small_batches_give_the_same_answers(
+    layer: tuple[str, int], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    [scorer] = scorers(trial, pairs(8), "rouge1")
+    scorer.score(as_reference=True)
+    trial.assign(uniform(trial.spec, 4))
+    prober = Seq2SeqProber(trial, scorer)
+    prober.prepare()
+    probes = [Probe(key, (2, 2)) for key in trial.spec.expert_keys() if key[:2] == layer]
+    expected = prober.probe(probes)
+    for module, name, value in (
+        (generated, "BATCH_TOKENS", 40), (generated, "WAITING_TOKENS", 60), (rewrites, "WRITTEN_TOKENS", 40),
+        (rewrites, "WRITTEN_ROWS", 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    for one, same in zip(prober.probe(probes), expected, strict=True):
+        assert_equal(one.scores, same.scores, one.near_ties + same.near_ties, one.probe)
+    assert len({one.scores.outputs for one in expected}) > 2

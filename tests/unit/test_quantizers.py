@@ -1,0 +1,134 @@
+"""The quantisers: bounds that hold for odd shapes and extreme weights, the same result alone and in a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeconv.errors import WeightsUnusable
+from moeconv.quantizers import QUANTIZERS, Inputs
+from moeconv.verify import error_share
+from moert.pack.codec import F32, INT_WIDTHS, QuantizedMatrix, dequantize, unpack_codes
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 150))
+widths = st.sampled_from(INT_WIDTHS)
+sizes = st.sampled_from([0, 32, 64, 128])
+
+
+def random_weights(shape: tuple[int, ...], seed: int, size: float = 1.0) -> F32:
+    return (np.random.default_rng(seed).standard_normal(shape) * size).astype(np.float32)
+
+
+def inputs_of(n: int, in_features: int, rows: int, wants: str, seed: int = 0) -> Inputs:
+    """Moments of correlated inputs, one of which is always silent."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, rows, in_features)) @ rng.standard_normal((in_features, in_features))
+    x[:, :, -1] = 0
+    moment = np.einsum("nri,nrj->nij", x, x) / max(rows, 1)
+    if wants == "squares":
+        moment = np.diagonal(moment, axis1=1, axis2=2)
+    return Inputs(np.full(n, rows), np.ascontiguousarray(moment, dtype=np.float32))
+
+
+def same(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    return all(np.array_equal(getattr(one, part), getattr(other, part)) for part in ("qweight", "scale", "minimum"))
+
+
+@given(shapes, widths, st.floats(1e-6, 1e3), st.integers(0, 1000))
+def test_channel_is_within_half_a_step(shape: tuple[int, ...], bits: int, size: float, seed: int) -> None:
+    weights = random_weights(shape, seed, size)
+    for weight, matrix in zip(weights, QUANTIZERS["channel"](None).quantize(weights, bits, None), strict=True):
+        assert matrix.scale.shape == (shape[1], 1)
+        assert error_share(matrix, weight, each=True) <= 1
+
+
+@given(shapes, widths, sizes, st.floats(1e-4, 1e3), st.integers(0, 1000))
+def test_group_is_never_worse_than_min_max(
+    shape: tuple[int, ...], bits: int, group: int, size: float, seed: int
+) -> None:
+    weights = random_weights(shape, seed, size)
+    inputs = inputs_of(shape[0], shape[2], 20, "squares", seed)
+    matrices = QUANTIZERS["group"](group).quantize(weights, bits, inputs)
+    h = inputs.moment / np.where(inputs.moment.mean(1, keepdims=True) > 0, inputs.moment.mean(1, keepdims=True), 1)
+    h = np.where(inputs.moment.any(1, keepdims=True), h + 0.01, 1)
+    width = min(group, shape[2]) or shape[2]
+    for weight, matrix, each in zip(weights, matrices, h, strict=True):
+        assert matrix.scale.shape == (shape[1], -(-shape[2] // width))
+        assert unpack_codes(matrix.qweight, bits, shape[2]).max() < 2**bits
+        for start in range(0, shape[2], width):
+            part = slice(start, start + width)
+            plain = dequantize(QUANTIZERS["channel"](None).quantize(weight[None, :, part], bits, None)[0])
+            least = (np.square(plain - weight[:, part]) * each[part]).sum(1)
+            found = (np.square(dequantize(matrix)[:, part] - weight[:, part]) * each[part]).sum(1)
+            assert (found <= least * 1.001 + 1e-12 * size**2).all()
+
+
+@settings(max_examples=40)
+@given(shapes, widths, st.sampled_from([0, 32]), st.sampled_from([0, 3, 400]), st.integers(0, 1000))
+def test_gptq_takes_any_shape(shape: tuple[int, ...], bits: int, group: int, rows: int, seed: int) -> None:
+    weights = random_weights(shape, seed)
+    inputs = inputs_of(shape[0], shape[2], rows, "products", seed)
+    for matrix in QUANTIZERS["gptq"](group).quantize(weights, bits, inputs):
+        assert unpack_codes(matrix.qweight, bits, shape[2]).max() < 2**bits
+        assert np.isfinite(dequantize(matrix)).all()
+
+
+@settings(max_examples=20)
+@given(shapes, widths, st.sampled_from(sorted(QUANTIZERS)), st.sampled_from([0, 32]))
+def test_a_batch_gives_what_each_gives_alone(shape: tuple[int, ...], bits: int, name: str, group: int) -> None:
+    quantizer = QUANTIZERS[name](group)
+    weights, inputs = random_weights(shape, 0), inputs_of(shape[0], shape[2], 60, quantizer.wants)
+    batch = quantizer.quantize(weights, bits, inputs)
+    for i, matrix in enumerate(batch):
+        alone = Inputs(inputs.rows[i : i + 1], inputs.moment[i : i + 1])
+        assert same(matrix, quantizer.quantize(weights[i : i + 1], bits, alone)[0])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_what_knows_more_of_the_inputs_loses_less_of_the_outputs(bits: int) -> None:
+    weights, products = random_weights((2, 48, 96), 0), inputs_of(2, 96, 500, "products")
+    squares = Inputs(products.rows, np.ascontiguousarray(np.diagonal(products.moment, axis1=1, axis2=2)))
+
+    def loss(name: str, inputs: Inputs | None) -> float:
+        found = QUANTIZERS[name](0).quantize(weights, bits, inputs)
+        misses = [dequantize(matrix) - weight for matrix, weight in zip(found, weights, strict=True)]
+        return sum(float(((miss @ moment) * miss).sum()) for miss, moment in zip(misses, products.moment, strict=True))
+
+    order = [loss("gptq", products), loss("group", squares), loss("channel", None)]
+    assert order == sorted(order)
+    assert order[0] < 0.6 * order[1]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_constant_and_zero_rows_are_exact(name: str) -> None:
+    weight = np.array([[0.0] * 8, [0.5] * 8, [-2.0] * 8], dtype=np.float32)
+    assert np.array_equal(dequantize(QUANTIZERS[name](None).quantize(weight[None], 2, None)[0]), weight)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("value", [1e6, np.nan, -np.inf])
+def test_weights_that_float16_cannot_hold_are_refused(name: str, value: float) -> None:
+    with pytest.raises(WeightsUnusable, match="float16"):
+        QUANTIZERS[name](None).quantize(np.array([[[value, 0.0]]], dtype=np.float32), 4, None)
+
+
+@pytest.mark.parametrize("bits", INT_WIDTHS)
+@pytest.mark.parametrize("name", ["group", "gptq"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_verify_tells_fitted_weights_from_others(bits: int, name: str, group: int) -> None:
+    weight, other = random_weights((1, 48, 96), 0), random_weights((1, 48, 96), 1)
+    quantizer = QUANTIZERS[name](group)
+    matrix = quantizer.quantize(weight, bits, inputs_of(1, 96, 500, quantizer.wants))[0]
+    assert error_share(matrix, weight[0], each=False) <= 1 < error_share(matrix, other[0], each=False)
+
+
+def test_verify_finds_one_changed_weight_in_channels() -> None:
+    weight = random_weights((1, 8, 64), 0)
+    matrix = QUANTIZERS["channel"](None).quantize(weight, 4, None)[0]
+    changed = weight[0].copy()
+    changed[3, 5] += 2
+    assert error_share(matrix, weight[0], each=True) <= 1 < error_share(matrix, changed, each=True)
+    assert error_share(weight[0], weight[0], each=True) == 0
+    assert error_share(weight[0], weight[0] * 1.1, each=True) > 1

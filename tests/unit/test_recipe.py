@@ -1,0 +1,120 @@
+"""Recipes: what their entries become, and the one line for those that are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeconv.artifacts import Target
+from moeconv.errors import SettingsError
+from moeconv.recipe import Recipe
+from moeconv.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(tmp_path: Path, *lines: str) -> Recipe:
+    path = tmp_path / "small.toml"
+    path.write_text("\n".join(['model = "m"', 'calib = "c"', *lines]) + "\n")
+    return Recipe.load(path, tmp_path / "out")
+
+
+def test_a_recipe_needs_little(tmp_path: Path) -> None:
+    recipe = load(tmp_path)
+    assert recipe.name == "small"
+    assert recipe.paths
+    out = tmp_path / "out"
+    assert recipe.settings == Settings("m", out / "small.pack", out / "small.work", calib="c")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('loss = "3%"', {"target": Target("loss", 0.03)}),
+        ("loss = 0.03", {"target": Target("loss", 0.03)}),
+        ('size = "1.5MB"', {"target": Target("size", 1.5e6)}),
+        ("bits_per_weight = 2.75", {"target": Target("bits", 2.75)}),
+        ("bits_per_weight = 3", {"target": Target("bits", 3)}),
+        ('confidence = "90%"', {"confidence": 0.9}),
+        ("confidence = 0.9", {"confidence": 0.9}),
+        ('confidence = "none"', {"confidence": None}),
+        ('margin = "25%"', {"margin": 0.25}),
+        ('memory = "1GiB"', {"memory_bytes": 1 << 30}),
+        ('racing = "5%"', {"racing": 0.05}),
+        ("bits = [2, 4]", {"bits": (2, 4)}),
+        ('quantizer = "group"\ngroup_size = 32', {"quantizer": "group", "group_size": 32}),
+        ('allocation = "greedy"\nsignal = "metric"', {"allocation": "greedy", "signal": "metric"}),
+        ("per_projection = true", {"per_projection": True}),
+        ("samples = 20\nsweep_samples = 5\nheldout_samples = 30",
+         {"samples": 20, "sweep_samples": 5, "heldout_samples": 30}),
+        ('metric = "f1"\nseed = 3\ncontext = 64', {"metric": "f1", "seed": 3, "context": 64}),
+    ],
+)  # fmt: skip
+def test_entries_are_what_the_command_line_takes(tmp_path: Path, line: str, found: dict[str, Any]) -> None:
+    settings = load(tmp_path, line).settings
+    assert {name: getattr(settings, name) for name in found} == found
+
+
+def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "[fields]", 'input = "question"', 'target = "answer"')
+    assert recipe.settings.fields == {"input": "question", "target": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('los = "5%"', "unknown entry 'los'"),
+        ("[expect]\nsize = 3", "unknown entry 'size'"),
+        ("bits = 4", "bits = 4 has the wrong type"),
+        ('bits = [2, "4"]', "wrong type"),
+        ("bits = [5]", "expected widths among"),
+        ("samples = 4.5", "wrong type"),
+        ("samples = true", "wrong type"),
+        ("per_projection = 1", "wrong type"),
+        ("bits_per_weight = true", "bits_per_weight"),
+        ('bits_per_weight = "3"', "bits_per_weight"),
+        ('profile_paths = "no"', "true or false"),
+        ('out = "x"', "not for a recipe"),
+        ('work = "x"', "not for a recipe"),
+        ("expect = 3", "should be a table"),
+        ('[expect]\nheldout_loss_at_most = "5%"', "wrong type"),
+        ('loss = "5%"\nsize = "1MB"', "one target at a time"),
+        ("loss = 5", "expected a share|less than 100%"),
+        ('size = "much"', "expected a size"),
+        ('target = "5%"', "not as target"),
+        ('confidence = "30%"', "confidence 0.3"),
+        ("confidence = true", "confidence"),
+        ('racing = "60%"', "racing 0.6"),
+        ('memory = "lots"', "memory 'lots'"),
+        ('allocation = "luck"', "allocation luck"),
+        ('size = "1MB"\nmargin = "5%"', "margin has no effect"),
+        ('fields = "input=question"', "wrong type"),
+        ("[fields]\ninput = 3", "fields"),
+    ],
+)
+def test_wrong_entries_are_one_line(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=says) as error:
+        load(tmp_path, line)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_recipe_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    for body, says in (
+        ('calib = "c"\n', "model is missing"),
+        ('model = "m"\nbits = [16]\n', "without calib"),
+        ("model = [", "can't be read as TOML"),
+    ):
+        path.write_text(body)
+        with pytest.raises(SettingsError, match=says):
+            Recipe.load(path, tmp_path)
+    with pytest.raises(SettingsError, match="no such file"):
+        Recipe.load(tmp_path / "none.toml", tmp_path)
+
+
+def test_the_recipes_of_the_repository_load() -> None:
+    found = [Recipe.load(path, Path("build")) for path in sorted((ROOT / "recipes").glob("*.toml"))]
+    assert [recipe.name for recipe in found] == ["docline", "g2p", "wiki"]
+    assert all(recipe.settings.target == Target("loss", 0.05) for recipe in found)
