@@ -11,6 +11,7 @@ from moert.pack.manifest import Measured
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 SCHEMA = 2
+REPORT = "report.json"  # of a pack: its ConversionReport
 
 Bits = tuple[int, ...]
 """The widths of one expert: one for each projection, in the order of `spec.moe.projections`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -96,16 +97,28 @@ class Checkpoint:
         if file is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}: the checkpoint is incomplete")
         try:
-            if file not in self._open:
-                from safetensors import safe_open
-
-                self._open[file] = safe_open(file, framework="pt")
-            tensor: torch.Tensor = self._open[file].get_tensor(name)
-            return tensor
+            return self._read(file, name)
         except Exception as error:
+            if self._reads_well(file, name):  # Ctrl-C inside the library comes out as some error of its own
+                raise KeyboardInterrupt from None
             raise CheckpointError(
                 f"{file} is missing or damaged ({_line(error)}): fetch the checkpoint again"
             ) from None
+
+    def _read(self, file: Path, name: str) -> torch.Tensor:
+        if file not in self._open:
+            from safetensors import safe_open
+
+            self._open[file] = safe_open(file, framework="pt")
+        tensor: torch.Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+    def _reads_well(self, file: Path, name: str) -> bool:
+        self._open.pop(file, None)
+        with suppress(Exception):
+            self._read(file, name)
+            return True
+        return False
 
     def tensor(self, name: str) -> F32:
         """One tensor by its name in the checkpoint, as float32. Raises CheckpointError."""

@@ -173,7 +173,7 @@ def plan(
 
     target = parse_target(loss, size, bits_per_weight)
     found = run(work, target, allocation, signal, None if bits is None else parse_bits(bits))
-    print(json.dumps(asdict(found)) if as_json else plan_table(found, target))
+    print(json.dumps(_as_json(found)) if as_json else plan_table(found, target))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from moeconv.errors import WeightsUnusable
 from moeconv.moments import Moments
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
 from moert.pack.codec import QuantizedMatrix, dequantize
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
 from moert.pack.reader import Projection
 
 ORIGINAL = 32
@@ -20,6 +21,18 @@ ORIGINAL = 32
 
 CACHE_BYTES = 256 << 20
 BATCH_BYTES = 64 << 20  # of float32 weights
+
+
+Wanted = tuple[ExpertKey, Bits]
+
+
+def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
+    """Experts of one layer beside each other, as many as may be quantised in one call (`BATCH_BYTES`)."""
+    at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
+    layers: dict[tuple[Stack, int], list[Wanted]] = {}
+    for key, bits in wanted:
+        layers.setdefault((key.stack, key.layer), []).append((key, bits))
+    return [layer[start : start + at_once] for layer in layers.values() for start in range(0, len(layer), at_once)]
 
 
 class ExpertCoder:
@@ -82,17 +95,19 @@ class ExpertCoder:
         coded = self.code(key, bits)
         return {name: self._restored(coded[name]) for name in names}
 
-    def prepare(self, stack: Stack, layer: int, bits: int) -> None:
-        """Quantises all experts of a layer at one width, as many in one call as `BATCH_BYTES` allow."""
-        spec = self.checkpoint.spec
-        keys = [ExpertKey(stack, layer, expert) for expert in range(spec.moe.num_experts)]
-        missing = [key for key in keys if any(self._cached(key, name, bits) is None for name in spec.moe.projections)]
-        at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
-        for start in range(0, len(missing), at_once):
-            batch = missing[start : start + at_once]
-            sources = [self.checkpoint.expert(key) for key in batch]
-            for name in spec.moe.projections:
-                self._quantize(batch, name, bits, np.stack([source[name] for source in sources]))
+    def prepare(self, batch: Sequence[Wanted]) -> None:
+        """Quantises one of the `batches`, so that `code` and `weights` find it. An expert alone is left to them."""
+        together: dict[tuple[str, int], list[ExpertKey]] = {}
+        for key, bits in batch:
+            for name, width in zip(self.checkpoint.spec.moe.projections, bits, strict=True):
+                if width < 16 and self._cached(key, name, width) is None:
+                    keys = together.setdefault((name, width), [])
+                    if key not in keys:
+                        keys.append(key)
+        together = {at: keys for at, keys in together.items() if len(keys) > 1}
+        sources = {key: self.checkpoint.expert(key) for key in {key for keys in together.values() for key in keys}}
+        for (name, width), keys in together.items():
+            self._quantize(keys, name, width, np.stack([sources[key][name] for key in keys]))
 
     def _quantize(self, keys: list[ExpertKey], name: str, bits: int, weights: F32) -> list[QuantizedMatrix]:
         """weights [n, out, in] of one projection of n experts of a layer."""
@@ -108,10 +123,7 @@ class ExpertCoder:
         return matrices
 
     def _inputs(self, keys: list[ExpertKey], name: str) -> Inputs | None:
-        if self.moments is None:
-            return None
-        each = [self.moments.inputs(key, name) for key in keys]
-        return Inputs(np.concatenate([one.rows for one in each]), np.concatenate([one.moment for one in each]))
+        return None if self.moments is None else self.moments.inputs(keys, name)
 
     def _cached(self, key: ExpertKey, name: str, bits: int) -> QuantizedMatrix | None:
         found = self._cache.get((key, name, bits))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -18,19 +19,18 @@ from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
 from moeconv.delivery import Outcome, deliver
-from moeconv.errors import TargetMissed
-from moeconv.journal import identity
+from moeconv.errors import SettingsError, TargetMissed
+from moeconv.examples import side_by_side
 from moeconv.judging import Judge, check_reference, measured
 from moeconv.material import RANKING_SHARE, TOKENIZER, Material
 from moeconv.measure import Measure
-from moeconv.moments import Moments, collect
-from moeconv.planning import Inputs, Question
+from moeconv.moments import Moments, collect, moments_bytes
+from moeconv.planning import Inputs, Question, check_budget
 from moeconv.probes.memory import blocks_for
 from moeconv.probes.worker import SweepJob
 from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.records import Record
 from moeconv.runners import runner_for
-from moeconv.scorers.build import spread
 from moeconv.sensitivity import BASE_BITS, Bar, RaceRules, Sweep, probes_for
 from moeconv.settings import Settings
 from moeconv.trial import Trial
@@ -38,9 +38,9 @@ from moeconv.workdir import INPUTS, WorkDir
 from moert.pack.manifest import Manifest
 from moert.pack.writer import check_target
 
-MOMENT_SAMPLES = 1024
+ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
 RACING_BLOCKS, RACING_SPAN = 8, 0.1
-SHOWN_SAMPLES = 6
+MEASURES = 1  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 
 Progress = Callable[[str, int], AbstractContextManager[Bar]]
 
@@ -52,6 +52,7 @@ class Conversion:
         self.settings, self.say, self.progress = settings, say, progress
         self.steps: list[Step] = []
         self.tried: dict[int, Record] = {}  # uniform widths
+        self.judged: list[Judged] = []
 
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
@@ -61,9 +62,12 @@ class Conversion:
         self.quantizer: Quantizer = QUANTIZERS[self.settings.quantizer](self.settings.group_size)
         if self.settings.calib is None:
             return self._unmeasured()
+        check_budget(self.settings.target, self.checkpoint.spec, min(self.settings.bits), self.quantizer.group_size)
+        self._check_moments()
         self.material = Material.read(self.settings, self.checkpoint)
-        fitting = blocks_for(self.checkpoint.spec, self.material.ranked, self.settings.memory_bytes)
-        self.blocks = max(fitting, RACING_BLOCKS) if self.settings.racing else fitting
+        self.blocks = blocks_for(self.checkpoint.spec, self.material.ranked, self.settings.memory_bytes)
+        if self.settings.racing is not None:
+            self.blocks = min(max(self.blocks, RACING_BLOCKS), self.material.ranked.samples)
         with WorkDir(self.settings.work / self._directory) as self.work:
             self.work.save("subject.json", self._subject)
             self.journal = self.work.journal(self._directory)
@@ -71,8 +75,8 @@ class Conversion:
             self._references()
             widths = self._uniform_widths()
             table, cost = self._sweep(widths)
-            plan, judged, question = self._plan(table, widths)
-            return self._deliver(table, cost, plan, judged, question)
+            plan, question = self._plan(widths)
+            return self._deliver(table, cost, plan, question)
 
     def _unmeasured(self) -> tuple[Manifest, ConversionReport]:
         if not (self.checkpoint.path / TOKENIZER).is_file():
@@ -80,6 +84,16 @@ class Conversion:
         outcome = Outcome(uniform(self.checkpoint.spec, 16))
         coder = ExpertCoder(self.checkpoint, self.quantizer, None)
         return deliver(self.settings, coder, outcome, time.perf_counter() - self.started)
+
+    def _check_moments(self) -> None:
+        """Raises SettingsError where what the quantizer wants to know of the inputs does not fit in memory."""
+        wants = self.quantizer.wants
+        needed = 0 if wants == "nothing" else moments_bytes(self.checkpoint.spec, wants)
+        if needed > self.settings.memory_bytes:
+            raise SettingsError(
+                f"--quantizer {self.quantizer.name} collects {needed / 1e6:,.0f} MB about the inputs of this model's "
+                f"experts: give --memory {math.ceil(needed / 1e6):,}MB or more, or take --quantizer group"
+            )
 
     # What is made when it is first needed; a run that only reads its journal needs little of it ----------------------
 
@@ -101,11 +115,17 @@ class Conversion:
         path = self.work.path / f"moments-{self.quantizer.wants}.safetensors"
         if not path.is_file():
             with self._step("moments"):
-                scorer = self.material.scorer(self.trial, self.material.ranking, MOMENT_SAMPLES)
+                scorer = self.material.scorer(self.trial, self.material.ranking, self._moment_samples())
                 self.trial.restore()
                 found = collect(self.trial.calls, scorer.score, self.quantizer.wants)
-                self.work.save_bytes(path.name, found.to_bytes())
+                found.save(path)
         return path
+
+    def _moment_samples(self) -> int:
+        spec, ranked = self.checkpoint.spec, self.material.ranked
+        wanted = ROWS_AN_INPUT * max(spec.d_model, spec.moe.d_ff) * spec.moe.num_experts / spec.moe.top_k
+        scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)
+        return math.ceil(wanted * ranked.samples / scarcer)
 
     def _measure(self, what: str, samples: tuple[Sample, ...], limit: int | None) -> Measure:
         return Measure(
@@ -137,18 +157,20 @@ class Conversion:
             for width in widths:
                 last = self.tried[width] = self.judge.measure(uniform(self.checkpoint.spec, width), f"all at {width}")
                 self.say(f"all experts at {width:2d} bits: {self.judge.text(last)}")
-                if self.judge.upper(last) <= self.settings.planned_loss:
+                if self.judge.holds(last):
                     break
         tried = list(self.tried.values())
+        if self.judge.holds(last) and len(tried) == 1:
+            return widths[:1]  # nothing can be smaller
         self._say_if_too_little(tried)
-        if not self.judge.upper(tried[-1]) <= self.settings.planned_loss:
+        if not self.judge.holds(last):
+            only_bound = self.judge.loss(last) <= self.settings.planned_loss
+            advice = "give more text, or ask for less --confidence" if only_bound else "allow wider experts with --bits"
             raise TargetMissed(
-                f"with all experts at {widths[-1]} bits: {self.judge.text(tried[-1])}; that is above the target of "
-                f"{self.settings.planned_loss:.2%}: allow wider experts with --bits, or a larger --loss"
+                f"with all experts at {widths[-1]} bits: {self.judge.text(last)}; the target of "
+                f"{self.settings.planned_loss:.2%} is missed: {advice}, or a larger --loss"
             )
-        self.fitting = widths[len(tried) - 1]
-        # at the narrowest width nothing can be smaller; else single experts may still want more than all together
-        return widths[: len(tried) + (len(tried) > 1)]
+        return widths[: len(tried) + 1]  # single experts may still want more than all together
 
     def _say_if_too_little(self, tried: Sequence[Record]) -> None:
         needed = self.judge.needed(tried)
@@ -167,8 +189,7 @@ class Conversion:
 
     def _sweep(self, widths: list[int]) -> tuple[SensitivityTable, SweepCost]:
         settings, material = self.settings, self.material
-        probed = [width for width in widths if width != BASE_BITS] or [min(widths)]
-        probes = probes_for(self.checkpoint.spec, probed, settings.per_projection)
+        probes = probes_for(self.checkpoint.spec, widths, settings.per_projection)
         job = SweepJob(
             self.checkpoint.path.absolute(), settings.quantizer, settings.group_size, self.moments, material.ranking,
             material.metric_name, settings.sweep_samples, settings.context, settings.max_new_tokens, self.blocks,
@@ -176,7 +197,7 @@ class Conversion:
         )  # fmt: skip
         rules = None if settings.racing is None else RaceRules(settings.signal, settings.racing, RACING_SPAN)
         sweep = Sweep(self.journal, job, material.metric, probes, rules)
-        reads = [job.model, *([job.moments] if job.moments else [])]
+        reads = [job.model, *([job.moments] if job.moments else []), *material.metric_file]
         with (
             self._step("sweep"),
             self.progress("sweep", sweep.missing()) as bar,
@@ -193,8 +214,7 @@ class Conversion:
         self.work.save(INPUTS, self.inputs.to_json())
         return table, sweep.cost()
 
-    def _plan(self, table: SensitivityTable, widths: list[int]) -> tuple[Plan, tuple[Judged, ...], Question]:
-        """The chosen plan, and those that were judged on the way."""
+    def _plan(self, widths: list[int]) -> tuple[Plan, Question]:
         settings = self.settings
         allowed = sorted(set(settings.bits) & {*widths, BASE_BITS})
         question = Question(
@@ -202,16 +222,21 @@ class Conversion:
         )
         with self._step("search"):
             if settings.target.kind == "loss":
-                frontier = question.frontier(settings.allocation)
-                found = search(frontier, self._judged, settings.planned_loss, self._flat(question))
-                flat = question.problem.priced(uniform(self.checkpoint.spec, self.fitting))
-                if found.plan.nbytes <= flat.nbytes:
-                    return found.plan, found.judged, question
-                judgement = self._judged(flat)  # noise led the search past what is known to hold
-                return flat, (*found.judged, Judged(flat.nbytes, flat.cost, judgement.loss, judgement.upper)), question
+                return self._smallest(question), question
             plan = question.within(settings.allocation, settings.target)
-            judgement = self._judged(plan)
-            return plan, (Judged(plan.nbytes, plan.cost, judgement.loss, judgement.upper),), question
+            self._judged(plan)
+            return plan, question
+
+    def _smallest(self, question: Question) -> Plan:
+        """The smallest plan that was found to hold. All at one width is known to, whatever noise does to the search."""
+        flat = question.problem.priced(uniform(self.checkpoint.spec, max(self.tried)))
+        frontier = question.frontier(self.settings.allocation)
+        with suppress(TargetMissed):
+            found = search(frontier, self._judged, self.settings.planned_loss, self._flat(question)).plan
+            if found.nbytes <= flat.nbytes:
+                return found
+        self._judged(flat)
+        return flat
 
     def _flat(self, question: Question) -> list[tuple[float, float]]:
         """(predicted cost, measured loss) of the uniform widths that were tried. Other plans that the journal may know
@@ -226,7 +251,9 @@ class Conversion:
     def _judged(self, plan: Plan) -> Judgement:
         record = self._record(self.judge.measure, plan)
         self.say(f"a plan of {plan.nbytes / 1e6:,.2f} MB: {self.judge.text(record)}")
-        return Judgement(self.judge.loss(record), self.judge.upper(record))
+        loss, bound = self.judge.loss(record), self.judge.bound(record)
+        self.judged.append(Judged(plan.nbytes, plan.cost, loss, bound))
+        return Judgement(loss, loss if bound is None else bound)
 
     def _record(self, measure: Measure, plan: Plan) -> Record:
         return measure(plan.assignment, f"plan of {plan.nbytes} bytes")
@@ -234,47 +261,27 @@ class Conversion:
     # Delivery ---------------------------------------------------------------------------------------------------------
 
     def _deliver(
-        self, table: SensitivityTable, cost: SweepCost, plan: Plan, judged: tuple[Judged, ...], question: Question
+        self, table: SensitivityTable, cost: SweepCost, plan: Plan, question: Question
     ) -> tuple[Manifest, ConversionReport]:
-        accepted = self._record(self.judge.measure, plan)
+        accepted, seed = self._record(self.judge.measure, plan), self.settings.seed
         with self._step("held-out"):
-            heldout = measured(self.heldout, self._record(self.heldout, plan), self.settings.seed)
-            shown = self._side_by_side(plan)
+            heldout = measured(self.heldout, self._record(self.heldout, plan), self.material.heldout.groups, seed)
+            shown = side_by_side(self.material, lambda: self.trial, self.journal, plan.assignment)
         outcome = Outcome(
             widths=plan.assignment,
             metric=self.material.metric_name,
-            calibration=measured(self.judge.measure, accepted, self.settings.seed),
-            upper_bound=None if self.settings.confidence is None else self.judge.upper(accepted),
+            calibration=measured(self.judge.measure, accepted, self.material.judged.groups, seed),
+            upper_bound=self.judge.bound(accepted),
             heldout=heldout,
             splits=self.material.splits,
             table=table,
             sweep_cost=cost,
-            curve=curve(question.frontier(self.settings.allocation), judged, plan, self._flat(question)),
+            curve=curve(question.frontier(self.settings.allocation), self.judged, plan, self._flat(question)),
             steps=tuple(self.steps),
             samples=shown,
             evaluations=(*self.judge.measure.used.values(), *self.heldout.used.values()),
         )
         return deliver(self.settings, self.coder, outcome, time.perf_counter() - self.started)
-
-    def _side_by_side(self, plan: Plan) -> tuple[Mapping[str, str], ...]:
-        """A few held-out samples: input, target, what the unquantised model and what the pack make of it."""
-        if not self.material.metric.generates:
-            return ()
-        texts = self.material.splits.heldout
-        chosen = [texts[at] for at in spread(len(texts), SHOWN_SAMPLES)]
-        name = identity("side by side", [[str(key), bits] for key, bits in sorted(plan.assignment.items())])
-        if self.journal.get(name) is None:
-            scorer = self.material.scorer(self.trial, chosen, None)
-            self.trial.assign(plan.assignment)
-            after = scorer.score().outputs
-            self.trial.restore()
-            self.journal.add(name, {"reference": scorer.score().outputs, "pack": after})
-        found = self.journal.get(name)
-        assert found is not None
-        return tuple(
-            {"input": sample.source, "target": sample.target, "reference": before, "pack": after}
-            for sample, before, after in zip(chosen, found["reference"], found["pack"], strict=True)
-        )
 
     # The work directory -----------------------------------------------------------------------------------------------
 
@@ -287,6 +294,8 @@ class Conversion:
             "quantizer": self.quantizer.name,
             "group_size": self.quantizer.group_size,
             "metric": self.material.metric_name,
+            "metric_sha256": self.material.metric_sha256,
+            "measures": MEASURES,
             "calibration_sha256": self.material.splits.digest("calibration"),
             "heldout_sha256": self.material.splits.digest("heldout"),
             "seed": self.settings.seed,
@@ -300,6 +309,8 @@ class Conversion:
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        """Notes what the block took, less what steps inside it noted."""
+        started, before = time.perf_counter(), len(self.steps)
         yield
-        self.steps.append(Step(name, round(time.perf_counter() - started, 2)))
+        inside = sum(step.seconds for step in self.steps[before:])
+        self.steps.append(Step(name, round(time.perf_counter() - started - inside, 2)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import moeconv
 from moeconv import artifacts
 from moeconv.artifacts import (
+    REPORT,
     Assignment,
     ConversionReport,
     CurvePoint,
@@ -27,8 +28,6 @@ from moeconv.settings import Settings
 from moert.pack.layout import expert_layout
 from moert.pack.manifest import Manifest, Measured, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
-
-REPORT = "report.json"
 
 
 @dataclass(frozen=True)

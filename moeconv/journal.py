@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ class Journal:
 
     def get(self, name: str) -> dict[str, Any] | None:
         return self._known.get(name)
+
+    def remember(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The entry of that name, made and added where there is none."""
+        if name not in self._known:
+            self.add(name, make())
+        return self._known[name]
 
     def entries(self) -> Iterable[dict[str, Any]]:
         return self._known.values()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -41,7 +43,7 @@ class Material:
         splits = load_splits(
             settings.calib, settings.heldout, seed=settings.seed, fields=settings.fields, tokenizer=checkpoint.path
         )
-        named = settings.metric or splits.metric or default_metric(splits.seq2seq, splits.choices)
+        named = _absolute(settings.metric or splits.metric or default_metric(splits.seq2seq, splits.choices))
         metric = find_metric(named)
         check_fit(checkpoint.spec, splits, metric, settings.max_new_tokens)
         tokenizer = load_tokenizer(checkpoint.path / TOKENIZER)
@@ -59,8 +61,23 @@ class Material:
             size(splits.heldout, settings.heldout_samples),
         )  # fmt: skip
 
+    @property
+    def metric_file(self) -> list[Path]:
+        """The module that a metric of the user's own lies in."""
+        file, module, _ = self.metric_name.partition(".py")
+        return [Path(file + module)] if module else []
+
+    @property
+    def metric_sha256(self) -> str | None:
+        return next((hashlib.sha256(path.read_bytes()).hexdigest() for path in self.metric_file), None)
+
     def scorer(self, subject: Subject, samples: Sequence[Sample], limit: int | None) -> Scorer:
         return build_scorer(
             subject, self.tokenizer, samples, self.metric, limit=limit, context=self.settings.context,
             max_new_tokens=self.settings.max_new_tokens,
         )  # fmt: skip
+
+
+def _absolute(metric: str) -> str:
+    """A metric that is the path of a module, wherever a sweep's worker may be started; others as they are."""
+    return str(Path(metric).absolute()) if ".py" in metric else metric

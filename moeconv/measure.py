@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 from moeconv.artifacts import Assignment, Measurement
 from moeconv.journal import Journal, identity
@@ -56,14 +57,14 @@ class Measure:
     def __call__(self, widths: Assignment, what: str) -> Record:
         """The record of an assignment (all experts given), from the journal or measured now."""
         name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())])
-        if self._journal.get(name) is None:
+
+        def measured() -> dict[str, Any]:
             scorer = self.scorer()
             self._trial().assign(widths)
             about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
-            self._journal.add(name, {**self._scored(scorer, what).to_json(), **about})
-        found = self._journal.get(name)
-        assert found is not None
-        self.used[name] = Record.from_json(found)
+            return {**self._scored(scorer, what).to_json(), **about}
+
+        self.used[name] = Record.from_json(self._journal.remember(name, measured))
         return self.used[name]
 
     def figures(self, record: Record) -> Measurement:

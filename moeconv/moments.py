@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from moeconv.errors import ConversionError
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.scorers.experts import Call, ExpertCalls
 from moert.pack.codec import F32
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
 
 SCHEMA = "1"
 Place = tuple[Stack, int]  # a layer with experts
@@ -27,60 +28,90 @@ class MomentsError(ConversionError):
     """A file of moments that can't be used."""
 
 
+class Sliced(Protocol):
+    """An array, or one that is still in a file."""
+
+    def __getitem__(self, experts: slice, /) -> npt.NDArray[Any]: ...
+
+
 class Moments:
     """For each expert the tokens it saw, and the mean of x**2 ("squares") or x xᵀ ("products") of its inputs x.
 
     `tensors` maps "D03.rows" to int64 [experts], "D03.in" (inputs of gate and up) and "D03.mid" (inputs of down) to
-    float32 [experts, in] or [experts, in, in].
+    float32 [experts, in] or [experts, in, in]: arrays in memory after `collect`, which takes `moments_bytes`; parts of
+    an open file after `load`, of which no more is read than is asked for.
     """
 
-    def __init__(self, wants: Wants, tensors: dict[str, npt.NDArray[Any]]) -> None:
+    def __init__(self, wants: Wants, tensors: Mapping[str, Sliced]) -> None:
         self.wants = wants
         self.tensors = tensors
 
     def rows(self, key: ExpertKey) -> int:
         """Tokens that the expert saw."""
-        return int(self.tensors[_name(key.stack, key.layer, "rows")][key.expert])
+        return int(self._of(key, "rows")[0])
 
-    def inputs(self, key: ExpertKey, projection: str) -> Inputs:
-        """Of one expert's "gate", "up" or "down" matrix (n = 1)."""
-        return self.layer_inputs(key.stack, key.layer, projection, slice(key.expert, key.expert + 1))
-
-    def layer_inputs(self, stack: Stack, layer: int, projection: str, experts: slice = slice(None)) -> Inputs:
-        """Of that matrix of several experts of a layer."""
+    def inputs(self, keys: Sequence[ExpertKey], projection: str) -> Inputs:
+        """Of the "gate", "up" or "down" matrices of these experts."""
         side = "mid" if projection == "down" else "in"
-        rows: npt.NDArray[np.int64] = self.tensors[_name(stack, layer, "rows")][experts]
-        moment: F32 = self.tensors[_name(stack, layer, side)][experts]
-        return Inputs(rows, moment)
+        return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in ("rows", side)))
+
+    def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
+        return self.tensors[_name(key.stack, key.layer, what)][key.expert : key.expert + 1]
 
     @property
     def digest(self) -> str:
         """sha256 of all figures."""
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
-            digest.update(name.encode() + self.tensors[name].tobytes())
+            digest.update(name.encode())
+            for expert in range(len(self.tensors[name.split(".")[0] + ".rows"][:])):
+                digest.update(self.tensors[name][expert : expert + 1].tobytes())
         return digest.hexdigest()
 
-    def to_bytes(self) -> bytes:
-        """A safetensors file."""
-        from safetensors.numpy import save
+    def save(self, path: Path) -> None:
+        """A safetensors file, whole or not at all. Raises MomentsError."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
 
-        return save(self.tensors, {"format": "moeconv moments", "schema": SCHEMA, "wants": self.wants})
+        part = path.with_name(f".{path.name}.part")
+        try:
+            save_file(self._arrays, part, self._about)
+            with part.open("rb") as stream:
+                os.fsync(stream.fileno())
+            os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
+            raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
+
+    @property
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: tensor[:] for name, tensor in self.tensors.items()}
+
+    @property
+    def _about(self) -> dict[str, str]:
+        return {"format": "moeconv moments", "schema": SCHEMA, "wants": self.wants}
 
     @classmethod
     def load(cls, path: Path) -> Moments:
-        """Raises MomentsError for a file that is not what `save` wrote."""
+        """Reads the header alone. Raises MomentsError for a file that is not what `save` wrote."""
         from safetensors import safe_open
 
         try:
             with safe_open(path, framework="np") as handle:
                 about = handle.metadata() or {}
-                tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+                tensors = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
         except Exception as error:
             raise MomentsError(f"{path} can't be read ({' '.join(str(error).split())}): delete it") from None
         if about.get("schema") != SCHEMA or about.get("wants") not in ("squares", "products"):
             raise MomentsError(f"{path} was written by another version: delete it, and it will be measured again")
         return cls(about["wants"], tensors)
+
+
+def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
+    """Memory that `collect` takes beside the model and the batch that runs."""
+    power = {"nothing": 0, "squares": 1, "products": 2}[wants]
+    an_expert = spec.d_model**power + spec.moe.d_ff**power if power else 0
+    return len(spec.moe_layers()) * spec.moe.num_experts * 4 * an_expert
 
 
 def _name(stack: Stack, layer: int, what: str) -> str:
@@ -131,7 +162,7 @@ class _Layer:
         self.sums[side][expert] += x.T @ x if self.products else x.square().sum(0)
 
     def mean(self, side: str) -> F32:
-        sums = self.sums[side]
-        count = self.rows.clamp(min=1).float().view(-1, *[1] * (sums.dim() - 1))
-        mean: F32 = (sums / count).numpy()
+        """Of each expert, in the place of its sums, which are gone then."""
+        sums = self.sums.pop(side)
+        mean: F32 = sums.div_(self.rows.clamp(min=1).float().view(-1, *[1] * (sums.dim() - 1))).numpy()
         return mean

@@ -22,7 +22,10 @@ from moeconv.errors import SettingsError, TargetMissed
 from moeconv.journal import Journal
 from moeconv.measure import known_plans, unquantised
 from moeconv.metrics import Metric, find_metric
-from moeconv.workdir import finished_work
+from moeconv.quantizers import GROUP_SIZES
+from moeconv.settings import check_ranking, check_target
+from moeconv.workdir import INPUTS, finished_work
+from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 
@@ -52,16 +55,28 @@ class Inputs:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Inputs:
+        """Raises KeyError, TypeError, ValueError or OverflowError for what `to_json` does not write."""
+
         def number(figure: float | None) -> float:
-            return math.nan if figure is None else figure  # it could not be measured
+            return math.nan if figure is None else float(figure)  # it could not be measured
 
         costs = {}
         for *key, bits, (metric, nll, kl) in values["costs"]:
             costs[Probe(ExpertKey(*key), tuple(bits))] = number(metric), number(nll), number(kl)
-        table = SensitivityTable(values["base_bits"], Measurement(*map(number, values["base"])), costs, {})
-        return cls(
-            values["model"], values["quantizer"], values["group_size"], values["metric"], values["samples"], table
-        )  # fmt: skip
+        base_bits, group_size = values["base_bits"], values["group_size"]
+        if not {base_bits, *(bits for probe in costs for bits in probe.bits)} <= set(WIDTHS):
+            raise ValueError("a width that there is not")
+        if group_size not in (0, *GROUP_SIZES):
+            raise ValueError(f"a group size of {group_size!r}")
+        table = SensitivityTable(base_bits, Measurement(*map(number, values["base"])), costs, {})
+        texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
+        return cls(group_size=group_size, table=table, **texts)
+
+    def fits(self, spec: ModelSpec) -> bool:
+        """Whether the table is about the experts of this model."""
+        probes, n_projections = self.table.costs, len(spec.moe.projections)
+        whole = all(len(probe.bits) == n_projections for probe in probes)
+        return whole and {probe.key for probe in probes} in (set(), set(spec.expert_keys()))
 
 
 @dataclass(frozen=True)
@@ -91,26 +106,46 @@ class Question:
 
     def within(self, allocation: str, target: Target) -> Plan:
         """The plan for a "size" or "bits" target. Raises TargetMissed."""
-        nbytes = target.value if target.kind == "size" else target.value * weights_of(self.spec) / 8
-        return plan_within(self.problem, allocation, int(nbytes))
+        budget = budget_bytes(target, self.spec)
+        assert budget is not None, "a loss is searched for"
+        largest = sum(options[-1].nbytes for options in self.problem.units.values())
+        return plan_within(self.problem, allocation, min(budget, largest))  # no number of bytes is too large to count
 
     def measured(self) -> list[Judged]:
         """Plans that were measured, of the widths that the problem has."""
         reference = unquantised(self._journal, self._inputs.samples)
+        if reference is None:
+            return []
         found = []
         for assignment, record in known_plans(self._journal, self._inputs.samples, self.spec.expert_keys()):
-            assert reference is not None
             try:
                 priced = self.problem.priced(assignment)
             except KeyError:
                 continue
             loss = record.measured(self._metric, reference).loss
-            found.append(Judged(priced.nbytes, priced.cost, loss, loss))
+            found.append(Judged(priced.nbytes, priced.cost, loss, None))
         return found
 
     def known_points(self) -> list[tuple[float, float]]:
         """(predicted cost, measured loss)"""
         return [(one.cost, one.loss) for one in self.measured()]
+
+
+def budget_bytes(target: Target, spec: ModelSpec) -> int | None:
+    """What the tensors of all experts may take together; None for a loss target."""
+    if target.kind == "loss":
+        return None
+    return int(target.value if target.kind == "size" else target.value * weights_of(spec) / 8)
+
+
+def check_budget(target: Target, spec: ModelSpec, narrowest: int, group_size: int) -> None:
+    """Raises TargetMissed for a size that even all experts at the `narrowest` width exceed."""
+    budget, least = budget_bytes(target, spec), uniform_bytes(spec, narrowest, group_size)
+    if budget is not None and least > budget:
+        raise TargetMissed(
+            f"all experts at {narrowest} bits have {least:,} bytes, {least - budget:,} more than the {budget:,} asked "
+            "for: allow narrower experts with --bits, or a larger size"
+        )
 
 
 def weights_of(spec: ModelSpec) -> int:
@@ -125,10 +160,17 @@ def uniform_bytes(spec: ModelSpec, bits: int, group_size: int = 0) -> int:
 
 
 def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:
-    """Raises SettingsError for a directory without a finished sweep, TargetMissed."""
-    stored, journal = finished_work(work)
-    inputs = Inputs.from_json(stored)
+    """Raises SettingsError for a directory without a finished sweep, CheckpointError where its model is gone,
+    TargetMissed."""
+    check_ranking(allocation, signal)
+    check_target(target)
+    inputs, journal = _finished(work)
     spec, metric = Checkpoint.open(inputs.model).spec, find_metric(inputs.metric)
+    if not inputs.fits(spec):
+        raise SettingsError(
+            f"the sweep in {work} is not about the experts of {inputs.model}: the model was replaced since, run "
+            "`moeconv quantize` again"
+        )
     known = sorted({width for probe in inputs.table.costs for width in probe.bits} | {inputs.table.base_bits})
     unknown = sorted(set(bits or ()) - set(known))
     if unknown:
@@ -144,6 +186,17 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
         Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
         points, next(point for point in points if point.chosen),
     )  # fmt: skip
+
+
+def _finished(work: Path) -> tuple[Inputs, Journal]:
+    stored, journal = finished_work(work)
+    try:
+        return Inputs.from_json(stored), journal
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SettingsError(
+            f"{journal.path.with_name(INPUTS)} is not what a sweep writes ({type(error).__name__}: {error}): run "
+            "`moeconv quantize` again"
+        ) from None
 
 
 def _smallest(frontier: Frontier, points: list[tuple[float, float]], target: float) -> Plan:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from moeconv.allocation.curve import format_curve
-from moeconv.artifacts import ConversionReport, Target
+from moeconv.artifacts import ConversionReport, CurvePoint, Target
 from moeconv.paths import PathFigures
 from moeconv.planning import Planned
 from moert.pack.manifest import Measured
@@ -51,11 +50,28 @@ def plan_table(planned: Planned, target: Target) -> str:
     return "\n".join(
         [
             f"{planned.model}, quantizer {planned.quantizer}: size against loss, from what was measured",
-            format_curve(planned.points, planned.weights, planned.int4_bytes),
+            curve_table(planned.points, planned.weights, planned.int4_bytes),
             f"  for {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
             f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
         ]
     )
+
+
+def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
+    """`weights` are those of all experts, `int4_bytes` what they take at uniform INT4."""
+    promised = any(point.upper is not None for point in points)
+    lines = [
+        f"  {'MB':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9}"
+        + (f" {'upper':>8}" if promised else "")
+    ]
+    for point in points:
+        upper = f" {_percent(point.upper, 2):>8}" if promised else ""
+        lines.append(
+            f"  {point.nbytes / 1e6:>10,.2f} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
+            f"{_percent(point.predicted_loss, 2):>10} {_percent(point.loss, 2):>9}{upper}"
+            + ("  chosen" if point.chosen else "")
+        )
+    return "\n".join(lines)
 
 
 def _promise(report: ConversionReport) -> list[str]:
@@ -101,8 +117,8 @@ def path_table(found: PathFigures, nbytes: int) -> str:
     return "\n".join(lines)
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}%}"
 
 
 def _measured_line(name: str, measured: Measured) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeconv.calibration import Splits, load_splits
-from moeconv.errors import CalibrationError, SettingsError
+from moeconv.errors import CalibrationError, ConversionError, SettingsError
+from moeconv.material import TOKENIZER
 from moeconv.metrics import default_metric, find_metric
 from moeconv.packed import PackedModel
 from moeconv.paths import PathFigures, Routes, figures, routes_of
+from moeconv.report.document import read_report
 from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer
 from moeconv.settings import DEFAULT_CONTEXT, check_counts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
-
-REPORT = "report.json"
 
 
 def profile_paths(
@@ -39,7 +38,7 @@ def profile_paths(
     splits = source.splits
     metric = find_metric(default_metric(splits.seq2seq, splits.choices))
     check_fit(pack.manifest.model, splits, metric)
-    tokenizer = load_tokenizer(pack.file("tokenizer.json"))
+    tokenizer = load_tokenizer(pack.file(TOKENIZER))
     packed = PackedModel.open(pack)
 
     def routes(split: str) -> Routes:
@@ -66,19 +65,27 @@ class _Source:
 
 def _source(pack: Pack, calib: str | None, heldout: str | None, seed: int | None) -> _Source:
     """The text that was asked for; without one, the text that the pack was converted with."""
-    report = json.loads(pack.read_file(REPORT)) if REPORT in pack.manifest.files else {}
-    context = report.get("context", DEFAULT_CONTEXT)
+    if calib is None and (heldout is not None or seed is not None):
+        raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
+    try:
+        report = read_report(pack)
+    except ConversionError as error:
+        if calib is None:
+            raise SettingsError(
+                f"the pack does not say what text it was converted with ({error}): give --calib"
+            ) from None
+        report = None
+    context = DEFAULT_CONTEXT if report is None else report.context
     if calib is not None:
         return _Source(load_splits(calib, heldout, seed=seed or 0, tokenizer=pack.root), context)
-    if heldout is not None or seed is not None:
-        raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
-    recorded = report.get("calibration_source")
-    if not recorded:
+    assert report is not None
+    if not report.calibration_source:
         raise SettingsError("--calib is missing: the pack does not say what text it was converted with")
     try:
         splits = load_splits(
-            recorded, report["heldout_source"], seed=report["seed"], fields=report["fields"], tokenizer=pack.root
-        )
+            report.calibration_source, report.heldout_source, seed=report.seed, fields=report.fields,
+            tokenizer=pack.root,
+        )  # fmt: skip
     except CalibrationError as error:
         raise SettingsError(f"the pack's own calibration text can't be used ({error}): give --calib") from None
     return _Source(splits, context)

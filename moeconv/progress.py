@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from moeconv.sensitivity import Bar
+if TYPE_CHECKING:
+    from moeconv.sensitivity import Bar
 
 LINE_EVERY_S = 30.0
 

@@ -42,7 +42,6 @@ class Race:
 
     def __init__(self, count: int, blocks: Sequence[int], *, delta: float, span: float) -> None:
         self.blocks = tuple(blocks)
-        self.error_probability = delta
         self.rounds = 0
         self._places = span * count
         self._samples = sum(blocks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -10,8 +12,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from moeconv.artifacts import ConversionReport
 from moeconv.errors import SettingsError
 from moeconv.present import missed_target
-from moeconv.settings import Settings, parse_bytes, parse_confidence, parse_share, parse_target
+from moeconv.settings import Settings, one_target, parse_bytes, parse_confidence, parse_share
 from moeconv.toml import read_toml
+
+Parse = Callable[[str, str], float | None]
+_PARSERS: Mapping[str, Parse | None] = {
+    "loss": parse_share, "size": parse_bytes, "bits_per_weight": None, "margin": parse_share, "racing": parse_share,
+    "confidence": parse_confidence, "memory": parse_bytes,
+}  # fmt: skip
+"""Entries that are numbers, or text as on the command line; (text, name of the entry) → value."""
 
 
 @dataclass(frozen=True)
@@ -60,54 +69,69 @@ class Recipe:
     def load(cls, path: Path, out: Path) -> Recipe:
         """Packs go to OUT/NAME.pack, what can be reused to OUT/NAME.work. Raises SettingsError."""
         document = read_toml(path)
-        expect = _table(document.pop("expect", {}), Expectations, f"{path}: [expect]")
-        paths = document.pop("profile_paths", True)
-        if not isinstance(paths, bool):
-            raise SettingsError(f"{path}: profile_paths should be true or false, found {paths!r}")
-        _parse(document)
-        if isinstance(document.get("bits"), list):
-            document["bits"] = tuple(document["bits"])
         for name in ("out", "work"):
             if name in document:
                 raise SettingsError(f"{path}: {name} is not for a recipe to say: give --out to the command")
+        places = {"out": out / f"{path.stem}.pack", "work": out / f"{path.stem}.work"}
+        try:
+            return cls._of(path.stem, document, places)
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {_as_entries(str(error))}") from None
+
+    @classmethod
+    def _of(cls, name: str, document: dict[str, Any], places: dict[str, Path]) -> Recipe:
+        expect = _table(document.pop("expect", {}), Expectations, "[expect] ")
+        paths = document.pop("profile_paths", True)
+        if not isinstance(paths, bool):
+            raise SettingsError(f"profile_paths should be true or false, found {paths!r}")
         if paths and "calib" not in document:
-            raise SettingsError(f"{path}: without calib no paths can be profiled: add it, or profile_paths = false")
-        name = path.stem
-        document |= {"out": out / f"{name}.pack", "work": out / f"{name}.work"}
-        return cls(name, _table(document, Settings, str(path)), expect, paths)
+            raise SettingsError("without calib no paths can be profiled: add it, or profile_paths = false")
+        return cls(name, _table(_parsed(document) | places, Settings, ""), expect, paths)
 
 
-def _parse(document: dict[str, Any]) -> None:
-    """Entries that are written as on the command line become what Settings hold."""
-    if "target" in document:
-        raise SettingsError("a recipe says its target as loss, size or bits_per_weight, not as target")
-    given = {name: document.pop(name, None) for name in ("loss", "size", "bits_per_weight")}
-    bits = given["bits_per_weight"]
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, (int, float))):
-        raise SettingsError(f"bits_per_weight = {bits!r} has the wrong type")
-    texts = {name: None if given[name] is None else str(given[name]) for name in ("loss", "size")}
-    document["target"] = parse_target(texts["loss"], texts["size"], bits)
-    for name, parse in (("margin", parse_share), ("racing", parse_share), ("confidence", parse_confidence)):
-        if name in document:
-            document[name] = parse(str(document[name]))
-    if "memory" in document:
-        document["memory_bytes"] = parse_bytes(str(document.pop("memory")), "memory")
+def _parsed(values: dict[str, Any]) -> dict[str, Any]:
+    """Entries that are written as on the command line become what Settings hold. Raises SettingsError."""
+    if "target" in values:
+        raise SettingsError("target: a recipe says it as loss, size or bits_per_weight")
+    for name, parse in _PARSERS.items():
+        if name in values:
+            values[name] = _number(name, values[name], parse)
+    values["target"] = one_target(*(values.pop(name, None) for name in ("loss", "size", "bits_per_weight")))
+    if "memory" in values:
+        values["memory_bytes"] = int(values.pop("memory"))
+    if isinstance(values.get("bits"), list):
+        values["bits"] = tuple(values["bits"])
+    return values
+
+
+def _number(name: str, value: Any, parse: Parse | None) -> float | None:
+    """Text is parsed, a number is what it says. Raises SettingsError; true is not a number."""
+    if isinstance(value, str) and parse is not None:
+        return parse(value, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < sys.maxsize:
+        raise SettingsError(f"{name} = {value!r}: expected a number{'' if parse is None else ' or text'}")
+    return value
+
+
+def _as_entries(message: str) -> str:
+    """Options by the names that they have in a recipe: --group-size is group_size there."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
 
 
 def _table(values: Any, kind: Any, where: str) -> Any:
-    """A TOML table as a dataclass: unknown, missing and wrongly typed entries raise SettingsError."""
+    """A TOML table as a dataclass. Unknown, missing and wrongly typed entries raise SettingsError, `where` first."""
     if not isinstance(values, dict):
-        raise SettingsError(f"{where} should be a table, found {values!r}")
+        raise SettingsError(f"{where}should be a table, found {values!r}")
     known = {field.name: field for field in fields(kind)}
     types = get_type_hints(kind)
     for name, value in values.items():
         if name not in known:
-            raise SettingsError(f"{where}: unknown entry {name!r}; known are {', '.join(sorted(known))}")
+            raise SettingsError(f"{where}unknown entry {name!r}; known are {', '.join(sorted(known))}")
         if not _fits(value, types[name]):
-            raise SettingsError(f"{where}: {name} = {value!r} has the wrong type")
+            raise SettingsError(f"{where}{name} = {value!r} has the wrong type")
     missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
     if missing:
-        raise SettingsError(f"{where}: {missing[0]} is missing")
+        raise SettingsError(f"{where}{missing[0]} is missing")
     return kind(**values)
 
 

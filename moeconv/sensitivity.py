@@ -10,6 +10,7 @@ import numpy as np
 
 from moeconv.artifacts import Bits, Probe, SensitivityTable, SweepCost
 from moeconv.calibration import samples_digest
+from moeconv.errors import SettingsError
 from moeconv.journal import Journal, identity
 from moeconv.metrics import F64, Metric
 from moeconv.probes.worker import SweepJob, Task
@@ -68,6 +69,9 @@ class Sweep:
         return sum(self._get(block, probe) is None for probe in self.probes for block in range(self.job.blocks))
 
     def run(self, runner: Runner, bar: Bar) -> None:
+        """Raises SettingsError for a metric that can't be raced by."""
+        if self.rules is not None and self.rules.signal == "metric" and self.metric.columns > 2:
+            raise SettingsError(f"--racing by {self.metric.name} can't be done, sample by sample: use --signal kl")
         if self.rules is None:
             self._do(
                 runner, bar, [task for block in range(self.job.blocks) for task in self._tasks(block, self.probes)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moeconv.allocation import ALLOCATORS
@@ -18,6 +19,13 @@ DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
 DEFAULT_TARGET = Target("loss", 0.05)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
+_OF_TEXT = (
+    "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
+    "per_projection", "samples", "sweep_samples", "heldout_samples", "max_new_tokens", "memory_bytes", "racing",
+    "cluster",
+)  # fmt: skip
+"""What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,8 @@ class Settings:
     cluster: str | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (
-            ("--quantizer", self.quantizer, QUANTIZERS),
-            ("--allocation", self.allocation, ALLOCATORS),
-            ("--signal", self.signal, SIGNALS),
-        ):
-            if value not in known:
-                raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
+        check_choice("--quantizer", self.quantizer, QUANTIZERS)
+        check_ranking(self.allocation, self.signal)
         if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
             find_metric(self.metric)
         if self.group_size is not None and self.quantizer == "channel":
@@ -80,31 +83,54 @@ class Settings:
             return
         if self.bits != (16,):
             raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
-        for name in ("heldout", "fields", "metric", "samples", "sweep_samples", "heldout_samples", "max_new_tokens"):
-            if getattr(self, name) is not None:
-                raise SettingsError(f"--{name.replace('_', '-')} has no effect without --calib: leave it out")
+        options = {"target": _TARGET_OPTIONS[self.target.kind], "memory_bytes": "--memory"}
+        for field in fields(self):
+            if field.name in _OF_TEXT and getattr(self, field.name) != field.default:
+                option = options.get(field.name, f"--{field.name.replace('_', '-')}")
+                raise SettingsError(f"{option} has no effect without --calib: leave it out")
 
     def _check_numbers(self) -> None:
         counts = {name: getattr(self, name) for name in ("samples", "sweep_samples", "heldout_samples")}
         check_counts(**counts, max_new_tokens=self.max_new_tokens, context=self.context, seed=self.seed)
+        check_target(self.target)
+        if self.memory_bytes < 1:
+            raise SettingsError(f"--memory {self.memory_bytes}: expected more than 0 bytes")
         if not 0 <= self.margin < 1:
-            raise SettingsError(f"a margin of {self.margin:g}: expected a share from 0 to less than 1")
+            raise SettingsError(f"--margin {self.margin:g}: expected a share from 0 to less than 1")
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
         if self.racing is not None and not 0 < self.racing < 0.5:
             raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
-        kind, value = self.target.kind, self.target.value
-        if kind == "loss" and not 0 <= value < 1:
-            raise SettingsError(f"a loss of {value:g}: expected a share from 0 to less than 1")
-        if kind != "loss" and not value > 0:
-            raise SettingsError(f"a target of {value:g} {kind}: expected more than 0")
-        if kind != "loss" and self.margin:
+        if self.target.kind != "loss" and self.margin:
             raise SettingsError("--margin has no effect without --loss: leave it out")
 
     @property
     def planned_loss(self) -> float:
         """What the loss on the calibration text may be at most. Only for a loss target."""
         return self.target.value * (1 - self.margin)
+
+
+def check_choice(option: str, value: str, known: Iterable[str]) -> None:
+    """Raises SettingsError."""
+    if value not in known:
+        raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
+
+
+def check_ranking(allocation: str, signal: str) -> None:
+    """Raises SettingsError."""
+    check_choice("--allocation", allocation, ALLOCATORS)
+    check_choice("--signal", signal, SIGNALS)
+
+
+def check_target(target: Target) -> None:
+    """Raises SettingsError."""
+    option = _TARGET_OPTIONS[target.kind]
+    if target.kind == "loss" and not 0 <= target.value < 1:
+        raise SettingsError(f"{option} {target.value:g}: expected a share from 0 to less than 1")
+    if target.kind == "size" and not 0 < target.value < math.inf:
+        raise SettingsError(f"{option} {target.value:g}: expected a number of bytes above 0")
+    if target.kind == "bits" and not 0 < target.value <= max(WIDTHS):
+        raise SettingsError(f"{option} {target.value:g}: expected more than 0, at most {max(WIDTHS)}")
 
 
 def check_counts(context: int | None = None, seed: int | None = None, **counts: int | None) -> None:
@@ -119,16 +145,22 @@ def check_counts(context: int | None = None, seed: int | None = None, **counts: 
 
 
 def parse_target(loss: str | None, size: str | None, bits_per_weight: float | None) -> Target:
+    """As on the command line. Raises SettingsError."""
+    return one_target(
+        None if loss is None else parse_share(loss),
+        None if size is None else parse_bytes(size, "--size"),
+        bits_per_weight,
+    )
+
+
+def one_target(loss: float | None, size: float | None, bits_per_weight: float | None) -> Target:
     """One of the three; without any, a loss of 5%. Raises SettingsError."""
-    given = [name for name, value in (("--loss", loss), ("--size", size), ("--bits-per-weight", bits_per_weight))
-             if value is not None]  # fmt: skip
+    found = {"loss": loss, "size": size, "bits": bits_per_weight}
+    given = [Target(kind, float(value)) for kind, value in found.items() if value is not None]
     if len(given) > 1:
-        raise SettingsError(f"{' and '.join(given)}: one target at a time, leave the others out")
-    if size is not None:
-        return Target("size", float(parse_bytes(size, "--size")))
-    if bits_per_weight is not None:
-        return Target("bits", bits_per_weight)
-    return Target("loss", parse_share(loss or "5%"))
+        names = " and ".join(_TARGET_OPTIONS[target.kind] for target in given)
+        raise SettingsError(f"{names}: one target at a time, leave the others out")
+    return given[0] if given else DEFAULT_TARGET
 
 
 def parse_share(text: str, option: str = "--loss") -> float:
@@ -143,9 +175,9 @@ def parse_share(text: str, option: str = "--loss") -> float:
     return share
 
 
-def parse_confidence(text: str) -> float | None:
+def parse_confidence(text: str, option: str = "--confidence") -> float | None:
     """A share, or None for 'none'. Raises SettingsError."""
-    return None if text.strip().lower() == "none" else parse_share(text, "--confidence")
+    return None if text.strip().lower() == "none" else parse_share(text, option)
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -153,7 +185,10 @@ def parse_bytes(text: str, option: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?I?B|)\s*", text.upper())
     if match is None or match[2] not in _UNITS:
         raise SettingsError(f"{option} {text!r}: expected a size such as 120MB or 1.5GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    nbytes = float(match[1]) * _UNITS[match[2]]
+    if not math.isfinite(nbytes):
+        raise SettingsError(f"{option}: a size of {len(match[1])} digits is none: expected one such as 120MB or 1.5GB")
+    return int(nbytes)
 
 
 def parse_bits(text: str) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import transformers
 from moeconv.archs import Arch
 from moeconv.artifacts import Assignment, Bits, uniform
 from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ORIGINAL, ExpertCoder
+from moeconv.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.scorers.experts import ExpertCalls, Weights
 from moert.pack.model_spec import ExpertKey
 
@@ -34,19 +33,14 @@ class Trial:
     def assign(self, widths: Assignment) -> None:
         """Every expert in `widths` gets them (float32 weights, as the pack will give them back)."""
         changed = {key: bits for key, bits in widths.items() if self._widths[key] != bits}
-        self._prepare(changed)
-        for key, bits in changed.items():
-            with torch.no_grad():
-                for mine, weight in zip(self.calls.weights(key), self.weights(key, bits), strict=True):
-                    mine.copy_(weight)
-            self._widths[key] = bits
-
-    def _prepare(self, changed: Assignment) -> None:
-        """Where most of a layer's experts take a width, they are quantised in few calls."""
-        takers = Counter((key.stack, key.layer, width) for key, bits in changed.items() for width in set(bits))
-        for (stack, layer, width), count in takers.items():
-            if width < 16 and 2 * count > self.spec.moe.num_experts:
-                self.coder().prepare(stack, layer, width)
+        for batch in batches(self.spec, changed.items()):
+            if any(width < 16 for _, bits in batch for width in bits):
+                self.coder().prepare(batch)
+            for key, bits in batch:
+                with torch.no_grad():
+                    for mine, weight in zip(self.calls.weights(key), self.weights(key, bits), strict=True):
+                        mine.copy_(weight)
+                self._widths[key] = bits
 
     def restore(self) -> None:
         """The unquantised model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from moert.pack.model_spec import ExpertKey, backbone_tensors
 from moert.pack.reader import Pack, Projection
 
 MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
+HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others
+APART = 0.75  # those of the weights themselves were found at 0.6 and less, those of others at 0.95 and more
 F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
 F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
 
@@ -68,26 +71,35 @@ def error_share(projection: Projection, weight: F32, each: bool) -> float:
 
     With `each`, the largest error counts, and a weight may be off by half a step of its group, (max - min) /
     (2**bits - 1) / 2, and by what rounding scale and minimum to float16 adds: so min-max quantisation errs. Fitted
-    codes trade some weights for others and errors for the outputs, so that their root mean square counts: it may be
-    that of half a step, or of the group's deviation from its mean where that is less (other weights of the same kind
-    are off by 1.4 times as much).
+    codes trade some weights for others and errors for the outputs, so that their root mean square counts. It may be
+    `HALF_STEPS` times that of half a step, but no more than `APART` times what weights that have nothing to do with
+    each other are apart: √(v + v'), where v and v' are the variances of both inside groups.
     """
     if not isinstance(projection, QuantizedMatrix):
-        allowed = np.abs(weight) * 2.0**-8 + F16_FLOOR
-        return float((np.abs(projection - weight) / allowed).max())
+        return float((np.abs(projection - weight) / (np.abs(weight) * 2.0**-8 + F16_FLOOR)).max())
     starts = np.arange(0, projection.in_features, projection.group_size)
     low, high = np.minimum.reduceat(weight, starts, axis=1), np.maximum.reduceat(weight, starts, axis=1)
     half_step = (high - low) / (2**projection.bits - 1) / 2
     rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + F16_FLOOR * 2**projection.bits
-    error = np.abs(dequantize(projection) - weight)
+    stored = dequantize(projection)
+    error = np.abs(stored - weight)
     if each:
         return float((error / _wide(half_step + rounding, projection)).max())
+    apart = math.sqrt(_variance(weight, projection) + _variance(stored, projection))
+    allowed = min(HALF_STEPS * _rms(_wide(half_step, projection)), APART * apart) + _rms(_wide(rounding, projection))
+    return _rms(error) / allowed
+
+
+def _variance(weights: F32, projection: QuantizedMatrix) -> float:
+    """Mean square of weights [out, in] less the mean of their group."""
+    starts = np.arange(0, projection.in_features, projection.group_size)
     counts = np.diff([*starts, projection.in_features])
-    means: F32 = (np.add.reduceat(weight, starts, axis=1) / counts).astype(np.float32)
-    squares = np.square(weight - _wide(means, projection))
-    deviation: F32 = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts).astype(np.float32)
-    bound = _wide(np.minimum(half_step, deviation) + rounding, projection)
-    return float(np.sqrt(np.square(error).mean() / np.square(bound).mean()))
+    means: F32 = (np.add.reduceat(weights, starts, axis=1) / counts).astype(np.float32)
+    return _rms(weights - _wide(means, projection)) ** 2
+
+
+def _rms(values: F32) -> float:
+    return math.sqrt(np.square(values, dtype=np.float64).mean())
 
 
 def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from moeconv.artifacts import to_json
+from moeconv.artifacts import SCHEMA, to_json
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.journal import Journal
 
@@ -76,7 +76,9 @@ class WorkDir:
         """An artefact as it was saved; None where there is none. Raises ConversionError for one that is damaged."""
         path = self.path / name
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError(f"expected an object, found a {type(found).__name__}")
             return found
         except FileNotFoundError:
             return None
@@ -96,12 +98,17 @@ class WorkDir:
 def finished_work(path: Path) -> tuple[dict[str, Any], Journal]:
     """What planning takes, and the journal: of this work directory, or of the latest one inside it. Only reads.
 
-    Raises SettingsError where no sweep was finished.
+    Raises SettingsError where no sweep was finished, or by another version; ConversionError for a damaged file.
     """
     found = sorted([*path.glob(INPUTS), *path.glob(f"*/{INPUTS}")], key=lambda file: file.stat().st_mtime)
     if not found:
         raise SettingsError(f"{path} holds no finished sweep: give the --work directory of a `moeconv quantize` run")
-    inner = WorkDir(found[-1].parent)
+    inner = WorkDir(found[-1].parent.resolve())  # "." has no name, and the name is what the journal is about
     inputs = inner.load(INPUTS)
     assert inputs is not None
+    if inputs.get("schema") != SCHEMA:
+        raise SettingsError(
+            f"{inner.path / INPUTS} has schema {inputs.get('schema')!r}, this version of moeconv reads {SCHEMA}: run "
+            "`moeconv quantize` again"
+        )
     return inputs, inner.journal(inner.path.name)

@@ -47,23 +47,7 @@ def curve(
     return tuple(found)
 
 
-def format_curve(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
-    """A table for the terminal. `weights` are those of all experts, `int4_bytes` what they take at uniform INT4."""
-    lines = [f"  {'MB':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9} {'upper':>8}"]
-    for point in points:
-        lines.append(
-            f"  {point.nbytes / 1e6:>10,.2f} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
-            f"{_percent(point.predicted_loss):>10} {_percent(point.loss):>9} {_percent(point.upper):>8}"
-            + ("  chosen" if point.chosen else "")
-        )
-    return "\n".join(lines)
-
-
 def _spread(sizes: np.ndarray) -> list[int]:
     """Indices of about POINTS plans, the first and the last among them, at even steps of size."""
     wanted = np.linspace(float(sizes[0]), float(sizes[-1]), POINTS)
     return sorted({0, len(sizes) - 1, *(int(index) for index in np.searchsorted(sizes, wanted, side="right") - 1)})
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2%}"

@@ -23,12 +23,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan that was measured: its bytes, its predicted cost, and what came out."""
+    """A plan that was measured: its bytes, its predicted cost, and what came out; `upper` is None without a promise."""
 
     nbytes: int
     cost: float
     loss: float
-    upper: float
+    upper: float | None
 
 
 @dataclass(frozen=True)

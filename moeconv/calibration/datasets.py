@@ -37,6 +37,11 @@ def _folder(named: str) -> Path | None:
 
 
 def _loaded(named: str) -> Any:
+    parts = named.removeprefix(HUB).partition("@")[0].split("/")
+    if _folder(named) is None and not all(parts):
+        raise CalibrationError(
+            f"{named}: expected hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, with @SPLIT if it has several"
+        )
     try:
         import datasets
     except ImportError:
@@ -45,7 +50,6 @@ def _loaded(named: str) -> Any:
         folder = _folder(named)
         if folder is not None:
             return datasets.load_from_disk(str(folder))
-        parts = named.removeprefix(HUB).partition("@")[0].split("/")
         return datasets.load_dataset("/".join(parts[:2]), *parts[2:3])
     except Exception as error:  # no network, no such name, a damaged file: the library has a type for each
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

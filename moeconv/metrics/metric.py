@@ -58,18 +58,6 @@ class Metric:
         np.divide(worse, before, out=lost, where=before != 0)
         return lost if lost.ndim else float(lost)
 
-    def interval(self, reference: F64, scores: F64, *, seed: int, draws: int = 2000) -> tuple[float, float]:
-        """95% interval of the loss by the paired bootstrap: both models are judged on the same resampled samples."""
-        rng = np.random.default_rng(seed)
-        n, columns = scores.shape
-        both = np.concatenate([reference, scores], axis=1)  # [n, 2 × columns]
-        sums = np.empty((draws, 2 * columns))
-        for draw in range(draws):
-            sums[draw] = np.bincount(rng.integers(0, n, n), minlength=n) @ both
-        losses = self.loss(self.value_of_sums(sums[:, :columns]), self.value_of_sums(sums[:, columns:]))
-        low, high = np.nanquantile(losses, [0.025, 0.975])
-        return float(low), float(high)
-
 
 def mean(sums: F64) -> F64:
     """Sums of (score, weight) [..., 2] → mean scores [...]."""

@@ -18,13 +18,12 @@ from moeconv.scorers.experts import Place
 
 @dataclass(frozen=True)
 class Found:
-    """The scores with this expert changed, and what it took: operations in expert rows, seconds, and samples whose
+    """The scores with this expert changed, and what it took: operations in expert rows, and samples whose
     text hung on a tie that the order of summation decides."""
 
     probe: Probe
     scores: Scores
     flops: int
-    seconds: float
     near_ties: int
 
 

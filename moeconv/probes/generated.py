@@ -6,7 +6,6 @@ over these known tokens finds the first that is no longer the likeliest; text is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,7 +91,7 @@ class Seq2SeqProber:
 
     @torch.inference_mode()
     def probe(self, probes: Sequence[Probe]) -> list[Found]:
-        started, rows_before = time.perf_counter(), self.trial.calls.rows
+        rows_before = self.trial.calls.rows
         answers = Answers(
             self.item_nats.repeat(len(probes), 1), self.item_kls.repeat(len(probes), 1),
             [{} for _ in probes], [0] * len(probes),
@@ -111,13 +110,12 @@ class Seq2SeqProber:
             offset += len(base.bucket.rows)
         self._write(waiting, answers, substitute)
         flops = self.trial.calls.flops(self.trial.calls.rows - rows_before) // len(probes)
-        seconds = (time.perf_counter() - started) / len(probes)
-        return [self._found(probe, number, answers, flops, seconds) for number, probe in enumerate(probes)]
+        return [self._found(probe, number, answers, flops) for number, probe in enumerate(probes)]
 
-    def _found(self, probe: Probe, number: int, answers: Answers, flops: int, seconds: float) -> Found:
+    def _found(self, probe: Probe, number: int, answers: Answers, flops: int) -> Found:
         written = [answers.rewritten[number].get(place, ids) for place, ids in enumerate(self.written)]
         scores = self.scorer.scores_of(answers.nats[number], answers.kls[number], written)
-        return Found(probe, scores, flops, seconds, answers.near_ties[number])
+        return Found(probe, scores, flops, answers.near_ties[number])
 
     # The base ---------------------------------------------------------------------------------------------------------
 

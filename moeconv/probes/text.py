@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -38,14 +37,16 @@ class TextProber:
         parts, finals = [], []
         for batch in self.scorer.batches():
             with self.trial.calls.recording() as seen:
-                finals.append(self.scorer.run(batch, lambda layer, hidden: outputs[layer].append(hidden)))
+                final = self.scorer.run(batch, lambda layer, hidden: outputs[layer].append(hidden))
+            finals.append(final[self.texts.scored[batch]])
             parts.append(seen)
-        self.after = [torch.cat(part) for part in outputs]
-        for place in parts[0]:
-            calls = [part[place] for part in parts]
-            self.calls[place] = Call(*(torch.cat([getattr(c, name) for c in calls]) for name in Call.__annotations__))
+        # what is joined is let go of, layer by layer: all of it twice would be twice what `kept_bytes` says
+        while outputs:
+            self.after.append(torch.cat(outputs.pop(0)))
+        for place in list(parts[0]):
+            self.calls[place] = _joined([part.pop(place) for part in parts])
         scored = self.texts.scored
-        nats, kls = self._judge(torch.cat(finals)[scored], *scored.nonzero(as_tuple=True))
+        nats, kls = self._judge(torch.cat(finals), *scored.nonzero(as_tuple=True))
         self.nats, self.kls = torch.zeros((2, *scored.shape), dtype=torch.float64)
         self.nats[scored], self.kls[scored] = nats, kls
         return self.scorer.scores_of(self.nats.sum(dim=1), self.kls.sum(dim=1))
@@ -55,17 +56,16 @@ class TextProber:
 
     @torch.inference_mode()
     def probe(self, probes: Sequence[Probe]) -> list[Found]:
-        started, rows_before = time.perf_counter(), self.trial.calls.rows
+        rows_before = self.trial.calls.rows
         key = probes[0].key
         found = changes(self.trial, self.calls[key.stack, key.layer], self.texts.ids.shape[1], probes)
         nats = self.nats.sum(dim=1).repeat(len(probes), 1)  # [probes, windows]
         kls = self.kls.sum(dim=1).repeat(len(probes), 1)
         for pairs in pairs_of(found, BATCH_TOKENS // self.texts.ids.shape[1]):
             self._measure(key.layer, pairs, found, nats, kls)
-        seconds = (time.perf_counter() - started) / len(probes)
         flops = self.trial.calls.flops(self.trial.calls.rows - rows_before) // len(probes)
         return [
-            Found(probe, self.scorer.scores_of(nats[number], kls[number]), flops, seconds, 0)
+            Found(probe, self.scorer.scores_of(nats[number], kls[number]), flops, 0)
             for number, probe in enumerate(probes)
         ]
 
@@ -98,3 +98,8 @@ class TextProber:
         here = None if reference is None else reference[self._reference_row[sequence, position]]
         nats, kls = self.scorer.head.judge(hidden, self.texts.ids[sequence, position + 1], here)
         return nats.double(), kls.double()
+
+
+def _joined(calls: list[Call]) -> Call:
+    """The calls of all batches as one."""
+    return Call(*(torch.cat([getattr(call, name) for call in calls]) for name in Call.__annotations__))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
 
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
+from moeconv.coder import ExpertCoder, batches
+from moeconv.errors import ConversionError
 from moeconv.material import TOKENIZER
 from moeconv.metrics import find_metric
 from moeconv.moments import Moments
@@ -23,6 +25,7 @@ from moeconv.probes.generated import Seq2SeqProber
 from moeconv.probes.text import TextProber
 from moeconv.quantizers import QUANTIZERS
 from moeconv.records import Record
+from moeconv.scorers import Scores
 from moeconv.scorers.build import build_scorers, load_tokenizer
 from moeconv.scorers.head import ReferenceRows
 from moeconv.scorers.text import TextScorer
@@ -65,62 +68,80 @@ class SweepWorker:
             self.trial, load_tokenizer(self.trial.checkpoint.path / TOKENIZER), job.samples, find_metric(job.metric),
             limit=job.limit, context=job.context, max_new_tokens=job.max_new_tokens, blocks=job.blocks,
         )  # fmt: skip
+        self._references: dict[int, Record] = {}  # by block: scores of the unquantised model
+        self._files: dict[int, IO[bytes]] = {}  # by block: what divergences are measured against; kept on disk
         self._block: int | None = None
-        self._prober: Prober
+        self._prober: Prober | None = None
         self._base: Record
-        self._disk = tempfile.TemporaryDirectory(prefix="moeconv-")
-        self.trial.restore()
-        self._references = [self._reference(block) for block in range(job.blocks)]
-        self.trial.assign(uniform(self.trial.spec, job.base_bits))
 
     def measure(self, task: Task) -> list[dict[str, Any]]:
         """For each probe a Record as JSON; without probes one entry: reference, base, and rows of every expert."""
         self._enter(task.block)
+        assert self._prober is not None
         if not task.probes:
             rows = {f"{stack[0].upper()}{layer:02d}": found for (stack, layer), found in self._prober.rows_of().items()}
             base, reference = self._base.to_json(), self._references[task.block].to_json()
             return [{"reference": reference, "base": base, "rows": rows}]
+        started = time.perf_counter()
         self._prepare_layer(task.probes)
         answers = self._prober.probe(task.probes)
-        return [
-            Record.of(str(one.probe), one.scores, one.seconds, one.flops, one.near_ties).to_json() for one in answers
-        ]
+        seconds = (time.perf_counter() - started) / len(answers)
+        return [Record.of(str(one.probe), one.scores, seconds, one.flops, one.near_ties).to_json() for one in answers]
 
     def _prepare_layer(self, probes: Sequence[Probe]) -> None:
-        for bits in {width for probe in probes for width in probe.bits if width < 16}:
-            self.trial.coder().prepare(probes[0].key.stack, probes[0].key.layer, bits)
-
-    def _reference(self, block: int) -> Record:
-        """Scores of the unquantised model; what divergences are measured against goes to disk until it is needed."""
-        record = self._timed("unquantised", block, reference=True)
-        rows = self.scorers[block].reference
-        torch.save((rows.mean_row, rows.negentropy), self._file(block))  # type: ignore[union-attr]
-        self.scorers[block].reference = None
-        return record
+        for batch in batches(self.trial.spec, probes):
+            self.trial.coder().prepare(batch)
 
     def _enter(self, block: int) -> None:
+        """Makes this block's base run, in place of another's. A block that is entered for the first time needs the
+        unquantised model before: only blocks that lack a measurement cost that."""
         if block == self._block:
             return
-        if self._block is not None:
-            self.scorers[self._block].reference = None
-            del self._prober
+        self._leave()
         scorer = self.scorers[block]
-        scorer.reference = ReferenceRows(*torch.load(self._file(block)))
-        if isinstance(scorer, TextScorer):
-            self._prober = TextProber(self.trial, scorer)
+        if block in self._files:
+            scorer.reference = _read(self._files[block])
         else:
-            self._prober = Seq2SeqProber(self.trial, scorer)
-        self._block = block
-        self._base = self._timed(f"all at {self.job.base_bits}", block, reference=False)
+            self.trial.restore()
+            self._references[block] = self._timed("unquantised", lambda: scorer.score(as_reference=True))
+            if self.job.blocks > 1:
+                assert scorer.reference is not None
+                self._files[block] = _written(scorer.reference)
+        self.trial.assign(uniform(self.trial.spec, self.job.base_bits))
+        prober = TextProber(self.trial, scorer) if isinstance(scorer, TextScorer) else Seq2SeqProber(self.trial, scorer)
+        self._base = self._timed(f"all at {self.job.base_bits}", prober.prepare)
+        self._prober, self._block = prober, block
 
-    def _timed(self, what: str, block: int, *, reference: bool) -> Record:
+    def _leave(self) -> None:
+        """Lets go of what is kept of a block."""
+        self._prober = self._block = None
+        for scorer in self.scorers:
+            scorer.reference = None
+
+    def _timed(self, what: str, run: Callable[[], Scores]) -> Record:
         started, rows = time.perf_counter(), self.trial.calls.rows
-        scores = self.scorers[block].score(as_reference=True) if reference else self._prober.prepare()
+        scores = run()
         flops = self.trial.calls.flops(self.trial.calls.rows - rows)
         return Record.of(what, scores, time.perf_counter() - started, flops)
 
-    def _file(self, block: int) -> Path:
-        return Path(self._disk.name) / f"reference-{block}.pt"
+
+def _written(rows: ReferenceRows) -> IO[bytes]:
+    """A file without a name, so that nothing is left of it when this process ends, however it ends."""
+    try:
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - it lives as long as the worker
+        for part in (rows.mean_row, rows.negentropy):
+            np.save(file, part.numpy())
+    except OSError as error:
+        raise ConversionError(
+            f"can't write what the sweep keeps in temporary files ({error}): free some space, or let TMPDIR name a "
+            "folder on a larger disk"
+        ) from None
+    return file
+
+
+def _read(file: IO[bytes]) -> ReferenceRows:
+    file.seek(0)
+    return ReferenceRows(torch.from_numpy(np.load(file)), torch.from_numpy(np.load(file)))
 
 
 def _trial(job: SweepJob) -> Trial:

@@ -17,11 +17,13 @@ from torch import Tensor
 from moeconv.quantizers.fit import Fitted, to_float16
 from moeconv.quantizers.groups import fit_groups, importance_of, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
-from moert.pack.codec import F32, QuantizedMatrix, n_groups
+from moert.pack.codec import F32, QuantizedMatrix
 from moert.pack.layout import group_of
 
 _DAMPING = 0.01  # of the mean diagonal
 _SWEEPS = 4
+_GRID_BYTES = 256 << 20  # that the normal equations of as many rows as are solved at once may take
+_GRID_COPIES = 32  # bytes for each entry of them: in float32, in float64 as they are, damped and factored
 _BLOCK = 32  # columns whose changes are passed on together
 
 
@@ -115,27 +117,26 @@ class _Problem:
 
     def refitted(self, fitted: Fitted) -> Fitted:
         """Scale and minimum of each row by least squares under the hessian, where that is better in float16."""
-        n, rows, in_features = fitted.codes.shape
-        groups = n_groups(in_features, self.size)
-        member = torch.zeros(in_features, groups)  # of which group an input is
-        member[torch.arange(in_features), torch.arange(in_features) // self.size] = 1
-        member = member.expand(n, in_features, groups)
-        grid = torch.empty(n, rows, 2 * groups, 2 * groups)  # normal equations for scales, then minima
-        for g in range(groups):
-            part = slice(g * self.size, (g + 1) * self.size)
-            by_code = _matmul(fitted.codes[:, :, part], self.hessian[:, part])  # [n, rows, in]
-            grid[:, :, g, :groups] = _matmul(by_code * fitted.codes, member)
-            grid[:, :, g, groups:] = _matmul(by_code, member)
-        grid[:, :, groups:, :groups] = grid[:, :, :groups, groups:].mT
-        grid[:, :, groups:, groups:] = _matmul(member.mT, _matmul(self.hessian, member))[:, None]
-        pulled = _matmul(self.weights, self.hessian)
-        aim = torch.cat([_matmul(pulled * fitted.codes, member), _matmul(pulled, member)], dim=2).double()
-        ridge = 1e-9 * grid.diagonal(dim1=2, dim2=3).mean(2)[..., None, None] * torch.eye(2 * groups)
-        found = to_float16(torch.linalg.solve(grid.double() + ridge, aim).float())
+        groups = fitted.scale.shape[2]
+        found = to_float16(torch.stack([self._solved(i, codes, groups) for i, codes in enumerate(fitted.codes)]))
         new = Fitted(fitted.codes, found[:, :, :groups].contiguous(), found[:, :, groups:].contiguous())
         sound = (new.scale > 0).all(2) & (self._loss(new) < self._loss(fitted))
         scale = torch.where(sound[..., None], new.scale, fitted.scale)
         return Fitted(fitted.codes, scale, torch.where(sound[..., None], new.minimum, fitted.minimum))
+
+    def _solved(self, i: int, codes: Tensor, groups: int) -> Tensor:
+        """codes [out, in] of matrix i → the best scales, then minima, of each row [out, 2 * groups]."""
+        of_input = torch.arange(codes.shape[1])
+        member = torch.zeros(codes.shape[1], groups)  # of which group an input is
+        member[of_input, of_input // self.size] = 1
+        hessian = self.hessian[i]
+        minima = member.T.contiguous() @ (hessian @ member)
+        pulled = self.weights[i] @ hessian
+        at_once = max(1, _GRID_BYTES // (_GRID_COPIES * (2 * groups) ** 2))
+        return torch.cat([
+            _least_squares(part, aim, hessian, member, minima)
+            for part, aim in zip(torch.split(codes, at_once), torch.split(pulled, at_once), strict=True)
+        ])  # fmt: skip
 
     def _loss(self, fitted: Fitted) -> Tensor:
         """[n, out]"""
@@ -148,6 +149,25 @@ class _Problem:
     def _wide(self, per_group: Tensor) -> Tensor:
         """[n, out, groups] → [n, out, in]"""
         return per_group.repeat_interleave(self.size, dim=2)[:, :, : self.weights.shape[2]]
+
+
+def _least_squares(codes: Tensor, pulled: Tensor, hessian: Tensor, member: Tensor, minima: Tensor) -> Tensor:
+    """Solves the normal equations of rows. codes and pulled (weights times hessian) [rows, in], member [in, groups],
+    minima [groups, groups]: their part that is the same for all rows → [rows, 2 * groups], scales before minima."""
+    rows, groups = len(codes), member.shape[1]
+    size = int(member[:, 0].sum())
+    grid = torch.empty(rows, 2 * groups, 2 * groups)
+    for g in range(groups):
+        part = slice(g * size, (g + 1) * size)
+        by_code = codes[:, part].contiguous() @ hessian[part]  # [rows, in]
+        grid[:, g, :groups] = (by_code * codes) @ member
+        grid[:, g, groups:] = by_code @ member
+    grid[:, groups:, :groups] = grid[:, :groups, groups:].mT
+    grid[:, groups:, groups:] = minima
+    aim = torch.cat([(pulled * codes) @ member, pulled @ member], dim=1).double()
+    ridge = 1e-9 * grid.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(2 * groups)
+    found: Tensor = torch.linalg.solve(grid.double() + ridge, aim)
+    return found.float()
 
 
 def _columns(values: Tensor, order: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moeconv.artifacts import (
+    REPORT,
     SCHEMA,
     ConversionReport,
     CurvePoint,
@@ -24,7 +25,6 @@ from moert.pack.manifest import Measured
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 
-REPORT = "report.json"
 _EXPERT = re.compile(r"([ED])(\d{2,})/E(\d{3,})")
 _PROBE = re.compile(r"(\S+) at (\d+(?:/\d+)*)")
 

@@ -20,6 +20,7 @@ MARK = (
 )
 _METRICS = {
     "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "perplexity": "perplexity",
+    "token_perplexity": "perplexity a token",
     "exact_match": "exact match", "accuracy": "accuracy", "f1": "F1",
 }  # fmt: skip
 
@@ -85,7 +86,7 @@ def result(report: ConversionReport, n_experts: int) -> str:
         return text + "Its loss was not measured: the conversion had no calibration text."
     text += f"The aim was {_aim(report)}. "
     name = _METRICS.get(report.metric, report.metric)
-    change = "rise" if report.metric == "perplexity" else "drop"
+    change = "rise" if report.metric.endswith("perplexity") or ".py:-" in report.metric else "drop"
     text += f"Loss is the relative {change} of {name} against the unquantised model"
     text += "; below zero means better than it. " if any(_negative(report)) else ". "
     if report.calibration is not None:

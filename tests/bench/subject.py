@@ -84,10 +84,10 @@ class Subject:
     def quantize(self, method: str, name: str, function: Method) -> Quantized:
         """All experts; what was asked for before under the same name is remembered."""
         if name not in self._kept:
-            coded = {
-                at: function(weights, self.moments.layer_inputs(at[0], at[1], at[2]))  # type: ignore[arg-type]
-                for at, weights in self.weights.items()
-            }
+            coded = {}
+            for (stack, layer, projection), weights in self.weights.items():
+                keys = [ExpertKey(stack, layer, expert) for expert in range(len(weights))]  # type: ignore[arg-type]
+                coded[stack, layer, projection] = function(weights, self.moments.inputs(keys, projection))
             self._kept[name] = Quantized(method, name, coded, self._bits({at: c.nbytes for at, c in coded.items()}))
         return self._kept[name]
 

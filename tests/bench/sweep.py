@@ -120,7 +120,7 @@ class Contest:
         subject = self.subject
         subject.scorer.score()  # warm-up
         for number, place in enumerate(places):
-            subject.coder.prepare(*place, BITS)
+            subject.coder.prepare(subject.probes(place))
             layer = self.layers[place] = Layer()
             for side in (self._exact, self._naive)[:: 1 if number % 2 == 0 else -1]:
                 side(place, layer)

@@ -34,7 +34,7 @@ def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **change
         "max_new_tokens": 6 if family == "switch" else None,
     }  # fmt: skip
     if changes.get("calib", "") is None:
-        base |= {"metric": None, "max_new_tokens": None}
+        base |= {"metric": None, "max_new_tokens": None, "confidence": 0.95}
     return Settings(**{**base, **changes})
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversions import Done, settings_for, words
 
+from moeconv import artifacts
 from moeconv.artifacts import Target
 from moeconv.checkpoint import Checkpoint
 from moeconv.cli import _exit_code
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.planning import plan, uniform_bytes, weights_of
+from moeconv.profile import profile_paths
 from moeconv.verify import verify
 from moert.description import description_lines
 from moert.engine import Engine
@@ -53,7 +56,7 @@ def test_no_pack_is_larger_than_the_uniform_one_that_meets_the_target(sources: d
     """On text as noisy as this the search may well end above it."""
     for place, loss in enumerate((0.001, 0.02, 0.06, 0.15)):
         done = Done(settings_for(sources, "olmoe", tmp_path, loss=loss, out=tmp_path / f"{place}.pack"))
-        limit = uniform_bytes(done.conversion.checkpoint.spec, done.conversion.fitting)
+        limit = uniform_bytes(done.conversion.checkpoint.spec, max(done.conversion.tried))
         assert done.report.expert_bytes["pack"] <= limit
         assert done.report.calibration is not None
         assert done.report.calibration.loss <= loss
@@ -104,7 +107,7 @@ def test_bits_a_weight_are_kept(sources: dict[str, Path], tmp_path: Path) -> Non
 
 def test_a_size_that_nothing_fits_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_for(sources, "olmoe", tmp_path, target=Target("size", 1000.0), bits=(2, 4))
-    with pytest.raises(TargetMissed, match="smallest plan has"):
+    with pytest.raises(TargetMissed, match=r"all experts at 2 bits have .* more than the 1,000 asked for"):
         Done(settings)
     assert not settings.out.exists()
 
@@ -140,7 +143,13 @@ def test_mistakes_are_one_line_and_2(sources: dict[str, Path], tmp_path: Path, c
         (["quantize", model, *text, "--signal", "noise"], "--signal noise"),
         (["quantize", model, *text, "--fields", "input"], "--fields 'input'"),
         (["quantize", model, *text, "--frobnicate"], "frobnicate"),
+        (["quantize", model, "--bits", "16", "--racing", "5%"], "--racing has no effect without --calib"),
+        (["quantize", model, *text, "--bits-per-weight", "inf"], "--bits-per-weight inf"),
         (["plan", str(tmp_path)], "no finished sweep"),
+        (["plan", str(tmp_path), "--allocation", "luck"], "--allocation luck"),
+        (["plan", str(tmp_path), "--signal", "noise"], "--signal noise"),
+        (["plan", str(tmp_path), "--bits-per-weight", "inf"], "--bits-per-weight inf"),
+        (["plan", str(tmp_path), "--bits-per-weight", "nan"], "--bits-per-weight nan"),
         (["report", str(tmp_path)], "manifest"),
         (["verify", str(tmp_path)], "manifest"),
         (["profile-paths", str(tmp_path / "none.pack")], "none.pack"),
@@ -191,8 +200,35 @@ def test_the_command_plan_shows_what_was_converted(
     assert _exit_code(["plan", str(done.conversion.work.path), *target]) == 0
     table = capsys.readouterr().out
     assert table.count("  chosen\n") == 1
+    assert "upper" not in table, "a bound, where nothing was promised"
     assert f"{done.report.calibration.loss:.2%}" in table  # type: ignore[union-attr]
     assert {path: path.stat().st_mtime_ns for path in settings.work.rglob("*")} == before, "it wrote something"
+
+
+def test_the_command_plan_inside_the_work_directory(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Done(settings_for(sources, "olmoe", tmp_path, target=Target("bits", 3.7), bits=(2, 4), quantizer="channel"))
+    monkeypatch.chdir(done.conversion.work.path)
+    assert _exit_code(["plan", "."]) == 0
+    assert "  chosen\n" in capsys.readouterr().out
+
+
+def test_paths_of_a_pack_with_an_older_report(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pack can be profiled all the same, with text that is given."""
+    settings = settings_for(sources, "switch", tmp_path, calib=None, bits=(16,))
+    calls: dict[str, Any] = {"heldout": None, "seed": None, "samples": 4, "context": None, "say": lambda line: None}
+    with monkeypatch.context() as older:
+        older.setattr(artifacts, "SCHEMA", 1)
+        Done(settings)
+    pack = Pack.open(settings.out)
+    with pytest.raises(SettingsError, match=r"report\.json .* has schema 1, .*: give --calib") as caught:
+        profile_paths(pack, calib=None, **calls)
+    assert "\n" not in str(caught.value)
+    found, _ = profile_paths(pack, calib=str(sources["pairs"]), **calls)
+    assert found.tokens > 0
 
 
 def test_the_command_plan_for_a_loss(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ MOECONV = [
     ("moeconv.trial",),
     ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging"),
     STAGES,
-    ("moeconv.planning", "moeconv.runners"),
+    ("moeconv.planning", "moeconv.runners", "moeconv.examples"),
     ("moeconv.delivery", "moeconv.profile"),
     ("moeconv.conversion",),
     ("moeconv.recipe", "moeconv.present"),

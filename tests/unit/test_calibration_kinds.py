@@ -152,3 +152,9 @@ def test_name_on_the_hub_without_a_network_is_one_line(monkeypatch: pytest.Monke
     assert str(caught.value) == (
         "hf:owner/name/config@train: the data set can't be loaded (no network for ('owner/name', 'config'))"
     )
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:owner/", "hf:/name", "hf:@test"])
+def test_a_data_set_without_a_name_is_one_line(name: str) -> None:
+    with pytest.raises(CalibrationError, match="expected hf:OWNER/NAME"):
+        load_splits(name, None, seed=0)

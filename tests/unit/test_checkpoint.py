@@ -161,3 +161,21 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     source = tiny_switch(tmp_path, num_sparse_encoder_layers=3, num_sparse_decoder_layers=3)
     with pytest.raises(CheckpointError, match="no layer with experts"):
         Checkpoint.open(source)
+
+
+def test_an_interrupt_while_reading_is_no_damage(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the library Ctrl-C becomes an error of its own; the same read works when it is tried again."""
+    checkpoint = Checkpoint.open(source)
+    name = checkpoint.arch.expert_name(checkpoint.spec.expert_keys()[0], "up")
+    read, calls = Checkpoint._read, []
+
+    def interrupted(self: Checkpoint, file: Path, wanted: str) -> torch.Tensor:
+        calls.append(wanted)
+        if len(calls) == 1:
+            raise RuntimeError("could not determine the shape")
+        return read(self, file, wanted)
+
+    monkeypatch.setattr(Checkpoint, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.raw_tensor(name)
+    assert calls == [name, name]

@@ -6,15 +6,36 @@ import numpy as np
 import pytest
 from tiny import tiny_olmoe
 
+from moeconv import coder
+from moeconv.artifacts import uniform
 from moeconv.checkpoint import Checkpoint, CheckpointError
-from moeconv.coder import ORIGINAL, ExpertCoder
+from moeconv.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.errors import WeightsUnusable
 from moeconv.moments import Moments
 from moeconv.quantizers import QUANTIZERS
+from moeconv.quantizers.quantizer import Inputs, Wants
+from moeconv.trial import Trial
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.model_spec import ExpertKey
 
 KEY = ExpertKey("decoder", 1, 2)
+
+
+class Counting:
+    """The channel quantiser, counting what it is asked for."""
+
+    name, group_size = "channel", 0
+    wants: Wants = "nothing"
+
+    def __init__(self) -> None:
+        self.calls = self.matrices = 0
+
+    def too_few(self, rows: int, in_features: int) -> bool:
+        return False
+
+    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        self.calls, self.matrices = self.calls + 1, self.matrices + len(weights)
+        return QUANTIZERS["channel"](None).quantize(weights, bits, inputs)
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +44,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def test_weights_are_what_a_pack_gives_back(checkpoint: Checkpoint) -> None:
-    coder = ExpertCoder(checkpoint, QUANTIZERS["group"](32), None)
-    coded, weights = coder.code(KEY, (2, 3, 16)), coder.weights(KEY, (2, 3, 16))
+    mine = ExpertCoder(checkpoint, QUANTIZERS["group"](32), None)
+    coded, weights = mine.code(KEY, (2, 3, 16)), mine.weights(KEY, (2, 3, 16))
     for name, bits in (("gate", 2), ("up", 3)):
         matrix = coded[name]
         assert isinstance(matrix, QuantizedMatrix)
         assert matrix.bits == bits
         assert np.array_equal(dequantize(matrix), weights[name])
     assert np.array_equal(weights["down"], checkpoint.expert(KEY)["down"])  # bfloat16 as it was
-    assert np.array_equal(coder.weights(KEY, (ORIGINAL,) * 3)["up"], checkpoint.expert(KEY)["up"])
+    assert np.array_equal(mine.weights(KEY, (ORIGINAL,) * 3)["up"], checkpoint.expert(KEY)["up"])
 
 
 def test_prepared_layers_hold_what_experts_get_alone(checkpoint: Checkpoint) -> None:
     alone, prepared = (ExpertCoder(checkpoint, QUANTIZERS["gptq"](None), None) for _ in range(2))
-    prepared.prepare("decoder", 1, 2)
+    prepared.prepare([(key, (2, 2, 2)) for key in checkpoint.spec.expert_keys() if key.layer == 1])
     one, other = alone.code(KEY, (2, 2, 2)), prepared.code(KEY, (2, 2, 2))
     for name in one:
         first, second = one[name], other[name]
@@ -45,14 +66,41 @@ def test_prepared_layers_hold_what_experts_get_alone(checkpoint: Checkpoint) -> 
         assert np.array_equal(first.qweight, second.qweight)
 
 
+def test_no_batch_is_quantised_twice_however_small_the_cache(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two experts fit a batch and three the cache, of a layer of six."""
+    an_expert = checkpoint.spec.weights_per_expert()
+    monkeypatch.setattr(coder, "BATCH_BYTES", 2 * 4 * an_expert)
+    monkeypatch.setattr(coder, "CACHE_BYTES", an_expert)
+    quantizer = Counting()
+    mine = ExpertCoder(checkpoint, quantizer, None)
+    Trial(checkpoint, lambda: mine).assign(uniform(checkpoint.spec, 2))
+    n = len(checkpoint.spec.expert_keys())
+    assert quantizer.matrices == 3 * n
+    assert quantizer.calls == 3 * n / 2
+
+
+def test_widths_that_are_not_wanted_are_not_quantised(checkpoint: Checkpoint) -> None:
+    quantizer = Counting()
+    mine = ExpertCoder(checkpoint, quantizer, None)
+    wanted = [(key, (2, 4, 16)) for key in checkpoint.spec.expert_keys() if key.layer == 0]
+    for batch in batches(checkpoint.spec, wanted):
+        mine.prepare(batch)
+    assert (quantizer.calls, quantizer.matrices) == (2, 2 * len(wanted))
+    for key, bits in wanted:
+        mine.weights(key, bits)
+    assert quantizer.matrices == 2 * len(wanted)
+
+
 def test_experts_with_too_few_tokens_are_named(checkpoint: Checkpoint) -> None:
     tensors = {}
     for layer in range(2):
         tensors[f"D{layer:02d}.rows"] = np.full(6, 30)  # enough for 24 inputs, too few for 40
         tensors[f"D{layer:02d}.in"] = np.zeros((6, 24, 24), np.float32)
         tensors[f"D{layer:02d}.mid"] = np.zeros((6, 40, 40), np.float32)
-    coder = ExpertCoder(checkpoint, QUANTIZERS["gptq"](None), Moments("products", tensors))
-    assert coder.fallbacks == [(key, "down") for key in checkpoint.spec.expert_keys()]
+    mine = ExpertCoder(checkpoint, QUANTIZERS["gptq"](None), Moments("products", tensors))
+    assert mine.fallbacks == [(key, "down") for key in checkpoint.spec.expert_keys()]
     assert ExpertCoder(checkpoint, QUANTIZERS["channel"](None), Moments("products", tensors)).fallbacks == []
 
 

@@ -7,10 +7,11 @@ from problems import heavy_tailed, make_problem
 
 from moeconv.allocation import plan_within
 from moeconv.allocation.chains import uniform
-from moeconv.allocation.curve import curve, format_curve
+from moeconv.allocation.curve import curve
 from moeconv.allocation.knapsack import hulls
 from moeconv.allocation.search import Judged, Judgement, search
 from moeconv.artifacts import CurvePoint
+from moeconv.present import curve_table
 
 
 def test_a_searched_curve() -> None:
@@ -49,9 +50,20 @@ def test_nothing_measured_nothing_predicted() -> None:
 
 def test_the_table() -> None:
     points = (CurvePoint(2_500_000, 0.1, None, None, False), CurvePoint(5_000_000, 0.02, 0.021, 0.034, True))
-    text = format_curve(points, weights=10_000_000, int4_bytes=5_000_000)
+    text = curve_table(points, weights=10_000_000, int4_bytes=5_000_000)
     assert text.splitlines() == [
         "          MB   bits  of INT4  predicted  measured    upper",
         "        2.50   2.00    50.0%     10.00%         –        –",
         "        5.00   4.00   100.0%      2.00%     2.10%    3.40%  chosen",
+    ]
+
+
+def test_the_table_of_plans_without_a_promise_has_no_column_for_its_bound() -> None:
+    frontier = uniform(make_problem([[(2, 20, 1.0), (4, 40, 0.0)]]))
+    points = curve(frontier, [Judged(40, 0.0, 0.02, None)], frontier[1])
+    assert points == (CurvePoint(20, 1.02, None, None, False), CurvePoint(40, 0.02, 0.02, None, True))
+    assert curve_table(points, weights=80, int4_bytes=40).splitlines() == [
+        "          MB   bits  of INT4  predicted  measured",
+        "        0.00   2.00    50.0%    102.00%         –",
+        "        0.00   4.00   100.0%      2.00%     2.00%  chosen",
     ]

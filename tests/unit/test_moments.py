@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.checkpoint import Checkpoint
-from moeconv.moments import Moments, MomentsError, collect
+from moeconv.moments import Moments, MomentsError, collect, moments_bytes
+from moeconv.quantizers.quantizer import Wants
 from moeconv.scorers.experts import ExpertCalls
+from moert.pack.model_spec import ExpertKey
 
 
 @pytest.mark.parametrize("make", [tiny_olmoe, tiny_switch])
@@ -25,7 +28,7 @@ def test_squares_are_the_diagonal_of_products_and_every_token_is_counted(make, t
     squares, products = (
         collect(calls, lambda: model(input_ids=ids, **more), wants) for wants in ("squares", "products")
     )
-    (tmp_path / "moments.safetensors").write_bytes(products.to_bytes())
+    products.save(tmp_path / "moments.safetensors")
     loaded = Moments.load(tmp_path / "moments.safetensors")
     assert loaded.wants == "products"
     for stack, layer in spec.moe_layers():
@@ -33,9 +36,62 @@ def test_squares_are_the_diagonal_of_products_and_every_token_is_counted(make, t
         assert sum(loaded.rows(key) for key in keys) == ids.numel() * spec.moe.top_k
         for key in keys:
             for projection in spec.moe.projections:
-                whole = loaded.inputs(key, projection).moment[0]
-                assert np.allclose(np.diagonal(whole), squares.inputs(key, projection).moment[0], rtol=1e-4, atol=1e-6)
+                whole = loaded.inputs([key], projection).moment[0]
+                assert np.allclose(
+                    np.diagonal(whole), squares.inputs([key], projection).moment[0], rtol=1e-4, atol=1e-6
+                )
                 assert np.linalg.eigvalsh(whole.astype(np.float64)).min() > -1e-4
+
+
+def random_moments(n: int = 3, size: int = 64) -> Moments:
+    rng = np.random.default_rng(0)
+    arrays = {"D00.rows": np.arange(n) + 5}
+    for side in ("in", "mid"):
+        arrays[f"D00.{side}"] = rng.standard_normal((n, size, size)).astype(np.float32)
+    return Moments("products", arrays)
+
+
+def test_a_file_is_the_same_moments_and_holds_nothing_in_memory(tmp_path: Path) -> None:
+    moments, path = random_moments(8, 512), tmp_path / "m.safetensors"
+    moments.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    tracemalloc.start()
+    loaded = Moments.load(path)
+    held = tracemalloc.get_traced_memory()[0]
+    assert loaded.digest == moments.digest
+    one = loaded.inputs([ExpertKey("decoder", 0, 2)], "down")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    an_expert = 4 * 512**2
+    assert held < an_expert / 2
+    assert most < 4 * an_expert, "more than one expert's slice was read at a time"
+    assert np.array_equal(one.moment, moments.inputs([ExpertKey("decoder", 0, 2)], "down").moment)
+    keys = [ExpertKey("decoder", 0, 6), ExpertKey("decoder", 0, 1)]
+    assert loaded.inputs(keys, "up").rows.tolist() == [11, 6]
+    assert np.array_equal(loaded.inputs(keys, "up").moment, moments.inputs(keys, "up").moment)
+
+
+def test_digests_tell_figures_apart() -> None:
+    one, other = random_moments(), random_moments()
+    assert one.digest == other.digest
+    other.tensors["D00.mid"][2:3][0, 5, 5] += 1
+    assert one.digest != other.digest
+
+
+@pytest.mark.parametrize("wants", ["squares", "products"])
+def test_moments_take_as_much_memory_as_is_said(wants: Wants, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_olmoe(tmp_path))
+    calls = ExpertCalls(checkpoint.arch.load(checkpoint.path, torch.float32), checkpoint.arch, checkpoint.spec)
+    found = collect(calls, lambda: None, wants)
+    taken = sum(tensor[:].nbytes for name, tensor in found.tensors.items() if not name.endswith("rows"))
+    assert moments_bytes(checkpoint.spec, wants) == taken
+    assert moments_bytes(checkpoint.spec, "nothing") == 0
+
+
+def test_a_place_that_takes_no_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MomentsError, match="can't write") as caught:
+        random_moments().save(tmp_path / "missing" / "m.safetensors")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:

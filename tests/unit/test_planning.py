@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_olmoe
 from trials import running
 
 from moeconv.artifacts import SIGNALS, Measurement, Probe, SensitivityTable, Target
 from moeconv.checkpoint import Checkpoint
 from moeconv.conversion import Conversion
 from moeconv.errors import SettingsError, TargetMissed
+from moeconv.journal import identity
 from moeconv.planning import Inputs, plan, uniform_bytes, weights_of
+from moeconv.present import plan_table
 from moeconv.settings import Settings
+from moeconv.workdir import INPUTS
 from moert.pack.model_spec import ExpertKey
 
 TinyModel = Callable[[str, str], Path]
@@ -97,6 +103,102 @@ def test_what_the_sweep_does_not_know_is_refused(finished: Path, tmp_path: Path)
     (tmp_path / "abc" / "journal.jsonl").write_text(lines(finished)[0])
     with pytest.raises(SettingsError, match="holds no finished sweep"):
         plan(tmp_path, target, "knapsack", "kl", None)
+
+
+@pytest.mark.parametrize(
+    ("target", "allocation", "signal", "says"),
+    [
+        (Target("loss", 0.3), "luck", "kl", "--allocation luck: expected one of greedy, knapsack, uniform"),
+        (Target("loss", 0.3), "knapsack", "noise", "--signal noise: expected one of metric, nll, kl"),
+        (Target("bits", math.inf), "knapsack", "kl", "--bits-per-weight inf"),
+        (Target("bits", math.nan), "knapsack", "kl", "--bits-per-weight nan"),
+        (Target("bits", 1e308), "knapsack", "kl", "--bits-per-weight 1e.308"),
+        (Target("size", math.inf), "knapsack", "kl", "--size inf"),
+        (Target("loss", 1.5), "knapsack", "kl", "--loss 1.5"),
+    ],
+)
+def test_options_are_checked_as_for_a_conversion(
+    target: Target, allocation: str, signal: str, says: str, finished: Path
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        plan(finished, target, allocation, signal, None)
+
+
+@pytest.mark.parametrize("allocation", ["knapsack", "uniform"])
+def test_more_than_everything_takes_is_all_there_is(allocation: str, finished: Path) -> None:
+    found = plan(finished, Target("size", 1e30), allocation, "kl", None)
+    assert found.chosen.nbytes == max(point.nbytes for point in found.points)
+
+
+def test_no_bound_is_shown_that_no_promise_made(finished: Path) -> None:
+    found = plan(finished, Target("loss", 0.3), "knapsack", "kl", None)
+    assert {point.upper for point in found.points} == {None}
+    assert "upper" not in plan_table(found, Target("loss", 0.3))
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def changed(work: Path, to: Path, change: Change) -> Path:
+    """A copy of a work directory with other inputs of planning."""
+    shutil.copytree(work, to)
+    (inputs,) = to.glob(f"*/{INPUTS}")
+    values = json.loads(inputs.read_text())
+    change(values)
+    inputs.write_text(json.dumps(values))
+    return to
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.pop("costs"),
+        lambda values: values.pop("group_size"),
+        lambda values: values.update(costs=3),
+        lambda values: values["costs"][0].pop(),
+        lambda values: values["costs"][0].__setitem__(-1, [0.1, 0.2]),
+        lambda values: values["costs"][0].__setitem__(-1, [0.1, 0.2, "much"]),
+        lambda values: values["costs"][0].__setitem__(3, 2),
+        lambda values: values["costs"][0].__setitem__(3, [2, 2, 5]),
+        lambda values: values.update(base=[1.0]),
+        lambda values: values.update(base_bits="4"),
+        lambda values: values.update(group_size=[32]),
+    ],
+)
+def test_damaged_inputs_are_one_line(change: Change, finished: Path, tmp_path: Path) -> None:
+    work = changed(finished, tmp_path / "work", change)
+    says = r"planning\.json is not what a sweep writes \(.*\): run `moeconv quantize` again"
+    with pytest.raises(SettingsError, match=says) as caught:
+        plan(work, Target("loss", 0.3), "knapsack", "kl", None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sweep_of_another_version_is_refused(finished: Path, tmp_path: Path) -> None:
+    work = changed(finished, tmp_path / "work", lambda values: values.update(schema=1))
+    with pytest.raises(SettingsError, match="has schema 1, this version of moeconv reads"):
+        plan(work, Target("loss", 0.3), "knapsack", "kl", None)
+
+
+def test_a_model_that_was_replaced_is_noticed(finished: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """By another number of experts, or of projections."""
+    more = tiny_olmoe(tmp_path / "more", num_experts=8)
+    for place, model in enumerate((more, tiny_model("switch", "all layers sparse"))):
+        work = changed(finished, tmp_path / str(place), lambda values, now=model: values.update(model=str(now)))
+        with pytest.raises(SettingsError, match=r"is not about the experts of .*: the model was replaced"):
+            plan(work, Target("loss", 0.3), "knapsack", "kl", None)
+
+
+def test_a_journal_without_the_reference_predicts_only(finished: Path, tmp_path: Path) -> None:
+    """Its lines may be removed, as it says itself of damaged ones."""
+    samples: list[str] = []
+    work = changed(finished, tmp_path / "work", lambda values: samples.append(values["samples"]))
+    (journal,) = work.glob("*/journal.jsonl")
+    entries = journal.read_text().splitlines(keepends=True)
+    kept = [entry for entry in entries if json.loads(entry)["id"] != identity(samples[0], None)]
+    assert len(kept) == len(entries) - 1
+    journal.write_text("".join(kept))
+    found = plan(work, Target("bits", 6.0), "knapsack", "kl", None)
+    assert {point.loss for point in found.points} == {None}
 
 
 @pytest.mark.parametrize("target", [Target("size", 100.0), Target("bits", 1.0), Target("loss", 0.001)])

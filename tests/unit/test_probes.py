@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_switch
+from tiny import tiny_olmoe, tiny_switch
 from trials import pairs, questions, running, scorers, trial_of
 
 from moeconv.artifacts import Probe, uniform
@@ -18,7 +19,7 @@ from moeconv.calibration import Sample
 from moeconv.probes import Found, Prober, generated, rewrites
 from moeconv.probes.generated import Seq2SeqProber
 from moeconv.probes.text import TextProber
-from moeconv.scorers import Scorer, Scores
+from moeconv.scorers import Scorer, Scores, text
 from moeconv.scorers.text import TextScorer
 from moeconv.trial import Trial
 
@@ -169,6 +170,32 @@ def test_what_changes_at_unscored_places_alone_changes_no_score(tiny_model: Tiny
     call.chosen.masked_fill_(~at_the_end[:, None], -1)
     for one in prober.probe([Probe(key, (2, 2, 2)) for key in trial.spec.expert_keys() if key.layer == 1]):
         assert np.array_equal(one.scores.nats, base.nats)
+
+
+def test_a_base_run_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = trial_of(tiny_olmoe(tmp_path, num_hidden_layers=8))
+    monkeypatch.setattr(text, "BATCH_TOKENS", 64)
+    [scorer] = scorers(trial, running(40), "perplexity", context=32)
+    assert len(list(scorer.batches())) > 10
+    before = {id(value) for value in gc.get_objects() if type(value) is torch.Tensor}
+    alive: list[int] = []
+    join = torch.cat
+
+    def measured() -> int:
+        mine = [one for one in gc.get_objects() if type(one) is torch.Tensor and id(one) not in before]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in mine}.values())
+
+    def joined(parts: Any, dim: int = 0) -> torch.Tensor:
+        result = join(parts, dim)
+        if len(result) == len(scorer.texts.ids) or len(result) == scorer.texts.ids.numel():
+            alive.append(measured())
+        return result
+
+    monkeypatch.setattr(torch, "cat", joined)
+    prober = TextProber(trial, scorer)
+    prober.prepare()
+    assert len(alive) >= 4 * 8
+    assert max(alive) < 1.3 * measured()
 
 
 @pytest.mark.parametrize("layer", [("encoder", 0), ("decoder", 0)])

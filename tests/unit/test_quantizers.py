@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeconv.errors import WeightsUnusable
-from moeconv.quantizers import QUANTIZERS, Inputs
+from moeconv.quantizers import QUANTIZERS, Inputs, gptq
 from moeconv.verify import error_share
 from moert.pack.codec import F32, INT_WIDTHS, QuantizedMatrix, dequantize, unpack_codes
 
@@ -117,11 +118,36 @@ def test_weights_that_float16_cannot_hold_are_refused(name: str, value: float) -
 @pytest.mark.parametrize("bits", INT_WIDTHS)
 @pytest.mark.parametrize("name", ["group", "gptq"])
 @pytest.mark.parametrize("group", [0, 32])
-def test_verify_tells_fitted_weights_from_others(bits: int, name: str, group: int) -> None:
-    weight, other = random_weights((1, 48, 96), 0), random_weights((1, 48, 96), 1)
-    quantizer = QUANTIZERS[name](group)
-    matrix = quantizer.quantize(weight, bits, inputs_of(1, 96, 500, quantizer.wants))[0]
-    assert error_share(matrix, weight[0], each=False) <= 1 < error_share(matrix, other[0], each=False)
+@pytest.mark.parametrize("rows", [0, 1, 5, 30, 500])
+def test_verify_tells_fitted_weights_from_others(bits: int, name: str, group: int, rows: int) -> None:
+    """With a margin: inputs from many tokens or few, one of them a hundred times as loud in every second matrix."""
+    for shape in ((24, 40), (40, 24), (48, 96)):
+        weights, quantizer = random_weights((4, *shape), rows), QUANTIZERS[name](group)
+        inputs = inputs_of(4, shape[1], rows, quantizer.wants, seed=rows)
+        inputs.moment[::2, 0] *= 1e4 if quantizer.wants == "squares" else 100
+        if quantizer.wants == "products":
+            inputs.moment[::2, :, 0] *= 100
+        for i, matrix in enumerate(quantizer.quantize(weights, bits, inputs)):
+            assert error_share(matrix, weights[i], each=False) < 0.85
+            assert error_share(matrix, weights[i - 1], each=False) > 1.15
+
+
+def test_the_normal_equations_are_solved_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, inputs = random_weights((2, 40, 96), 0), inputs_of(2, 96, 200, "products")
+    solved: list[int] = []
+    solve = torch.linalg.solve
+
+    def counting(grid: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
+        solved.append(grid.nbytes)
+        return solve(grid, aim)
+
+    monkeypatch.setattr(torch.linalg, "solve", counting)
+    whole = QUANTIZERS["gptq"](32).quantize(weights, 3, inputs)
+    monkeypatch.setattr(gptq, "_GRID_BYTES", 7 * 6**2 * gptq._GRID_COPIES)
+    solved.clear()
+    for one, other in zip(QUANTIZERS["gptq"](32).quantize(weights, 3, inputs), whole, strict=True):
+        assert np.allclose(dequantize(one), dequantize(other), atol=1e-2)
+    assert max(solved) == 7 * 6**2 * 8
 
 
 def test_verify_finds_one_changed_weight_in_channels() -> None:

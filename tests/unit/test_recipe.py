@@ -43,6 +43,10 @@ def test_a_recipe_needs_little(tmp_path: Path) -> None:
         ('margin = "25%"', {"margin": 0.25}),
         ('memory = "1GiB"', {"memory_bytes": 1 << 30}),
         ('racing = "5%"', {"racing": 0.05}),
+        ("racing = 1e-05", {"racing": 1e-05}),
+        ("margin = 0.25", {"margin": 0.25}),
+        ("size = 1500000", {"target": Target("size", 1.5e6)}),
+        ("memory = 1048576", {"memory_bytes": 1 << 20}),
         ("bits = [2, 4]", {"bits": (2, 4)}),
         ('quantizer = "group"\ngroup_size = 32', {"quantizer": "group", "group_size": 32}),
         ('allocation = "greedy"\nsignal = "metric"', {"allocation": "greedy", "signal": "metric"}),
@@ -76,14 +80,26 @@ def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
         ("bits_per_weight = true", "bits_per_weight"),
         ('bits_per_weight = "3"', "bits_per_weight"),
         ('profile_paths = "no"', "true or false"),
-        ('out = "x"', "not for a recipe"),
-        ('work = "x"', "not for a recipe"),
         ("expect = 3", "should be a table"),
         ('[expect]\nheldout_loss_at_most = "5%"', "wrong type"),
         ('loss = "5%"\nsize = "1MB"', "one target at a time"),
-        ("loss = 5", "expected a share|less than 100%"),
+        ("loss = 5", "loss 5: expected a share from 0 to less than 1"),
+        ("loss = nan", "loss = nan: expected a number or text"),
+        ('loss = "abc"', "loss 'abc': expected a share"),
+        ("loss = true", "loss = True: expected a number or text"),
+        ('margin = "abc"', "margin 'abc': expected a share"),
+        ("margin = [1]", "margin = .1.: expected a number or text"),
+        ("racing = 0.7", "racing 0.7"),
+        ("racing = false", "racing = False: expected a number"),
+        ("size = -3", "size -3: expected a number of bytes"),
+        ("size = inf", "size = inf: expected a number"),
+        ("bits_per_weight = 17", "bits_per_weight 17: expected more than 0, at most 16"),
+        ("memory = true", "memory = True"),
+        ("memory = 0", "memory 0: expected more than 0 bytes"),
+        (f"memory = {10**400}", "memory = 1000"),
+        ("max_new_tokens = 0", "max_new_tokens 0: expected 1 or more"),
         ('size = "much"', "expected a size"),
-        ('target = "5%"', "not as target"),
+        ('target = "5%"', "as loss, size or bits_per_weight"),
         ('confidence = "30%"', "confidence 0.3"),
         ("confidence = true", "confidence"),
         ('racing = "60%"', "racing 0.6"),
@@ -98,6 +114,8 @@ def test_wrong_entries_are_one_line(tmp_path: Path, line: str, says: str) -> Non
     with pytest.raises(SettingsError, match=says) as error:
         load(tmp_path, line)
     assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / 'small.toml'}: ")
+    assert "--" not in str(error.value), "an option, where entries have other names"
 
 
 def test_what_a_recipe_lacks(tmp_path: Path) -> None:
@@ -105,11 +123,15 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
     for body, says in (
         ('calib = "c"\n', "model is missing"),
         ('model = "m"\nbits = [16]\n', "without calib"),
+        ('model = "m"\nbits = [16]\nprofile_paths = false\nsignal = "nll"\n', "signal has no effect without calib"),
+        ('model = "m"\nout = "x"\n', "out is not for a recipe"),
+        ('model = "m"\nwork = "x"\n', "work is not for a recipe"),
         ("model = [", "can't be read as TOML"),
     ):
         path.write_text(body)
-        with pytest.raises(SettingsError, match=says):
+        with pytest.raises(SettingsError, match=says) as error:
             Recipe.load(path, tmp_path)
+        assert str(error.value).startswith(f"{path}: ")
     with pytest.raises(SettingsError, match="no such file"):
         Recipe.load(tmp_path / "none.toml", tmp_path)
 

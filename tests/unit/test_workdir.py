@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -38,6 +39,31 @@ def test_a_damaged_artefact_is_named(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text("{")
         with pytest.raises(ConversionError, match=r"x\.json can't be read.*delete it") as caught:
             work.load("x.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_artefact_that_is_no_object_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(ConversionError, match=r"x\.json can't be read .*expected an object, found a list.*: delete it"):
+        WorkDir(tmp_path).load("x.json")
+
+
+def test_finished_work_is_found_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkDir(tmp_path / "one") as work:
+        work.save(INPUTS, {"name": "one"})
+        work.journal("one").add("n", {"value": 1})
+    monkeypatch.chdir(tmp_path / "one")
+    for path in (".", "..", "../one"):
+        found, journal = finished_work(Path(path))
+        assert (found["name"], journal.get("n")) == ("one", {"value": 1})
+
+
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, None])
+def test_finished_work_of_another_version_is_refused(tmp_path: Path, schema: int | None) -> None:
+    (tmp_path / INPUTS).write_text(json.dumps({"schema": schema}))
+    says = f"has schema {schema!r}, this version of moeconv reads {SCHEMA}: run `moeconv quantize` again"
+    with pytest.raises(SettingsError, match=says) as caught:
+        finished_work(tmp_path)
     assert "\n" not in str(caught.value)
 
 
