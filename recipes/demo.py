@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +27,15 @@ EVICTIONS = ("paper", "lru", "lfu", "fifo")
 
 @dataclass(frozen=True)
 class Part:
-    """One model of the demo: which recipe, how many prompts for the runs, how many new tokens for each.
-
-    With `tighter_loss` the model is planned for that loss too, from the journal of the first conversion.
-    """
+    """One model of the demo: which recipe, how many prompts for the runs, how many new tokens for each."""
 
     name: str
     prompts: int
     new_tokens: int
     prompt_words: int | None  # of running text; None takes the whole input
-    tighter_loss: float | None
 
 
-PARTS = (Part("g2p", 30, 24, None, None), Part("wiki", 3, 32, 16, 0.01))
+PARTS = (Part("g2p", 30, 24, None), Part("wiki", 3, 32, 16))
 
 
 def main() -> int:
@@ -61,12 +57,7 @@ def main() -> int:
     if options.write_readme:
         write_readme(table)
     print(f"\nbuild/demo/summary.json written; the demo took {time.monotonic() - started:.0f} s")
-    results = [
-        (name, result)
-        for name, model in summary["models"].items()
-        for result in (model, *([model["tighter"]] if "tighter" in model else []))
-    ]
-    missed = [name for name, result in results if result["heldout"]["loss"] > result["target_loss"]]
+    missed = [name for name, model in summary["models"].items() if model["heldout"]["loss"] > model["target_loss"]]
     for name in missed:
         print(f"demo: the held-out loss of {name} is above its target", file=sys.stderr)
     return 1 if missed else 0
@@ -74,7 +65,6 @@ def main() -> int:
 
 def run_part(part: Part) -> dict[str, Any]:
     """Converts one model, profiles its paths, runs the pack at each budget and eviction policy."""
-    from moeconv.artifacts import Target
     from moeconv.conversion import Conversion
     from moeconv.profile import profile_paths
     from moeconv.progress import bar
@@ -90,13 +80,13 @@ def run_part(part: Part) -> dict[str, Any]:
     )  # fmt: skip
     prompts = write_prompts(part)
     print(f"== {part.name}: running", file=sys.stderr, flush=True)
-    runs = [run_pack(part, settings.out, prompts, share, eviction) for share in SHARES for eviction in EVICTIONS]
+    runs = [
+        run_pack(part, settings.out, prompts, share, eviction)
+        for share in SHARES
+        for eviction in (EVICTIONS if share < 100 else EVICTIONS[:1])  # with room for all, nothing is ever evicted
+    ]
     show_samples(part, [dict(sample) for sample in report.samples], prompts)
     result = conversion_summary(report)
-    if part.tighter_loss is not None:
-        out = settings.out.with_name(f"{part.name}-tighter.pack")
-        again = replace(settings, target=Target("loss", part.tighter_loss), out=out)
-        result["tighter"] = conversion_summary(Conversion(again, say, bar).run()[1])
     result["paths"] = {
         **dict(zip(("top1", "top2", "top3"), figures.accuracy[2], strict=True)),
         "coverage20": figures.coverage20["decoder"],
@@ -210,8 +200,7 @@ def result_table(summary: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     models = summary["models"].items()
-    tighter = [(name, model["tighter"]) for name, model in models if "tighter" in model]
-    for name, model in [*models, *tighter]:
+    for name, model in models:
         heldout, sizes = model["heldout"], model["expert_bytes"]
         low, high = heldout["interval"]
         widths = ", ".join(f"{count}×{bits}" for bits, count in model["bits_histogram"].items())
@@ -227,7 +216,7 @@ def result_table(summary: dict[str, Any]) -> str:
     for name, model in summary["models"].items():
         for share in SHARES:
             runs = {run["eviction"]: run for run in model["runs"] if run["share"] == share / 100}
-            rates = " | ".join(f"{runs[eviction]['hit_rate']:.1%}" for eviction in EVICTIONS)
+            rates = " | ".join(f"{runs[policy]['hit_rate']:.1%}" if policy in runs else "" for policy in EVICTIONS)
             paper = runs["paper"]
             lines.append(
                 f"| {name} | {share}% ({paper['memory_bytes'] / 1e6:.1f} MB in all) | {rates} "
