@@ -10,6 +10,7 @@ from pathlib import Path
 
 import moeconv
 from moeconv import artifacts
+from moeconv.allocation.problem import layout_bytes
 from moeconv.artifacts import (
     REPORT,
     Assignment,
@@ -25,7 +26,6 @@ from moeconv.emit import emit
 from moeconv.planning import uniform_bytes, weights_of
 from moeconv.records import Record
 from moeconv.settings import Settings
-from moert.pack.layout import expert_layout
 from moert.pack.manifest import Manifest, Measured, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
@@ -119,9 +119,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
 
 def _expert_bytes(spec: ModelSpec, widths: Assignment, group_size: int) -> dict[str, int]:
     """Bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
-    planned = 0
-    for key, bits in widths.items():
-        named = dict(zip(spec.moe.projections, bits, strict=True))
-        planned += expert_layout(spec, key, named, group_size, "F16", 4096).tensor_bytes
+    nbytes, names = layout_bytes(spec, group_size), spec.moe.projections
+    planned = sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
     uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}
     return {"pack": planned, **uniform}
