@@ -5,17 +5,24 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RECIPES := recipes/g2p.toml recipes/wiki.toml
+NATIVE := moert/kernels/_native.so
+# The native kernels and the program that tests them, as one program.
+DRIVER := build/native/driver
+DRIVER_FLAGS := -std=gnu11 -fno-math-errno -Wall -Wextra -Imoert/kernels/csrc
+DRIVER_SOURCES := tests/native/*.c moert/kernels/csrc/*.c -lm -pthread
+ARM_CC := aarch64-linux-gnu-gcc
+ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint data recipes recipes-ci report bench-sweep bench-quant bench-promise readme clean
+.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding readme clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
 	    while read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 
-setup: $(STAMP)  ## make .venv and install everything into it (a second run installs nothing)
+setup: $(STAMP) $(NATIVE)  ## make .venv and install everything into it (a second run installs nothing)
 
 $(STAMP): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; say which: make PYTHON=/path/to/python3")'
@@ -23,6 +30,11 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt torch==2.13.0
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[convert,report,cluster,dev]'
 	@touch $@
+
+native: $(NATIVE)  ## compile the native kernels anew where their source has changed
+
+$(NATIVE): $(wildcard moert/kernels/csrc/*) moert/kernels/build.py | $(STAMP)
+	$(PY) moert/kernels/build.py
 
 demo: setup  ## convert the g2p and wiki models at 5% loss, run them in little memory, print the table
 	$(PY) recipes/demo.py
@@ -32,6 +44,27 @@ test: lint  ## lint, types and all tests that take seconds
 
 test-slow: setup  ## the tests that take minutes
 	@$(PY) -m pytest -m slow || { status=$$?; test $$status -eq 5 || exit $$status; echo 'no test is marked slow'; }
+
+test-native:  ## the native kernels beside plain arithmetic, on each instruction set that runs here
+	@mkdir -p $(dir $(DRIVER))
+	$(CC) -O3 $(DRIVER_FLAGS) -o $(DRIVER) $(DRIVER_SOURCES)
+	$(DRIVER)
+
+test-sanitize:  ## the same with sanitizers: addresses, undefined behaviour, threads
+	@mkdir -p $(dir $(DRIVER))
+	$(CC) -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all $(DRIVER_FLAGS) \
+	    -o $(DRIVER)-sanitize $(DRIVER_SOURCES)
+	$(DRIVER)-sanitize
+	$(CC) -O1 -g -fsanitize=thread $(DRIVER_FLAGS) -o $(DRIVER)-threads $(DRIVER_SOURCES)
+	$(DRIVER)-threads
+
+test-arm:  ## the same for 64-bit ARM in an emulator, with and without dot products
+	@command -v $(ARM_CC) >/dev/null && command -v qemu-aarch64 >/dev/null || \
+	    { echo 'make test-arm needs $(ARM_CC) and qemu-aarch64: apt-get install $(ARM_PACKAGES)'; exit 1; }
+	@mkdir -p $(dir $(DRIVER))
+	$(ARM_CC) -static -O3 $(DRIVER_FLAGS) -o $(DRIVER)-arm $(DRIVER_SOURCES)
+	qemu-aarch64 -cpu max $(DRIVER)-arm
+	qemu-aarch64 -cpu cortex-a72 $(DRIVER)-arm
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .
@@ -66,6 +99,15 @@ bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cp
 
 bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target
 	$(PY) -m tests.bench.promise
+
+bench-kernels: setup $(PEERS_DIR)/kernels/.built  ## the native kernels beside the bandwidth of memory, torch and onnxruntime
+	$(PY) -m tests.bench.kernels
+
+bench-peers: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## the runtime beside llama.cpp and transformers
+	$(PY) -m tests.bench.speed
+
+bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activations add to a pack's loss
+	$(PY) -m tests.bench.rounding
 
 readme: setup  ## write the generated parts of README.md anew
 	$(PY) tests/rules/readme_help.py --write

@@ -125,6 +125,20 @@ class SweepCost:
 
 
 @dataclass(frozen=True)
+class DenseReport:
+    """The matrices outside the experts, where some have widths: `bits` of each role that has one. `nbytes` are those of
+    all tensors outside the experts, `source_nbytes` what they had in the source. `alone` is the loss with the experts
+    unquantised, on the text of `ConversionReport.calibration`."""
+
+    quantizer: str
+    group_size: int
+    bits: Mapping[str, int]
+    nbytes: int
+    source_nbytes: int
+    alone: Measured
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`.
 
@@ -163,6 +177,7 @@ class ConversionReport:
     curve: tuple[CurvePoint, ...]
     steps: tuple[Step, ...]
     samples: tuple[Mapping[str, str], ...]
+    dense: DenseReport | None = None
 
 
 def to_json(artifact: Any) -> dict[str, Any]:

@@ -110,6 +110,11 @@ def quantize(
     ] = False,
     bits: Annotated[str, typer.Option(help="Widths that experts may get. 16 alone writes an unquantised pack.")]
     = "2,3,4,8,16",
+    dense_bits: Annotated[
+        str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "
+                                      "attention, router, ffn, head, embed. Default: as in the source. What they lose "
+                                      "counts for --loss.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the pack goes.")] = Path("model.pack"),
     work: Annotated[
         Path | None, typer.Option(help="Where measurements are kept for reruns. Default: beside --out, as OUT.work.")
@@ -138,7 +143,15 @@ def quantize(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure what each expert is worth, give each its width under the target, and write the pack."""
-    from moeconv.settings import Settings, parse_bits, parse_bytes, parse_confidence, parse_fields, parse_share
+    from moeconv.settings import (
+        Settings,
+        parse_bits,
+        parse_bytes,
+        parse_confidence,
+        parse_dense_bits,
+        parse_fields,
+        parse_share,
+    )
     from moeconv.settings import parse_target as target
 
     out = Path(os.path.abspath(out))
@@ -148,6 +161,7 @@ def quantize(
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
         heldout_samples, context, max_new_tokens, parse_bytes(memory, "--memory"),
         None if racing is None else parse_share(racing, "--racing"), cluster,
+        None if dense_bits is None else parse_dense_bits(dense_bits),
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)

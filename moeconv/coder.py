@@ -12,7 +12,7 @@ from moeconv.checkpoint import F32, Checkpoint, CheckpointError
 from moeconv.errors import WeightsUnusable
 from moeconv.moments import Moments
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
-from moert.pack.codec import QuantizedMatrix, dequantize
+from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16
 from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
 from moert.pack.reader import Projection
 
@@ -35,6 +35,30 @@ def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
     return [layer[start : start + at_once] for layer in layers.values() for start in range(0, len(layer), at_once)]
 
 
+def dtype16_of(checkpoint: Checkpoint) -> str:
+    """ "BF16" or "F16": how a pack of this checkpoint stores 16 bits."""
+    return "BF16" if checkpoint.source_dtype == "BF16" else "F16"
+
+
+def restored(coded: Projection, dtype16: str) -> F32:
+    """What a pack gives back of what `code` stores in it."""
+    if isinstance(coded, QuantizedMatrix):
+        return dequantize(coded)
+    return from_bfloat16(to_bfloat16(coded)) if dtype16 == "BF16" else coded.astype(np.float16).astype(np.float32)
+
+
+def check_16(what: str, weight: F32, dtype16: str) -> None:
+    """Raises CheckpointError for values that 16 bits can't hold; `what` names the weights."""
+    largest = float(np.abs(weight).max(initial=0.0))
+    if not np.isfinite(largest):
+        raise CheckpointError(f"{what} holds values that are not finite: the checkpoint is damaged")
+    if dtype16 == "F16" and largest > MAX_F16:
+        raise CheckpointError(
+            f"{what} holds {largest:.6g}, more than float16 can hold ({MAX_F16:.0f}): save the checkpoint as bfloat16 "
+            "or give it fewer bits"
+        )
+
+
 class ExpertCoder:
     """`fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser (`too_few` of it).
 
@@ -50,8 +74,7 @@ class ExpertCoder:
 
     @property
     def dtype16(self) -> str:
-        """ "BF16" or "F16": how a pack of this checkpoint stores 16 bits."""
-        return "BF16" if self.checkpoint.source_dtype == "BF16" else "F16"
+        return dtype16_of(self.checkpoint)
 
     @property
     def fallbacks(self) -> list[tuple[ExpertKey, str]]:
@@ -79,7 +102,7 @@ class ExpertCoder:
                 continue
             source = source or self.checkpoint.expert(key)
             if width == 16:
-                self._check_16(key, name, source[name])
+                check_16(f"expert {key}, {name}", source[name], self.dtype16)
                 coded[name] = source[name]
             else:
                 coded[name] = self._quantize([key], name, width, source[name][None])[0]
@@ -93,7 +116,7 @@ class ExpertCoder:
                 raise ValueError(f"{key}: an expert is original as a whole or not at all, got {bits}")
             return self.checkpoint.expert(key)
         coded = self.code(key, bits)
-        return {name: self._restored(coded[name]) for name in names}
+        return {name: restored(coded[name], self.dtype16) for name in names}
 
     def prepare(self, batch: Sequence[Wanted]) -> None:
         """Quantises one of the `batches`, so that `code` and `weights` find it. An expert alone is left to them."""
@@ -138,21 +161,6 @@ class ExpertCoder:
         while self._cached_bytes > CACHE_BYTES:
             _, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= _nbytes(dropped)
-
-    def _restored(self, coded: Projection) -> F32:
-        if isinstance(coded, QuantizedMatrix):
-            return dequantize(coded)
-        return coded if self.dtype16 == "BF16" else coded.astype(np.float16).astype(np.float32)
-
-    def _check_16(self, key: ExpertKey, name: str, weight: F32) -> None:
-        largest = float(np.abs(weight).max(initial=0.0))
-        if not np.isfinite(largest):
-            raise CheckpointError(f"expert {key}, {name} holds values that are not finite: the checkpoint is damaged")
-        if self.dtype16 == "F16" and largest > MAX_F16:
-            raise CheckpointError(
-                f"expert {key}, {name} holds {largest:.6g}, more than float16 can hold ({MAX_F16:.0f}): "
-                "save the checkpoint as bfloat16 or give this expert fewer bits"
-            )
 
 
 def _nbytes(matrix: QuantizedMatrix) -> int:

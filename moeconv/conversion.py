@@ -8,8 +8,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from moeconv.allocation.curve import curve
 from moeconv.allocation.problem import Plan
@@ -17,8 +19,9 @@ from moeconv.allocation.search import Judged, Judgement, search
 from moeconv.artifacts import ConversionReport, SensitivityTable, Step, SweepCost, uniform
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
+from moeconv.coder import ORIGINAL, ExpertCoder
 from moeconv.delivery import Outcome, deliver
+from moeconv.dense import DenseCoder, dense_of, width_text
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.examples import side_by_side
 from moeconv.judging import Judge, check_reference, measured
@@ -35,7 +38,7 @@ from moeconv.sensitivity import BASE_BITS, Bar, RaceRules, Sweep, probes_for
 from moeconv.settings import Settings
 from moeconv.trial import Trial
 from moeconv.workdir import INPUTS, WorkDir
-from moert.pack.manifest import Manifest
+from moert.pack.manifest import Manifest, Measured
 from moert.pack.writer import check_target
 
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
@@ -53,6 +56,7 @@ class Conversion:
         self.steps: list[Step] = []
         self.tried: dict[int, Record] = {}  # uniform widths
         self.judged: list[Judged] = []
+        self.dense_alone: Measured | None = None
 
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
@@ -60,6 +64,7 @@ class Conversion:
         check_target(self.settings.out)
         self.checkpoint = Checkpoint.open(self.settings.model)
         self.quantizer: Quantizer = QUANTIZERS[self.settings.quantizer](self.settings.group_size)
+        self.dense = DenseCoder(self.checkpoint, dense_of(self.checkpoint.spec, self.settings.dense_bits))
         if self.settings.calib is None:
             return self._unmeasured()
         check_budget(self.settings.target, self.checkpoint.spec, min(self.settings.bits), self.quantizer.group_size)
@@ -73,6 +78,7 @@ class Conversion:
             self.journal = self.work.journal(self._directory)
             self.say(f"work directory {self.work.path}, {len(self.journal)} measurements in its journal")
             self._references()
+            self._dense_alone()
             widths = self._uniform_widths()
             table, cost = self._sweep(widths)
             plan, question = self._plan(widths)
@@ -83,7 +89,7 @@ class Conversion:
             self.say(f"note: {self.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
         outcome = Outcome(uniform(self.checkpoint.spec, 16))
         coder = ExpertCoder(self.checkpoint, self.quantizer, None)
-        return deliver(self.settings, coder, outcome, time.perf_counter() - self.started)
+        return deliver(self.settings, coder, self.dense, outcome, time.perf_counter() - self.started)
 
     def _check_moments(self) -> None:
         """Raises SettingsError where what the quantizer wants to know of the inputs does not fit in memory."""
@@ -100,7 +106,7 @@ class Conversion:
     @cached_property
     def trial(self) -> Trial:
         """The model in memory."""
-        return Trial(self.checkpoint, lambda: self.coder)
+        return Trial(self.checkpoint, lambda: self.coder, self.dense)
 
     @cached_property
     def coder(self) -> ExpertCoder:
@@ -116,7 +122,7 @@ class Conversion:
         if not path.is_file():
             with self._step("moments"):
                 scorer = self.material.scorer(self.trial, self.material.ranking, self._moment_samples())
-                self.trial.restore()
+                self.trial.assign(uniform(self.checkpoint.spec, ORIGINAL))
                 found = collect(self.trial.calls, scorer.score, self.quantizer.wants)
                 found.save(path)
         return path
@@ -147,6 +153,32 @@ class Conversion:
                 check_reference(name, value, f"{what} text")
                 self.say(f"reference on {what} text: {name} {value:.4f} on {len(measure.reference.nats)} samples")
 
+    def _dense_alone(self) -> None:
+        """What the widths of all but the experts lose by themselves, where there are any. A target that they miss alone
+        is said here."""
+        if self.dense.dense is None:
+            return
+        widths, judge = width_text(self.dense.dense.bits), self.judge
+        with self._step("dense matrices"):
+            record = judge.measure(uniform(self.checkpoint.spec, ORIGINAL), "dense matrices alone")
+            found = measured(judge.measure, record, self.material.judged.groups, self.settings.seed)
+        self.say(
+            f"dense matrices at {widths}, experts unquantised: loss {found.loss:.2%} (95% interval {found.low:+.2%} to "
+            f"{found.high:+.2%})"
+        )
+        self.dense_alone = found
+        if self.settings.target.kind == "loss" and not judge.holds(record):
+            raise TargetMissed(
+                f"with unquantised experts and the dense matrices at {widths}: {judge.text(record)}; the target of "
+                f"{self.settings.planned_loss:.2%} is missed before any expert is quantised: "
+                f"{self._advice(record, 'give wider --dense-bits')}, or a larger --loss"
+            )
+
+    def _advice(self, missed: Record, wider: str) -> str:
+        """What to do where this record does not hold."""
+        only_bound = self.judge.loss(missed) <= self.settings.planned_loss
+        return "give more text, or ask for less --confidence" if only_bound else wider
+
     def _uniform_widths(self) -> list[int]:
         """Widths that experts may need, as far as uniform plans tell. An unreachable target, or too little text for the
         promise, is said here, before the long sweep."""
@@ -164,8 +196,7 @@ class Conversion:
             return widths[:1]  # nothing can be smaller
         self._say_if_too_little(tried)
         if not self.judge.holds(last):
-            only_bound = self.judge.loss(last) <= self.settings.planned_loss
-            advice = "give more text, or ask for less --confidence" if only_bound else "allow wider experts with --bits"
+            advice = self._advice(last, "allow wider experts with --bits")
             raise TargetMissed(
                 f"with all experts at {widths[-1]} bits: {self.judge.text(last)}; the target of "
                 f"{self.settings.planned_loss:.2%} is missed: {advice}, or a larger --loss"
@@ -193,7 +224,7 @@ class Conversion:
         job = SweepJob(
             self.checkpoint.path.absolute(), settings.quantizer, settings.group_size, self.moments, material.ranking,
             material.metric_name, settings.sweep_samples, settings.context, settings.max_new_tokens, self.blocks,
-            BASE_BITS,
+            BASE_BITS, self.dense.dense,
         )  # fmt: skip
         rules = None if settings.racing is None else RaceRules(settings.signal, settings.racing, RACING_SPAN)
         sweep = Sweep(self.journal, job, material.metric, probes, rules)
@@ -279,14 +310,15 @@ class Conversion:
             curve=curve(question.frontier(self.settings.allocation), self.judged, plan, self._flat(question)),
             steps=tuple(self.steps),
             samples=shown,
+            dense_alone=self.dense_alone,
             evaluations=(*self.judge.measure.used.values(), *self.heldout.used.values()),
         )
-        return deliver(self.settings, self.coder, outcome, time.perf_counter() - self.started)
+        return deliver(self.settings, self.coder, self.dense, outcome, time.perf_counter() - self.started)
 
     # The work directory -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def _subject(self) -> dict[str, str | int | None]:
+    def _subject(self) -> dict[str, Any]:
         """What a journal is about: anything of this changed, and nothing in it would be true."""
         return {
             "model_sha256": self.checkpoint.sha256,
@@ -301,6 +333,7 @@ class Conversion:
             "seed": self.settings.seed,
             "context": self.settings.context,
             "max_new_tokens": self.settings.max_new_tokens,
+            **({} if self.dense.dense is None else {"dense": asdict(self.dense.dense)}),
         }
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import moeconv
@@ -16,12 +16,14 @@ from moeconv.artifacts import (
     Assignment,
     ConversionReport,
     CurvePoint,
+    DenseReport,
     SensitivityTable,
     Step,
     SweepCost,
 )  # fmt: skip
 from moeconv.calibration import Splits
 from moeconv.coder import ExpertCoder
+from moeconv.dense import DenseCoder
 from moeconv.emit import emit
 from moeconv.planning import uniform_bytes, weights_of
 from moeconv.records import Record
@@ -46,6 +48,7 @@ class Outcome:
     steps: tuple[Step, ...] = ()
     samples: tuple[Mapping[str, str], ...] = ()
     evaluations: tuple[Record, ...] = ()
+    dense_alone: Measured | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -58,10 +61,13 @@ class Outcome:
 
 
 def deliver(
-    settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float
+    settings: Settings, coder: ExpertCoder, dense: DenseCoder, outcome: Outcome, seconds: float
 ) -> tuple[Manifest, ConversionReport]:
     """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError."""
-    report = _report(settings, coder, outcome, seconds)
+    report = replace(_report(settings, coder, outcome, seconds), dense=_dense_report(dense, outcome.dense_alone))
+    document = artifacts.to_json(report)
+    if report.dense is None:
+        del document["dense"]
     quality = None
     if outcome.splits is not None:
         target = settings.target.value if settings.target.kind == "loss" else None
@@ -72,7 +78,7 @@ def deliver(
     manifest = emit(
         coder, outcome.widths, settings.out, seed=settings.seed, creator=f"moeconv {moeconv.__version__}",
         importance=outcome.importance(), quality=quality,
-        extra_files={REPORT: (json.dumps(artifacts.to_json(report), indent=1) + "\n").encode()},
+        extra_files={REPORT: (json.dumps(document, indent=1) + "\n").encode()}, dense=dense,
     )  # fmt: skip
     return manifest, report
 
@@ -115,6 +121,14 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         steps=outcome.steps,
         samples=outcome.samples,
     )
+
+
+def _dense_report(coder: DenseCoder, alone: Measured | None) -> DenseReport | None:
+    if coder.dense is None:
+        return None
+    assert alone is not None, "what dense widths lose is always measured"
+    stored, source = coder.backbone_bytes()
+    return DenseReport(coder.dense.quantizer, coder.dense.group_size, coder.dense.bits, stored, source, alone)
 
 
 def _expert_bytes(spec: ModelSpec, widths: Assignment, group_size: int) -> dict[str, int]:

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from moeconv.artifacts import Assignment
 from moeconv.checkpoint import Checkpoint, CheckpointError
 from moeconv.coder import ExpertCoder
-from moert.pack.codec import WIDTHS
+from moeconv.dense import DenseCoder
+from moert.pack.codec import WIDTHS, QuantizedMatrix
+from moert.pack.dense import part_names
 from moert.pack.manifest import BACKBONE, Manifest, Quality, Quantization
 from moert.pack.model_spec import ExpertKey, backbone_tensors
+from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
 
 
@@ -29,20 +33,22 @@ def emit(
     importance: Mapping[ExpertKey, float] | None = None,
     quality: Quality | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    dense: DenseCoder | None = None,
 ) -> Manifest:
-    """Writes the pack at `out`: every expert at its widths, everything else as it was.
+    """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was.
 
     `extra_files` (relative path → contents) go in as they are. Raises CheckpointError (unreadable source, values
     that 16 bits can't hold), WriteFailed, or ValueError for widths that don't cover the model's experts.
     """
     checkpoint = coder.checkpoint
     _check_widths(checkpoint, widths)
-    quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed)
+    dense = dense or DenseCoder(checkpoint, None)
+    quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed, dense.dense)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
     for key in checkpoint.spec.expert_keys():
         if not writer.has(key):
             writer.write_expert(key, coder.code(key, widths[key]), None if importance is None else importance.get(key))
-    _write_backbone(checkpoint, writer)
+    _write_backbone(dense, coder.dtype16, writer)
     for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
         if (checkpoint.path / name).is_file():
             writer.write_file(name, (checkpoint.path / name).read_bytes())
@@ -66,13 +72,22 @@ def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantizat
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _write_backbone(checkpoint: Checkpoint, writer: PackWriter) -> None:
-    tensors = {
-        name: checkpoint.backbone_tensor(name, shape).contiguous()
-        for name, shape in backbone_tensors(checkpoint.spec).items()
-    }
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+def _write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
+    tensors: dict[str, Tensor] = {}
+    for name in backbone_tensors(dense.checkpoint.spec):
+        if dense.width(name) is not None:
+            tensors |= _stored(name, dense.code(name), dtype16)
+            continue
+        tensors[name] = dense.source(name).contiguous()
+        if not torch.isfinite(tensors[name]).all():
             raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
     save_file(tensors, writer.add_file(BACKBONE))
     writer.seal_file(BACKBONE)
+
+
+def _stored(name: str, coded: Projection, dtype16: str) -> dict[str, Tensor]:
+    """The tensors that stand for one matrix."""
+    if isinstance(coded, QuantizedMatrix):
+        parts = (coded.qweight, coded.scale, coded.minimum)
+        return {part: torch.from_numpy(values) for part, values in zip(part_names(name), parts, strict=True)}
+    return {name: torch.from_numpy(coded).to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,14 @@ from safetensors.torch import load
 from torch import Tensor
 
 from moeconv.archs import ARCHS, Arch
+from moeconv.archs.weights import fill_backbone
 from moeconv.errors import ConversionError
 from moeconv.scorers.experts import ExpertCalls
+from moert.pack.codec import F32
+from moert.pack.dense import dense_width, quantized
 from moert.pack.manifest import BACKBONE
-from moert.pack.model_spec import ModelSpec
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.model_spec import ModelSpec, backbone_tensors
+from moert.pack.reader import Pack, Projection, projection_weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class PackedModel:
             raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
         model: Any = arch.empty(pack.root)
         spec = pack.manifest.model
-        _load_backbone(model, arch, spec, pack)
+        fill_backbone(model, arch, spec, _weights(pack))
         for key in spec.expert_keys():
             projections = pack.projections(key, pack.read_expert(key))
             for name, projection in projections.items():
@@ -46,13 +50,10 @@ class PackedModel:
                 arch.expert_weight(model, key, name).copy_(weight)
         return cls(pack, arch, spec, model, ExpertCalls(model, arch, spec))
 
-
-def _load_backbone(model: Any, arch: Arch, spec: ModelSpec, pack: Pack) -> None:
-    tensors = backbone_of(pack)
-    for canonical, name in arch.backbone_names(spec).items():
-        model.get_parameter(name).copy_(tensors[canonical].float())
-    for stored, copy in arch.equal_tensors(spec):
-        model.get_parameter(copy).copy_(model.get_parameter(stored))
+    @property
+    def stored_head(self) -> None:
+        """It has one state only."""
+        return None
 
 
 def backbone_of(pack: Pack) -> dict[str, Tensor]:
@@ -61,3 +62,24 @@ def backbone_of(pack: Pack) -> dict[str, Tensor]:
         return load(pack.read_file(BACKBONE))
     except SafetensorError as error:
         raise ConversionError(f"{BACKBONE} in the pack can't be read ({error}): convert again") from None
+
+
+def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Projection:
+    """A matrix of the backbone that has a width, out of `backbone_of`: at 16 bits as float32. Raises PackError."""
+    if name in tensors:
+        weight: F32 = tensors[name].float().numpy()
+        return weight
+    manifest = pack.manifest
+    assert manifest.quantization.dense is not None
+    in_features = backbone_tensors(manifest.model)[name][1]
+    return quantized(manifest.model, manifest.quantization.dense, name, in_features, lambda part: tensors[part].numpy())
+
+
+def _weights(pack: Pack) -> Iterator[tuple[str, Tensor]]:
+    """Canonical name and float32 weights of the backbone."""
+    tensors, manifest = backbone_of(pack), pack.manifest
+    for name in backbone_tensors(manifest.model):
+        if dense_width(manifest.model, manifest.quantization.dense, name) is None:
+            yield name, tensors[name].float()
+        else:
+            yield name, torch.from_numpy(projection_weights(dense_projection(pack, tensors, name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Target
+from moeconv.dense import width_text
 from moeconv.paths import PathFigures
 from moeconv.planning import Planned
 from moert.pack.manifest import Measured
@@ -29,6 +30,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"  expert matrices by width: {widths}; {report.effective_bits:.2f} bits a weight with scales",
         f"  expert bytes: {sizes['pack']:,} = {_share(sizes, 'fp16')} of FP16, {_share(sizes, 'int8')} of uniform "
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
+        *_dense(report),
         *_sweep(report),
         f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s",
     ]
@@ -78,6 +80,17 @@ def _promise(report: ConversionReport) -> list[str]:
     if report.confidence is None or report.upper_bound is None:
         return []
     return [f"  at {report.confidence:.0%} the held-out loss was to stay under {report.upper_bound:.2%}"]
+
+
+def _dense(report: ConversionReport) -> list[str]:
+    dense = report.dense
+    if dense is None:
+        return []
+    alone = f"{dense.alone.loss:.2%} (95% interval {dense.alone.low:+.2%} to {dense.alone.high:+.2%})"
+    return [
+        f"  dense matrices: {width_text(dense.bits)}; by themselves they lose {alone}",
+        f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
+    ]
 
 
 def _sweep(report: ConversionReport) -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 from moeconv.artifacts import ConversionReport
 from moeconv.errors import SettingsError
 from moeconv.present import missed_target
-from moeconv.settings import Settings, one_target, parse_bytes, parse_confidence, parse_share
+from moeconv.settings import Settings, one_target, parse_bytes, parse_confidence, parse_dense_bits, parse_share
 from moeconv.toml import read_toml
 
-Parse = Callable[[str, str], float | None]
+Parse = Callable[[str, str], float | Mapping[str, int] | None]
 _PARSERS: Mapping[str, Parse | None] = {
     "loss": parse_share, "size": parse_bytes, "bits_per_weight": None, "margin": parse_share, "racing": parse_share,
-    "confidence": parse_confidence, "memory": parse_bytes,
+    "confidence": parse_confidence, "memory": parse_bytes, "dense_bits": parse_dense_bits,
 }  # fmt: skip
 """Entries that are numbers, or text as on the command line; (text, name of the entry) → value."""
 
@@ -104,7 +104,7 @@ def _parsed(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _number(name: str, value: Any, parse: Parse | None) -> float | None:
+def _number(name: str, value: Any, parse: Parse | None) -> float | Mapping[str, int] | None:
     """Text is parsed, a number is what it says. Raises SettingsError; true is not a number."""
     if isinstance(value, str) and parse is not None:
         return parse(value, name)
@@ -141,7 +141,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
     allowed = get_args(hint) or (hint,)
     if isinstance(value, dict):
-        return any(get_origin(t) is Mapping for t in allowed) and all(isinstance(item, str) for item in value.values())
+        kinds = [get_args(kind)[1] for kind in allowed if get_origin(kind) is Mapping]
+        return bool(kinds) and all(isinstance(item, kinds[0]) for item in value.values())
     if isinstance(value, bool):
         return bool in allowed
     return isinstance(value, tuple(t for t in allowed if isinstance(t, type))) or (

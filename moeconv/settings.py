@@ -14,6 +14,7 @@ from moeconv.errors import SettingsError
 from moeconv.metrics import find_metric
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moert.pack.codec import WIDTHS
+from moert.pack.model_spec import DENSE_ROLES
 
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
@@ -34,7 +35,8 @@ class Settings:
     which the held-out loss stays under it (None: only the measured loss must). `sweep_samples` bounds what ranks the
     experts, `samples` what judges plans, `heldout_samples` what the result is measured on (None: all there is):
     samples of input and target, or windows of `context` tokens of running text. `memory_bytes` bounds what the sweep
-    keeps beside the model. `racing` is the error probability of a sweep that stops early."""
+    keeps beside the model. `dense_bits` is the width of all matrices outside the experts, or of those of some roles;
+    the others are stored as they are. `racing` is the error probability of a sweep that stops early."""
 
     model: str
     out: Path
@@ -61,6 +63,7 @@ class Settings:
     memory_bytes: int = DEFAULT_MEMORY
     racing: float | None = None
     cluster: str | None = None
+    dense_bits: int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         check_choice("--quantizer", self.quantizer, QUANTIZERS)
@@ -73,6 +76,7 @@ class Settings:
             raise SettingsError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
         if not self.bits or any(width not in WIDTHS for width in self.bits):
             raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
+        check_dense_bits(self.dense_bits)
         self._check_text()
         self._check_numbers()
         if not self.out.name or not self.work.name:
@@ -83,6 +87,10 @@ class Settings:
             return
         if self.bits != (16,):
             raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
+        if self.dense_bits is not None:
+            raise SettingsError(
+                "--calib is missing: what --dense-bits loses is measured; name a set in calib_data/ or a file"
+            )
         options = {"target": _TARGET_OPTIONS[self.target.kind], "memory_bytes": "--memory"}
         for field in fields(self):
             if field.name in _OF_TEXT and getattr(self, field.name) != field.default:
@@ -114,6 +122,16 @@ def check_choice(option: str, value: str, known: Iterable[str]) -> None:
     """Raises SettingsError."""
     if value not in known:
         raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
+
+
+def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
+    """Raises SettingsError."""
+    bits = wanted if isinstance(wanted, Mapping) else {} if wanted is None else {"all": wanted}
+    for role, width in bits.items():
+        if width not in WIDTHS:
+            raise SettingsError(f"--dense-bits {width}: expected a width among {', '.join(map(str, WIDTHS))}")
+        if isinstance(wanted, Mapping) and role not in DENSE_ROLES:
+            raise SettingsError(f"--dense-bits {role}: expected roles among {', '.join(DENSE_ROLES)}")
 
 
 def check_ranking(allocation: str, signal: str) -> None:
@@ -200,6 +218,20 @@ def parse_bits(text: str) -> tuple[int, ...]:
     if not widths <= set(WIDTHS):
         raise SettingsError(f"--bits {text!r}: expected widths among {', '.join(map(str, WIDTHS))}")
     return tuple(sorted(widths))
+
+
+def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str, int]:
+    """'8' → 8, for all; 'attention=4,head=8' → a width for each role. Raises SettingsError."""
+    pairs = [part.split("=") for part in text.split(",")]
+    try:
+        if len(pairs) == 1 and len(pairs[0]) == 1:
+            return int(text)
+        bits = {role.strip(): int(width) for role, width in pairs}
+    except ValueError:
+        raise SettingsError(f"{option} {text!r}: expected a width such as 8, or attention=4,head=8") from None
+    if len(bits) < len(pairs):
+        raise SettingsError(f"{option} {text!r}: expected each role once")
+    return bits
 
 
 def parse_fields(text: str | None) -> dict[str, str] | None:

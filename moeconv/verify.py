@@ -10,8 +10,9 @@ import torch
 
 from moeconv.checkpoint import Checkpoint
 from moeconv.errors import VerifyFailed
-from moeconv.packed import backbone_of
+from moeconv.packed import backbone_of, dense_projection
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
+from moert.pack.dense import dense_width
 from moert.pack.model_spec import ExpertKey, backbone_tensors
 from moert.pack.reader import Pack, Projection
 
@@ -24,8 +25,8 @@ F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
 
 @dataclass(frozen=True)
 class Verified:
-    """`worst` is the largest error of an expert, as a share of what its width allows; None without a source. All other
-    tensors are equal to the source's."""
+    """`worst` is the largest error of an expert, or of another matrix that has a width, as a share of what that width
+    allows; None without a source. All other tensors are equal to the source's."""
 
     files: int
     experts: int
@@ -33,37 +34,47 @@ class Verified:
 
 
 def verify(pack: Pack, source: Checkpoint | None) -> Verified:
-    """Raises a PackError for a damaged file, VerifyFailed for an expert that is not that of the source."""
+    """Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the source."""
     files = sum(1 for _ in pack.verify_hashes())
     keys = pack.manifest.model.expert_keys()
     if source is None:
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
         raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
-    _check_backbone(pack, source)
-    worst = max(_expert_error(pack, source, key) for key in keys)
+    worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key) for key in keys))
     return Verified(files, len(keys), worst)
 
 
-def _check_backbone(pack: Pack, source: Checkpoint) -> None:
-    tensors = backbone_of(pack)
+def _backbone_error(pack: Pack, source: Checkpoint) -> float:
+    """The largest share of an error over all matrices that have a width; all other tensors must be equal."""
+    manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
+    dense = manifest.quantization.dense
     for name, shape in backbone_tensors(source.spec).items():
-        if not torch.equal(tensors[name], source.backbone_tensor(name, shape)):
+        original = source.backbone_tensor(name, shape)
+        if dense is not None and dense_width(source.spec, dense, name) is not None:
+            stored = dense_projection(pack, tensors, name)
+            worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
+        elif not torch.equal(tensors[name], original):
             raise VerifyFailed(f"{name} differs from {source.path}: the pack was made from other weights")
+    return worst
 
 
 def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
-    projections = pack.projections(key, pack.read_expert(key))
-    worst = 0.0
-    for name, weight in source.expert(key).items():
-        share = error_share(projections[name], weight, pack.manifest.quantization.quantizer == MIN_MAX)
-        if not share <= 1:
-            raise VerifyFailed(
-                f"expert {key}, {name}: its error is {share:.1f} times what its width allows: the pack was made from "
-                "other weights, or is damaged"
-            )
-        worst = max(worst, share)
-    return worst
+    projections, each = pack.projections(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
+    return max(
+        _checked(f"expert {key}, {name}", projections[name], weight, each)
+        for name, weight in source.expert(key).items()
+    )
+
+
+def _checked(what: str, projection: Projection, weight: F32, each: bool) -> float:
+    share = error_share(projection, weight, each)
+    if not share <= 1:
+        raise VerifyFailed(
+            f"{what}: its error is {share:.1f} times what its width allows: the pack was made from other weights, or "
+            "is damaged"
+        )
+    return share
 
 
 def error_share(projection: Projection, weight: F32, each: bool) -> float:

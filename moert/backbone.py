@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from moert.errors import TokenizerMissing
+from moert.kernels.backend import StoredWeights
+from moert.pack.dense import StoredTensors, quantized, stored_tensors
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import backbone_tensors
@@ -18,23 +20,33 @@ TOKENIZER = "tokenizer.json"
 _CHUNK = 1 << 20
 
 
-def load_backbone(pack: Pack) -> dict[str, Tensor]:
-    """Canonical name → float32 tensor, read one after the other. Raises FileMissing, HashMismatch or HeaderInvalid."""
+def load_backbone(pack: Pack) -> dict[str, StoredWeights]:
+    """Canonical name → weights as they are stored, each in memory of its own, read one after the other.
+
+    Raises FileMissing, HashMismatch or HeaderInvalid.
+    """
     if BACKBONE not in pack.manifest.files:
         raise FileMissing(f"the pack at {pack.root} lists no {BACKBONE}: convert the model again")
     _check_checksum(pack)
-    expected = backbone_tensors(pack.manifest.model)
-    weights: dict[str, Tensor] = {}
+    spec, quantization = pack.manifest.model, pack.manifest.quantization
+    shapes, expected = backbone_tensors(spec), stored_tensors(spec, quantization)
+    weights: dict[str, StoredWeights] = {}
     try:
         with safe_open(pack.file(BACKBONE), framework="pt") as file:
-            names: list[str] = list(file.keys())
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-            _check(found, expected)
-            for name in expected:
-                tensor = file.get_tensor(name)
-                if not tensor.is_floating_point():
-                    raise HeaderInvalid(f"{BACKBONE}: {name} should hold floating-point numbers, found {tensor.dtype}")
-                weights[name] = tensor.float()
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            _check(
+                {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()},
+                {name: what for tensors in expected.values() for name, what in tensors.items()},
+            )
+            for name, tensors in expected.items():
+                if name in tensors:
+                    weights[name] = _floating(name, file.get_tensor(name))
+                else:
+                    assert quantization.dense is not None
+                    weights[name] = quantized(
+                        spec, quantization.dense, name, shapes[name][1],
+                        lambda part: file.get_tensor(part).clone().numpy(),
+                    )  # fmt: skip
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
         raise HeaderInvalid(f"{BACKBONE} is not a safetensors file ({reason}): copy the pack again") from None
@@ -65,7 +77,7 @@ def load_tokenizer(pack: Pack) -> Tokenizer:
 
 
 def _check_checksum(pack: Pack) -> None:
-    """Reads the file once in pieces, so that it is never in memory as a whole beside its float32 copy."""
+    """Reads the file once in pieces, so that it is never in memory as a whole beside its copy."""
     checksum = 0
     with open(pack.file(BACKBONE), "rb") as handle:
         while chunk := handle.read(_CHUNK):
@@ -74,11 +86,20 @@ def _check_checksum(pack: Pack) -> None:
         raise HashMismatch(f"{BACKBONE}: checksum differs from the manifest: the file is damaged, copy it again")
 
 
-def _check(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+def _floating(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        raise HeaderInvalid(f"{BACKBONE}: {name} should hold floating-point numbers, found {tensor.dtype}")
+    return tensor.clone()
+
+
+def _check(found: dict[str, tuple[str, tuple[int, ...]]], expected: StoredTensors) -> None:
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         what = f"lacks {missing[0]}" if missing else f"holds {extra[0]}, which the model has not"
         raise HeaderInvalid(f"{BACKBONE} {what}: it is not that of this model")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise HeaderInvalid(f"{BACKBONE}: {name} has the shape {found[name]}, expected {shape}")
+    for name, (dtype, shape) in expected.items():
+        found_dtype, found_shape = found[name]
+        if found_shape != shape:
+            raise HeaderInvalid(f"{BACKBONE}: {name} has the shape {found_shape}, expected {shape}")
+        if dtype not in (None, found_dtype):
+            raise HeaderInvalid(f"{BACKBONE}: {name} is of the type {found_dtype}, expected {dtype}")

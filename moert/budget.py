@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import prod
 
 from moert.errors import BudgetTooSmall, InvalidMemory
-from moert.pack.manifest import Manifest
+from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import backbone_tensors
 from moert.stats import size
 
@@ -18,6 +18,9 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
 _SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([A-Za-z]*|%)")
+
+
+_ROUNDED = 16  # bytes an activation takes: as float32, and rounded in up to three orders with its scales
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def parse_memory(text: str) -> MemoryLimit:
 class Budget:
     """What a pack needs in memory, in bytes.
 
-    backbone: everything but the experts, in float32. scratch: one expert unpacked while it is computed with. layer:
+    backbone: everything but the experts. scratch: what is computed with an expert. layer:
     the most that one token can demand of one layer (its top_k largest experts). token: that, over all layers of the
     decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it.
     """
@@ -61,15 +64,18 @@ class Budget:
     expert_bytes: int
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Budget:
+    def of(cls, manifest: Manifest, widened: bool = False) -> Budget:
+        """`widened`: weights are computed with in float32; otherwise they stay as they are stored."""
         spec = manifest.model
         per_layer: dict[tuple[str, int], list[int]] = {}
         for entry in manifest.experts:
             per_layer.setdefault((entry.key.stack, entry.key.layer), []).append(entry.file_bytes)
         demand = {at: sum(sorted(sizes)[-spec.moe.top_k :]) for at, sizes in per_layer.items()}
         return cls(
-            backbone_bytes=4 * sum(prod(shape) for shape in backbone_tensors(spec).values()),
-            scratch_bytes=3 * 4 * spec.d_model * spec.moe.d_ff,
+            backbone_bytes=_widened_bytes(manifest) if widened else _stored_bytes(manifest),
+            scratch_bytes=4 * spec.weights_per_expert()
+            if widened
+            else _ROUNDED * spec.moe.top_k * (spec.d_model + spec.moe.d_ff),
             layer_bytes=max(demand.values(), default=0),
             token_bytes=sum(nbytes for (stack, _), nbytes in demand.items() if stack == "decoder"),
             expert_bytes=sum(entry.file_bytes for entry in manifest.experts),
@@ -103,3 +109,11 @@ class Budget:
                 smallest,
             )
         return min(left, self.expert_bytes)
+
+
+def _stored_bytes(manifest: Manifest) -> int:
+    return manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
+
+
+def _widened_bytes(manifest: Manifest) -> int:
+    return 4 * sum(prod(shape) for shape in backbone_tensors(manifest.model).values())

@@ -106,8 +106,20 @@ def run(
         typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="For the arithmetic, at most one a core; by default torch's choice.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="For the arithmetic, at most one a core; by default one for each usable core.",
+            show_default=False,
+        ),
     ] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="What computes: auto (the best instruction set that moert info --system lists), one of those by name, "
+            "or reference (torch, slow; activations not rounded to 8 bits)."
+        ),
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
 ) -> None:
@@ -120,7 +132,7 @@ def run(
     if output is not None and input_path is None:
         raise RunError("--output goes with --input: for one prompt redirect stdout")
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    engine = _open(pack, memory, eviction, predict, threads)
+    engine = _open(pack, memory, eviction, predict, threads, kernels)
     to_stderr = stats and not (as_json and input_path is None)
     with engine, _figures(engine, as_json) if to_stderr else nullcontext():
         if input_path is not None:
@@ -131,15 +143,32 @@ def run(
 
 @app.command()
 def info(
-    pack: PackArgument,
+    pack: Annotated[
+        Path | None, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)
+    ] = None,
+    system: Annotated[
+        bool, typer.Option("--system", help="Print what this machine has and which native kernels it runs instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a pack holds, what it lost, and the smallest memory it runs in."""
+    """Print what a pack holds, what it lost, and the smallest memory it runs in; or facts about this machine."""
+    if (pack is None) != system:
+        raise RunError("moert info tells about a pack or about this machine: give either PACK or --system")
+    if pack is None:
+        _print_system(as_json)
+        return
     from moert.description import describe, description_lines
     from moert.pack.reader import Pack
 
     opened = Pack.open(pack)
     print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(description_lines(opened)))
+
+
+def _print_system(as_json: bool) -> None:
+    from moert.system import system_facts, system_lines
+
+    facts = system_facts()
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(system_lines(facts)))
 
 
 def _settings(
@@ -153,14 +182,16 @@ def _settings(
         raise RunError(str(error)) from None
 
 
-def _open(pack: Path, memory: str | None, eviction: Eviction, predict: Predict | None, threads: int | None) -> Engine:
+def _open(
+    pack: Path, memory: str | None, eviction: Eviction, predict: Predict | None, threads: int | None, kernels: str
+) -> Engine:
     from moert.budget import parse_memory
 
     limit = None if memory is None else parse_memory(memory)
     from moert.engine import Engine
 
     predictor = None if predict is None else predict.value
-    return Engine.open(pack, limit, eviction.value, predictor, threads)
+    return Engine.open(pack, limit, eviction.value, predictor, threads, kernels=kernels)
 
 
 @contextmanager

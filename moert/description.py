@@ -10,7 +10,7 @@ from moert.budget import Budget
 from moert.errors import TokenizerMissing
 from moert.models.kv import state_bytes
 from moert.pack.errors import PackError
-from moert.pack.manifest import BACKBONE, Measured
+from moert.pack.manifest import BACKBONE, Dense, Measured
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, bits_histogram
 from moert.stats import size
@@ -42,6 +42,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         },
         "quantizer": manifest.quantization.quantizer,
         "group_size": manifest.quantization.group_size,
+        "dense": None if manifest.quantization.dense is None else asdict(manifest.quantization.dense),
         "bits_histogram": {str(bits): count for bits, count in bits_histogram(manifest.experts).items()},
         "effective_bits": manifest.effective_bits(),
         "bytes": {
@@ -81,6 +82,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"quantizer        {facts['quantizer']}{group}",
         f"widths           {widths} (projections)",
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
+        f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),
@@ -88,6 +90,14 @@ def description_lines(pack: Pack) -> list[str]:
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"smallest memory  {smallest_text}",
     ]
+
+
+def _dense_text(dense: Dense | None) -> str:
+    if dense is None:
+        return "as in the source"
+    widths = ", ".join(f"{role}: {bits} bits" for role, bits in dense.bits.items())
+    group = f"groups of {dense.group_size}" if dense.group_size else "per output channel"
+    return f"{widths}; quantizer {dense.quantizer}, {group}"
 
 
 def _tokenizer_fault(pack: Pack) -> str | None:

@@ -25,6 +25,11 @@ from moert.experts.store import ExpertStore
 from moert.generation.detokenize import Detokenizer
 from moert.generation.loop import Generation, GenerationResult, PromptError, room
 from moert.generation.settings import GenerationSettings
+from moert.kernels import AUTO, open_backend
+from moert.kernels.arena import Arena
+from moert.kernels.backend import Backend
+from moert.kernels.library import missing_note
+from moert.kernels.reference import ReferenceBackend
 from moert.models.kv import state_bytes
 from moert.models.model import build_model
 from moert.pack.paths import PATHS, TransitionTable
@@ -34,6 +39,7 @@ from moert.predict.none import NoPrediction
 from moert.predict.predictor import Predictor
 from moert.prefetch import Prefetcher
 from moert.stats import ExpertCounters, RequestTimes, RunStats, run_stats
+from moert.system import usable_cores
 
 DEFAULT_PREDICTOR = "transitions"
 
@@ -70,6 +76,7 @@ class Engine:
     def __init__(
         self,
         pack: Pack,
+        backend: Backend,
         memory: MemoryLimit | None,
         eviction: str,
         predictor: Predictor,
@@ -80,7 +87,8 @@ class Engine:
         self.pack = pack
         self.spec = pack.manifest.model
         self.memory = memory
-        self.budget = Budget.of(pack.manifest)
+        self.backend = backend
+        self.budget = Budget.of(pack.manifest, widened=isinstance(backend, ReferenceBackend))
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self._memory_bytes: int | None = None
@@ -88,12 +96,13 @@ class Engine:
         self._notes: list[str] = []  # for the first request that runs
         self._warned = False
         policy = EVICTION[eviction](self.spec.moe_layers())
-        self.cache = ExpertCache(ExpertStore(pack, self.counters), policy, 0, self.counters)
+        self._store = ExpertStore(pack, backend, self.counters)
+        self.cache = ExpertCache(self._store, policy, 0, self.counters)
         weights = load_backbone(pack)
         idle = isinstance(predictor, NoPrediction)
         self._prefetcher = None if idle else Prefetcher(self.cache)
-        self.runner = CachedExperts(pack, self.cache, predictor, self._prefetcher, trace)
-        self.model = build_model(self.spec, weights, self.runner)
+        self.runner = CachedExperts(pack, self.cache, backend, predictor, self._prefetcher, trace)
+        self.model = build_model(self.spec, weights, self.runner, backend)
 
     @classmethod
     def open(
@@ -105,22 +114,24 @@ class Engine:
         threads: int | None = None,
         trace: list[Step] | None = None,
         notify: Notify | None = None,
+        kernels: str = AUTO,
     ) -> Engine:
         """`memory`: bytes for everything that the pack needs in memory, None to keep all experts once they were read.
 
         `predictor`: a name from PREDICTORS; None takes "transitions", or "none" with a note if the pack has no path
-        tables. `threads` is for the arithmetic. `trace` collects what every layer demands. `notify` gets notes and
-        warnings, which otherwise go to stderr. Raises PackError, PathsMissing, ThreadsInvalid or OutOfMemory, and
-        KeyError for unknown names.
+        tables. `threads` is for the arithmetic, by default one for each usable core. `trace` collects what every layer
+        demands. `notify` gets notes and warnings, which otherwise go to stderr. `kernels`: see
+        `moert.kernels.open_backend`. Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid or
+        OutOfMemory, and KeyError for unknown names.
         """
-        if threads is not None:
-            _set_threads(threads)
         pack = Pack.open(path)
+        backend = open_backend(kernels, _set_threads(threads))
         limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
         chosen, note = _predictor(pack, predictor)
         with _memory_shortage():
-            engine = cls(pack, limit, eviction, chosen, trace, notify or _to_stderr)
-        engine._notes += [] if note is None else [note]
+            engine = cls(pack, backend, limit, eviction, chosen, trace, notify or _to_stderr)
+        slow = missing_note() if kernels == AUTO else None
+        engine._notes += [text for text in (slow, note) if text is not None]
         return engine
 
     @cached_property
@@ -171,9 +182,18 @@ class Engine:
             )
         while self._notes:
             self._notify(self._notes.pop(0))
-        self.cache.resize(cache_bytes)
+        self._resize(cache_bytes)
         if self.memory is not None:
             self._memory_bytes = self.memory.nbytes or self.budget.fixed_bytes(needed) + cache_bytes
+
+    def _resize(self, cache_bytes: int) -> None:
+        """Experts are put into an arena, which gives nothing back, only while there is room for all of them."""
+        if cache_bytes >= self.budget.expert_bytes:
+            self._store.arena = self._store.arena or Arena()
+        elif self._store.arena is not None:
+            self.cache.resize(0)
+            self._store.arena = None
+        self.cache.resize(cache_bytes)
 
     def generate(
         self, prompt: str, settings: GenerationSettings, on_text: Callable[[str], None] | None = None
@@ -228,6 +248,7 @@ class Engine:
     def close(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
+        self.backend.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -238,11 +259,14 @@ class Engine:
         self.close()
 
 
-def _set_threads(threads: int) -> None:
+def _set_threads(threads: int | None) -> int:
+    """Checks the number of threads, by default one for each usable core, and tells torch."""
     cores = os.cpu_count()
-    if cores is not None and threads > cores:
+    if threads is not None and cores is not None and threads > cores:
         raise ThreadsInvalid(f"--threads {threads} is more than this machine has cores: give at most {cores}")
+    threads = usable_cores() if threads is None else threads
     torch.set_num_threads(threads)
+    return threads
 
 
 @contextmanager

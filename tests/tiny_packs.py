@@ -84,14 +84,17 @@ def run_greedy(engine: Engine, ids: list[int], n_tokens: int) -> tuple[list[int]
 
 
 def record_routes(root: Path, prompts: tuple[str, ...] = PROMPTS) -> dict[Stack, list[np.ndarray]]:
-    """What the routers select on the prompts and 30 greedy tokens after each: one [tokens, top_k] a layer."""
+    """What the routers select on the prompts and 30 greedy tokens after each: one [tokens, top_k] a layer.
+
+    On the reference, whose steps go the same way as its prompts.
+    """
     seen: dict[tuple[Stack, int], list[np.ndarray]] = {}
-    with Engine.open(root, predictor="none") as engine:
+    with Engine.open(root, predictor="none", kernels="reference") as engine:
         inner = engine.runner.run
 
-        def run(stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        def run(stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
             seen.setdefault((stack, layer), []).append(experts.numpy().copy())
-            return inner(stack, layer, hidden, experts, weights)
+            inner(stack, layer, hidden, experts, weights, out)
 
         engine.runner.run = run  # type: ignore[method-assign]
         for prompt in prompts:

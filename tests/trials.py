@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
+from moeconv.dense import DenseCoder, dense_of
 from moeconv.metrics import METRICS
 from moeconv.quantizers import QUANTIZERS
 from moeconv.scorers.build import build_scorers, load_tokenizer
@@ -18,10 +19,10 @@ from moeconv.scorers.text import TextScorer
 from moeconv.trial import Trial
 
 
-def trial_of(model: Path) -> Trial:
+def trial_of(model: Path, dense_bits: int | Mapping[str, int] | None = None) -> Trial:
     checkpoint = Checkpoint.open(model)
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
-    return Trial(checkpoint, lambda: coder)
+    return Trial(checkpoint, lambda: coder, DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits)))
 
 
 def words(rng: random.Random, count: int) -> str:

@@ -16,6 +16,7 @@ from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder, batches
+from moeconv.dense import DenseCoder
 from moeconv.errors import ConversionError
 from moeconv.material import TOKENIZER
 from moeconv.metrics import find_metric
@@ -30,12 +31,14 @@ from moeconv.scorers.build import build_scorers, load_tokenizer
 from moeconv.scorers.head import ReferenceRows
 from moeconv.scorers.text import TextScorer
 from moeconv.trial import Trial
+from moert.pack.manifest import Dense
 
 
 @dataclass(frozen=True)
 class SweepJob:
     """What a worker is made from. Samples are measured in `blocks`, so that what is kept of a base run is bounded.
-    `moments` is the file of what the quantizer knows of the experts' inputs, None if it needs nothing."""
+    `moments` is the file of what the quantizer knows of the experts' inputs, None if it needs nothing. `dense` has the
+    widths of all other matrices."""
 
     model: Path
     quantizer: str
@@ -48,6 +51,7 @@ class SweepJob:
     max_new_tokens: int | None
     blocks: int
     base_bits: int
+    dense: Dense | None = None
 
 
 @dataclass(frozen=True)
@@ -148,4 +152,4 @@ def _trial(job: SweepJob) -> Trial:
     checkpoint = Checkpoint.open(job.model)
     moments = None if job.moments is None else Moments.load(job.moments)
     coder = ExpertCoder(checkpoint, QUANTIZERS[job.quantizer](job.group_size), moments)
-    return Trial(checkpoint, lambda: coder)
+    return Trial(checkpoint, lambda: coder, DenseCoder(checkpoint, job.dense))

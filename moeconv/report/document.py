@@ -13,6 +13,7 @@ from moeconv.artifacts import (
     SCHEMA,
     ConversionReport,
     CurvePoint,
+    DenseReport,
     Measurement,
     Probe,
     SensitivityTable,
@@ -56,7 +57,8 @@ def read_report(pack: Pack) -> ConversionReport:
 
 
 def _report(document: dict[str, Any]) -> ConversionReport:
-    """Every field of the value must be there; fields that are not known are left out."""
+    """Every field of the value must be there, but for `dense`, which only some packs have; fields that are not known
+    are left out."""
     read: dict[str, Callable[[Any], Any]] = {
         "target": lambda value: Target(**value),
         "calibration": _measured,
@@ -68,9 +70,10 @@ def _report(document: dict[str, Any]) -> ConversionReport:
         "fallbacks": lambda value: tuple(map(str, value)),
         "curve": lambda value: tuple(CurvePoint(**point) for point in value),
         "steps": lambda value: tuple(Step(**step) for step in value),
+        "dense": lambda value: DenseReport(**{**value, "alone": _measured(value["alone"])}),
         "samples": lambda value: tuple({str(name): str(text) for name, text in sample.items()} for sample in value),
     }
-    names = ConversionReport.__dataclass_fields__
+    names = [name for name in ConversionReport.__dataclass_fields__ if name != "dense" or document.get("dense")]
     return ConversionReport(**{name: read[name](document[name]) if name in read else document[name] for name in names})
 
 

@@ -90,14 +90,14 @@ def result(report: ConversionReport, n_experts: int) -> str:
     text += f"Loss is the relative {change} of {name} against the unquantised model"
     text += "; below zero means better than it. " if any(_negative(report)) else ". "
     if report.calibration is not None:
-        text += f"On calibration text that took no part in the ranking it is {_interval(report.calibration)}"
+        text += f"On calibration text that took no part in the ranking it is {interval_text(report.calibration)}"
         if report.confidence is not None and report.upper_bound is not None:
             text += (
                 f", and stays under {percent(report.upper_bound, 2)} with {percent(report.confidence, 0)} confidence"
             )
         text += ". "
     if report.heldout is not None:
-        text += f"On held-out text, measured once at the end, it is {_interval(report.heldout)}. "
+        text += f"On held-out text, measured once at the end, it is {interval_text(report.heldout)}. "
     return text + _verdict(report)
 
 
@@ -121,7 +121,7 @@ def _aim(report: ConversionReport) -> str:
     return f"a size of {size(value)}" if report.target.kind == "size" else f"{value:.3g} bits a weight"
 
 
-def _interval(found: Measured) -> str:
+def interval_text(found: Measured) -> str:
     return (
         f"{percent(found.loss, 2)} (95% interval {percent(found.low, 2)} to {percent(found.high, 2)}, "
         f"{found.samples:,} samples)"

@@ -8,12 +8,31 @@ from difflib import SequenceMatcher
 from html import escape
 
 from moeconv.artifacts import ConversionReport
-from moeconv.report.page import Section, paragraph
+from moeconv.report.page import Section, interval_text, paragraph
 from moeconv.report.sections import probed_bits
 from moeconv.report.units import duration, percent, size
-from moert.pack.manifest import Manifest
+from moert.pack.manifest import BACKBONE, Manifest
 
 _SLOWEST, _SAMPLES, _LONGEST = 12, 12, 4000
+
+
+def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
+    """All but the experts."""
+    name, title, dense = "dense", "All but the experts", report.dense
+    nbytes = manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
+    if dense is None:
+        return Section(name, title, paragraph(f"Stored as in the source, in {size(nbytes)}."))
+    head = '<tr><th>matrices</th><th class="number">bits</th></tr>'
+    rows = "".join(
+        f'<tr><td>{escape(role)}</td><td class="number">{bits}</td></tr>' for role, bits in dense.bits.items()
+    )
+    groups = f"in groups of {dense.group_size}" if dense.group_size else "one scale for each output channel"
+    text = (
+        f"Stored in {size(nbytes)}, {percent(dense.nbytes / dense.source_nbytes, 0)} of what they have in the source "
+        f"(quantizer {dense.quantizer}, {groups}); what has no width here is as it was. With unquantised experts these "
+        f"widths lose {interval_text(dense.alone)}; that is part of every loss on this page."
+    )
+    return Section(name, title, paragraph(text) + _table("dense", head, rows))
 
 
 def step_section(report: ConversionReport) -> Section:

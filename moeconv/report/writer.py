@@ -13,7 +13,7 @@ from moeconv.report.chart import require_matplotlib
 from moeconv.report.document import read_report
 from moeconv.report.page import MARK, page
 from moeconv.report.sections import coverage_section, curve_section, importance_section, path_section, width_section
-from moeconv.report.tables import expert_section, sample_section, step_section
+from moeconv.report.tables import dense_section, expert_section, sample_section, step_section
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
 
@@ -57,6 +57,7 @@ def _contents(pack: Pack) -> dict[str, bytes]:
     sections = [
         importance_section(report, spec),
         width_section(manifest),
+        dense_section(report, manifest),
         curve_section(report, spec),
         path_section(table, spec.moe.top_k),
         coverage_section(report, spec),

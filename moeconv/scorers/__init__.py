@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from moeconv.archs import Arch
 from moeconv.metrics import F64
 from moeconv.scorers.experts import ExpertCalls
@@ -48,6 +50,11 @@ class Subject(Protocol):
 
     @property
     def calls(self) -> ExpertCalls: ...
+
+    @property
+    def stored_head(self) -> Tensor | None:
+        """The head [vocab_size, d_model] that other states of the model than the reference have; None: the same."""
+        ...
 
 
 class Scorer(Protocol):

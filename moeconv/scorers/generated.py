@@ -71,8 +71,8 @@ class GeneratedScorer:
                 written += self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), self.max_new_tokens)
         states, targets = torch.cat(hidden), torch.cat([bucket.targets[bucket.targets >= 0] for bucket in self.buckets])
         if as_reference:
-            self.reference = self.model.head.reference(states)
-        nats, kls = self.model.head.judge(states, targets, self.reference)
+            self.reference = self.model.head.reference(states, self.subject.stored_head)
+        nats, kls = self.model.head.judge(states, targets, None if as_reference else self.reference)
         return self.scores_of(self.per_item(nats), self.per_item(kls), written)
 
     def encode(self, bucket: Bucket) -> Tensor:

@@ -2,7 +2,8 @@
 
 The divergence of the distribution q (of hidden state h) from the reference p is Σ p ln p − Σ p ln q. With the head's
 rows w_v, ln q_v = h·w_v − lse(h), so Σ p ln q = h·m − lse(h) where m = Σ p_v w_v is the mean row under p: it is kept
-for each position in place of a whole distribution, and the divergence costs no more than the nats.
+for each position in place of a whole distribution, and the divergence costs no more than the nats. The rows are those
+of q, also where its head is another than that of p.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Head:
         self.scale = spec.logit_scale
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
 
-    def reference(self, hidden: Tensor) -> ReferenceRows:
+    def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:
+        """`judged_head` [vocab_size, d_model] is that of what will be judged, None where it is the model's own."""
+        judged = self.weight if judged_head is None else judged_head
         rows, negentropy = [], []
         for part in torch.split(hidden, self.chunk):
             log_p = torch.log_softmax(self._logits(part), dim=1)
             p = log_p.exp()
-            rows.append(p @ self.weight)
+            rows.append(p @ judged)
             negentropy.append((p * log_p).sum(dim=1))
         return ReferenceRows(torch.cat(rows), torch.cat(negentropy))
 

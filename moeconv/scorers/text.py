@@ -116,8 +116,9 @@ class TextScorer:
     def score(self, *, as_reference: bool = False) -> Scores:
         hidden = torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
         if as_reference:
-            self.reference = self.head.reference(hidden)
-        nats, kls = self.head.judge(hidden, self.texts.targets()[self.texts.scored], self.reference)
+            self.reference = self.head.reference(hidden, self.subject.stored_head)
+        against = None if as_reference else self.reference
+        nats, kls = self.head.judge(hidden, self.texts.targets()[self.texts.scored], against)
         return self.scores_of(self.per_row(nats), self.per_row(kls))
 
     def per_row(self, values: Tensor) -> Tensor:

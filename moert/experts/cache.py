@@ -10,7 +10,7 @@ from typing import Protocol
 
 from moert.experts.eviction import EvictionPolicy
 from moert.experts.residency import Residency
-from moert.pack.codec import U8
+from moert.kernels.backend import Expert
 from moert.pack.model_spec import ExpertKey, Stack
 from moert.stats import ExpertCounters
 
@@ -20,7 +20,7 @@ class Store(Protocol):
 
     def nbytes(self, key: ExpertKey) -> int: ...
 
-    def read(self, key: ExpertKey) -> U8: ...
+    def read(self, key: ExpertKey) -> Expert: ...
 
 
 class ExpertCache:
@@ -34,7 +34,7 @@ class ExpertCache:
         self._store = store
         self._residency = Residency(capacity_bytes, policy)
         self._counters = counters
-        self._buffers: dict[ExpertKey, U8] = {}  # present once read; a key without buffer is being read
+        self._buffers: dict[ExpertKey, Expert] = {}  # present once read; a key without buffer is being read
         self._leased: dict[ExpertKey, int] = {}
         self._predicted: Sequence[ExpertKey] = ()
         self._unused: set[ExpertKey] = set()  # prefetched, not asked for yet
@@ -80,17 +80,23 @@ class ExpertCache:
             self._changed.notify_all()
 
     @contextmanager
-    def lease(self, key: ExpertKey) -> Iterator[U8]:
-        """Lends the file of one expert, reading it if need be. Raises PackError."""
-        buffer = self._acquire(key)
+    def lease(self, keys: Sequence[ExpertKey]) -> Iterator[list[Expert]]:
+        """Lends some experts at once, reading those that are missing. Raises PackError.
+
+        They must fit together; one token's demand of a layer does.
+        """
+        lent: list[ExpertKey] = []
         try:
-            yield buffer
+            with self._changed:
+                held = [self._lend(key, lent) for key in keys]
+            yield held
         finally:
             with self._changed:
-                self._leased[key] -= 1
-                if not self._leased[key]:
-                    del self._leased[key]
-                self._residency.done(key)
+                for key in lent:
+                    self._leased[key] -= 1
+                    if not self._leased[key]:
+                        del self._leased[key]
+                    self._residency.done(key)
                 self._changed.notify_all()
 
     def prefetch(self, key: ExpertKey) -> bool:
@@ -114,37 +120,14 @@ class ExpertCache:
         self._fill(key)
         return True
 
-    def _acquire(self, key: ExpertKey) -> U8:
-        with self._changed:
-            self._counters.requests += 1
-            if key in self._buffers:
-                self._counters.hits += 1
-                return self._lend(key)
-            started = time.perf_counter()
-            self._demand_waits = True
-            try:
-                if self._arrives(key):
-                    self._counters.hits += 1
-                else:
-                    self._reserve_for_demand(key)
-                    self._changed.release()
-                    try:
-                        self._fill(key)
-                    finally:
-                        self._changed.acquire()
-            finally:
-                self._demand_waits = False
-                self._counters.stall_s += time.perf_counter() - started
-                self._changed.notify_all()
-            return self._lend(key)
-
-    def _arrives(self, key: ExpertKey) -> bool:
-        """Waits for a prefetch of `key` that is under way; False if there is none or it failed."""
-        while key in self._residency and key not in self._buffers:
-            self._changed.wait()
-        return key in self._buffers
-
-    def _lend(self, key: ExpertKey) -> U8:
+    def _lend(self, key: ExpertKey, lent: list[ExpertKey]) -> Expert:
+        """Holding the lock: takes a lease, after reading what is missing."""
+        self._counters.requests += 1
+        if key in self._buffers:
+            self._counters.hits += 1
+        else:
+            self._fetch(key)
+        lent.append(key)
         self._leased[key] = self._leased.get(key, 0) + 1
         self._residency.demand(key)
         if key in self._unused:
@@ -152,6 +135,31 @@ class ExpertCache:
             self._counters.prefetch_used += 1
             self._counters.prefetch_used_bytes += self._store.nbytes(key)
         return self._buffers[key]
+
+    def _fetch(self, key: ExpertKey) -> None:
+        """Holding the lock, which is let go while reading: brings a missing expert in."""
+        started = time.perf_counter()
+        self._demand_waits = True
+        try:
+            if self._arrives(key):
+                self._counters.hits += 1
+            else:
+                self._reserve_for_demand(key)
+                self._changed.release()
+                try:
+                    self._fill(key)
+                finally:
+                    self._changed.acquire()
+        finally:
+            self._demand_waits = False
+            self._counters.stall_s += time.perf_counter() - started
+            self._changed.notify_all()
+
+    def _arrives(self, key: ExpertKey) -> bool:
+        """Waits for a prefetch of `key` that is under way; False if there is none or it failed."""
+        while key in self._residency and key not in self._buffers:
+            self._changed.wait()
+        return key in self._buffers
 
     def _reserve_for_demand(self, key: ExpertKey) -> None:
         """Makes room, if nothing else helps by taking it from what was predicted or is needed later in this layer."""

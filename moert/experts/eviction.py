@@ -13,9 +13,9 @@ LayerOrder = Sequence[tuple[Stack, int]]
 """Every layer with experts, in the order of execution (ModelSpec.moe_layers)."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Resident:
-    """One expert in memory, as a policy sees it.
+    """One expert in memory, as a policy sees it; policies do not change it.
 
     `frequency` counts the demands for it so far, also those before it was last evicted. `last_used` and `loaded_at`
     are readings of a clock that moves on by one with every demand; `last_used` is -1 for an expert that was preloaded

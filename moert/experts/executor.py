@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from moert.experts.cache import ExpertCache
 from moert.experts.replay import Step
-from moert.kernels.reference import demanded, grouped_ffn
+from moert.kernels.backend import Backend
 from moert.pack.model_spec import ExpertKey, Stack
-from moert.pack.reader import Pack, Projection
+from moert.pack.reader import Pack
 from moert.predict.predictor import Predictor, Selected
 from moert.prefetch import Prefetcher
 
@@ -29,6 +30,7 @@ class CachedExperts:
         self,
         pack: Pack,
         cache: ExpertCache,
+        backend: Backend,
         predictor: Predictor,
         prefetcher: Prefetcher | None,
         trace: list[Step] | None = None,
@@ -36,34 +38,49 @@ class CachedExperts:
         self.trace = trace
         self._pack = pack
         self._cache = cache
+        self._backend = backend
         self._predictor = predictor
         self._prefetcher = prefetcher
         self._moe = pack.manifest.model.moe
         self._order = pack.manifest.model.moe_layers()
+        self._keys = {
+            (stack, layer): [ExpertKey(stack, layer, expert) for expert in range(self._moe.num_experts)]
+            for stack, layer in self._order
+        }
         self._places = {at: index for index, at in enumerate(self._order)}
         self._first = {stack: self._order.index((stack, layer)) for stack, layer in reversed(self._order)}
         self._history: list[Selected] = []
 
-    def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
         """See moert.models.moe.ExpertRunner. Raises PackError if an expert can't be read."""
-        needed = demanded(experts)
+        if len(hidden) == 1:
+            taken = experts[0] >= 0
+            self.run_one(stack, layer, hidden, experts[0][taken].tolist(), weights[0][taken], out)
+            return
+        for key in self._begin(stack, layer, demanded(experts), experts.numpy):
+            rows, place = torch.where(experts == key.expert)
+            with self._cache.lease([key]) as held:
+                self._backend.run(held[0], rows, weights[rows, place], hidden, out, self._moe)
+
+    def run_one(
+        self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor
+    ) -> None:
+        """The same for one token, whose experts are in memory all at once."""
+        keys = self._begin(stack, layer, experts, lambda: np.array([experts]))
+        with self._cache.lease(keys) as held:
+            self._backend.mix(held, weights, hidden, out, self._moe)
+
+    def _begin(self, stack: Stack, layer: int, needed: list[int], routing: Callable[[], Selected]) -> list[ExpertKey]:
+        """The router has decided: `needed`, ascending, each once; `routing` gives what each token selected."""
         if self._prefetcher is not None:
             self._prefetcher.cancel()
         self._cache.begin_layer(stack, layer, needed)
         if self.trace is not None:
             self.trace.append(Step(stack, layer, tuple(needed)))
         if self._prefetcher is not None and self._cache.n_resident < len(self._pack.manifest.experts):
-            self._preload_next(stack, layer, experts.numpy(), self._prefetcher)
-
-        def lease(expert: int) -> AbstractContextManager[Mapping[str, Projection]]:
-            return self._lease(ExpertKey(stack, layer, expert))
-
-        return grouped_ffn(hidden, experts, weights, self._moe.activation, lease)
-
-    @contextmanager
-    def _lease(self, key: ExpertKey) -> Iterator[Mapping[str, Projection]]:
-        with self._cache.lease(key) as buffer:
-            yield self._pack.projections(key, buffer)
+            self._preload_next(stack, layer, routing(), self._prefetcher)
+        table = self._keys[stack, layer]
+        return [table[expert] for expert in needed]
 
     def _preload_next(self, stack: Stack, layer: int, experts: Selected, prefetcher: Prefetcher) -> None:
         place = self._places[stack, layer]
@@ -77,3 +94,8 @@ class CachedExperts:
         likely = self._predictor.next_experts(next_stack, following - self._first[next_stack], history)
         most = min(len(likely), _AHEAD * self._moe.top_k * n_tokens)
         prefetcher.submit([ExpertKey(next_stack, next_layer, expert) for expert in likely[:most]])
+
+
+def demanded(experts: Tensor) -> list[int]:
+    """experts [tokens, top_k] → the ids that are needed, ascending, each once; -1 (dropped) is left out."""
+    return sorted(set(experts.flatten().tolist()) - {-1})

@@ -45,9 +45,9 @@ class Residency:
 
     def demand(self, key: ExpertKey) -> None:
         """Counts a demand for `key`, which is resident."""
-        frequency = self._frequency[key] = self._frequency.get(key, 0) + 1
-        old = self._residents[key]
-        self._residents[key] = Resident(key, old.nbytes, frequency, self.clock, old.loaded_at)
+        resident = self._residents[key]
+        resident.frequency = self._frequency[key] = self._frequency.get(key, 0) + 1
+        resident.last_used = self.clock
         self.clock += 1
 
     def done(self, key: ExpertKey) -> None:

@@ -7,4 +7,4 @@ from torch import Tensor
 
 def choose(logits: Tensor) -> int:
     """logits [vocab] → the id with the largest; the smallest id among equals."""
-    return int(logits.argmax())
+    return int(logits.numpy().argmax())

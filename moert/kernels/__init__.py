@@ -1,1 +1,30 @@
-"""One Python function per operation on expert weights; reference.py is the truth."""
+"""The arithmetic: what models ask of it, a readable version in torch, and a fast one in C."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moert.kernels import library
+from moert.kernels.library import InstructionSetInvalid
+
+if TYPE_CHECKING:
+    from moert.kernels.backend import Backend
+
+REFERENCE = "reference"
+AUTO = "auto"
+
+
+def open_backend(name: str = AUTO, threads: int = 1) -> Backend:
+    """`name`: "reference", an instruction set of the native kernels, or "auto" for the best of them, and the reference
+    where they are missing. Raises InstructionSetInvalid.
+    """
+    found = None if name == REFERENCE else library.load()
+    if found is not None:
+        from moert.kernels.native import NativeBackend
+
+        return NativeBackend(found, found.choose(None if name == AUTO else name), threads)
+    if name not in (AUTO, REFERENCE):
+        raise InstructionSetInvalid(f"--kernels {name} needs the native kernels, and {library.missing()}")
+    from moert.kernels.reference import ReferenceBackend
+
+    return ReferenceBackend()

@@ -1,10 +1,9 @@
-"""The readable torch version of everything that is done with expert weights. Faster kernels are tested against it."""
+"""The readable torch version of all arithmetic with weights. Faster kernels are tested against it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moert.pack.codec import F32, QuantizedMatrix
-from moert.pack.reader import Projection
-
-Lease = Callable[[int], AbstractContextManager[Mapping[str, Projection]]]
-"""lease(expert) lends the projections of one expert of the layer at hand for the length of a with block."""
+from moert.kernels.backend import StoredWeights
+from moert.pack.codec import F32, U8, QuantizedMatrix
+from moert.pack.model_spec import ExpertKey, MoeSpec
+from moert.pack.reader import Pack, Projection
 
 
 def weights(projection: Projection) -> Tensor:
@@ -27,42 +25,77 @@ def weights(projection: Projection) -> Tensor:
     return torch.from_numpy(projection)
 
 
-def expert_ffn(projections: Mapping[str, Projection], x: Tensor, activation: str) -> Tensor:
-    """x [rows, d_model] → [rows, d_model]: down(act(up(x))), or down(act(gate(x)) * up(x)) if there is a gate."""
-    act = ACTIVATIONS[activation]
-    up = F.linear(x, weights(projections["up"]))
-    if "gate" in projections:
-        hidden = act(F.linear(x, weights(projections["gate"]))) * up
-    else:
-        hidden = act(up)
-    return F.linear(hidden, weights(projections["down"]))
+def rows(stored: StoredWeights, ids: Sequence[int]) -> Tensor:
+    """Rows of a matrix [out, in] as float32 [len(ids), in]."""
+    if isinstance(stored, Tensor):
+        return F.embedding(torch.tensor(ids), stored).float()
+    at = np.asarray(ids)
+    picked = QuantizedMatrix(
+        stored.bits, stored.in_features, stored.group_size, stored.qweight[at], stored.scale[at], stored.minimum[at]
+    )
+    return weights(picked)
 
 
-def demanded(experts: Tensor) -> list[int]:
-    """experts [tokens, top_k] → the ids that are needed, ascending, each once; -1 (dropped) is left out."""
-    return sorted(set(experts.flatten().tolist()) - {-1})
+def ffn(matrices: Mapping[str, Tensor], x: Tensor, moe: MoeSpec) -> Tensor:
+    """x [rows, d_model] → [rows, d_model]: down(act(up x)), or down(act(gate x) * up x) if there is a gate.
 
-
-def grouped_ffn(hidden: Tensor, experts: Tensor, weights: Tensor, activation: str, lease: Lease) -> Tensor:
-    """The mixture of one layer: each needed expert is leased once, in ascending order, and runs all of its rows.
-
-    hidden [tokens, d_model] float32; experts [tokens, top_k] int64, -1 where the expert was full; weights
-    [tokens, top_k]. Returns [tokens, d_model]; tokens without any expert get zeros.
+    With `moe.activation_limit` the gate is clamped to at most the limit and up to ± the limit; without a gate, up to
+    at most the limit.
     """
-    out = torch.zeros_like(hidden)
-    if hidden.shape[0] == 1:
-        chosen = sorted(zip(experts[0].tolist(), weights[0].tolist(), strict=True))
-        for expert, weight in chosen:
-            if expert >= 0:
-                with lease(expert) as projections:
-                    out += expert_ffn(projections, hidden, activation) * weight
-        return out
-    for expert in demanded(experts):
-        rows, place = torch.where(experts == expert)
-        with lease(expert) as projections:
-            result = expert_ffn(projections, hidden[rows], activation)
-        out.index_add_(0, rows, result * weights[rows, place, None])
-    return out
+    act, limit = ACTIVATIONS[moe.activation], moe.activation_limit
+    up = F.linear(x, matrices["up"])
+    if "gate" not in matrices:
+        return F.linear(act(up if limit is None else up.clamp(max=limit)), matrices["down"])
+    gate = F.linear(x, matrices["gate"])
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.linear(act(gate) * up, matrices["down"])
+
+
+class ReferenceBackend:
+    """See `moert.kernels.backend.Backend`. Dense matrices are held in float32, experts unpacked at each use."""
+
+    name = "reference"
+    steps = None
+
+    def matrix(self, stored: StoredWeights) -> Tensor:
+        return stored.float().contiguous() if isinstance(stored, Tensor) else weights(stored)
+
+    def nbytes(self, matrix: Tensor) -> int:
+        return matrix.nbytes
+
+    def rows(self, matrix: Tensor, ids: Sequence[int]) -> Tensor:
+        return rows(matrix, ids)
+
+    def linear(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        outputs = [F.linear(x, matrix) for matrix in matrices]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def expert(self, pack: Pack, key: ExpertKey, buffer: U8) -> Callable[[], Mapping[str, Tensor]]:
+        def unpacked() -> dict[str, Tensor]:
+            return {name: weights(projection) for name, projection in pack.projections(key, buffer).items()}
+
+        return unpacked
+
+    def dense(self, gate: Tensor | None, up: Tensor, down: Tensor) -> Callable[[], Mapping[str, Tensor]]:
+        matrices = {"up": up, "down": down} | ({} if gate is None else {"gate": gate})
+        return lambda: matrices
+
+    def mix(
+        self, experts: Sequence[Callable[[], Mapping[str, Tensor]]], weights: Tensor, x: Tensor, out: Tensor,
+        moe: MoeSpec,
+    ) -> None:  # fmt: skip
+        for expert, weight in zip(experts, weights.tolist(), strict=True):
+            out += ffn(expert(), x, moe) * weight
+
+    def run(
+        self, expert: Callable[[], Mapping[str, Tensor]], tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor,
+        moe: MoeSpec,
+    ) -> None:  # fmt: skip
+        out.index_add_(0, tokens, ffn(expert(), x[tokens], moe) * weights[:, None])
+
+    def close(self) -> None:
+        pass
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -18,16 +18,23 @@ class KvCache:
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
         self.length = 0
         self._buffer = torch.empty(2, n_kv_heads, 0, head_dim)
+        self._halves = (self._buffer[0], self._buffer[1])
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """keys, values [n_kv_heads, new, head_dim] → views of all keys and values so far."""
-        start, stop = self.length, self.length + keys.shape[1]
-        if stop > self._buffer.shape[2]:
-            self._grow(stop)
-        self._buffer[0, :, start:stop] = keys
-        self._buffer[1, :, start:stop] = values
-        self.length = stop
-        return self._buffer[0, :, :stop], self._buffer[1, :, :stop]
+        start = self.length
+        all_keys, all_values = self.extend(keys.shape[1])
+        all_keys[:, start : self.length] = keys
+        all_values[:, start : self.length] = values
+        return all_keys[:, : self.length], all_values[:, : self.length]
+
+    def extend(self, new: int) -> tuple[Tensor, Tensor]:
+        """Makes room for `new` tokens, whose rows are the caller's to write; gives the buffers [n_kv_heads, ≥ length,
+        head_dim] of keys and of values."""
+        self.length += new
+        if self.length > self._buffer.shape[2]:
+            self._grow(self.length)
+        return self._halves
 
     @property
     def nbytes(self) -> int:
@@ -36,8 +43,8 @@ class KvCache:
     def _grow(self, tokens: int) -> None:
         _, heads, _, head_dim = self._buffer.shape
         larger = torch.empty(2, heads, rounded(tokens), head_dim)
-        larger[:, :, : self.length] = self._buffer[:, :, : self.length]
-        self._buffer = larger
+        larger[:, :, : self._buffer.shape[2]] = self._buffer
+        self._buffer, self._halves = larger, (larger[0], larger[1])
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The plain parts that both families share: normalisation, dense feed-forward, positions."""
+"""The plain parts that both families share: normalisation, positions, the head."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moert.kernels.reference import ACTIVATIONS
+from moert.kernels.backend import Backend, Matrix, StoredWeights
 from moert.models.kv import rounded
+from moert.pack.model_spec import ModelSpec
 
 
-class RmsNorm:
-    """x / rms(x) * weight over the last dimension, which has the length of `weight`."""
+def vector(weights: dict[str, StoredWeights], name: str) -> Tensor:
+    """Takes a one-dimensional weight out of `weights`, in float32."""
+    stored = weights.pop(name)
+    assert isinstance(stored, Tensor), f"{name} is no matrix"
+    return stored.float().contiguous()
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-        self._shape = tuple(weight.shape)
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    return F.rms_norm(x, (len(weight),), weight, eps)
+
+
+class Head:
+    """The last norm and the matrix that makes logits."""
+
+    def __init__(self, norm: Tensor, matrix: Matrix, spec: ModelSpec, backend: Backend) -> None:
+        self._norm, self._matrix, self._backend = norm, matrix, backend
+        self._eps, self._factor = spec.norm_eps, spec.logit_scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
-
-
-class DenseFfn:
-    """The feed-forward part of a layer without experts; `gate` is None for the plain kind."""
-
-    def __init__(self, up: Tensor, down: Tensor, gate: Tensor | None, activation: str) -> None:
-        self.up, self.down, self.gate = up, down, gate
-        self.activation = ACTIVATIONS[activation]
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[tokens, d_model] → the same shape."""
-        up = F.linear(hidden, self.up)
-        if self.gate is None:
-            return F.linear(self.activation(up), self.down)
-        return F.linear(self.activation(F.linear(hidden, self.gate)) * up, self.down)
+        """x [tokens, d_model] → [tokens, vocab]."""
+        steps = self._backend.steps
+        if len(x) == 1 and steps is not None:
+            return steps.head(x, self._norm, self._eps, self._factor, self._matrix)
+        hidden = rms_norm(x, self._norm, self._eps)
+        return self._backend.linear(hidden if self._factor == 1.0 else hidden * self._factor, [self._matrix])
 
 
 class Rotary:
@@ -44,16 +47,21 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.half = head_dim // 2
         self.frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-        self.cos = self.sin = torch.empty(0, 1, head_dim)
+        self._turns = torch.empty(0, 2, head_dim)  # cosines and signed sines of each position
+
+    def turn(self, position: int) -> Tensor:
+        """Cosines and signed sines of one position, [2, head_dim]."""
+        if position >= len(self._turns):
+            angles = torch.arange(rounded(position + 1), dtype=torch.float32)[:, None] * self.frequencies
+            cos, sin = angles.cos(), angles.sin()
+            self._turns = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+        return self._turns[position]
 
     def rows(self, start: int, n: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin for positions start .. start + n - 1, [n, 1, head_dim] each."""
-        if start + n > self.cos.shape[0]:
-            angles = torch.arange(rounded(start + n), dtype=torch.float32)[:, None] * self.frequencies
-            cos, sin = angles.cos(), angles.sin()
-            self.cos = torch.cat((cos, cos), dim=-1)[:, None]
-            self.sin = torch.cat((-sin, sin), dim=-1)[:, None]
-        return self.cos[start : start + n], self.sin[start : start + n]
+        self.turn(start + n - 1)
+        turns = self._turns[start : start + n]
+        return turns[:, :1], turns[:, 1:]
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [tokens, heads, head_dim] → rotated."""
@@ -68,6 +76,7 @@ class DistanceBias:
 
     def __init__(self, by_offset: Tensor, keys: int) -> None:
         """by_offset [heads, n + keys - 1]: the first is that of the last query for the first key."""
+        self.by_offset = by_offset
         self._windows = by_offset.unfold(1, keys, 1)  # [heads, n, keys], a view; the last query comes first
         self._latest: tuple[int, int, Tensor] | None = None  # layers ask for the same block one after the other
 

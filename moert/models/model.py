@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moert.kernels.backend import Backend, StoredWeights
 from moert.models.kv import State
 from moert.models.moe import ExpertRunner
 from moert.pack.model_spec import ModelSpec
@@ -36,12 +37,13 @@ class Model(Protocol):
         ...
 
 
-def build_model(spec: ModelSpec, weights: dict[str, Tensor], runner: ExpertRunner) -> Model:
-    """`weights`: canonical name → float32 tensor, as `moert.pack.model_spec.backbone_tensors` lists them.
+def build_model(spec: ModelSpec, weights: dict[str, StoredWeights], runner: ExpertRunner, backend: Backend) -> Model:
+    """`weights`: canonical name → as stored, what `moert.pack.model_spec.backbone_tensors` lists.
 
-    The dict is emptied on the way, so that nothing is held twice where matrices are joined.
+    The dict is emptied on the way, so that nothing is held twice where the backend makes a copy.
     """
     from moert.models.decoder import DecoderModel
     from moert.models.switch import SwitchModel
 
-    return DecoderModel(spec, weights, runner) if spec.encoder is None else SwitchModel(spec, weights, runner)
+    model = DecoderModel if spec.encoder is None else SwitchModel
+    return model(spec, weights, runner, backend)

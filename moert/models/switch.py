@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from moert.kernels.backend import Backend, StoredWeights
 from moert.models.attention import CrossAttention, SelfAttention
 from moert.models.kv import KvCache, State
-from moert.models.layers import RelativeBias, RmsNorm
+from moert.models.layers import Head, RelativeBias, rms_norm, vector
 from moert.models.moe import ExpertRunner, feed_forward
 from moert.pack.model_spec import ModelSpec, Stack
 
@@ -17,50 +17,63 @@ class _Layer:
     """One layer of either stack; only the decoder's have attention to the encoded input."""
 
     def __init__(
-        self, spec: ModelSpec, weights: dict[str, Tensor], runner: ExpertRunner, stack: Stack, layer: int
-    ) -> None:
+        self, spec: ModelSpec, weights: dict[str, StoredWeights], runner: ExpertRunner, stack: Stack, layer: int,
+        backend: Backend,
+    ) -> None:  # fmt: skip
         at = f"{stack}.{layer}"
-        self.attn_norm = RmsNorm(weights.pop(f"{at}.attn_norm.weight"), spec.norm_eps)
-        self.attn = SelfAttention(spec, weights, f"{at}.attn")
+        self.attn = SelfAttention(spec, weights, at, backend)
         if stack == "decoder":
-            self.cross_norm = RmsNorm(weights.pop(f"{at}.cross_norm.weight"), spec.norm_eps)
-            self.cross = CrossAttention(spec, weights, f"{at}.cross")
-        self.ffn_norm = RmsNorm(weights.pop(f"{at}.ffn_norm.weight"), spec.norm_eps)
-        self.ffn = feed_forward(spec, weights, runner, stack, layer)
+            self.cross = CrossAttention(spec, weights, at, backend)
+        self.ffn = feed_forward(spec, weights, runner, stack, layer, backend)
 
 
 class SwitchModel:
     """See `moert.models.model.Model`."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], runner: ExpertRunner) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: dict[str, StoredWeights], runner: ExpertRunner, backend: Backend
+    ) -> None:
         if spec.positions != "relative" or spec.encoder is None or spec.decoder_start_token_id is None:
             raise ValueError("an encoder–decoder model needs relative positions, an encoder and a start token")
-        self.spec = spec
+        self.spec, self.backend = spec, backend
         self.start = spec.decoder_start_token_id
-        self.embed = weights.pop("embed.weight")
-        self.head = self.embed if spec.tied_head else weights.pop("head.weight")
-        self.encoder_norm = RmsNorm(weights.pop("encoder.norm.weight"), spec.norm_eps)
-        self.decoder_norm = RmsNorm(weights.pop("decoder.norm.weight"), spec.norm_eps)
+        self.embed = backend.matrix(weights.pop("embed.weight"))
+        head = self.embed if spec.tied_head else backend.matrix(weights.pop("head.weight"))
+        self.head = Head(vector(weights, "decoder.norm.weight"), head, spec, backend)
+        self.encoder_norm = vector(weights, "encoder.norm.weight")
         distance = spec.relative_max_distance
-        self.encoder_bias = RelativeBias(weights.pop("encoder.relative_bias.weight"), distance, bidirectional=True)
-        self.decoder_bias = RelativeBias(weights.pop("decoder.relative_bias.weight"), distance, bidirectional=False)
-        self.encoder = [_Layer(spec, weights, runner, "encoder", layer) for layer in range(spec.encoder.n_layers)]
-        self.decoder = [_Layer(spec, weights, runner, "decoder", layer) for layer in range(spec.decoder.n_layers)]
+        self.encoder_bias, self.decoder_bias = (
+            RelativeBias(_table(weights, f"{stack}.relative_bias.weight"), distance, bidirectional=stack == "encoder")
+            for stack in ("encoder", "decoder")
+        )
+        self.encoder = [
+            _Layer(spec, weights, runner, "encoder", layer, backend) for layer in range(spec.encoder.n_layers)
+        ]
+        self.decoder = [
+            _Layer(spec, weights, runner, "decoder", layer, backend) for layer in range(spec.decoder.n_layers)
+        ]
 
     @torch.inference_mode()
     def prefill(self, ids: list[int]) -> tuple[State, Tensor]:
         state = self._new_state(ids)
-        return state, self._logits(self._decode([self.start], state)[0])
+        return state, self.step(state, self.start)
 
     @torch.inference_mode()
     def step(self, state: State, token: int) -> Tensor:
-        return self._logits(self._decode([token], state)[0])
+        if self.backend.steps is None:
+            return self.head(self._decode([token], state))[0]
+        x, bias = self.backend.rows(self.embed, [token]), self.decoder_bias.latest(state.length + 1)
+        for layer, cache, (keys, values) in zip(self.decoder, state.caches, state.cross, strict=True):
+            layer.attn.step(x, cache, None, bias.by_offset)
+            layer.cross.step(x, keys, values)
+            layer.ffn.step(x)
+        return self.head(x)[0]
 
     @torch.inference_mode()
     def forward_all(self, ids: list[int], target_ids: list[int] | None = None) -> Tensor:
         if not target_ids:
             raise ValueError("an encoder–decoder model needs target_ids: what the decoder reads, start token included")
-        return self._logits(self._decode(target_ids, self._new_state(ids)))
+        return self.head(self._decode(target_ids, self._new_state(ids)))
 
     def _new_state(self, ids: list[int]) -> State:
         """Encodes the input, and keeps of it what each decoder layer attends to."""
@@ -73,26 +86,26 @@ class SwitchModel:
     def _encode(self, ids: list[int]) -> Tensor:
         """→ [tokens, d_model]."""
         bias = self.encoder_bias.both_ways(len(ids))
-        x = F.embedding(torch.tensor(ids), self.embed)
+        x = self.backend.rows(self.embed, ids)
         for layer in self.encoder:
-            x = x + layer.attn.biased(layer.attn_norm(x), None, bias)
-            x = x + layer.ffn(layer.ffn_norm(x))
-        return self.encoder_norm(x)
+            layer.attn.biased(x, None, bias)
+            layer.ffn(x)
+        return rms_norm(x, self.encoder_norm, self.spec.norm_eps)
 
     def _decode(self, ids: list[int], state: State) -> Tensor:
         """Runs decoder tokens after those in the state, several only as the first → [tokens, d_model]."""
         n = len(ids)
         bias = self.decoder_bias.causal(n) if state.length == 0 else self.decoder_bias.latest(state.length + 1)
-        x = F.embedding(torch.tensor(ids), self.embed)
+        x = self.backend.rows(self.embed, ids)
         for layer, cache, (keys, values) in zip(self.decoder, state.caches, state.cross, strict=True):
-            x = x + layer.attn.biased(layer.attn_norm(x), cache, bias)
-            x = x + layer.cross(layer.cross_norm(x), keys, values)
-            x = x + layer.ffn(layer.ffn_norm(x))
+            layer.attn.biased(x, cache, bias)
+            layer.cross(x, keys, values)
+            layer.ffn(x)
         return x
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """[..., d_model] → [..., vocab]."""
-        hidden = self.decoder_norm(x)
-        if self.spec.logit_scale != 1.0:
-            hidden = hidden * self.spec.logit_scale
-        return F.linear(hidden, self.head)
+
+def _table(weights: dict[str, StoredWeights], name: str) -> Tensor:
+    """Takes the biases of a stack, [buckets, heads], out of `weights`."""
+    stored = weights.pop(name)
+    assert isinstance(stored, Tensor), f"{name} is never quantised"
+    return stored.float()

@@ -32,6 +32,10 @@ class Fields:
             raise ManifestInvalid(f"{self.where} lacks the field {name!r}")
         return self.raw[name]
 
+    def absent(self, name: str) -> bool:
+        """Of a field that need not be there: whether it says nothing."""
+        return self.raw.get(name) is None
+
     def _bad(self, name: str, expected: str) -> ManifestInvalid:
         return ManifestInvalid(f"{self.where}: {name} should be {expected}, found {brief(self.raw[name])}")
 

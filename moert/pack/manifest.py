@@ -14,7 +14,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
-MAJOR, MINOR = 1, 0
+MAJOR = 1
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 
 
@@ -28,13 +28,25 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Dense:
+    """How matrices outside the experts were quantised: a width for each of DENSE_ROLES that has one, 16 among them.
+    group_size as for experts."""
+
+    quantizer: str
+    group_size: int
+    bits: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """How the experts were quantised. group_size 0 is one group per output channel."""
+    """How the experts were quantised. group_size 0 is one group per output channel. `dense` says what became of the
+    other matrices; None: they are as in the source."""
 
     quantizer: str
     group_size: int
     dtype16: str  # "F16" or "BF16": how 16-bit projections are stored
     seed: int
+    dense: Dense | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class Manifest:
     quality: Quality | None
     files: Mapping[str, FileEntry]
     experts: tuple[ExpertEntry, ...]
-    minor: int = MINOR
+    minor: int
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
@@ -106,6 +118,11 @@ class Manifest:
         return 8 * self.expert_tensor_bytes() / weights
 
 
+def minor_of(model: ModelSpec, quantization: Quantization) -> int:
+    """The minor version that first had all that such a pack uses."""
+    return 0 if quantization.dense is None and model.moe.activation_limit is None else 1
+
+
 def expert_path(key: ExpertKey) -> str:
     """Where an expert lies in the pack: experts/D03/E005.safetensors."""
     return f"experts/{key}.safetensors"
@@ -115,6 +132,9 @@ def dump_manifest(manifest: Manifest) -> str:
     """The manifest as JSON text, one expert a line so that a diff can be read; its last field is its own checksum."""
     document = asdict(manifest)
     document.pop("minor")
+    for part, name in ((document["model"]["moe"], "activation_limit"), (document["quantization"], "dense")):
+        if part[name] is None:
+            del part[name]  # what version 1.0 does not know is there only where it is used
     experts = document.pop("experts")
     head = {"format": FORMAT_NAME, "major": MAJOR, "minor": manifest.minor, **document}
     lines = [

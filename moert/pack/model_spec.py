@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Stack = Literal["encoder", "decoder"]
 STACKS: tuple[Stack, ...] = ("encoder", "decoder")
+
+DenseRole = Literal["attention", "router", "ffn", "head", "embed"]
+DENSE_ROLES: tuple[DenseRole, ...] = ("attention", "router", "ffn", "head", "embed")
+"""What a dense matrix (one outside the experts) is for; a pack gives widths to roles."""
 
 
 class ExpertKey(NamedTuple):
@@ -35,7 +40,8 @@ class MoeSpec:
     `projections` are ("up", "down") for a plain and ("gate", "up", "down") for a gated feed-forward:
     y = down(act(up(x))) or y = down(act(gate(x)) * up(x)). `norm_topk` rescales the selected router
     probabilities to sum to 1. `capacity` is the most tokens of one sequence that one expert takes in one forward
-    pass (later tokens skip it); None means no limit.
+    pass (later tokens skip it); None means no limit. With `activation_limit` the gate is clamped to at most the limit
+    and up to ± the limit before the activation; without a gate, up to at most the limit.
     """
 
     num_experts: int
@@ -45,6 +51,7 @@ class MoeSpec:
     gated: bool
     norm_topk: bool
     capacity: int | None
+    activation_limit: float | None = None
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -151,3 +158,55 @@ def backbone_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
                     out_in = (d, spec.d_ff_dense) if projection == "down" else (spec.d_ff_dense, d)
                     shapes[f"{at}.ffn.{projection}.weight"] = out_in
     return shapes
+
+
+def dense_role(spec: ModelSpec, name: str) -> DenseRole | None:
+    """What the matrix of this canonical name (one of `backbone_tensors`) is for; None for norms and position biases."""
+    if name in ("embed.weight", "head.weight"):
+        return "head" if name == "head.weight" or spec.tied_head else "embed"
+    block, _, matrix = name.removesuffix(".weight").rpartition(".")
+    if matrix == "router":
+        return "router"
+    if block.endswith(".ffn"):
+        return "ffn"
+    return "attention" if block.endswith((".attn", ".cross")) and matrix in ("q", "k", "v", "o") else None
+
+
+def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
+    """The roles that the model has matrices of."""
+    found = {dense_role(spec, name) for name in backbone_tensors(spec)}
+    return tuple(role for role in DENSE_ROLES if role in found)
+
+
+def contradictions(spec: ModelSpec) -> Iterator[str]:
+    """What numbers and choices that are each legal say together, and no model of version 1 can have."""
+    if spec.norm_eps <= 0:
+        yield f"norm_eps is {spec.norm_eps}, it should be above 0"
+    limit = spec.moe.activation_limit
+    if limit is not None and limit <= 0:
+        yield f"activation_limit is {limit}, it should be above 0"
+    for name in ("attention_scale", "logit_scale"):
+        if getattr(spec, name) == 0:
+            yield f"{name} is 0, so that nothing the model reads would matter"
+    if spec.positions == "rope":
+        if spec.encoder is not None:
+            yield "positions are 'rope', but there is an encoder, whose positions are 'relative' in version 1"
+        if spec.head_dim % 2:
+            yield f"positions are 'rope', but head_dim is {spec.head_dim}, which has no halves"
+        if spec.rope_theta <= 0:
+            yield f"positions are 'rope', but rope_theta is {spec.rope_theta}, it should be above 0"
+        return
+    if spec.encoder is None:
+        yield "positions are 'relative', but there is no encoder: a decoder alone has 'rope' in version 1"
+    if spec.qk_norm or spec.clip_qkv is not None:
+        yield "qk_norm or clip_qkv is set, which models with an encoder do not have in version 1"
+    if spec.relative_buckets < 4 or spec.relative_buckets % 2:
+        yield f"relative_buckets is {spec.relative_buckets}, it should be even and at least 4"
+    if spec.relative_max_distance <= spec.relative_buckets // 2:
+        yield (
+            f"relative_max_distance is {spec.relative_max_distance}, it should be above {spec.relative_buckets // 2}, "
+            "half of relative_buckets"
+        )
+    start = spec.decoder_start_token_id
+    if start is None or start >= spec.vocab_size:
+        yield f"decoder_start_token_id is {start}, the decoder starts with a token below {spec.vocab_size}"

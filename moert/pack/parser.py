@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 from moert.pack.codec import WIDTHS
@@ -14,15 +13,26 @@ from moert.pack.manifest import (
     FORMAT_NAME,
     MAJOR,
     SEAL,
+    Dense,
     ExpertEntry,
     FileEntry,
     Manifest,
     Measured,
     Quality,
     Quantization,
+    minor_of,
     safe_path,
 )
-from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec, MoeSpec, Stack, StackSpec
+from moert.pack.model_spec import (
+    STACKS,
+    ExpertKey,
+    ModelSpec,
+    MoeSpec,
+    Stack,
+    StackSpec,
+    contradictions,
+    dense_roles,
+)
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -97,6 +107,7 @@ def _moe(fields: Fields) -> MoeSpec:
         gated=fields.flag("gated"),
         norm_topk=fields.flag("norm_topk"),
         capacity=capacity,
+        activation_limit=None if fields.absent("activation_limit") else fields.number("activation_limit"),
     )
 
 
@@ -136,6 +147,15 @@ def _quantization(fields: Fields) -> Quantization:
         group_size=fields.integer("group_size", 0, MAX_COUNT),
         dtype16=fields.choice("dtype16", ("F16", "BF16")),
         seed=fields.integer("seed", 0, 1 << 32),
+        dense=None if fields.absent("dense") else _dense(fields.fields("dense")),
+    )
+
+
+def _dense(fields: Fields) -> Dense:
+    return Dense(
+        quantizer=fields.text("quantizer"),
+        group_size=fields.integer("group_size", 0, MAX_COUNT),
+        bits=_widths(fields.fields("bits")),
     )
 
 
@@ -186,6 +206,10 @@ def _bits(fields: Fields) -> dict[str, int]:
         raise ManifestInvalid(
             f"{fields.where} should give widths for gate, up and down, found {brief(list(fields.raw))}"
         )
+    return _widths(fields)
+
+
+def _widths(fields: Fields) -> dict[str, int]:
     widths = {name: fields.integer(name, 0, MAX_COUNT) for name in fields.raw}
     if any(width not in WIDTHS for width in widths.values()):
         raise ManifestInvalid(f"{fields.where}: widths should be among {WIDTHS}, found {sorted(widths.values())}")
@@ -197,6 +221,7 @@ def _check(manifest: Manifest) -> None:
     if manifest.page_bytes % 4096:
         raise ManifestInvalid(f"page_bytes is {manifest.page_bytes}, expected a multiple of 4096")
     _check_model(manifest.model)
+    _check_dense(manifest)
     _check_keys(manifest)
     paths = {entry.path for entry in manifest.experts} | set(manifest.files)
     if len(paths) != len(manifest.experts) + len(manifest.files):
@@ -208,7 +233,7 @@ def _check(manifest: Manifest) -> None:
 def _check_model(spec: ModelSpec) -> None:
     if spec.moe.top_k > spec.moe.num_experts or spec.n_heads % spec.n_kv_heads:
         raise ManifestInvalid("the model in manifest.json selects more experts, or shares more heads, than it has")
-    if (contradiction := next(_contradictions(spec), None)) is not None:
+    if (contradiction := next(contradictions(spec), None)) is not None:
         raise ManifestInvalid(f"the model in manifest.json can't be: {contradiction}")
     for name in STACKS:
         stack = spec.stack(name)
@@ -226,35 +251,23 @@ def _check_model(spec: ModelSpec) -> None:
         raise ManifestInvalid("the model in manifest.json has no layer with experts: such a pack can't exist")
 
 
-def _contradictions(spec: ModelSpec) -> Iterator[str]:
-    """What numbers and choices that are each legal say together, and no model of version 1 can have."""
-    if spec.norm_eps <= 0:
-        yield f"norm_eps is {spec.norm_eps}, it should be above 0"
-    for name in ("attention_scale", "logit_scale"):
-        if getattr(spec, name) == 0:
-            yield f"{name} is 0, so that nothing the model reads would matter"
-    if spec.positions == "rope":
-        if spec.encoder is not None:
-            yield "positions are 'rope', but there is an encoder, whose positions are 'relative' in version 1"
-        if spec.head_dim % 2:
-            yield f"positions are 'rope', but head_dim is {spec.head_dim}, which has no halves"
-        if spec.rope_theta <= 0:
-            yield f"positions are 'rope', but rope_theta is {spec.rope_theta}, it should be above 0"
-        return
-    if spec.encoder is None:
-        yield "positions are 'relative', but there is no encoder: a decoder alone has 'rope' in version 1"
-    if spec.qk_norm or spec.clip_qkv is not None:
-        yield "qk_norm or clip_qkv is set, which models with an encoder do not have in version 1"
-    if spec.relative_buckets < 4 or spec.relative_buckets % 2:
-        yield f"relative_buckets is {spec.relative_buckets}, it should be even and at least 4"
-    if spec.relative_max_distance <= spec.relative_buckets // 2:
-        yield (
-            f"relative_max_distance is {spec.relative_max_distance}, it should be above {spec.relative_buckets // 2}, "
-            "half of relative_buckets"
+def _check_dense(manifest: Manifest) -> None:
+    needed = minor_of(manifest.model, manifest.quantization)
+    if manifest.minor < needed:
+        raise ManifestInvalid(
+            f"manifest.json has minor version {manifest.minor}, but what it says of dense matrices or of an "
+            f"activation_limit is there from {needed} on: convert the model again"
         )
-    start = spec.decoder_start_token_id
-    if start is None or start >= spec.vocab_size:
-        yield f"decoder_start_token_id is {start}, the decoder starts with a token below {spec.vocab_size}"
+    dense = manifest.quantization.dense
+    if dense is None:
+        return
+    roles = dense_roles(manifest.model)
+    unknown = sorted(set(dense.bits) - set(roles))
+    if unknown or not dense.bits:
+        found = f"found {brief(unknown[0])}" if unknown else "found none"
+        raise ManifestInvalid(
+            f"manifest.json: dense should give widths to matrices that the model has ({', '.join(roles)}), {found}"
+        )
 
 
 def _check_keys(manifest: Manifest) -> None:

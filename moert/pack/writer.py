@@ -29,6 +29,7 @@ from moert.pack.manifest import (
     Quantization,
     dump_manifest,
     expert_path,
+    minor_of,
 )
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import MANIFEST, Projection, is_pack
@@ -112,6 +113,7 @@ class PackWriter:
             quality=quality,
             files=self._files,
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
+            minor=minor_of(self.spec, self.quantization),
         )
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())

@@ -21,7 +21,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no chromium, chromium-browser or google-chrome on this machine"
 )
-SECTIONS = ["importance", "widths", "curve", "paths", "coverage", "steps", "samples", "experts"]
+SECTIONS = ["importance", "widths", "dense", "curve", "paths", "coverage", "steps", "samples", "experts"]
 LIGHT, DARK = "1", "0"  # Blink's numbers for the preferred colour scheme
 
 

@@ -6,14 +6,19 @@ import json
 import math
 import re
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from dense_packs import dense_quantization, widened, write_dense_pack
 from random_packs import SPECS, write_pack
 
+from moert.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
+from moert.pack.manifest import Dense
+from moert.pack.model_spec import DENSE_ROLES
 from moert.pack.reader import Pack, projection_weights
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")
@@ -101,6 +106,45 @@ def test_packs_of_both_families(tmp_path: Path, family: str) -> None:
     check_against_our_reader(tmp_path / "model.pack")
 
 
+WIDTHS = {"attention": 3, "router": 16, "ffn": 2, "head": 4, "embed": 8}
+
+
+def role_by_the_text(name: str, tied: bool) -> str | None:
+    """The table of roles, in the words of SPEC.md."""
+    *before, last = name.removesuffix(".weight").split(".")
+    if name == "embed.weight":
+        return "head" if tied else "embed"
+    if before and before[-1] in ("attn", "cross"):
+        return "attention" if last in ("q", "k", "v", "o") else None
+    if before and before[-1] == "ffn":
+        return "ffn"
+    return last if last in ("head", "router") else None
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_dense_matrices(tmp_path: Path, family: str) -> None:
+    spec, root = SPECS[family], tmp_path / "p"
+    bits = {role: width for role, width in WIDTHS.items() if role != "embed" or not spec.tied_head}
+    write_dense_pack(root, spec, dense_quantization(bits, "F16"))
+    document = manifest_of(root)
+    assert document["minor"] == 1
+    dense = document["quantization"]["dense"]
+    body = (root / "backbone.safetensors").read_bytes()
+    data_at = 8 + int.from_bytes(body[:8], "little")
+    table, found = json.loads(body[8:data_at]), set()
+    for name, ours in widened(load_backbone(Pack.open(root))).items():
+        role = role_by_the_text(name, document["model"]["tied_head"])
+        if role is None:
+            assert table[name]["dtype"] == "F32"
+            found.add(name)
+            continue
+        stem, inputs, width = name.removesuffix(".weight"), ours.shape[1], dense["bits"][role]
+        group = min(dense["group_size"], inputs) if dense["group_size"] else inputs
+        assert weights_by_the_text(body[data_at:], table, stem, width, inputs, group) == ours.tolist(), name
+        found |= {f"{stem}.{part}" for part in (["weight"] if width == 16 else ["qweight", "scale", "min"])}
+    assert set(table) - {"__metadata__"} == found
+
+
 def test_the_examples_in_the_text() -> None:
     rows = re.findall(r"^\| (\d) \| [^|]* \| ([\d ]+) \| ([^|]+) \|$", SPEC, re.MULTILINE)
     assert [int(width) for width, _, _ in rows] == list(INT_WIDTHS)
@@ -118,6 +162,7 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             collect(inner)
 
+    collect([{"activation_limit": 0, "dense": asdict(Dense("", 0, dict.fromkeys(DENSE_ROLES, 8)))}])
     collect({**manifest_of(TINY), "files": {"": manifest_of(TINY)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []
 

@@ -248,6 +248,65 @@ def test_fields_that_contradict_each_other(pack_dir: Path, name: str) -> None:
     lies(pack_dir, ManifestInvalid, words, change)
 
 
+def dense(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    """Widths for dense matrices, with something wrong in them."""
+    good = {"quantizer": "group", "group_size": 64, "bits": {"attention": 8, "ffn": 4}}
+    merged = {name: value for name, value in {**good, **changes}.items() if value is not ...}
+    return lambda document: (document["quantization"].update(dense=merged), document.update(minor=1))
+
+
+DENSE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "no list": ("dense should be a JSON object", lambda d: d["quantization"].update(dense=[8])),
+    "no widths": ("dense lacks the field 'bits'", dense(bits=...)),
+    "no group size": ("dense lacks the field 'group_size'", dense(group_size=...)),
+    "no quantizer": ("dense lacks the field 'quantizer'", dense(quantizer=...)),
+    "two lines": ("quantizer should be one line of text", dense(quantizer="a\nb")),
+    "a width for all": ("bits should be a JSON object", dense(bits=8)),
+    "no role": ("matrices that the model has .attention, router, ffn, head, embed., found none", dense(bits={})),
+    "another role": ("found 'tail'", dense(bits={"head": 8, "tail": 4})),
+    "a role of many lines": ("found 'a", dense(bits={"a\nb" * 1000: 4})),
+    "5 bits": ("widths should be among", dense(bits={"head": 5})),
+    "0 bits": ("widths should be among", dense(bits={"head": 0})),
+    "32 bits": ("widths should be among", dense(bits={"head": 32})),
+    "half a bit": ("head should be a whole number", dense(bits={"head": 0.5})),
+    "true": ("head should be a whole number", dense(bits={"head": True})),
+    "text": ("head should be a whole number", dense(bits={"head": "8"})),
+    "a width of null": ("head should be a whole number", dense(bits={"head": None})),
+    "groups below 0": ("group_size should be between", dense(group_size=-1)),
+    "huge groups": ("group_size should be between", dense(group_size=1 << 40)),
+    "the old minor": ("minor version 0, but what it says of dense", lambda d: (dense()(d), d.update(minor=0))),
+    "a limit in the old minor": ("minor version 0", lambda d: d["model"]["moe"].update(activation_limit=7)),
+    "a limit of 0": ("activation_limit is 0.0, it should be above 0",
+                     lambda d: (d["model"]["moe"].update(activation_limit=0), d.update(minor=1))),
+    "a limit below 0": ("activation_limit is -7.0",
+                        lambda d: (d["model"]["moe"].update(activation_limit=-7), d.update(minor=1))),
+    "a limit of text": ("activation_limit should be a finite number",
+                        lambda d: (d["model"]["moe"].update(activation_limit="7"), d.update(minor=1))),
+    "a limit of false": ("activation_limit should be a finite number",
+                         lambda d: (d["model"]["moe"].update(activation_limit=False), d.update(minor=1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_widths_of_dense_matrices_that_can_not_be(pack_dir: Path, name: str) -> None:
+    words, change = DENSE[name]
+    lies(pack_dir, ManifestInvalid, words, change)
+
+
+@pytest.mark.parametrize(("family", "role"), [("encoder-decoder", "embed"), ("decoder", "cross")])
+def test_roles_that_this_model_has_not(tmp_path: Path, family: str, role: str) -> None:
+    write_pack(tmp_path / "p", SPECS[family])
+    lies(tmp_path / "p", ManifestInvalid, f"found '{role}'", dense(bits={role: 8}))
+
+
+def test_dense_layers_that_the_model_has_not(pack_dir: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["model"]["decoder"].update(n_layers=2, moe_layers=[0, 1])
+        dense(bits={"ffn": 8})(document)
+
+    lies(pack_dir, ManifestInvalid, "found 'ffn'", change)
+
+
 # What the model should not say, by family: words of the refusal, fields of the model.
 MODELS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "decoder": [

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from moeconv.artifacts import uniform
@@ -15,43 +12,60 @@ from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
 from moeconv.emit import emit
 from moeconv.quantizers import QUANTIZERS
-from moert.kernels.reference import grouped_ffn
+from moert.backbone import load_backbone
+from moert.kernels import REFERENCE, open_backend
+from moert.kernels.backend import Backend
 from moert.models.model import Model, build_model
 from moert.pack.model_spec import ExpertKey, Stack
-from moert.pack.reader import Pack, Projection
+from moert.pack.reader import Pack
 
 
 class MemoryRunner:
-    """All experts of a pack, held in memory; `seen` counts the tokens that were dropped for want of capacity."""
+    """All experts of a pack, held in memory, each run for its own tokens.
 
-    def __init__(self, pack: Pack) -> None:
-        self.activation = pack.manifest.model.moe.activation
+    `dropped` counts the tokens that were dropped for want of capacity. What the routers decide is written to `decided`;
+    where `given` has decisions of another runner, those are followed instead.
+    """
+
+    def __init__(self, pack: Pack, backend: Backend) -> None:
+        self.decided: list[tuple[Tensor, Tensor]] = []
+        self.given: list[tuple[Tensor, Tensor]] = []
+        self.moe, self.backend = pack.manifest.model.moe, backend
         self.experts = {
-            entry.key: pack.projections(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts
+            entry.key: backend.expert(pack, entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts
         }
         self.dropped = 0
 
-    def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
+        if self.given:
+            experts, weights = self.given.pop(0)
+        self.decided.append((experts, weights))
         self.dropped += int((experts < 0).sum())
+        for key, expert in self.experts.items():
+            if key[:2] == (stack, layer) and (tokens := (experts == key.expert).any(1).nonzero()[:, 0]).numel():
+                share = weights[experts == key.expert]
+                self.backend.run(expert, tokens, share, hidden, out, self.moe)
 
-        @contextmanager
-        def lease(expert: int) -> Iterator[Mapping[str, Projection]]:
-            yield self.experts[ExpertKey(stack, layer, expert)]
+    def run_one(
+        self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor
+    ) -> None:
+        held = [self.experts[ExpertKey(stack, layer, expert)] for expert in experts]
+        self.backend.mix(held, weights, hidden, out, self.moe)
 
-        return grouped_ffn(hidden, experts, weights, self.activation, lease)
 
-
-def pack_of_16_bits(source: Path, out: Path) -> Pack:
+def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
+    """All experts in one width; the quantizer has nothing to do where it is 16."""
     checkpoint = Checkpoint.open(source)
-    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)  # the quantizer has nothing to do
-    emit(coder, uniform(checkpoint.spec, 16), out, seed=0, creator="tests")
+    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
+    emit(coder, uniform(checkpoint.spec, bits), out, seed=0, creator="tests")
     return Pack.open(out)
 
 
-def open_model(pack: Pack) -> tuple[Model, MemoryRunner]:
-    runner = MemoryRunner(pack)
-    backbone = {name: tensor.float() for name, tensor in load_file(pack.file("backbone.safetensors")).items()}
-    return build_model(pack.manifest.model, backbone, runner), runner
+def open_model(pack: Pack, backend: Backend | None = None) -> tuple[Model, MemoryRunner]:
+    """On the reference, unless another backend is given."""
+    chosen = open_backend(REFERENCE) if backend is None else backend
+    runner = MemoryRunner(pack, chosen)
+    return build_model(pack.manifest.model, load_backbone(pack), runner, chosen), runner
 
 
 def greedy(model: Model, ids: list[int], max_new_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from packs import greedy, open_model, pack_of_16_bits, reference_greedy
+from packs import greedy, open_model, pack_of, reference_greedy
 from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB, tiny_olmoe, tiny_switch
 
 from moeconv.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
     family: str, name: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     source = (tiny_switch if family == "switch" else tiny_olmoe)(tmp_path / "hf", **overrides)
-    model, runner = open_model(pack_of_16_bits(source, tmp_path / "model.pack"))
+    model, runner = open_model(pack_of(source, tmp_path / "model.pack"))
     reference = Checkpoint.open(source).arch.load(source, torch.float32)
     chance = random.Random(name)
     prompts = [[chance.randrange(2, VOCAB) for _ in range(1 + 5 * prompt)] for prompt in range(PROMPTS)]
@@ -51,7 +51,7 @@ def _all_logits(model: Any, reference: Any, ids: list[int], target: list[int]) -
 def test_steps_equal_one_pass_across_cache_blocks(family: str, tmp_path: Path) -> None:
     """Stepping past the block size grows the caches and the position tables; the logits stay those of one pass."""
     source = (tiny_switch if family == "switch" else tiny_olmoe)(tmp_path / "hf", expert_capacity=1000)
-    model, _ = open_model(pack_of_16_bits(source, tmp_path / "model.pack"))
+    model, _ = open_model(pack_of(source, tmp_path / "model.pack"))
     chance = random.Random(1)
     ids = [chance.randrange(2, VOCAB) for _ in range(120)]
     more = [chance.randrange(2, VOCAB) for _ in range(160)]

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOERT = [
     ("moert.pack", "moert.errors", "moert.stats"),
     ("moert.kernels",),
+    ("moert.system",),
     ("moert.experts", "moert.prefetch", "moert.placement", "moert.predict"),
     ("moert.models",),
     ("moert.generation",),
@@ -29,7 +30,7 @@ MOECONV = [
      "moeconv.quantizers", "moeconv.racing", "moeconv.cluster"),
     ("moeconv.checkpoint", "moeconv.workdir", "moeconv.scorers", "moeconv.promise", "moeconv.allocation"),
     ("moeconv.settings", "moeconv.moments", "moeconv.records", "moeconv.packed"),
-    ("moeconv.coder",),
+    ("moeconv.coder", "moeconv.dense"),
     ("moeconv.trial",),
     ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging"),
     STAGES,
@@ -46,6 +47,7 @@ FORBIDDEN = [
     ("moert.generation", room) for room in ("moert.experts", "moert.prefetch", "moert.placement", "moert.predict")
 ] + [(stage, other) for stage in STAGES for other in STAGES if stage != other]  # fmt: skip
 
+BUILD_PACKAGES = {"moert.kernels.build": {"setuptools"}}  # which an installation runs, never moert
 RUNTIME_PACKAGES = {"torch", "numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}
 HEAVY = {
     "torch",
@@ -168,7 +170,12 @@ def test_no_circles() -> None:
 @pytest.mark.parametrize("path", sources("moert"), ids=module_name)
 def test_moert_needs_only_the_base_dependencies(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"moert"}
-    assert roots <= RUNTIME_PACKAGES
+    assert roots <= RUNTIME_PACKAGES | BUILD_PACKAGES.get(module_name(path), set())
+
+
+def test_nothing_imports_what_only_builds() -> None:
+    users = [module_name(path) for path in sources("moert", "moeconv") if "moert.kernels.build" in imports_of(path)]
+    assert users == []
 
 
 @pytest.mark.parametrize("path", sources("moert/cli.py", "moeconv/cli.py", "moert/__init__.py", "moeconv/__init__.py"),

@@ -1,16 +1,23 @@
-"""The tokenizer of a pack: every token of a text and no others, or one line that says why not."""
+"""All but the experts of a pack: weights as they are stored, and a tokenizer that gives every token of a text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from random_packs import write_pack
+import torch
+from dense_packs import GROUP, Tensors, dense_quantization, widened, write_dense_pack
+from random_packs import SPECS, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moert.backbone import load_tokenizer
+from moert.backbone import load_backbone, load_tokenizer
+from moert.budget import Budget
 from moert.errors import TokenizerMissing
-from moert.pack.errors import HashMismatch
+from moert.pack.codec import QuantizedMatrix, unpack_codes
+from moert.pack.errors import HashMismatch, HeaderInvalid
+from moert.pack.model_spec import backbone_tensors, dense_role, dense_roles
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 
@@ -57,3 +64,92 @@ def test_a_damaged_tokenizer_is_noticed(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"a":1', '"g":1'))
     with pytest.raises(HashMismatch, match=r"tokenizer\.json: checksum differs"):
         load_tokenizer(pack)
+
+
+# Stored weights
+
+
+WIDTHS = {"attention": 3, "router": 16, "ffn": 2, "head": 4, "embed": 8}
+
+
+def by_hand(tensors: dict[str, torch.Tensor], stem: str, bits: int, in_features: int) -> torch.Tensor:
+    """scale · code + min, in float32, for each weight."""
+    codes = unpack_codes(tensors[f"{stem}.qweight"].numpy(), bits, in_features).astype(np.float32)
+    group = np.arange(in_features) // GROUP
+    scale, minimum = (tensors[f"{stem}.{part}"].numpy().astype(np.float32)[:, group] for part in ("scale", "min"))
+    return torch.from_numpy(codes * scale + minimum)
+
+
+@pytest.mark.parametrize("dtype16", ["F16", "BF16"])
+@pytest.mark.parametrize("family", SPECS)
+def test_weights_come_back_as_they_are_stored(tmp_path: Path, family: str, dtype16: str) -> None:
+    spec = SPECS[family]
+    bits = {role: width for role, width in WIDTHS.items() if role in dense_roles(spec)}
+    written = write_dense_pack(tmp_path / "p", spec, dense_quantization(bits, dtype16))
+    pack = Pack.open(tmp_path / "p")
+    stored = load_backbone(pack)
+    assert list(stored) == list(backbone_tensors(spec))
+    wide = widened(stored)
+    assert {name: tuple(weight.shape) for name, weight in wide.items()} == backbone_tensors(spec)
+    quantised = 0
+    for name, weight in stored.items():
+        if not isinstance(weight, QuantizedMatrix):
+            assert weight.dtype == written[name].dtype
+            assert torch.equal(weight, written[name])
+            assert torch.equal(wide[name], written[name].float())
+            continue
+        quantised += 1
+        role, stem = dense_role(spec, name), name.removesuffix(".weight")
+        assert role is not None
+        assert (weight.bits, weight.group_size) == (bits[role], GROUP)
+        for mine, part in ((weight.qweight, "qweight"), (weight.scale, "scale"), (weight.minimum, "min")):
+            assert mine.flags.c_contiguous
+            assert mine.flags.writeable
+            assert np.array_equal(mine, written[f"{stem}.{part}"].numpy())
+        assert torch.equal(wide[name], by_hand(written, stem, weight.bits, weight.in_features))
+    assert quantised == sum(bits.get(dense_role(spec, name) or "", 16) < 16 for name in stored)
+
+
+def test_backbone_bytes_are_what_is_held(tmp_path: Path) -> None:
+    spec = SPECS["decoder"]
+    written = write_dense_pack(tmp_path / "p", spec, dense_quantization(WIDTHS))
+    held = sum(tensor.nbytes for tensor in written.values())
+    assert held <= Budget.of(Pack.open(tmp_path / "p").manifest).backbone_bytes <= held + 10_000
+
+
+Q = "decoder.0.attn.q"
+
+
+def recast(name: str, to: torch.dtype) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: tensors[name].to(to)})
+
+
+BACKBONES: dict[str, tuple[str, Callable[[Tensors], object]]] = {
+    "no scales": (f"lacks {Q}.scale", lambda t: t.pop(f"{Q}.scale")),
+    "no codes": (f"lacks {Q}.qweight", lambda t: t.pop(f"{Q}.qweight")),
+    "a matrix besides": (f"holds {Q}.weight", lambda t: t.update({f"{Q}.weight": torch.zeros(12, 10)})),
+    "codes where none belong": (
+        "holds decoder.norm.qweight", lambda t: t.update({"decoder.norm.qweight": torch.zeros(10, dtype=torch.uint8)})),
+    "signed codes": (f"{Q}.qweight is of the type I8, expected U8", recast(f"{Q}.qweight", torch.int8)),
+    "wide scales": (f"{Q}.scale is of the type F32, expected F16", recast(f"{Q}.scale", torch.float32)),
+    "scales of bfloat16": (f"{Q}.min is of the type BF16, expected F16", recast(f"{Q}.min", torch.bfloat16)),
+    "the other 16 bits": ("router.weight is of the type F16, expected BF16",
+                          recast("decoder.0.router.weight", torch.float16)),
+    "a router of float32": ("router.weight is of the type F32, expected BF16",
+                            recast("decoder.0.router.weight", torch.float32)),
+    "too few codes": (f"{Q}.qweight has the shape",
+                      lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:, 1:].clone()})),
+    "one group too many": (f"{Q}.scale has the shape", lambda t: t.update({f"{Q}.scale": torch.ones(12, 4).half()})),
+    "an infinite scale": (f"scales of {Q}.weight are not finite", lambda t: t[f"{Q}.scale"].fill_(torch.inf)),
+    "a minimum that is none": (f"scales of {Q}.weight are not finite", lambda t: t[f"{Q}.min"][0].fill_(torch.nan)),
+    "norms of whole numbers": ("should hold floating-point numbers", recast("decoder.norm.weight", torch.int32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_backbone_that_is_not_that_of_the_manifest(tmp_path: Path, name: str) -> None:
+    words, change = BACKBONES[name]
+    write_dense_pack(tmp_path / "p", SPECS["decoder"], dense_quantization(WIDTHS), change)
+    with pytest.raises(HeaderInvalid, match=words) as caught:
+        load_backbone(Pack.open(tmp_path / "p"))
+    assert "\n" not in str(caught.value)

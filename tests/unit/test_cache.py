@@ -51,7 +51,7 @@ def make(capacity: int, policy: str = "lru") -> tuple[ExpertCache, MemoryStore, 
 def use(cache: ExpertCache, layer: int, experts: list[int]) -> None:
     cache.begin_layer("decoder", layer, experts)
     for expert in experts:
-        with cache.lease(key(layer, expert)) as buffer:
+        with cache.lease([key(layer, expert)]) as (buffer,):
             assert len(buffer) == 10 * (expert + 1)
             assert cache.used_bytes <= cache.capacity_bytes
 
@@ -70,12 +70,39 @@ def test_bytes_are_counted_not_slots() -> None:
 def test_a_leased_expert_stays_even_when_the_policy_would_evict_it() -> None:
     cache, _, _ = make(40)
     cache.begin_layer("decoder", 0, [0])
-    with cache.lease(key(0, 0)):
+    with cache.lease([key(0, 0)]):
         cache.begin_layer("decoder", 1, [1])
-        with cache.lease(key(1, 1)):
+        with cache.lease([key(1, 1)]):
             cache.predict([key(2, 2)])
             assert not cache.prefetch(key(2, 2))  # 30 bytes would need both
             assert cache.resident() == [key(0, 0), key(1, 1)]
+
+
+def test_experts_lent_together_stay_until_all_are_given_back() -> None:
+    cache, store, counters = make(60)
+    use(cache, 1, [0, 1])
+    cache.begin_layer("decoder", 0, [0, 1, 2])  # 10 + 20 + 30: nothing else can stay
+    with cache.lease([key(0, 0), key(0, 1), key(0, 2)]) as held:
+        assert [len(buffer) for buffer in held] == [10, 20, 30]
+        assert cache.resident() == [key(0, 0), key(0, 1), key(0, 2)]
+        cache.begin_layer("decoder", 2, [0])
+        cache.predict([key(2, 0)])
+        with pytest.raises(RuntimeError, match="can't hold"), cache.lease([key(2, 0)]):
+            pass
+    use(cache, 2, [0])
+    assert (counters.requests, counters.hits) == (7, 0)
+    assert store.reads.count(key(0, 1)) == 1
+
+
+def test_experts_lent_together_are_given_back_when_one_cannot_be_read() -> None:
+    cache, store, _ = make(60)
+    store.broken.add(key(0, 2))
+    cache.begin_layer("decoder", 0, [0, 1, 2])
+    with pytest.raises(HashMismatch), cache.lease([key(0, 0), key(0, 1), key(0, 2)]):
+        pass
+    assert cache.resident() == [key(0, 0), key(0, 1)]
+    use(cache, 1, [0, 1, 2])  # needs all of the room
+    assert cache.resident() == [key(1, 0), key(1, 1), key(1, 2)]
 
 
 def test_what_the_layer_needs_later_outlives_everything_else() -> None:
@@ -83,9 +110,9 @@ def test_what_the_layer_needs_later_outlives_everything_else() -> None:
     use(cache, 0, [1])
     use(cache, 1, [0])
     cache.begin_layer("decoder", 0, [0, 1])  # 0 is missing; the least recently used is 1, which is needed next
-    with cache.lease(key(0, 0)):
+    with cache.lease([key(0, 0)]):
         assert key(0, 1) in cache.resident()
-    with cache.lease(key(0, 1)):
+    with cache.lease([key(0, 1)]):
         pass
     assert store.reads.count(key(0, 1)) == 1
 
@@ -111,7 +138,7 @@ def test_if_something_needed_must_leave_it_is_what_is_needed_last() -> None:
 def test_an_expert_larger_than_the_cache_is_our_own_mistake() -> None:
     cache, _, _ = make(20)
     cache.begin_layer("decoder", 0, [3])
-    with pytest.raises(RuntimeError, match="can't hold"), cache.lease(key(0, 3)):
+    with pytest.raises(RuntimeError, match="can't hold"), cache.lease([key(0, 3)]):
         pass
 
 
@@ -140,7 +167,7 @@ def test_a_failed_prefetch_leaves_room_and_the_demand_gets_its_own_error() -> No
         cache.prefetch(key(1, 2))
     assert cache.used_bytes == 0
     cache.begin_layer("decoder", 1, [2])
-    with pytest.raises(HashMismatch), cache.lease(key(1, 2)):
+    with pytest.raises(HashMismatch), cache.lease([key(1, 2)]):
         pass
     use(cache, 1, [0])
     assert cache.resident() == [key(1, 0)]
@@ -175,7 +202,7 @@ def test_prefetch_waits_until_the_present_layer_has_read_its_own() -> None:
     thread = threading.Thread(target=cache.prefetch, args=(key(1, 0),))
     thread.start()
     for expert in (0, 1):
-        with cache.lease(key(0, expert)):
+        with cache.lease([key(0, expert)]):
             pass
     thread.join(10)
     assert store.reads == [key(0, 0), key(0, 1), key(1, 0)]
@@ -188,7 +215,7 @@ def test_demand_takes_back_what_predictions_fill_least_probable_first() -> None:
     assert cache.prefetch(key(1, 0))
     assert cache.prefetch(key(1, 1))
     cache._residency.begin_layer("decoder", 0, [0])  # predictions still stand
-    with cache.lease(key(0, 0)):
+    with cache.lease([key(0, 0)]):
         assert cache.resident() == [key(0, 0), key(1, 0)]
 
 

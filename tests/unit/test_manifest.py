@@ -17,8 +17,18 @@ from random_packs import DECODER, ENCODER_DECODER, sealed, write_pack
 from moeconv.archs import ARCHS
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
 from moert.pack.layout import expert_layout
-from moert.pack.manifest import BACKBONE, ExpertEntry, Measured, Quality, dump_manifest, expert_path
-from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors
+from moert.pack.manifest import (
+    BACKBONE,
+    Dense,
+    ExpertEntry,
+    Manifest,
+    Measured,
+    Quality,
+    dump_manifest,
+    expert_path,
+    minor_of,
+)
+from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors, dense_role, dense_roles
 from moert.pack.parser import parse_manifest
 from moert.pack.reader import Pack
 
@@ -196,6 +206,44 @@ def test_a_minor_version_may_add_fields(document: dict[str, Any]) -> None:
     manifest = parse_manifest(sealed(newer))
     assert manifest.minor == 3
     assert replace(manifest, minor=0) == parse_manifest(sealed(document))
+
+
+DENSE = Dense("group", 64, {"attention": 4, "head": 8})
+LIMITED = replace(BASE.model, moe=replace(BASE.model.moe, activation_limit=7.0))
+
+
+@pytest.mark.parametrize("manifest", [
+    replace(BASE, quantization=replace(BASE.quantization, dense=DENSE), minor=1),
+    replace(BASE, quantization=replace(BASE.quantization, dense=replace(DENSE, bits={"router": 16})), minor=2),
+    replace(BASE, model=LIMITED, minor=1),
+], ids=["dense", "a later minor", "limit"])  # fmt: skip
+def test_what_minor_version_1_added_comes_back(manifest: Manifest) -> None:
+    assert parse_manifest(dump_manifest(manifest)) == manifest
+    assert minor_of(manifest.model, manifest.quantization) == 1
+    with pytest.raises(ManifestInvalid, match=r"minor version 0, but .* is there from 1 on"):
+        parse_manifest(dump_manifest(replace(manifest, minor=0)))
+
+
+def test_what_is_not_used_leaves_no_trace(document: dict[str, Any]) -> None:
+    assert document["minor"] == 0
+    assert "dense" not in document["quantization"]
+    assert "activation_limit" not in document["model"]["moe"]
+    nothing = changed(changed(document, ("quantization", "dense"), None), ("model", "moe", "activation_limit"), None)
+    assert parse_manifest(sealed(nothing)) == parse_manifest(sealed(document))
+
+
+@pytest.mark.parametrize("spec", [DECODER, ENCODER_DECODER], ids=lambda spec: spec.family)
+def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
+    roles = {name: dense_role(spec, name) for name in backbone_tensors(spec)}
+    for name, role in roles.items():
+        plain = "norm" in name or "bias" in name
+        assert (role is None) == plain, name
+    assert roles["embed.weight"] == ("head" if spec.tied_head else "embed")
+    assert roles["decoder.0.attn.o.weight"] == "attention"
+    assert roles["decoder.0.router.weight"] == "router"
+    assert roles.get("decoder.0.cross.q.weight", "attention") == "attention"
+    assert roles.get("decoder.1.ffn.up.weight", "ffn") == roles.get("encoder.0.ffn.down.weight", "ffn") == "ffn"
+    assert set(dense_roles(spec)) == set(roles.values()) - {None}
 
 
 def test_a_manifest_that_was_edited(document: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from moert import __version__, cli
 from moert.engine import Engine
 from moert.experts.eviction import EVICTION
 from moert.generation.settings import GenerationSettings
+from moert.kernels import library
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
@@ -137,6 +138,43 @@ def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> N
             assert moert.out == expected[PROMPTS[3]] + "\n"
 
 
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
+def test_kernels_by_name(moert, pack, expected) -> None:
+    names = [each.name for each in library.load().instruction_sets if each.runs]
+    for kernels in ("auto", names[0]):
+        assert moert("run", pack, PROMPTS[0], "--kernels", kernels, *NEW) == 0
+        assert (moert.out, moert.err) == (expected[PROMPTS[0]] + "\n", "")
+    for kernels in ("reference", *names):
+        assert moert("run", pack, PROMPTS[0], "--kernels", kernels, "--json", *NEW) == 0
+        assert json.loads(moert.out)["tokens"]
+    assert moert.refuses("run", pack, "abc", "--kernels", "mmx").endswith(f"use {', '.join(names)}\n")
+
+
+def test_without_native_kernels_that_is_said_once_and_it_answers(moert, pack, tmp_path, monkeypatch) -> None:
+    assert moert("run", pack, PROMPTS[0], "--kernels", "reference", *NEW) == 0
+    written = moert.out
+    assert moert.err == ""
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": PROMPTS[0]}] * 3)
+    assert moert("run", pack, "--input", source, *NEW) == 0
+    assert [json.loads(line)["output"] for line in moert.out.splitlines()] == [written[:-1]] * 3
+    assert moert.err.startswith("moert: no native kernels: _native.so was not built; computing with torch, slowly")
+    assert moert.err.count("\n") == 1
+    assert "--kernels avx2 needs the native kernels" in moert.refuses("run", pack, "abc", "--kernels", "avx2")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
+def test_threads_do_not_change_the_tokens(moert, pack) -> None:
+    written = []
+    try:
+        for threads in (1, 2):
+            assert moert("run", pack, PROMPTS[3], "--threads", threads, "--json", *NEW) == 0
+            written.append(json.loads(moert.out)["tokens"])
+    finally:
+        torch.set_num_threads(1)
+    assert written[0] == written[1]
+
+
 def test_the_choices_offered_are_those_that_exist() -> None:
     assert [choice.value for choice in cli.Eviction] == list(EVICTION)
     assert [choice.value for choice in cli.Predict] == list(PREDICTORS)
@@ -182,6 +220,7 @@ def test_the_named_smallest_budget_works_and_a_byte_less_does_not(moert, pack, e
         (["--seed", "x"], "--seed"),
         (["--stop", ""], "stop string is empty"),
         (["--threads", "0"], "--threads"),
+        (["--kernels", "mmx"], "mmx"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--file", "words.txt"], "PROMPT and --file exclude each other"),
         (["--output", "out.jsonl"], "--output goes with --input"),
@@ -381,7 +420,7 @@ def test_ctrl_c_leaves_whole_lines_and_their_figures(endless, tmp_path) -> None:
 def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> None:
     from moert.models.switch import SwitchModel
 
-    real, left = SwitchModel.step, [None] * 3
+    real, left = SwitchModel.step, [None] * 4  # the first is that of the start token
 
     def step(self: SwitchModel, state: object, token: int) -> torch.Tensor:
         if not left:

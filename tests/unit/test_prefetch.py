@@ -42,7 +42,7 @@ def test_the_decision_of_the_router_cancels_the_rest() -> None:
     prefetcher.cancel()
     cache.begin_layer("decoder", 1, [0])
     store.gates[key(1, 0)].set()
-    with cache.lease(key(1, 0)):
+    with cache.lease([key(1, 0)]):
         pass
     prefetcher.submit([key(2, 0)])
     wait_until(lambda: key(2, 0) in cache.resident())
@@ -78,7 +78,7 @@ def test_no_room_for_one_prediction_gives_up_on_the_less_probable() -> None:
     cache, store, _ = make(30)
     use(cache, 0, [0])
     cache.begin_layer("decoder", 0, [0])
-    with cache.lease(key(0, 0)):
+    with cache.lease([key(0, 0)]):
         prefetcher = Prefetcher(cache)
         prefetcher.submit([key(1, 2), key(1, 0)])
         wait_until(lambda: not prefetcher._work)
@@ -109,7 +109,7 @@ def test_many_layers_with_random_predictions_keep_the_budget_and_never_read_twic
         cache.begin_layer("decoder", layer, needed)
         prefetcher.submit([key((layer + 1) % 3, expert) for expert in rng.sample(range(4), 3)])
         for expert in needed:
-            with cache.lease(key(layer, expert)) as buffer:
+            with cache.lease([key(layer, expert)]) as (buffer,):
                 assert len(buffer) == store.nbytes(key(layer, expert))
                 assert sum(map(store.nbytes, cache.resident())) <= cache.used_bytes <= cache.capacity_bytes
         time.sleep(rng.choice([0.0, 0.001, 0.003]))  # attention of the next layer

@@ -78,10 +78,15 @@ def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) 
         assert np.allclose(found.scores, expected.scores, atol=1e-4), what
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_probes_equal_full_evaluations_of_every_expert(case: str, tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize(
+    ("case", "dense_bits"),
+    [(case, None) for case in CASES] + [("switch writes", 4), ("switch, untied head", 3), ("olmoe", 3)],
+)
+def test_probes_equal_full_evaluations_of_every_expert(
+    case: str, dense_bits: int | None, tiny_model: TinyModel
+) -> None:
     family, variant, samples, metric = CASES[case]
-    trial = trial_of(tiny_model(family, variant))
+    trial = trial_of(tiny_model(family, variant), dense_bits)
     [scorer] = scorers(trial, samples, metric, max_new_tokens=6)
     scorer.score(as_reference=True)
     trial.assign(uniform(trial.spec, 4))

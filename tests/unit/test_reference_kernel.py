@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moert.kernels.reference import ACTIVATIONS, demanded, expert_ffn, grouped_ffn, weights
+from moert.kernels.reference import ACTIVATIONS, ReferenceBackend, ffn, rows, weights
 from moert.pack.codec import INT_WIDTHS, QuantizedMatrix, dequantize, n_groups, pack_codes
+from moert.pack.model_spec import MoeSpec
+
+MOE = MoeSpec(num_experts=5, top_k=2, d_ff=10, activation="silu", gated=True, norm_topk=False, capacity=None)
+SHAPES = {"gate": (10, 6), "up": (10, 6), "down": (6, 10)}
 
 
 def random_matrix(seed: int, bits: int, out_features: int, in_features: int, group_size: int) -> QuantizedMatrix:
@@ -48,36 +51,50 @@ def test_activations_equal_those_of_transformers(name: str) -> None:
     assert torch.equal(ACTIVATIONS[name](x), ACT2FN[name](x))
 
 
-def test_demanded_experts_come_once_in_ascending_order() -> None:
-    assert demanded(torch.tensor([[5, 2], [-1, 5], [0, -1]])) == [0, 2, 5]
-    assert demanded(torch.full((3, 1), -1)) == []
+def test_rows_are_those_of_the_whole_matrix() -> None:
+    for stored in (random_matrix(1, 3, 7, 10, 4), torch.randn(7, 10).bfloat16()):
+        whole = ReferenceBackend().matrix(stored)
+        assert torch.equal(rows(stored, [6, 0, 6]), whole[[6, 0, 6]])
+        assert whole.dtype == torch.float32
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_grouped_ffn_is_the_weighted_sum_and_leases_each_expert_once(gated: bool, tokens: int) -> None:
-    names = ("gate", "up", "down") if gated else ("up", "down")
-    experts = {
-        e: {name: random_matrix(e, 4, *((6, 10) if name == "down" else (10, 6)), 32) for name in names}
-        for e in range(5)
-    }
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_feed_forward_part_is_its_formula(gated: bool, limit: float | None) -> None:
+    moe = replace(MOE, gated=gated, activation_limit=limit)
     chance = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, 6, generator=chance)
-    chosen = torch.stack([torch.randperm(5, generator=chance)[:2] for _ in range(tokens)])
-    chosen[0, 1] = -1
-    share = torch.rand(tokens, 2, generator=chance)
-    leased: list[int] = []
+    x, (gate, up) = torch.randn(3, 6, generator=chance), torch.randn(2, 10, 6, generator=chance)
+    down = torch.randn(6, 10, generator=chance)
+    found = ffn({"up": up, "down": down} | ({"gate": gate} if gated else {}), x, moe)
+    for row, got in zip(x.tolist(), found, strict=True):
+        expected = torch.zeros(6)
+        for unit in range(10):
+            wide, bent = (sum(a * b for a, b in zip(matrix[unit].tolist(), row, strict=True)) for matrix in (up, gate))
+            if limit is not None:
+                wide, bent = min(wide, limit), min(bent, limit)
+                wide = max(wide, -limit) if gated else wide
+            hidden = bent / (1 + np.exp(-bent)) * wide if gated else wide / (1 + np.exp(-wide))
+            expected += down[:, unit] * hidden
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
-    @contextmanager
-    def lease(expert: int) -> Iterator[dict[str, QuantizedMatrix]]:
-        leased.append(expert)
-        yield experts[expert]
 
-    found = grouped_ffn(hidden, chosen, share, "silu", lease)
-    expected = torch.zeros_like(hidden)
-    for row in range(tokens):
-        for expert, weight in zip(chosen[row].tolist(), share[row], strict=True):
-            if expert >= 0:
-                expected[row] += weight * expert_ffn(experts[expert], hidden[row : row + 1], "silu")[0]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    assert leased == demanded(chosen)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_experts_add_their_share_to_the_tokens_they_run(tokens: int) -> None:
+    backend, chance = ReferenceBackend(), torch.Generator().manual_seed(0)
+    matrices = [{name: torch.randn(*shape, generator=chance) for name, shape in SHAPES.items()} for _ in range(3)]
+    experts = [backend.dense(each["gate"], each["up"], each["down"]) for each in matrices]
+    x, before = torch.randn(2, tokens, 6, generator=chance).unbind()
+    share = torch.rand(3, tokens, generator=chance)
+    expected = before + sum(share[e][:, None] * ffn(matrices[e], x, MOE) for e in range(3))
+    one_by_one = before.clone()
+    for expert, by in zip(experts, share, strict=True):
+        backend.run(expert, torch.arange(tokens), by, x, one_by_one, MOE)
+    torch.testing.assert_close(one_by_one, expected, atol=1e-6, rtol=1e-5)
+    if tokens == 1:
+        at_once = before.clone()
+        backend.mix(experts, share[:, 0], x, at_once, MOE)
+        assert torch.equal(at_once, one_by_one)
+    some = before.clone()
+    backend.run(experts[0], torch.tensor([tokens - 1]), torch.tensor([2.0]), x, some, MOE)
+    assert torch.equal(some[:-1], before[:-1])
+    torch.testing.assert_close(some[-1], before[-1] + 2 * ffn(matrices[0], x[-1:], MOE)[0])

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from report_packs import LARGE, NASTY, SWITCH, bare_pack, bare_report, full_pack, full_report, report_pack
 
-from moeconv.artifacts import ConversionReport, Target, to_json
+from moeconv.artifacts import ConversionReport, DenseReport, Target, to_json
 from moeconv.errors import ConversionError
+from moeconv.present import conversion_table
 from moeconv.report.document import read_report
 from moeconv.report.page import result
 from moeconv.report.routing import path_shares, prediction, top_share
 from moeconv.report.tables import marked
 from moeconv.report.units import duration, percent, size
 from moeconv.report.writer import write_report
+from moert.pack.manifest import Measured
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import build
 from moert.pack.reader import Pack
@@ -74,6 +76,28 @@ def test_page_says_the_result(written: Path) -> None:
                  "3.10% (95% interval 1.80% to 4.50%", "stays under 4.30% with 95% confidence", "(1 of 64): E00/E000.",
                  "3 min 10 s", "met on held-out"):  # fmt: skip
         assert text in page
+
+
+def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
+    dense = DenseReport("group", 64, {"attention": 4, "head": 8}, 500_000, 1_600_000,
+                        Measured(0.82, 0.81, 0.0123, 0.004, 0.021, 600))  # fmt: skip
+    report = replace(full_report(SWITCH), dense=dense)
+    pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
+    assert read_report(pack) == report
+    write_report(pack, tmp_path / "r")
+    page = page_of(tmp_path / "r")
+    for text in (
+        "31% of what they have in the source", "quantizer group, in groups of 64", "<td>attention</td>",
+        "<td>head</td>", "lose 1.23% (95% interval 0.40% to 2.10%, 600 samples)",
+    ):  # fmt: skip
+        assert text in page
+    assert "lose 1.23%" in conversion_table(report, "m.pack")
+    assert "dense matrices: attention 4, head 8 bits" in conversion_table(report, "m.pack")
+    assert "500,000 = 31.2% of the source's" in conversion_table(report, "m.pack")
+
+
+def test_a_page_without_dense_widths_says_so(written: Path) -> None:
+    assert "Stored as in the source, in 7 bytes." in page_of(written)
 
 
 def test_page_needs_nothing_from_elsewhere(written: Path) -> None:

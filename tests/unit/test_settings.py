@@ -15,6 +15,7 @@ from moeconv.settings import (
     parse_bits,
     parse_bytes,
     parse_confidence,
+    parse_dense_bits,
     parse_fields,
     parse_share,
     parse_target,
@@ -96,6 +97,17 @@ def test_fields() -> None:
             parse_fields(text)
 
 
+def test_dense_bits() -> None:
+    assert parse_dense_bits("8") == 8
+    assert parse_dense_bits("attention=4, head = 8") == {"attention": 4, "head": 8}
+    for text in ("", "x", "head", "head=", "head=x", "=8", "8,8", "head=8,", "a=1=2", "8bits"):
+        with pytest.raises(SettingsError, match=r"--dense-bits .*expected") as caught:
+            settings(dense_bits=parse_dense_bits(text))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(SettingsError, match="each role once"):
+        parse_dense_bits("head=8,head=4")
+
+
 def settings(**change: object) -> Settings:
     return Settings(**{"model": "m", "out": Path("o"), "work": Path("w"), "calib": "c", **change})  # type: ignore[arg-type]
 
@@ -129,6 +141,10 @@ def settings(**change: object) -> Settings:
         ({"calib": None, "bits": (16,), "racing": 0.05}, "--racing has no effect without --calib"),
         ({"calib": None, "bits": (16,), "cluster": "auto"}, "--cluster has no effect without --calib"),
         ({"calib": None, "bits": (16,), "memory_bytes": 1 << 20}, "--memory has no effect without --calib"),
+        ({"calib": None, "bits": (16,), "dense_bits": 8}, "--calib is missing: what --dense-bits loses is measured"),
+        ({"dense_bits": 5}, "--dense-bits 5: expected a width among 2, 3, 4, 8, 16"),
+        ({"dense_bits": {"head": 12}}, "--dense-bits 12: expected a width among"),
+        ({"dense_bits": {"tail": 8}}, "--dense-bits tail: expected roles among attention, router, ffn, head, embed"),
         ({"out": Path("/")}, "expected new directories"),
         ({"samples": 0}, "--samples 0"),
         ({"sweep_samples": 0}, "--sweep-samples 0"),

@@ -1,0 +1,110 @@
+"""What models and the expert executor ask of the arithmetic; reference.py and native.py give it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moert.pack.codec import U8, QuantizedMatrix
+from moert.pack.model_spec import ExpertKey, MoeSpec
+from moert.pack.reader import Pack
+
+StoredWeights = Tensor | QuantizedMatrix
+"""One weight of the backbone: a tensor of the type that is stored, or a matrix of fewer bits."""
+
+Matrix = Any
+"""A dense matrix [out, in] as a backend holds it."""
+
+Expert = Any
+"""The weights of one feed-forward part, as a backend holds them."""
+
+
+class AttentionBlock(Protocol):
+    """The weights and settings of one attention block; k and v are None where keys and values are given to it."""
+
+    norm: Tensor  # [d_model]
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q: Matrix
+    k: Matrix | None
+    v: Matrix | None
+    o: Matrix
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    clip: float | None
+
+
+class AttentionStep(Protocol):
+    """One token through one attention block."""
+
+    def __call__(
+        self, x: Tensor, keys: Tensor, values: Tensor, length: int, turn: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """x [1, d_model] += attention(norm(x)). keys, values [kv_heads, ≥ length, head_dim], float32; unless they are
+        given, those of this token are written to row length - 1. turn [2, head_dim]: cosines and signed sines. bias
+        [heads, length]."""
+        ...
+
+
+class TokenSteps(Protocol):
+    """Whole steps of one token as one call each, where many small ones would cost more than the arithmetic."""
+
+    def attention(self, block: AttentionBlock) -> AttentionStep: ...
+
+    def route(
+        self, x: Tensor, norm: Tensor, eps: float, router: Matrix, moe: MoeSpec
+    ) -> tuple[Tensor, list[int], Tensor]:
+        """x [1, d_model] → norm(x), top_k experts ascending, their weights [top_k]; the tensors are written anew by the
+        next call."""
+        ...
+
+    def head(self, x: Tensor, norm: Tensor, eps: float, factor: float, matrix: Matrix) -> Tensor:
+        """x [1, d_model] → matrix · (norm(x) * factor), [1, out]."""
+        ...
+
+
+class Backend(Protocol):
+    """Activations are float32. Not for use by several threads at once."""
+
+    name: str
+
+    @property
+    def steps(self) -> TokenSteps | None: ...
+
+    def matrix(self, stored: StoredWeights) -> Matrix: ...
+
+    def nbytes(self, matrix: Matrix) -> int:
+        """What the matrix takes in memory."""
+        ...
+
+    def rows(self, matrix: Matrix, ids: Sequence[int]) -> Tensor:
+        """Rows of a matrix as they are: [len(ids), in]."""
+        ...
+
+    def linear(self, x: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+        """x [tokens, in] → [tokens, all rows of the matrices, one matrix after the other]."""
+        ...
+
+    def expert(self, pack: Pack, key: ExpertKey, buffer: U8) -> Expert:
+        """An expert whose file was read into `buffer`, which it keeps alive."""
+        ...
+
+    def dense(self, gate: Matrix | None, up: Matrix, down: Matrix) -> Expert:
+        """The feed-forward part of a layer without experts, as if it were one."""
+        ...
+
+    def mix(self, experts: Sequence[Expert], weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
+        """One token: out [1, d_model] += the sum of weights [n] times expert(x [1, d_model]), in the order given."""
+        ...
+
+    def run(self, expert: Expert, tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
+        """Many tokens: out[tokens] += weights[:, None] * expert(x[tokens]); tokens int64 [n], weights [n]; each token
+        comes once."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,88 @@
+"""Compiles csrc into _native.so: `pip install` does, and so does `make native` after a change.
+
+A plain shared library without Python in it: one for all versions of Python. setuptools loads this file alone, so it
+imports nothing of moert.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).resolve().parent
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread"]
+
+
+class CompilerMissing(Exception):
+    """There is no C compiler."""
+
+
+class CompilationFailed(Exception):
+    """The C compiler refused; the message says why."""
+
+
+def find_compiler() -> list[str]:
+    """The C compiler as a command: $CC, or the first of the usual names. Raises CompilerMissing."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise CompilerMissing(f"CC={shlex.join(named)} is no program" if named else "found no cc, gcc or clang")
+
+
+def compile_library(target: Path) -> None:
+    """Writes the library to `target`; if that fails, an old one does not stay. Raises CompilerMissing,
+    CompilationFailed."""
+    sources = sorted(str(path) for path in (HERE / "csrc").glob("*.c"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_suffix(".partial")  # a process that has the old one open keeps it
+    try:
+        command = [*find_compiler(), *FLAGS, *sources, "-o", str(fresh), "-lm"]
+        found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if found.returncode:
+            raise CompilationFailed(f"{command[0]} ended with {found.returncode}:\n{found.stderr.strip()}")
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+        raise
+    fresh.replace(target)
+
+
+class BuildNative(build_ext):  # type: ignore[misc]
+    """Without a compiler, or with one that fails, the installation goes on: moert then computes with torch."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            compile_library(Path(self.get_ext_fullpath(ext.name)))
+        except (CompilerMissing, CompilationFailed) as error:
+            _say(f"the native kernels were not built, moert will be slow: {error}")
+
+
+def _say(message: str) -> None:
+    print(f"moert: {message}", file=sys.stderr)
+
+
+def main() -> int:
+    """For developers: a change that does not compile is an error; no compiler is none."""
+    try:
+        compile_library(HERE / "_native.so")
+    except CompilerMissing as error:
+        _say(f"the native kernels were not built, moert will be slow: {error}")
+    except CompilationFailed as error:
+        _say(f"the native kernels were not built: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

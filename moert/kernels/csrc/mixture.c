@@ -1,0 +1,117 @@
+/* The experts of a layer, all in one call: gate and up of every expert, then down of every expert, then the sum. */
+#include "products.h"
+
+#define GATES 1024   /* kept on the stack: of some rows for up to TOKENS_AT_ONCE tokens */
+#define TOKENS_AT_ONCE 16
+#define SUM_COLS 512 /* outputs that make one item of the sum */
+
+/* Gate, up and activation of one expert. */
+typedef struct {
+    const input *in;
+    const moert_ffn *ffn;
+    const int32_t *tokens;
+    float *hidden; /* [n, d_ff] */
+    float limit;
+    int activation, n, block, items;
+} expansion;
+
+typedef struct {
+    const expansion *experts;
+    int count;
+} expansions;
+
+typedef struct {
+    const operations *isa;
+    const float *parts, *weights; /* [rows, cols], [rows] */
+    const int32_t *tokens;
+    float *out;
+    int rows, cols;
+} weighted_sum;
+
+static void expand_item(const void *job, int item) {
+    const expansions *all = job;
+    LOCATE(i, item, all->experts, all->count);
+    const expansion *e = &all->experts[i];
+    const moert_ffn *ffn = e->ffn;
+    const int d_ff = ffn->up.rows, first = item * e->block, stop = first + e->block < d_ff ? first + e->block : d_ff;
+    const int most = e->n < TOKENS_AT_ONCE ? GATES / e->n : GATES / TOKENS_AT_ONCE;
+    float gate[GATES];
+    for (int at = first; at < stop; at += most) {
+        const int end = at + most < stop ? at + most : stop, size = end - at;
+        for (int t = 0; t < e->n; t += TOKENS_AT_ONCE) {
+            const int n = e->n - t < TOKENS_AT_ONCE ? e->n - t : TOKENS_AT_ONCE;
+            float *up = e->hidden + (int64_t)t * d_ff + at;
+            multiply(e->in, &ffn->up, e->tokens + t, n, at, end, up, d_ff);
+            if (ffn->gate.data) multiply(e->in, &ffn->gate, e->tokens + t, n, at, end, gate, size);
+            for (int i = 0; i < n; i++)
+                e->in->isa->activate(e->activation, e->limit, ffn->gate.data ? gate + i * size : NULL,
+                                     up + (int64_t)i * d_ff, size);
+        }
+    }
+}
+
+static void sum_item(const void *job, int item) {
+    const weighted_sum *s = job;
+    const int first = item * SUM_COLS, n = s->cols - first < SUM_COLS ? s->cols - first : SUM_COLS;
+    for (int r = 0; r < s->rows; r++)
+        s->isa->add(s->weights[r], s->parts + (int64_t)r * s->cols + first,
+                    s->out + (int64_t)s->tokens[r] * s->cols + first, n);
+}
+
+int moert_mixture(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
+                  const int32_t *starts, const int32_t *token_of, const float *weight_of, const float *x, int tokens,
+                  float *out) {
+    const int rows = experts ? starts[experts] : 0;
+    if (!rows) return 0;
+    const operations *isa = pool_operations(pool);
+    const int d_model = ffn[0]->up.cols, d_ff = ffn[0]->up.rows;
+    input before, after;
+    input_begin(&before, isa, x, tokens, d_model);
+    input_begin(&after, isa, NULL, rows, d_ff);
+    for (int e = 0; e < experts; e++) {
+        if (ffn[e]->gate.data && input_wants(&before, &ffn[e]->gate)) return -1;
+        if (input_wants(&before, &ffn[e]->up) || input_wants(&after, &ffn[e]->down)) return -1;
+    }
+    const size_t expand_bytes = aligned((size_t)experts * sizeof(expansion));
+    const size_t shrink_bytes = aligned((size_t)experts * sizeof(product));
+    const size_t hidden_bytes = aligned((size_t)rows * (size_t)d_ff * sizeof(float));
+    const size_t parts_bytes = aligned((size_t)rows * (size_t)d_model * sizeof(float));
+    const size_t number_bytes = aligned((size_t)rows * sizeof(int32_t)), before_bytes = input_bytes(&before);
+    char *room = pool_scratch(pool, expand_bytes + shrink_bytes + hidden_bytes + parts_bytes + number_bytes +
+                                        before_bytes + input_bytes(&after));
+    if (!room) return -1;
+    expansion *expand = (expansion *)room;
+    product *shrink = (product *)(room += expand_bytes);
+    float *hidden = (float *)(room += shrink_bytes), *parts = (float *)(room += hidden_bytes);
+    int32_t *number = (int32_t *)(room += parts_bytes);
+    input_make(&before, pool, room += number_bytes);
+    room += before_bytes;
+
+    int items = 0;
+    int64_t bytes = 0, work = 0;
+    for (int e = 0; e < experts; e++) {
+        const int n = starts[e + 1] - starts[e];
+        bytes += n ? matrix_bytes(&ffn[e]->up) : 0;
+        work += 2 * n * matrix_bytes(&ffn[e]->up);
+    }
+    for (int e = 0; e < experts; e++) {
+        const int first = starts[e], n = starts[e + 1] - first, block = item_rows(pool, &ffn[e]->up, n, bytes);
+        expand[e] = (expansion){&before, ffn[e], token_of + first, hidden + (int64_t)first * d_ff, limit, activation, n,
+                                block, n ? (d_ff + block - 1) / block : 0};
+        items += expand[e].items;
+    }
+    run_items(pool, expand_item, &(expansions){expand, experts}, items, work);
+
+    after.values = hidden;
+    input_make(&after, pool, room);
+    for (int r = 0; r < rows; r++) number[r] = r;
+    for (int e = 0; e < experts; e++) {
+        const int first = starts[e], n = starts[e + 1] - first;
+        shrink[e] = (product){&after, &ffn[e]->down, parts + (int64_t)first * d_model, d_model, number + first, n, 0, 0};
+    }
+    run_products(pool, shrink, experts);
+
+    const weighted_sum sum = {isa, parts, weight_of, token_of, out, rows, d_model};
+    run_items(pool, sum_item, &sum, (d_model + SUM_COLS - 1) / SUM_COLS, (int64_t)rows * d_model);
+    return 0;
+}

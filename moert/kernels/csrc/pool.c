@@ -1,0 +1,180 @@
+/* A few threads that share one job at a time. Items are handed out one by one from a counter, so a thread that the
+ * system has put aside delays a job by the item it is at, and not at all between items. Threads wait for the next job
+ * by looking for it a short while, then asleep: long spinning would take the core from whoever it waits for. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "internal.h"
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() ((void)0)
+#endif
+
+#define IDLE_NS 200000  /* how long a thread looks for the next job before it sleeps */
+#define FINISH_NS 20000 /* how long the caller looks for the end of a job before it sleeps */
+#define SLOTS 4         /* descriptions kept: a thread can be late by one job, since each job waits for its items */
+
+/* The counter holds the job's number, its items and the next item in one word, so that they are taken as one. */
+#define TICKET(number, n) ((uint64_t)(number) << 40 | (uint64_t)(n) << 20)
+#define NUMBER(ticket) ((ticket) >> 40)
+#define ITEMS(ticket) ((int)((ticket) >> 20 & 0xFFFFF))
+#define ITEM(ticket) ((int)((ticket)&0xFFFFF))
+
+typedef struct {
+    work run;
+    const void *job;
+    _Alignas(64) atomic_int done;
+} slot;
+
+struct moert_pool {
+    const operations *isa;
+    int threads, started;
+    void *scratch;
+    size_t scratch_bytes;
+    pthread_t *workers;
+    slot slots[SLOTS];
+    _Alignas(64) atomic_uint_fast64_t ticket;
+    _Alignas(64) atomic_int asleep; /* workers that wait for a job on `wake` */
+    atomic_int caller_asleep, closing;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, finished;
+};
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+/* Takes items of the present job until none is left. */
+static void take_items(moert_pool *pool) {
+    uint64_t ticket = atomic_load(&pool->ticket);
+    while (ITEM(ticket) < ITEMS(ticket)) {
+        ticket = atomic_fetch_add(&pool->ticket, 1);
+        if (ITEM(ticket) >= ITEMS(ticket)) return;
+        slot *at = &pool->slots[NUMBER(ticket) % SLOTS]; /* not reused before this item is done */
+        int items = ITEMS(ticket);
+        at->run(at->job, ITEM(ticket));
+        if (atomic_fetch_add(&at->done, 1) + 1 == items && atomic_load(&pool->caller_asleep)) {
+            pthread_mutex_lock(&pool->lock);
+            pthread_cond_signal(&pool->finished);
+            pthread_mutex_unlock(&pool->lock);
+        }
+        ticket = atomic_load(&pool->ticket);
+    }
+}
+
+static int has_items(moert_pool *pool) {
+    uint64_t ticket = atomic_load(&pool->ticket);
+    return ITEM(ticket) < ITEMS(ticket);
+}
+
+static void *worker(void *argument) {
+    moert_pool *pool = argument;
+    while (!atomic_load(&pool->closing)) {
+        take_items(pool);
+        int64_t until = now_ns() + IDLE_NS;
+        int ready = 0;
+        while (!(ready = has_items(pool) || atomic_load(&pool->closing)) && now_ns() < until)
+            for (int i = 0; i < 32 && !has_items(pool); i++) PAUSE();
+        if (ready) continue;
+        pthread_mutex_lock(&pool->lock);
+        atomic_fetch_add(&pool->asleep, 1);
+        while (!has_items(pool) && !atomic_load(&pool->closing)) pthread_cond_wait(&pool->wake, &pool->lock);
+        atomic_fetch_sub(&pool->asleep, 1);
+        pthread_mutex_unlock(&pool->lock);
+    }
+    return NULL;
+}
+
+static void wait_for_items(moert_pool *pool, slot *at, int n) {
+    int64_t until = 0;
+    while (atomic_load(&at->done) < n) {
+        for (int i = 0; i < 64; i++) {
+            if (atomic_load(&at->done) == n) return;
+            PAUSE();
+        }
+        int64_t time = now_ns();
+        if (!until) until = time + FINISH_NS;
+        if (time < until) continue;
+        pthread_mutex_lock(&pool->lock);
+        atomic_store(&pool->caller_asleep, 1);
+        while (atomic_load(&at->done) < n) pthread_cond_wait(&pool->finished, &pool->lock);
+        atomic_store(&pool->caller_asleep, 0);
+        pthread_mutex_unlock(&pool->lock);
+    }
+}
+
+void pool_run(moert_pool *pool, work run, const void *job, int n) {
+    if (pool->threads == 1 || n == 1) {
+        for (int item = 0; item < n; item++) run(job, item);
+        return;
+    }
+    uint64_t number = (NUMBER(atomic_load(&pool->ticket)) + 1) & 0xFFFFFF;
+    slot *at = &pool->slots[number % SLOTS];
+    at->run = run;
+    at->job = job;
+    atomic_store(&at->done, 0);
+    atomic_store(&pool->ticket, TICKET(number, n));
+    if (atomic_load(&pool->asleep)) {
+        pthread_mutex_lock(&pool->lock);
+        pthread_cond_broadcast(&pool->wake);
+        pthread_mutex_unlock(&pool->lock);
+    }
+    take_items(pool);
+    wait_for_items(pool, at, n);
+}
+
+void *pool_scratch(moert_pool *pool, size_t bytes) {
+    if (bytes > pool->scratch_bytes) {
+        free(pool->scratch);
+        pool->scratch_bytes = aligned(bytes + bytes / 4);
+        pool->scratch = aligned_alloc(ALIGN, pool->scratch_bytes);
+        if (!pool->scratch) pool->scratch_bytes = 0;
+    }
+    return pool->scratch;
+}
+
+const operations *pool_operations(const moert_pool *pool) { return pool->isa; }
+int pool_threads(const moert_pool *pool) { return pool->threads; }
+
+moert_pool *moert_pool_open(int isa, int threads) {
+    if (isa < 0 || isa >= moert_isas_count || !moert_isas[isa]->runs() || threads < 1 || threads > 4096) return NULL;
+    moert_pool *pool = aligned_alloc(ALIGN, aligned(sizeof(moert_pool)));
+    if (!pool) return NULL;
+    *pool = (moert_pool){.isa = moert_isas[isa], .threads = threads};
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    pthread_cond_init(&pool->finished, NULL);
+    pool->workers = calloc((size_t)threads, sizeof(pthread_t));
+    while (pool->workers && pool->started < threads - 1) {
+        if (pthread_create(&pool->workers[pool->started], NULL, worker, pool)) break;
+        pool->started++;
+    }
+    if (pool->started < threads - 1) {
+        moert_pool_close(pool);
+        return NULL;
+    }
+    return pool;
+}
+
+void moert_pool_close(moert_pool *pool) {
+    if (!pool) return;
+    pthread_mutex_lock(&pool->lock);
+    atomic_store(&pool->closing, 1);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < pool->started; i++) pthread_join(pool->workers[i], NULL);
+    pthread_mutex_destroy(&pool->lock);
+    pthread_cond_destroy(&pool->wake);
+    pthread_cond_destroy(&pool->finished);
+    free(pool->workers);
+    free(pool->scratch);
+    free(pool);
+}

@@ -1,0 +1,149 @@
+"""The native kernels: finds _native.so, loads it with ctypes, declares what csrc/moert.h declares."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from moert.errors import RunError
+
+ABI = 3
+PATH = Path(__file__).with_name("_native.so")
+
+
+class InstructionSetInvalid(RunError):
+    """An instruction set that this library does not have or this processor does not run."""
+
+
+class Matrix(Structure):
+    """moert_matrix. Pointers are addresses (int) or None."""
+
+    _fields_ = [
+        ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p),
+        ("kind", c_int32), ("rows", c_int32), ("cols", c_int32), ("group", c_int32),
+    ]  # fmt: skip
+
+
+class Ffn(Structure):
+    """moert_ffn."""
+
+    _fields_ = [("gate", Matrix), ("up", Matrix), ("down", Matrix)]
+
+
+class Attention(Structure):
+    """moert_attention."""
+
+    _fields_ = [
+        ("norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("q", Matrix), ("k", Matrix), ("v", Matrix), ("o", Matrix),
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
+        ("eps", c_float), ("scale", c_float), ("clip", c_float),
+    ]  # fmt: skip
+
+
+_POOL, _DATA = c_void_p, c_void_p
+# name: (result, arguments), as in moert.h. Data is passed by address.
+_FUNCTIONS = {
+    "moert_abi": (c_int, []),
+    "moert_isa_count": (c_int, []),
+    "moert_isa_name": (c_char_p, [c_int]),
+    "moert_isa_runs": (c_int, [c_int]),
+    "moert_pool_open": (_POOL, [c_int, c_int]),
+    "moert_pool_close": (None, [_POOL]),
+    "moert_linear": (c_int, [_POOL, c_int, _DATA, _DATA, c_int, _DATA]),
+    "moert_rows": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, _DATA]),
+    "moert_mixture": (
+        c_int,
+        [_POOL, c_int, c_float, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA],
+    ),
+    "moert_attend": (
+        c_int,
+        [_POOL, POINTER(Attention), _DATA, _DATA, _DATA, c_int64, c_int, _DATA, _DATA, c_int64],
+    ),
+    "moert_route": (c_int, [_POOL, _DATA, c_float, POINTER(Matrix), _DATA, c_int, c_int, _DATA, _DATA, _DATA]),
+    "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), _DATA, _DATA]),
+}
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One of those compiled in. number: as moert_pool_open takes it."""
+
+    number: int
+    name: str
+    runs: bool
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded library: its C functions by name, and its instruction sets, best first."""
+
+    functions: CDLL
+    instruction_sets: tuple[InstructionSet, ...]
+
+    def choose(self, wanted: str | None = None) -> int:
+        """The number of the wanted instruction set, by default of the best that runs.
+
+        Raises InstructionSetInvalid.
+        """
+        running = [each for each in self.instruction_sets if each.runs]
+        known = {each.name: each for each in self.instruction_sets}
+        if wanted is None:
+            return running[0].number
+        names = ", ".join(each.name for each in running)
+        if wanted not in known:
+            raise InstructionSetInvalid(f"there is no instruction set {wanted!r} in the native kernels: use {names}")
+        if not known[wanted].runs:
+            raise InstructionSetInvalid(f"this processor does not run the instruction set {wanted}: use {names}")
+        return known[wanted].number
+
+
+def load() -> Library | None:
+    """The library, or None where there is none that works; missing() then says why."""
+    found = _open(PATH)
+    return found if isinstance(found, Library) else None
+
+
+def missing() -> str | None:
+    """Why load() gives None; None if it does not."""
+    found = _open(PATH)
+    return None if isinstance(found, Library) else found
+
+
+def missing_note() -> str | None:
+    """What to tell the user once where the library is missing, and what to do about it."""
+    reason = missing()
+    if reason is None:
+        return None
+    return f"no native kernels: {reason}; computing with torch, slowly: install a C compiler, then moert again"
+
+
+@cache
+def _open(path: Path) -> Library | str:
+    """The library at `path`, or why it can't be used."""
+    if not path.exists():
+        return f"{path.name} was not built"
+    try:
+        functions = CDLL(str(path))
+        _declare(functions)
+    except (OSError, AttributeError) as error:  # not for this machine; a function that is not there
+        return f"{path.name} does not load: {' '.join(str(error).split())}"
+    abi = functions.moert_abi()
+    if abi != ABI:
+        return f"{path.name} is of another version (interface {abi}, expected {ABI})"
+    return Library(functions, tuple(_instruction_sets(functions)))
+
+
+def _declare(functions: CDLL) -> None:
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def _instruction_sets(functions: CDLL) -> list[InstructionSet]:
+    return [
+        InstructionSet(number, functions.moert_isa_name(number).decode(), bool(functions.moert_isa_runs(number)))
+        for number in range(functions.moert_isa_count())
+    ]

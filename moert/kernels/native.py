@@ -1,0 +1,223 @@
+"""The backend that multiplies the pack's bytes as they are, in C (csrc/), activations rounded to 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moert.kernels.arena import Arena
+from moert.kernels.backend import AttentionBlock, StoredWeights
+from moert.kernels.library import Attention, Ffn, Library, Matrix
+from moert.pack.codec import U8, QuantizedMatrix
+from moert.pack.layout import ExpertLayout, group_of
+from moert.pack.model_spec import ExpertKey, MoeSpec
+from moert.pack.reader import Pack
+
+_KINDS = {torch.float16: 16, torch.bfloat16: 17, torch.float32: 32}
+_DTYPE16 = {"F16": 16, "BF16": 17}
+_ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
+
+
+class NativeFailed(MemoryError):
+    """The library could not get the memory that it needs."""
+
+
+@dataclass(frozen=True)
+class NativeMatrix:
+    """A dense matrix; `stored` lies where `struct` points to."""
+
+    stored: StoredWeights
+    struct: Matrix
+
+    @property
+    def rows(self) -> int:
+        return int(self.struct.rows)
+
+
+class NativeExpert:
+    """A feed-forward part; `alive` is what holds its bytes."""
+
+    def __init__(self, ffn: Ffn, alive: Any) -> None:
+        self.ffn, self.address, self._alive = ffn, addressof(ffn), alive
+
+
+class NativeBackend:
+    """See `moert.kernels.backend.Backend`. `isa` is a number of Library.choose."""
+
+    def __init__(self, library: Library, isa: int, threads: int) -> None:
+        self.name = library.instruction_sets[isa].name
+        self.steps: NativeBackend = self
+        self._call = library.functions
+        self._pool = self._call.moert_pool_open(isa, threads)
+        if not self._pool:
+            raise NativeFailed(f"no memory for {threads} threads")
+        self._arena = Arena()
+        self._routed: tuple[Tensor, Any, Tensor] | None = None
+        self._first_token = torch.zeros(1 << 16, dtype=torch.int32)  # top_k is below 2^16
+        self._starts = torch.arange(1 << 16, dtype=torch.int32)
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool:
+            self._call.moert_pool_close(pool)
+
+    def matrix(self, stored: StoredWeights) -> NativeMatrix:
+        if isinstance(stored, QuantizedMatrix):
+            qweight, scale, minimum = (self._kept(part) for part in (stored.qweight, stored.scale, stored.minimum))
+            kept: StoredWeights = QuantizedMatrix(
+                stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum
+            )
+            struct = Matrix(
+                qweight.ctypes.data, scale.ctypes.data, minimum.ctypes.data, stored.bits, len(qweight),
+                stored.in_features, stored.group_size,
+            )  # fmt: skip
+        else:
+            if stored.dtype not in _KINDS:
+                stored = stored.float()
+            plain = stored.contiguous()
+            kept = torch.from_numpy(self._kept(plain.view(torch.uint8).numpy())).view(plain.dtype)
+            struct = Matrix(kept.data_ptr(), None, None, _KINDS[kept.dtype], *kept.shape, kept.shape[1])
+        return NativeMatrix(kept, struct)
+
+    def nbytes(self, matrix: NativeMatrix) -> int:
+        stored = matrix.stored
+        if isinstance(stored, Tensor):
+            return stored.nbytes
+        return stored.qweight.nbytes + stored.scale.nbytes + stored.minimum.nbytes
+
+    def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> Tensor:
+        out = torch.empty(len(ids), matrix.struct.cols)
+        places = (c_int64 * len(ids))(*ids)
+        self._check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, out.data_ptr()))
+        return out
+
+    def linear(self, x: Tensor, matrices: Sequence[NativeMatrix]) -> Tensor:
+        x = x.contiguous()
+        outputs = [torch.empty(x.shape[0], matrix.rows) for matrix in matrices]
+        count = len(matrices)
+        self._check(
+            self._call.moert_linear(
+                self._pool, count, (c_void_p * count)(*(addressof(matrix.struct) for matrix in matrices)),
+                x.data_ptr(), x.shape[0], (c_void_p * count)(*(output.data_ptr() for output in outputs)),
+            )
+        )  # fmt: skip
+        return outputs[0] if count == 1 else torch.cat(outputs, 1)
+
+    def expert(self, pack: Pack, key: ExpertKey, buffer: U8) -> NativeExpert:
+        layout, start = pack.layout(key), buffer.ctypes.data
+        ffn = Ffn(
+            **{name: _projection(pack, layout, start, name, width) for name, width in pack.entry(key).bits.items()}
+        )
+        return NativeExpert(ffn, buffer)
+
+    def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
+        ffn = Ffn(up=up.struct, down=down.struct)
+        if gate is not None:
+            ffn.gate = gate.struct
+        return NativeExpert(ffn, (gate, up, down))
+
+    def mix(self, experts: Sequence[NativeExpert], weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
+        count = len(experts)
+        self._mixture(
+            moe, count, (c_void_p * count)(*[expert.address for expert in experts]), self._starts.data_ptr(),
+            self._first_token.data_ptr(), weights, x, out,
+        )  # fmt: skip
+
+    def run(self, expert: NativeExpert, tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
+        rows, starts = tokens.to(torch.int32), (c_int32 * 2)(0, len(tokens))
+        self._mixture(moe, 1, (c_void_p * 1)(expert.address), addressof(starts), rows.data_ptr(), weights, x, out)
+
+    def attention(self, block: AttentionBlock) -> NativeAttention:
+        return NativeAttention(self, block)
+
+    def route(
+        self, x: Tensor, norm: Tensor, eps: float, router: NativeMatrix, moe: MoeSpec
+    ) -> tuple[Tensor, list[int], Tensor]:
+        if self._routed is None or self._routed[0].shape != x.shape or len(self._routed[1]) != moe.top_k:
+            self._routed = torch.empty_like(x), (c_int64 * moe.top_k)(), torch.empty(moe.top_k)
+        hidden, experts, weights = self._routed
+        self._check(
+            self._call.moert_route(
+                self._pool, norm.data_ptr(), eps, router.struct, x.data_ptr(), moe.top_k, moe.norm_topk,
+                hidden.data_ptr(), experts, weights.data_ptr(),
+            )
+        )  # fmt: skip
+        return hidden, experts[:], weights
+
+    def head(self, x: Tensor, norm: Tensor, eps: float, factor: float, matrix: NativeMatrix) -> Tensor:
+        y = torch.empty(1, matrix.rows)
+        self._check(
+            self._call.moert_head(
+                self._pool, norm.data_ptr(), eps, factor, matrix.struct, x.data_ptr(), y.data_ptr()
+            )
+        )  # fmt: skip
+        return y
+
+    def attend(self, struct: Attention, *arguments: Any) -> None:
+        self._check(self._call.moert_attend(self._pool, byref(struct), *arguments))
+
+    def _mixture(
+        self, moe: MoeSpec, count: int, experts: Any, starts: int, tokens: int, weights: Tensor, x: Tensor, out: Tensor
+    ) -> None:
+        limit = math.inf if moe.activation_limit is None else moe.activation_limit
+        self._check(
+            self._call.moert_mixture(
+                self._pool, _ACTIVATIONS[moe.activation], limit, count, experts, starts, tokens, weights.data_ptr(),
+                x.data_ptr(), x.shape[0], out.data_ptr(),
+            )
+        )  # fmt: skip
+
+    def _kept(self, array: Any) -> Any:
+        """A copy in large pages."""
+        room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
+        np.copyto(room, array)
+        return room
+
+    def _check(self, failed: int) -> None:
+        if failed:
+            raise NativeFailed("the native kernels could not get the memory that they need")
+
+
+class NativeAttention:
+    """See `moert.kernels.backend.AttentionStep`."""
+
+    def __init__(self, backend: NativeBackend, block: AttentionBlock) -> None:
+        self._backend, self._alive = backend, block
+        self._struct = Attention(
+            norm=block.norm.data_ptr(), heads=block.heads, kv_heads=block.kv_heads, head_dim=block.head_dim,
+            eps=block.eps, scale=block.scale, clip=math.inf if block.clip is None else block.clip,
+        )  # fmt: skip
+        for name in ("q", "k", "v", "o"):
+            if (matrix := getattr(block, name)) is not None:
+                setattr(self._struct, name, matrix.struct)
+        for name in ("q_norm", "k_norm"):
+            if (norm := getattr(block, name)) is not None:
+                setattr(self._struct, name, norm.data_ptr())
+
+    def __call__(
+        self, x: Tensor, keys: Tensor, values: Tensor, length: int, turn: Tensor | None, bias: Tensor | None
+    ) -> None:
+        self._backend.attend(
+            self._struct, x.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0), length,
+            None if turn is None else turn.data_ptr(), None if bias is None else bias.data_ptr(),
+            0 if bias is None else bias.stride(0),
+        )  # fmt: skip
+
+
+def _projection(pack: Pack, layout: ExpertLayout, start: int, name: str, width: int) -> Matrix:
+    """Where a projection lies in an expert file that was read to the address `start`."""
+    quantization = pack.manifest.quantization
+    rows, cols = pack.manifest.model.projection_shape(name)
+    data = start + layout.data_offset
+    if width == 16:
+        kind = _DTYPE16[quantization.dtype16]
+        return Matrix(data + layout.slot(f"{name}.weight").start, None, None, kind, rows, cols, cols)
+    places = (data + layout.slot(f"{name}.{part}").start for part in ("qweight", "scale", "min"))
+    return Matrix(*places, width, rows, cols, group_of(cols, quantization.group_size))

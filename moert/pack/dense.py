@@ -1,0 +1,61 @@
+"""Which tensors of backbone.safetensors stand for a matrix outside the experts, at the width that a pack gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.codec import QuantizedMatrix, n_groups, row_bytes
+from moert.pack.errors import HeaderInvalid
+from moert.pack.layout import group_of
+from moert.pack.manifest import BACKBONE, Dense, Quantization
+from moert.pack.model_spec import ModelSpec, backbone_tensors, dense_role
+
+StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]
+"""Name → dtype, as safetensors calls it, and shape. None: any floating-point type, that of the source."""
+
+
+def dense_width(spec: ModelSpec, dense: Dense | None, name: str) -> int | None:
+    """The width of the tensor of this canonical name; None where it is stored as in the source."""
+    role = dense_role(spec, name)
+    return None if dense is None or role is None else dense.bits.get(role)
+
+
+def part_names(name: str) -> tuple[str, str, str]:
+    """NAME.weight → where its codes, scales and minima are."""
+    stem = name.removesuffix(".weight")
+    return f"{stem}.qweight", f"{stem}.scale", f"{stem}.min"
+
+
+def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, StoredTensors]:
+    """Canonical name → the tensors that stand for it: itself, or codes, scales and minima."""
+    dense, found = quantization.dense, {}
+    for name, shape in backbone_tensors(spec).items():
+        width = dense_width(spec, dense, name)
+        if dense is None or width is None or width == 16:
+            dtype = None if width is None else quantization.dtype16
+            found[name] = {name: (dtype, shape)}
+            continue
+        out_features, in_features = shape
+        groups = n_groups(in_features, group_of(in_features, dense.group_size))
+        rows, wide = (out_features, row_bytes(in_features, width)), (out_features, groups)
+        found[name] = dict(zip(part_names(name), (("U8", rows), ("F16", wide), ("F16", wide)), strict=True))
+    return found
+
+
+def quantized(
+    spec: ModelSpec, dense: Dense, name: str, in_features: int, read: Callable[[str], npt.NDArray[Any]]
+) -> QuantizedMatrix:
+    """The matrix of a width below 16 that stands for NAME.weight; `read` gives the tensors of `stored_tensors`.
+
+    Raises HeaderInvalid for scales or minima that are not finite.
+    """
+    width = dense_width(spec, dense, name)
+    assert width is not None
+    codes, scale, minimum = (read(part) for part in part_names(name))
+    if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+        raise HeaderInvalid(f"{BACKBONE}: the scales of {name} are not finite: the file is damaged, copy it again")
+    return QuantizedMatrix(width, in_features, group_of(in_features, dense.group_size), codes, scale, minimum)

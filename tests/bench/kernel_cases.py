@@ -1,0 +1,185 @@
+"""What `make bench-kernels` times: calls of the native kernels over more weights than any cache holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_int32, c_void_p
+from dataclasses import dataclass
+from itertools import cycle
+from types import TracebackType
+
+import numpy as np
+
+from moert.kernels.library import Attention, Ffn, Library
+from moert.kernels.native import NativeFailed
+from moert.pack.codec import F32
+from tests.bench.kernel_weights import Material, Shape, nbytes_of
+
+ACTIVATION_SILU = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One pass: `run` makes `calls` calls that read `nbytes` of weights and multiply `macs` times."""
+
+    name: str
+    run: Callable[[], object]
+    calls: int
+    nbytes: int
+    macs: int = 0
+    alive: object = None  # what `run` refers to by address alone
+
+
+@dataclass(frozen=True)
+class Olmoe:
+    """The sizes of OLMoE-1B-7B that matter here."""
+
+    d_model: int = 2048
+    d_ff: int = 1024
+    heads: int = 16
+    experts: int = 64
+    top_k: int = 8
+    vocab: int = 50304
+    context: int = 128
+    eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bits of an expert's projections."""
+
+    gate: int
+    up: int
+    down: int
+
+
+def vector(*shape: int) -> F32:
+    return np.random.default_rng(1).standard_normal(shape, np.float32)
+
+
+class Kernels:
+    """The kernels of one instruction set (by default the best) on some threads; each method makes a case."""
+
+    def __init__(self, library: Library, material: Material, threads: int, isa: str | None = None) -> None:
+        self._call, self._material = library.functions, material
+        self._pool = self._call.moert_pool_open(library.choose(isa), threads)
+        if not self._pool:
+            raise NativeFailed(f"no memory for {threads} threads")
+
+    def __enter__(self) -> Kernels:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.moert_pool_close(self._pool)
+
+    def linear(
+        self, name: str, shapes: Sequence[Shape], bits: int, group: int, tokens: int = 1, most: int | None = None
+    ) -> Case:
+        """A matrix a call."""
+        matrices = self._material.matrices(shapes, bits, group, most)
+        x, y = vector(tokens, max(cols for _, cols in shapes)), vector(tokens, max(rows for rows, _ in shapes))
+        pointers = (c_void_p * len(matrices))(*map(addressof, matrices))
+        output, linear, pool = (c_void_p * 1)(y.ctypes.data), self._call.moert_linear, self._pool
+        calls = [addressof(pointers) + 8 * i for i in range(len(matrices))]
+        x_at, y_at = x.ctypes.data, addressof(output)
+
+        def run() -> None:
+            for at in calls:
+                _check(linear(pool, 1, at, x_at, tokens, y_at))
+
+        macs = sum(matrix.rows * matrix.cols for matrix in matrices) * tokens
+        alive = x, y, output, pointers, matrices
+        return Case(name, run, len(matrices), sum(map(nbytes_of, matrices)), macs, alive)
+
+    def mixture(self, name: str, size: Olmoe, widths: Sequence[Widths], group: int) -> Case:
+        """One token through `top_k` experts a call; the experts have the widths in turn."""
+        experts, nbytes = self._experts(size, widths, group)
+        calls = len(experts) // size.top_k
+        table = (c_void_p * len(experts))(*map(addressof, experts))
+        starts, token = (c_int32 * (size.top_k + 1))(*range(size.top_k + 1)), (c_int32 * size.top_k)()
+        weights, x, out = np.full(size.top_k, 1 / size.top_k, np.float32), vector(size.d_model), vector(size.d_model)
+        mixture, pool = self._call.moert_mixture, self._pool
+        places = [addressof(starts), addressof(token), weights.ctypes.data, x.ctypes.data, 1, out.ctypes.data]
+
+        def run() -> None:
+            for call in range(calls):
+                at = addressof(table) + 8 * call * size.top_k
+                _check(mixture(pool, ACTIVATION_SILU, math.inf, size.top_k, at, *places))
+
+        alive = experts, starts, token, weights, x, out
+        return Case(name, run, calls, sum(nbytes[: calls * size.top_k]), alive=alive)
+
+    def attend(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
+        """One token through an attention block of its own a call, each with its own keys and values."""
+        width, dim = size.d_model, size.d_model // size.heads
+        matrices = self._material.matrices([(width, width)], bits, group)
+        norm, turn, x = np.ones(width, np.float32), vector(2, dim), vector(width)
+        blocks = []
+        for first in range(0, len(matrices) - 3, 4):
+            block = Attention(
+                norm=norm.ctypes.data, q_norm=norm.ctypes.data, k_norm=norm.ctypes.data, heads=size.heads,
+                kv_heads=size.heads, head_dim=dim, eps=size.eps, scale=dim**-0.5, clip=math.inf,
+            )  # fmt: skip
+            block.q, block.k, block.v, block.o = matrices[first : first + 4]
+            blocks.append(block)
+        cache = np.full((len(blocks), 2, size.heads, size.context, dim), 0.01, np.float32)
+        each = [(byref(block), kv[0].ctypes.data, kv[1].ctypes.data) for block, kv in zip(blocks, cache, strict=True)]
+        attend, pool = self._call.moert_attend, self._pool
+
+        def run() -> None:
+            hidden = x.copy()
+            at, turn_at = hidden.ctypes.data, turn.ctypes.data
+            for block, keys, values in each:
+                _check(attend(pool, block, at, keys, values, size.context * dim, size.context, turn_at, None, 0))
+
+        nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + cache.nbytes
+        return Case(name, run, len(blocks), nbytes, alive=(norm, cache))
+
+    def route(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
+        """One token and another router a call."""
+        routers = self._material.matrices([(size.experts, size.d_model)], bits, group)
+        norm, x, hidden, weights = np.ones(size.d_model, np.float32), *(vector(size.d_model) for _ in range(3))
+        chosen = np.empty(size.top_k, np.int64)
+        route, pool, before = self._call.moert_route, self._pool, (norm.ctypes.data, size.eps)
+        after = x.ctypes.data, size.top_k, 0, hidden.ctypes.data, chosen.ctypes.data, weights.ctypes.data
+
+        def run() -> None:
+            for router in routers:
+                _check(route(pool, *before, byref(router), *after))
+
+        alive = norm, x, hidden, weights, chosen
+        return Case(name, run, len(routers), sum(map(nbytes_of, routers)), alive=alive)
+
+    def head(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
+        """One token and another head a call."""
+        heads = self._material.matrices([(size.vocab, size.d_model)], bits, group)
+        norm, x, y = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.vocab)
+        head, pool = self._call.moert_head, self._pool
+
+        def run() -> None:
+            for matrix in heads:
+                _check(head(pool, norm.ctypes.data, size.eps, 1.0, byref(matrix), x.ctypes.data, y.ctypes.data))
+
+        return Case(name, run, len(heads), sum(map(nbytes_of, heads)))
+
+    def _experts(self, size: Olmoe, widths: Sequence[Widths], group: int) -> tuple[list[Ffn], list[int]]:
+        """As many experts as there is room for, and what each reads."""
+        self._material.restart()
+        inward, outward = (size.d_ff, size.d_model), (size.d_model, size.d_ff)
+        experts, nbytes = [], []
+        for each in cycle(widths):
+            shaped = ((inward, each.gate), (inward, each.up), (outward, each.down))
+            parts = [self._material.matrix(shape, bits, group) for shape, bits in shaped]
+            if None in parts:
+                break
+            experts.append(Ffn(*parts))
+            nbytes.append(sum(map(nbytes_of, filter(None, parts))))
+        return experts, nbytes
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise NativeFailed("the native kernels could not get the memory that they need")

@@ -1,0 +1,196 @@
+"""llama.cpp as a peer, run by the Python of build/peers/llama: writes the OLMoE-shaped GGUF files and times them.
+
+`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama FILE [--no-repack]` runs one as a
+session of tests/bench/runner.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moert.pack.codec import F16, F32
+from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors
+from tests.bench.runner import serve
+from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, projection, weight
+
+MODELS = {"Q4_K_M": 15, "Q2_K": 10}  # llama.cpp's numbers of its file types
+CONTEXT = 1024
+BATCH = 512
+
+_BLOCK_NAMES = {
+    "attn_norm": "attn_norm",
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "ffn_norm": "ffn_norm",
+    "router": "ffn_gate_inp",
+}
+_TOP_NAMES = {"embed": "token_embd", "head": "output", "decoder.norm": "output_norm"}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a tensor of the backbone."""
+    stem = name.removesuffix(".weight")
+    if stem in _TOP_NAMES:
+        return f"{_TOP_NAMES[stem]}.weight"
+    _, layer, part = stem.split(".", 2)
+    return f"blk.{layer}.{_BLOCK_NAMES[part]}.weight"
+
+
+def write_half(path: Path, spec: ModelSpec = OLMOE) -> None:
+    """The model with 16-bit matrices, one tensor in memory at a time."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, spec.family)
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_context_length(spec.max_positions or 0)
+    writer.add_embedding_length(spec.d_model)
+    writer.add_block_count(spec.decoder.n_layers)
+    writer.add_feed_forward_length(spec.moe.d_ff)
+    writer.add_head_count(spec.n_heads)
+    writer.add_head_count_kv(spec.n_kv_heads)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_expert_count(spec.moe.num_experts)
+    writer.add_expert_used_count(spec.moe.top_k)
+    writer.add_file_type(1)  # mostly 16 bits
+    for name, shape in _shapes(spec):
+        dtype = np.dtype(_dtype(name))
+        writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for (name, _), values in zip(_shapes(spec), _tensors(spec), strict=True):
+        writer.write_tensor_data(values.astype(_dtype(name), copy=False))
+    writer.close()
+
+
+def _dtype(name: str) -> type[np.floating[Any]]:
+    """As llama.cpp's own converter chooses: norms and routers keep 32 bits."""
+    return np.float32 if "norm" in name or "ffn_gate_inp" in name else np.float16
+
+
+def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in backbone_tensors(spec).items():
+        yield gguf_name(name), shape
+    for layer in spec.decoder.moe_layers:
+        for part in spec.moe.projections:
+            yield f"blk.{layer}.ffn_{part}_exps.weight", (spec.moe.num_experts, *spec.projection_shape(part))
+
+
+def _tensors(spec: ModelSpec) -> Iterator[F16 | F32]:
+    """In the order of `_shapes`; the experts of a layer are one tensor for each projection."""
+    for name, shape in backbone_tensors(spec).items():
+        yield weight(name, shape)
+    for layer in spec.decoder.moe_layers:
+        for part in spec.moe.projections:
+            joined = np.empty((spec.moe.num_experts, *spec.projection_shape(part)), np.float16)
+            for expert in range(spec.moe.num_experts):
+                joined[expert] = projection(spec, ExpertKey("decoder", layer, expert), part)
+            yield joined
+
+
+def make(folder: Path = FOLDER) -> None:
+    """Writes folder/Q4_K_M.gguf and folder/Q2_K.gguf by llama.cpp's own quantiser, where they are not there."""
+    import llama_cpp
+
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = {name: kind for name, kind in MODELS.items() if not file_of(name, folder).exists()}
+    if not missing:
+        return
+    half = folder / "half.gguf"
+    write_half(half)
+    for name, kind in missing.items():
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype, settings.nthread = kind, THREADS
+        part = folder / "part.gguf"
+        if llama_cpp.llama_model_quantize(str(half).encode(), str(part).encode(), ctypes.byref(settings)):
+            raise SystemExit(f"llama.cpp could not make {name}")
+        part.rename(file_of(name, folder))
+    half.unlink()
+
+
+def file_of(name: str, folder: Path = FOLDER) -> Path:
+    """The file of one model; its name has the seed, so that another seed makes another file."""
+    return folder / f"{name}-{SEED}.gguf"
+
+
+def bytes_per_token(path: Path, spec: ModelSpec = OLMOE) -> int:
+    """What one token reads of the weights: all but the embeddings, and top_k experts of each layer."""
+    from gguf import GGUFReader
+
+    total = 0.0
+    for tensor in GGUFReader(path).tensors:
+        if "_exps" in tensor.name:
+            total += int(tensor.n_bytes) * spec.moe.top_k / spec.moe.num_experts
+        elif tensor.name != "token_embd.weight":
+            total += int(tensor.n_bytes)
+    return round(total)
+
+
+class Llama:
+    """A session (see tests/bench/runner.py) of llama.cpp's own C functions, without the package's Python loop."""
+
+    def __init__(self, path: Path, repack: bool) -> None:
+        import llama_cpp
+
+        self._c = llama_cpp
+        self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = repack
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT, BATCH, BATCH
+        settings.n_threads = settings.n_threads_batch = THREADS
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise SystemExit(f"llama.cpp can't load {path}")
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._path = path
+
+    def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
+        started = time.perf_counter()
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), False)
+        tokens = [int(self._forward(ids).argmax())]
+        first_s = time.perf_counter() - started
+        while len(tokens) < new_tokens:
+            tokens.append(int(self._forward(tokens[-1:]).argmax()))
+        return tokens, first_s, time.perf_counter() - started
+
+    def logits(self, ids: list[int]) -> list[float]:
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), False)
+        return [float(value) for value in self._forward(ids)]
+
+    def bytes_per_token(self) -> int:
+        return bytes_per_token(self._path)
+
+    def _forward(self, ids: list[int]) -> F32:
+        """Appends the tokens → logits [vocab] after the last."""
+        array = (ctypes.c_int32 * len(ids))(*ids)
+        if self._c.llama_decode(self._context, self._c.llama_batch_get_one(array, len(ids))):
+            raise SystemExit("llama.cpp could not run a batch")
+        return np.ctypeslib.as_array(self._c.llama_get_logits_ith(self._context, -1), (self._vocab,))
+
+
+def main() -> None:
+    if sys.argv[1:] == ["make"]:
+        make()
+    else:
+        serve(lambda: Llama(Path(sys.argv[1]), repack="--no-repack" not in sys.argv))
+
+
+if __name__ == "__main__":
+    main()

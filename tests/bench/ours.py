@@ -1,0 +1,55 @@
+"""A pack in the project's own engine, as a session of tests/bench/runner.py: `python -m tests.bench.ours PACK`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tests.bench.runner import serve
+
+THREADS = 2
+
+
+class Ours:
+    """An engine that keeps all experts in memory. No token ends a text, so that all runs have the length asked for."""
+
+    def __init__(self, pack: Path) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is imported
+        from moert.engine import Engine
+
+        self._engine = Engine.open(pack, predictor="none", threads=THREADS)
+        self._engine.model.spec = replace(self._engine.spec, eos_token_ids=())
+
+    def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
+        from moert.generation.settings import GenerationSettings
+
+        answer = self._engine.generate_ids(ids, GenerationSettings(max_new_tokens=new_tokens))
+        return answer.result.tokens, answer.time_to_first_token_s, answer.total_s
+
+    def logits(self, ids: list[int]) -> list[float]:
+        self._engine.reserve(len(ids), 1)
+        return [float(value) for value in self._engine.model.prefill(ids)[1]]
+
+    def bytes_per_token(self) -> int:
+        """Experts by their mean, top_k a layer, and all of the backbone but the embeddings; a tied head is read."""
+        from safetensors import safe_open
+
+        from moert.pack.manifest import BACKBONE
+
+        manifest, spec = self._engine.pack.manifest, self._engine.spec
+        total = manifest.expert_tensor_bytes() * spec.moe.top_k // spec.moe.num_experts
+        with safe_open(self._engine.pack.file(BACKBONE), framework="np") as file:
+            for name in file.keys():  # noqa: SIM118
+                if spec.tied_head or not name.startswith("embed."):
+                    total += file.get_tensor(name).nbytes
+        return total
+
+
+def main() -> None:
+    serve(lambda: Ours(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

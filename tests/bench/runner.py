@@ -1,0 +1,65 @@
+"""A process of its own for each program that is timed: commands go in as JSON lines, measurements come back.
+
+A session is a loaded model; between commands it does nothing. Its methods are the commands:
+- generate(ids, new_tokens) → new tokens, seconds to the first of them, seconds to the last; greedy;
+- logits(ids) → [vocab] after the last token;
+- bytes_per_token() → bytes of weights that one token reads, scales counted, embeddings not: they are looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+
+def serve(load: Callable[[], object]) -> None:
+    """Answers the commands on stdin until it ends: [name of a method, its arguments...] → its result, one a line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    session = load()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(session, name)(*arguments)), file=answers, flush=True)
+
+
+class Runner:
+    """The other end: starts the program, and ends it at the end of a with block."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Variables of OpenMP are taken out, so that each program runs with what it sets itself."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+        self.command = list(command)
+        self._process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**clean, **(environment or {})}
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of the session. Raises RuntimeError if the program has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(self.command)} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()

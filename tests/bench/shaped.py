@@ -1,0 +1,118 @@
+"""A model of OLMoE's shape with random weights, and its packs: what the runtime is timed with beside its peers.
+
+Every tensor follows from the seed and its name alone, so any program makes the same model without a file in between.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from moert.pack.codec import F16, F32, QuantizedMatrix, pack_codes
+from moert.pack.dense import dense_width, part_names
+from moert.pack.manifest import BACKBONE, Dense, Quantization
+from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec, backbone_tensors
+from moert.pack.reader import Pack, is_pack
+from moert.pack.writer import PackWriter
+
+FOLDER = Path("build/bench/shaped")
+SEED = 20261121
+GROUP = 64
+THREADS = 2
+
+OLMOE = ModelSpec(
+    family="olmoe",
+    vocab_size=50304,
+    d_model=2048,
+    n_heads=16,
+    n_kv_heads=16,
+    head_dim=128,
+    encoder=None,
+    decoder=StackSpec(6, tuple(range(6))),
+    moe=MoeSpec(num_experts=64, top_k=8, d_ff=1024, activation="silu", gated=True, norm_topk=False, capacity=None),
+    d_ff_dense=0,
+    norm_eps=1e-5,
+    positions="rope",
+    rope_theta=10000.0,
+    relative_buckets=0,
+    relative_max_distance=0,
+    attention_scale=128**-0.5,
+    qk_norm=True,
+    clip_qkv=None,
+    tied_head=False,
+    logit_scale=1.0,
+    max_positions=4096,
+    bos_token_id=None,
+    eos_token_ids=(),
+    pad_token_id=None,
+    decoder_start_token_id=None,
+)
+
+
+def weight(name: str, shape: tuple[int, ...]) -> F32:
+    """One tensor: norms are ones, embeddings normal, all else normal over √in, so that activations stay near 1."""
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    random = np.random.Generator(np.random.SFC64([SEED, zlib.crc32(name.encode())]))
+    values: F32 = random.standard_normal(shape, dtype=np.float32)
+    if name != "embed.weight":
+        values *= np.float32(shape[-1] ** -0.5)
+    return values
+
+
+def projection(spec: ModelSpec, key: ExpertKey, name: str) -> F32:
+    """[out, in] of one projection of an expert."""
+    return weight(f"{key}/{name}", spec.projection_shape(name))
+
+
+def quantize(weights: F32, bits: int, group_size: int = GROUP) -> QuantizedMatrix:
+    """Rounds to the nearest of 2^bits levels between each group's minimum and maximum. `group_size` divides in."""
+    out, n = weights.shape
+    groups = weights.reshape(out, n // group_size, group_size)
+    low = groups.min(2)
+    minimum = low.astype(np.float16)
+    scale: F16 = ((groups.max(2) - low) / np.float32(2**bits - 1)).astype(np.float16)
+    step = np.maximum(scale, np.float16(2**-24)).astype(np.float32)  # a group of equal weights has no width
+    codes = np.rint((groups - minimum.astype(np.float32)[:, :, None]) / step[:, :, None])
+    levels = np.clip(codes, 0, 2**bits - 1).astype(np.uint8).reshape(out, n)
+    return QuantizedMatrix(bits, n, group_size, pack_codes(levels, bits), scale, minimum)
+
+
+def write_pack(out: Path, bits: int, dense: Mapping[str, int], spec: ModelSpec = OLMOE) -> None:
+    """A pack with all experts at `bits` and dense matrices at the widths `dense` (a role of `moert.pack.model_spec` →
+    a width); nothing if it is there already."""
+    creator = json.dumps(["shaped", SEED, bits, dict(dense)])
+    if is_pack(out) and Pack.open(out).manifest.creator == creator:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)))
+    writer = PackWriter(out, spec, quantization, creator)
+
+    def write(key: ExpertKey) -> None:
+        parts = {name: quantize(projection(spec, key, name), bits) for name in spec.moe.projections}
+        writer.write_expert(key, parts)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(write, [key for key in spec.expert_keys() if not writer.has(key)]))
+    _write_backbone(writer.add_file(BACKBONE), spec, quantization.dense)
+    writer.seal_file(BACKBONE)
+    writer.finish(creator, None)
+
+
+def _write_backbone(path: Path, spec: ModelSpec, dense: Dense | None) -> None:
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, np.ndarray] = {}
+    for name, shape in backbone_tensors(spec).items():
+        values, width = weight(name, shape), dense_width(spec, dense, name)
+        if width in (None, 16):
+            tensors[name] = values if width is None else values.astype(np.float16)
+        else:
+            coded = quantize(values, width)
+            tensors |= zip(part_names(name), (coded.qweight, coded.scale, coded.minimum), strict=True)
+    save_file(tensors, path)

@@ -1,0 +1,66 @@
+"""Small packs whose dense matrices have widths: random codes, scales and weights, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from random_packs import random_expert
+from safetensors.torch import save
+from torch import Tensor
+
+from moert.kernels.backend import StoredWeights
+from moert.kernels.reference import ReferenceBackend
+from moert.pack.codec import QuantizedMatrix, pack_codes
+from moert.pack.dense import dense_width, stored_tensors
+from moert.pack.manifest import BACKBONE, Dense, Quantization
+from moert.pack.model_spec import ModelSpec, backbone_tensors
+from moert.pack.writer import PackWriter
+
+Tensors = dict[str, Tensor]
+GROUP = 4
+
+
+def dense_quantization(bits: Mapping[str, int], dtype16: str = "BF16") -> Quantization:
+    return Quantization("group", GROUP, dtype16, 0, Dense("group", GROUP, dict(bits)))
+
+
+def write_dense_pack(
+    out: Path, spec: ModelSpec, quantization: Quantization, change: Callable[[Tensors], object] = lambda tensors: None
+) -> Tensors:
+    """Returns what was put into the backbone; `change` may alter it first."""
+    tensors = random_backbone(spec, quantization)
+    change(tensors)
+    writer = PackWriter(out, spec, quantization, "dense")
+    for key in spec.expert_keys():
+        writer.write_expert(key, random_expert(spec, key, quantization.group_size))
+    writer.write_file(BACKBONE, save(tensors))
+    writer.finish("tests", None)
+    return tensors
+
+
+def random_backbone(spec: ModelSpec, quantization: Quantization, seed: int = 0) -> Tensors:
+    """By name in the file. What has no width is float32."""
+    rng, found = np.random.default_rng(seed), {}
+    types = {"F16": torch.float16, "BF16": torch.bfloat16, None: torch.float32}
+    for name, parts in stored_tensors(spec, quantization).items():
+        out_features, *rest = backbone_tensors(spec)[name]
+        width = dense_width(spec, quantization.dense, name)
+        for part, (dtype, shape) in parts.items():
+            if part.endswith(".qweight"):
+                codes = rng.integers(0, 1 << (width or 0), (out_features, *rest)).astype(np.uint8)
+                found[part] = torch.from_numpy(pack_codes(codes, width or 0))
+            else:
+                found[part] = torch.from_numpy(rng.normal(size=shape)).to(types[dtype])
+    return found
+
+
+def widened(weights: Mapping[str, StoredWeights]) -> Tensors:
+    """What the reference computes with: all in float32."""
+    backend = ReferenceBackend()
+    return {
+        name: backend.matrix(stored) if isinstance(stored, QuantizedMatrix) else stored.float()
+        for name, stored in weights.items()
+    }

@@ -1,0 +1,31 @@
+/* The native kernels on every instruction set that runs here, with one thread and with three. */
+#ifndef DRIVER_H
+#define DRIVER_H
+
+#include "problem.h"
+
+typedef struct {
+    const char *isa;
+    int threads;
+    moert_pool *pool;
+} engine;
+
+extern engine engines[];
+extern int engine_count;
+
+/* The case that runs now, for messages: a printf format. */
+void describe(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* Counts a failure if a number is not where it must be. Tells the first of each case. */
+void check(const engine *on, const char *what, const float *found, const estimate *expected, int length);
+void require(const engine *on, int holds, const char *what);
+/* The numbers as bits, into the engine's hash or (on NULL) into the one that is expected. */
+void hash(const engine *on, const float *numbers, int length);
+
+void linear_cases(void);
+void mixture_cases(void);
+void attend_cases(void);
+void route_cases(void);
+void head_cases(void);
+void exact_cases(void);
+
+#endif

@@ -1,0 +1,134 @@
+/* Random matrices as a pack stores them (moert/pack/SPEC.md, section 3). */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "problem.h"
+
+static uint64_t state = 1;
+
+void seed(uint64_t value) { state = value * 0x9E3779B97F4A7C15ull + 1; }
+
+int draw(int below) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return (int)((state >> 33) % (uint64_t)below);
+}
+
+float draw_float(void) {
+    float uniform = (float)draw(1 << 20) / (float)(1 << 19) - 1;
+    return draw(8) ? uniform : 2 * uniform;
+}
+
+void *claim(size_t bytes) {
+    void *found = malloc(bytes ? bytes : 1);
+    if (!found) {
+        fprintf(stderr, "no memory\n");
+        exit(2);
+    }
+    return found;
+}
+
+float *draw_floats(int length) {
+    float *values = claim((size_t)length * sizeof *values);
+    for (int i = 0; i < length; i++) values[i] = draw_float();
+    return values;
+}
+
+static double half_value(uint16_t half) {
+    int exponent = half >> 10 & 31, fraction = half & 1023;
+    double size = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    return half & 0x8000 ? -size : size;
+}
+
+/* Between 2^-7 and 2, or at the ends of what float16 holds. */
+static uint16_t draw_half(int style) {
+    static const uint16_t ends[] = {0x0000, 0x0001, 0x03FF, 0x0400, 0x7BFF, 0x8001, 0xFBFF};
+    if (style == EXTREME && draw(4) == 0) return ends[draw(7)];
+    return (uint16_t)(draw(2) << 15 | (8 + draw(8)) << 10 | draw(1024));
+}
+
+static int row_bytes(int kind, int cols) {
+    if (kind == 3) return (cols + 3) / 4 + (cols + 7) / 8;
+    return (cols * kind + 7) / 8;
+}
+
+static void put_bits(uint8_t *row, int width, int index, int code) {
+    for (int bit = 0; bit < width; bit++) {
+        int place = index * width + bit;
+        row[place / 8] |= (uint8_t)((code >> bit & 1) << place % 8);
+    }
+}
+
+static void put_code(uint8_t *row, int kind, int cols, int index, int code) {
+    if (kind != 3) {
+        put_bits(row, kind, index, code);
+        return;
+    }
+    put_bits(row, 2, index, code & 3);
+    put_bits(row + (cols + 3) / 4, 1, index, code >> 2);
+}
+
+static void fill_codes(problem_matrix *made, int style) {
+    moert_matrix *m = &made->matrix;
+    int stride = row_bytes(m->kind, m->cols), groups = (m->cols + m->group - 1) / m->group;
+    uint8_t *data = claim((size_t)m->rows * stride);
+    uint16_t *scale = claim((size_t)m->rows * groups * 2), *minimum = claim((size_t)m->rows * groups * 2);
+    memset(data, 0, (size_t)m->rows * stride);
+    for (int i = 0; i < m->rows * groups; i++) {
+        scale[i] = style >= UNIT ? 0x3C00 : draw_half(style);
+        minimum[i] = style == UNIT ? 0xC000 : style == SELECT ? 0 : draw_half(style);
+    }
+    for (int r = 0; r < m->rows; r++) {
+        int same = draw(6) ? -1 : draw(2) ? 0 : (1 << m->kind) - 1; /* now and then a row of equal, outermost codes */
+        for (int c = 0; c < m->cols; c++) {
+            int code = style == SELECT ? c == r % m->cols : same >= 0 ? same : draw(1 << m->kind);
+            double s = half_value(scale[r * groups + c / m->group]), n = half_value(minimum[r * groups + c / m->group]);
+            put_code(data + (size_t)r * stride, m->kind, m->cols, c, code);
+            made->weight[r * m->cols + c] = s * code + n;
+            made->magnitude[r * m->cols + c] = fabs(s) * code + fabs(n);
+        }
+    }
+    m->data = data, m->scale = scale, m->minimum = minimum;
+}
+
+static void fill_floats(problem_matrix *made, int style) {
+    moert_matrix *m = &made->matrix;
+    int count = m->rows * m->cols;
+    void *data = claim((size_t)count * (m->kind == MOERT_F32 ? 4 : 2));
+    for (int i = 0; i < count; i++) {
+        float whole = draw(16) ? draw_float() : 0;
+        uint16_t half = draw_half(style);
+        uint32_t bits;
+        memcpy(&bits, &whole, 4);
+        if (m->kind == MOERT_F16) ((uint16_t *)data)[i] = half;
+        if (m->kind == MOERT_BF16) {
+            ((uint16_t *)data)[i] = (uint16_t)(bits >> 16);
+            bits &= 0xFFFF0000u;
+            memcpy(&whole, &bits, 4);
+        }
+        if (m->kind == MOERT_F32) ((float *)data)[i] = whole;
+        made->weight[i] = m->kind == MOERT_F16 ? half_value(half) : whole;
+        made->magnitude[i] = fabs(made->weight[i]);
+    }
+    m->data = data, m->scale = NULL, m->minimum = NULL;
+}
+
+problem_matrix matrix_make(int kind, int rows, int cols, int group, int style) {
+    size_t bytes = (size_t)rows * cols * sizeof(double);
+    problem_matrix made = {.weight = claim(bytes), .magnitude = claim(bytes)};
+    made.matrix.kind = kind, made.matrix.rows = rows, made.matrix.cols = cols;
+    made.matrix.group = group && group < cols ? group : cols;
+    if (kind <= 8) fill_codes(&made, style);
+    else fill_floats(&made, style);
+    return made;
+}
+
+void matrix_free(problem_matrix *made) {
+    free((void *)made->matrix.data);
+    free((void *)made->matrix.scale);
+    free((void *)made->matrix.minimum);
+    free(made->weight);
+    free(made->magnitude);
+    memset(made, 0, sizeof *made);
+}

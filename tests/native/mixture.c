@@ -1,0 +1,123 @@
+/* moert_mixture: widths mixed between experts and projections, empty experts, every activation, with limits. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "driver.h"
+
+static const int kinds[] = {2, 3, 4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
+static const int groups[] = {0, 16, 32, 64, 128, 10, 48};
+enum { MOST_EXPERTS = 8 };
+
+typedef struct {
+    int activation, gated, experts, d_model, d_ff, tokens, style;
+    float limit;
+    problem_matrix matrices[MOST_EXPERTS][3]; /* gate, up, down */
+    moert_ffn ffn[MOST_EXPERTS];
+    int32_t starts[MOST_EXPERTS + 1], *token_of;
+    float *weight_of, *x, *before;
+} mixture;
+
+/* Each token goes to each expert with a chance of its own, so that some experts have none and some have all. */
+static void route(mixture *m) {
+    int rows = 0;
+    m->token_of = claim((size_t)m->tokens * m->experts * sizeof(int32_t));
+    m->weight_of = claim((size_t)m->tokens * m->experts * sizeof(float));
+    for (int e = 0; e < m->experts; e++) {
+        int chance = (int[]){0, 1, 2, 4, 4}[draw(5)];
+        m->starts[e] = rows;
+        for (int t = 0; t < m->tokens; t++)
+            if (draw(4) < chance) m->token_of[rows] = t, m->weight_of[rows++] = draw(9) ? draw_float() : 0;
+    }
+    m->starts[m->experts] = rows;
+    m->token_of = realloc(m->token_of, rows ? (size_t)rows * sizeof(int32_t) : 1);
+    m->weight_of = realloc(m->weight_of, rows ? (size_t)rows * sizeof(float) : 1);
+}
+
+static void make(mixture *m, const int *allowed, int count) {
+    for (int e = 0; e < m->experts; e++) {
+        memset(&m->ffn[e], 0, sizeof m->ffn[e]);
+        for (int p = m->gated ? 0 : 1; p < 3; p++) {
+            int rows = p < 2 ? m->d_ff : m->d_model, cols = p < 2 ? m->d_model : m->d_ff;
+            m->matrices[e][p] = matrix_make(allowed[draw(count)], rows, cols, groups[draw(7)], m->style);
+        }
+        if (m->gated) m->ffn[e].gate = m->matrices[e][0].matrix;
+        m->ffn[e].up = m->matrices[e][1].matrix;
+        m->ffn[e].down = m->matrices[e][2].matrix;
+    }
+    route(m);
+    m->x = draw_floats(m->tokens * m->d_model);
+    m->before = draw_floats(m->tokens * m->d_model);
+    if (m->tokens > 1) memset(m->x, 0, (size_t)m->d_model * sizeof(float)); /* a token of zeros */
+}
+
+static void add_row(const mixture *m, int expert, int row, estimate *out) {
+    int token = m->token_of[row];
+    estimate x = estimate_of(m->x + token * m->d_model, m->d_model);
+    estimate gate = estimate_make(m->d_ff), up = estimate_make(m->d_ff), hidden = estimate_make(m->d_ff);
+    estimate down = estimate_make(m->d_model);
+    if (m->gated) plain_multiply(&m->matrices[expert][0], &x, INNER, &gate);
+    plain_multiply(&m->matrices[expert][1], &x, INNER, &up);
+    plain_activate(m->activation, m->limit, m->gated ? &gate : NULL, &up, m->d_ff, &hidden);
+    plain_multiply(&m->matrices[expert][2], &hidden, FINAL, &down);
+    for (int i = 0; i < m->d_model; i++) {
+        double weight = m->weight_of[row];
+        out->value[token * m->d_model + i] += weight * down.value[i];
+        out->error[token * m->d_model + i] += fabs(weight) * (down.error[i] + INNER * fabs(down.value[i]));
+    }
+    estimate_free(&x), estimate_free(&gate), estimate_free(&up), estimate_free(&hidden), estimate_free(&down);
+}
+
+static void run(mixture *m) {
+    int length = m->tokens * m->d_model;
+    const moert_ffn *ffn[MOST_EXPERTS];
+    float *out = claim((size_t)length * sizeof *out);
+    estimate expected = estimate_make(length);
+    for (int i = 0; i < length; i++) expected.value[i] = m->before[i], expected.error[i] = INNER * fabs(m->before[i]);
+    for (int e = 0; e < m->experts; e++) {
+        ffn[e] = &m->ffn[e];
+        for (int row = m->starts[e]; row < m->starts[e + 1]; row++) add_row(m, e, row, &expected);
+    }
+    for (int e = 0; e < engine_count; e++) {
+        memcpy(out, m->before, (size_t)length * sizeof *out);
+        int failed = moert_mixture(engines[e].pool, m->activation, m->limit, m->experts, ffn, m->starts, m->token_of,
+                                   m->weight_of, m->x, m->tokens, out);
+        require(&engines[e], !failed, "no memory");
+        check(&engines[e], "output", out, &expected, length);
+    }
+    for (int e = 0; e < m->experts; e++)
+        for (int p = m->gated ? 0 : 1; p < 3; p++) matrix_free(&m->matrices[e][p]);
+    estimate_free(&expected);
+    free(out), free(m->token_of), free(m->weight_of), free(m->x), free(m->before);
+}
+
+static void mix(int number, int d_model, int d_ff, int tokens, const int *allowed, int count) {
+    mixture m = {.activation = number % 4, .gated = number / 4 % 2, .experts = 1 + number % MOST_EXPERTS,
+                 .d_model = d_model, .d_ff = d_ff, .tokens = tokens};
+    m.limit = (float[]){INFINITY, 0.5f, 7, INFINITY}[number / 8 % 4];
+    m.style = number % 16 == 15 ? EXTREME : PLAIN;
+    make(&m, allowed, count);
+    describe("mixture: activation %d, limit %g, %s, %d experts, %d -> %d, %d tokens, style %d, widths from %d", m.activation,
+             m.limit, m.gated ? "gated" : "no gate", m.experts, d_model, d_ff, tokens, m.style, allowed[0]);
+    run(&m);
+}
+
+void mixture_cases(void) {
+    static const int sizes[] = {1, 5, 31, 32, 33, 48, 64, 67, 96, 100, 128, 160};
+    static const int token_counts[] = {1, 1, 2, 5, 17};
+    int number = 0;
+    for (int k = 0; k < 7; k++) /* one width alone */
+        for (int i = 0; i < 16; i++, number++) {
+            seed(2000 + (uint64_t)number);
+            mix(i, sizes[draw(12)], sizes[draw(12)], token_counts[draw(5)], &kinds[k], 1);
+        }
+    for (int i = 0; i < 120; i++, number++) { /* all widths mixed */
+        seed(2000 + (uint64_t)number);
+        mix(i, sizes[draw(12)], sizes[draw(12)], token_counts[draw(5)], kinds, i % 3 ? 4 : 7);
+    }
+    for (int i = 0; i < 4; i++) {
+        seed(4000 + (uint64_t)i);
+        mix(i * 5, 64, 96, 200, kinds, 5);
+    }
+}

@@ -1,0 +1,45 @@
+/* What the tests of the native kernels share: random problems in exactly sized buffers, and plain arithmetic. */
+#ifndef PROBLEM_H
+#define PROBLEM_H
+
+#include "moert.h"
+
+/* Largest error that a sum may have, as a share of the sum of its terms' magnitudes. */
+#define FINAL 1e-5 /* of a result */
+#define INNER 2e-6 /* of something that is computed with again */
+
+/* A matrix as the kernels take it and in double precision. magnitude: |scale| code + |minimum|, or |weight|. */
+typedef struct {
+    moert_matrix matrix;
+    double *weight, *magnitude; /* [rows, cols] */
+} problem_matrix;
+
+/* How scales and weights are drawn. UNIT: scales 1, minima -2. SELECT: row r is 1 at input r mod cols, else 0. */
+enum { PLAIN, EXTREME, UNIT, SELECT };
+
+/* Numbers that are known up to an error. error is NULL where they are exact float32. */
+typedef struct {
+    double *value, *error; /* [length] */
+} estimate;
+
+void *claim(size_t bytes); /* exactly sized, so that a sanitizer sees the first byte read beyond it */
+void seed(uint64_t value);
+int draw(int below);
+float draw_float(void); /* -2 .. 2, mostly small */
+float *draw_floats(int length);
+
+problem_matrix matrix_make(int kind, int rows, int cols, int group, int style);
+void matrix_free(problem_matrix *matrix);
+
+estimate estimate_make(int length);
+estimate estimate_of(const float *values, int length);
+void estimate_free(estimate *numbers);
+
+/* y = matrix · x, with x rounded as the kernels round it where the matrix holds codes. */
+void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y);
+/* x / √(mean(x²) + eps) · weight · factor */
+void plain_norm(const estimate *x, const float *weight, float eps, float factor, int length, estimate *y);
+/* hidden = act(gate) · up, or act(up) where gate is NULL */
+void plain_activate(int activation, float limit, const estimate *gate, const estimate *up, int length, estimate *hidden);
+
+#endif

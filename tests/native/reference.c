@@ -1,0 +1,117 @@
+/* The arithmetic in double precision, each number with a bound of the error that float32 may bring into it.
+ *
+ * A number that is rounded to 8 bits near the middle of two steps may come out a step apart: its error is then a step.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "problem.h"
+
+estimate estimate_make(int length) {
+    return (estimate){claim((size_t)length * sizeof(double)), claim((size_t)length * sizeof(double))};
+}
+
+estimate estimate_of(const float *values, int length) {
+    estimate made = {claim((size_t)length * sizeof(double)), NULL};
+    for (int i = 0; i < length; i++) made.value[i] = values[i];
+    return made;
+}
+
+void estimate_free(estimate *numbers) {
+    free(numbers->value);
+    free(numbers->error);
+}
+
+/* One block of exact float32 numbers, as moert.h says it. */
+static void round_exact(const double *x, int length, double *value) {
+    float largest = 0;
+    for (int i = 0; i < length; i++) largest = fmaxf(largest, fabsf((float)x[i]));
+    float turns = largest > 0 ? 127.0f / largest : 0, step = largest / 127.0f;
+    for (int i = 0; i < length; i++) {
+        float scaled = (float)x[i] * turns;
+        value[i] = (double)rintf(scaled) * step;
+    }
+}
+
+static void round_uncertain(const double *x, const double *e, int length, double *value, double *error) {
+    double largest = 0, doubt = 0;
+    for (int i = 0; i < length; i++) {
+        largest = fmax(largest, fabs(x[i]));
+        doubt = fmax(doubt, e[i]);
+    }
+    double step = largest / 127;
+    for (int i = 0; i < length; i++) {
+        if (step < 1e-30) { /* too small for a bound: anything up to the largest */
+            value[i] = 0, error[i] = 2 * (largest + doubt);
+            continue;
+        }
+        double scaled = x[i] / step, reach = (e[i] + fabs(scaled) / 127 * doubt) / step + 1e-4;
+        double low = rint(scaled - reach), high = rint(scaled + reach);
+        value[i] = rint(scaled) * step;
+        error[i] = (high - low) * step + fabs(scaled) * doubt / 127;
+    }
+}
+
+static estimate rounded(const estimate *x, int length) {
+    estimate made = {claim((size_t)length * sizeof(double)), NULL};
+    if (x->error) made.error = claim((size_t)length * sizeof(double));
+    for (int at = 0; at < length; at += MOERT_BLOCK) {
+        int here = length - at < MOERT_BLOCK ? length - at : MOERT_BLOCK;
+        if (x->error) round_uncertain(x->value + at, x->error + at, here, made.value + at, made.error + at);
+        else round_exact(x->value + at, here, made.value + at);
+    }
+    return made;
+}
+
+void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y) {
+    int rows = matrix->matrix.rows, cols = matrix->matrix.cols, codes = matrix->matrix.kind <= 8;
+    estimate input = codes ? rounded(x, cols) : *x;
+    for (int r = 0; r < rows; r++) {
+        const double *weight = matrix->weight + (size_t)r * cols, *magnitude = matrix->magnitude + (size_t)r * cols;
+        double sum = 0, terms = 0, error = 0;
+        for (int c = 0; c < cols; c++) {
+            sum += weight[c] * input.value[c];
+            terms += magnitude[c] * fabs(input.value[c]);
+            if (input.error) error += magnitude[c] * input.error[c];
+        }
+        y->value[r] = sum;
+        y->error[r] = error + share * terms;
+    }
+    if (codes) estimate_free(&input);
+}
+
+void plain_norm(const estimate *x, const float *weight, float eps, float factor, int length, estimate *y) {
+    double squares = 0, doubt = 0;
+    for (int i = 0; i < length; i++) {
+        squares += x->value[i] * x->value[i];
+        if (x->error) doubt += 2 * fabs(x->value[i]) * x->error[i] + x->error[i] * x->error[i];
+    }
+    double turn = 1 / sqrt(squares / length + eps), share = INNER + doubt / (squares + length * (double)eps);
+    for (int i = 0; i < length; i++) {
+        double by = turn * weight[i] * factor;
+        y->value[i] = x->value[i] * by;
+        y->error[i] = share * fabs(y->value[i]) + (x->error ? x->error[i] * fabs(by) : 0);
+    }
+}
+
+static double activation_of(int activation, double x) {
+    if (activation == MOERT_RELU) return x > 0 ? x : 0;
+    if (activation == MOERT_SILU) return x / (1 + exp(-x));
+    if (activation == MOERT_GELU) return 0.5 * x * (1 + erf(x * sqrt(0.5)));
+    return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
+}
+
+void plain_activate(int activation, float limit, const estimate *gate, const estimate *up, int length, estimate *hidden) {
+    for (int i = 0; i < length; i++) {
+        const estimate *bent = gate ? gate : up;
+        double input = fmin(bent->value[i], limit), u = 1, u_error = 0;
+        double a = activation_of(activation, input);
+        double a_error = 1.2 * bent->error[i] + 3e-7 * fabs(input) + INNER * fabs(a); /* slopes are below 1.2 */
+        if (gate) {
+            u = fmax(fmin(up->value[i], limit), -limit);
+            u_error = up->error[i];
+        }
+        hidden->value[i] = a * u;
+        hidden->error[i] = a_error * fabs(u) + (fabs(a) + a_error) * u_error + INNER * fabs(a * u);
+    }
+}

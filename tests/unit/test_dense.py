@@ -1,0 +1,181 @@
+"""Dense matrices at other widths: what is tried is what is written, and what is restored is the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dense_packs import widened
+from safetensors.torch import load_file, save_file
+from tiny import tiny_olmoe, tiny_switch
+from torch import Tensor
+from trials import pairs, running, scorers, trial_of
+
+from moeconv.archs.weights import fill_backbone
+from moeconv.artifacts import uniform
+from moeconv.checkpoint import Checkpoint, CheckpointError
+from moeconv.coder import ORIGINAL
+from moeconv.dense import DenseCoder, dense_of, width_text
+from moeconv.emit import emit
+from moeconv.errors import SettingsError, VerifyFailed, WeightsUnusable
+from moeconv.packed import PackedModel
+from moeconv.scorers.head import Head
+from moeconv.trial import Trial
+from moeconv.verify import verify
+from moert.backbone import load_backbone
+from moert.pack.codec import QuantizedMatrix
+from moert.pack.model_spec import backbone_tensors, dense_role, dense_roles
+from moert.pack.reader import Pack
+
+TinyModel = Callable[[str, str], Path]
+MIXED = {"attention": 3, "router": 8, "ffn": 2, "head": 4, "embed": 16}
+MODELS = [("switch", "all layers sparse"), ("switch", "every second layer sparse"), ("switch", "untied head"),
+          ("olmoe", "plain"), ("olmoe", "tied head")]  # fmt: skip
+
+
+def mixed(model: Path) -> dict[str, int]:
+    return {role: MIXED[role] for role in dense_roles(Checkpoint.open(model).spec)}
+
+
+def state(trial: Trial) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in trial.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_what_is_tried_is_what_the_pack_gives_back(
+    family: str, variant: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    model = tiny_model(family, variant)
+    trial = trial_of(model, mixed(model))
+    before = state(trial)
+    trial.assign(uniform(trial.spec, 4))
+    emit(trial.coder(), uniform(trial.spec, 4), tmp_path / "p", seed=0, creator="tests", dense=trial.dense)
+    pack = Pack.open(tmp_path / "p")
+    stored = load_backbone(pack)
+    names = trial.arch.backbone_names(trial.spec)
+    for name, weight in widened(stored).items():
+        assert torch.equal(trial.model.get_parameter(names[name]), weight), name
+        role = dense_role(trial.spec, name)
+        width = None if role is None else MIXED[role]
+        if width is not None and width < 16:
+            mine = stored[name]
+            assert isinstance(mine, QuantizedMatrix)
+            assert mine.bits == width
+            assert not torch.equal(before[names[name]], weight), name
+        else:
+            assert torch.equal(before[names[name]], weight), f"{name}: the source is bfloat16"
+    packed = PackedModel.open(pack)
+    for name, weight in trial.model.named_parameters():
+        assert torch.equal(packed.model.get_parameter(name), weight), name
+    found = verify(pack, trial.checkpoint)
+    assert found.worst is not None
+    assert found.worst <= 1
+    trial.restore()
+    assert all(torch.equal(weight, before[name]) for name, weight in state(trial).items())
+
+
+def test_what_no_role_names_stays_as_it_is(tiny_model: TinyModel, tmp_path: Path) -> None:
+    trial = trial_of(tiny_model("olmoe", "plain"), {"head": 8})
+    emit(trial.coder(), uniform(trial.spec, 16), tmp_path / "p", seed=0, creator="tests", dense=trial.dense)
+    tensors = load_file(tmp_path / "p" / "backbone.safetensors")
+    kept = {name for name in backbone_tensors(trial.spec) if name != "head.weight"}
+    assert set(tensors) == {*kept, "head.qweight", "head.scale", "head.min"}
+    assert all(torch.equal(tensors[name], trial.dense.source(name)) for name in kept)
+    stored, source = trial.dense.backbone_bytes()
+    assert stored == sum(tensor.nbytes for tensor in tensors.values())
+    assert source == 2 * sum(int(np.prod(shape)) for shape in backbone_tensors(trial.spec).values())
+
+
+def test_verify_finds_a_matrix_of_another_model(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        trial = trial_of(tiny_olmoe(tmp_path / str(seed), seed), 8)
+        emit(trial.coder(), uniform(trial.spec, 16), tmp_path / f"{seed}.pack", seed=0, creator="tests",
+             dense=trial.dense)  # fmt: skip
+    with pytest.raises(VerifyFailed, match=r"embed\.weight: its error is .* made from other weights"):
+        verify(Pack.open(tmp_path / "2.pack"), Checkpoint.open(tmp_path / "1"))
+
+
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_the_divergence_is_that_of_the_stored_head(family: str, variant: str, tiny_model: TinyModel) -> None:
+    """It is computed from one row of the head for each position: against the whole distributions."""
+    trial = trial_of(tiny_model(family, variant), {"head": 2})
+    samples, metric = (pairs(6), "token_perplexity") if family == "switch" else (running(6), "perplexity")
+    [scorer] = scorers(trial, samples, metric)
+    seen: list[tuple[Head, Tensor]] = []
+    trial.restore()
+    head = scorer.head if family == "olmoe" else scorer.model.head
+    judge = head.judge
+    head.judge = lambda hidden, *more: (seen.append(hidden.clone()), judge(hidden, *more))[1]
+    reference = scorer.score(as_reference=True)
+    assert not reference.kls.any()
+    p = torch.log_softmax(head._logits(seen[0]).double(), dim=1)
+    trial.assign(uniform(trial.spec, ORIGINAL))
+    found = scorer.score()
+    q = torch.log_softmax(head._logits(seen[1]).double(), dim=1)
+    expected = float((p.exp() * (p - q)).sum().detach())
+    assert expected > 0.01
+    assert found.kls.sum() == pytest.approx(expected, rel=1e-4)
+
+
+def test_16_bits_of_a_float32_source_are_rounded_as_the_pack_rounds_them(tmp_path: Path) -> None:
+    source = tiny_switch(tmp_path / "model")
+    tensors = {name: value.float() + 1e-5 for name, value in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    trial = trial_of(source, 16)
+    trial.assign(uniform(trial.spec, 16))
+    emit(trial.coder(), uniform(trial.spec, 16), tmp_path / "p", seed=0, creator="tests", dense=trial.dense)
+    pack = Pack.open(tmp_path / "p")
+    stored = load_backbone(pack)["decoder.0.attn.q.weight"]
+    assert isinstance(stored, Tensor)
+    assert stored.dtype == torch.float16
+    weight = trial.model.get_parameter(trial.arch.backbone_names(trial.spec)["decoder.0.attn.q.weight"])
+    assert torch.equal(weight, stored.float())
+    assert not torch.equal(weight, trial.dense.source("decoder.0.attn.q.weight"))
+    verify(pack, trial.checkpoint)
+
+
+@pytest.mark.parametrize(("value", "width", "error"), [
+    (1e5, 4, WeightsUnusable), (float("nan"), 8, WeightsUnusable),
+    (float("inf"), 16, CheckpointError), (1e5, 16, CheckpointError),
+])  # fmt: skip
+def test_values_that_a_width_can_not_hold_are_named(
+    tmp_path: Path, value: float, width: int, error: type[Exception]
+) -> None:
+    source = tiny_olmoe(tmp_path / "model")
+    tensors = {name: weight.float() for name, weight in load_file(source / "model.safetensors").items()}
+    tensors["model.layers.1.self_attn.k_proj.weight"][2, 3] = value
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(source)
+    coder = DenseCoder(checkpoint, dense_of(checkpoint.spec, width))
+    with pytest.raises(error, match=r"decoder\.1\.attn\.k\.weight") as caught:
+        coder.code("decoder.1.attn.k.weight")
+    assert "\n" not in str(caught.value)
+
+
+def test_roles_that_the_model_has_not_are_refused(tiny_model: TinyModel) -> None:
+    spec = Checkpoint.open(tiny_model("olmoe", "plain")).spec
+    with pytest.raises(SettingsError, match="no ffn matrices of its own, only attention, router, head, embed"):
+        dense_of(spec, {"head": 8, "ffn": 4})
+    with pytest.raises(SettingsError, match="no embed matrices"):
+        dense_of(Checkpoint.open(tiny_model("olmoe", "tied head")).spec, {"embed": 8})
+    every = dense_of(spec, 8)
+    assert every is not None
+    assert every.bits == dict.fromkeys(("attention", "router", "head", "embed"), 8)
+    assert dense_of(spec, None) is None
+
+
+def test_widths_as_text() -> None:
+    assert width_text({"attention": 4, "head": 8}) == "attention 4, head 8 bits"
+
+
+def test_copies_of_a_tensor_follow_it(tmp_path: Path) -> None:
+    """An untied model of this family keeps three embeddings."""
+    trial = trial_of(tiny_switch(tmp_path / "m", tie_word_embeddings=False), {"head": 8})
+    weight = torch.ones(trial.spec.vocab_size, trial.spec.d_model)
+    fill_backbone(trial.model, trial.arch, trial.spec, [("embed.weight", weight)])
+    ids = torch.tensor([[3, 5]])
+    for stack in ("encoder", "decoder"):
+        assert torch.equal(trial.model.get_submodule(stack).get_input_embeddings()(ids), torch.ones(1, 2, 24))

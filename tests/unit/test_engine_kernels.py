@@ -1,0 +1,112 @@
+"""The engine on each of its kernels: chosen by name, missing, with more than one thread."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from native_problems import running
+from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
+
+from moert.engine import Engine
+from moert.generation.settings import GenerationSettings
+from moert.kernels import library
+from moert.kernels.library import InstructionSetInvalid
+from moert.pack.paths import PATHS
+
+NEW = 6
+needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("kernels")
+    return {name: write_pack(root / f"{name}.pack", spec) for name, spec in SPECS.items()}
+
+
+def answer(path: Path, prompt: str = PROMPTS[3], **chosen: object) -> tuple[list[int], torch.Tensor]:
+    with Engine.open(path, predictor="none", **chosen) as engine:  # type: ignore[arg-type]
+        return run_greedy(engine, engine.encode(prompt), NEW)
+
+
+@needs_library
+@pytest.mark.parametrize("name", SPECS)
+def test_every_kernel_answers_by_its_name(packs: dict[str, Path], name: str) -> None:
+    best, *_ = running()
+    assert torch.equal(answer(packs[name])[1], answer(packs[name], kernels=best)[1])
+    reference = answer(packs[name], kernels="reference")[1][0]
+    for kernels in running():
+        with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
+            assert engine.backend.name == kernels
+            logits = engine.generate_ids(engine.encode("abc"), GenerationSettings(max_new_tokens=NEW)).result.tokens
+            assert len(logits) == NEW
+        # not equal: then nothing was rounded; not far: 8 bits keep most of a row (1/254 of its largest is lost)
+        first = answer(packs[name], kernels=kernels)[1][0]
+        distance = float((first - reference).norm() / reference.norm())
+        assert 1e-6 < distance < 0.1
+
+
+def test_unknown_kernels_are_named(packs: dict[str, Path]) -> None:
+    with pytest.raises(InstructionSetInvalid, match="mmx") as error:
+        Engine.open(packs["decoder"], kernels="mmx")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_without_the_library_there_is_one_note_and_the_answer_of_the_reference(
+    packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    expected = answer(packs[name], kernels="reference")
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    notes: list[str] = []
+    with Engine.open(packs[name], notify=notes.append) as engine:
+        for _ in range(2):
+            found = run_greedy(engine, engine.encode(PROMPTS[3]), NEW)
+            assert found[0] == expected[0]
+            assert torch.equal(found[1], expected[1])
+    assert len(notes) == 1
+    assert notes[0].startswith("no native kernels: _native.so was not built; computing with torch, slowly")
+    notes.clear()
+    with Engine.open(packs[name], notify=notes.append, kernels="reference") as engine:
+        run_greedy(engine, engine.encode("abc"), NEW)
+    assert notes == []  # as asked
+    with pytest.raises(InstructionSetInvalid, match="--kernels avx2 needs the native kernels"):
+        Engine.open(packs[name], kernels="avx2")
+
+
+def test_each_thing_to_say_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_pack(tmp_path / "bare.pack", SPECS["decoder"], paths=False)
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    notes: list[str] = []
+    with Engine.open(path, notify=notes.append) as engine:
+        for _ in range(2):
+            engine.generate("abc", GenerationSettings(max_new_tokens=2))
+    assert len(notes) == 2
+    assert "no native kernels" in notes[0]
+    assert PATHS in notes[1]
+
+
+@needs_library
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
+@pytest.mark.parametrize("name", SPECS)
+def test_threads_change_no_bit(packs: dict[str, Path], name: str) -> None:
+    try:
+        (one, first), (two, second) = (answer(packs[name], threads=threads) for threads in (1, 2))
+    finally:
+        torch.set_num_threads(1)
+    assert one == two
+    assert torch.equal(first, second)
+
+
+def test_a_cache_that_shrinks_keeps_its_limit(packs: dict[str, Path]) -> None:
+    """Experts that may leave again are not put where nothing is ever given back."""
+    with Engine.open(packs["decoder"], predictor="none") as engine:
+        fits = engine.smallest_memory(3, 2) - engine.budget.layer_bytes + engine.budget.expert_bytes
+    with Engine.open(packs["decoder"], fits, predictor="none", notify=lambda note: None) as engine:
+        engine.reserve(3, 2)
+        assert engine.cache.capacity_bytes == engine.budget.expert_bytes
+        engine.reserve(200, 150)
+        assert engine.cache.capacity_bytes < engine.budget.expert_bytes
+        assert engine._store.arena is None

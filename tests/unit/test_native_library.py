@@ -1,0 +1,169 @@
+"""The native kernels as Python sees them: declared as in the header, built if there is a compiler, chosen by name."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from setuptools import Distribution, Extension
+
+from moert.kernels import build, library
+from moert.kernels.library import Attention, Ffn, InstructionSet, InstructionSetInvalid, Library, Matrix
+
+CSRC = Path(library.__file__).with_name("csrc")
+HEADER = (CSRC / "moert.h").read_text(encoding="utf-8")
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+def header_functions() -> dict[str, int]:
+    """How many arguments each function of the header takes."""
+    code = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
+    found = re.findall(r"\b(moert_\w+)\(([^)]*)\);", code)
+    return {name: 0 if text.strip() == "void" else text.count(",") + 1 for name, text in found}
+
+
+def test_every_function_of_the_header_is_declared() -> None:
+    assert {name: len(arguments) for name, (_, arguments) in library._FUNCTIONS.items()} == header_functions()
+    assert re.search(rf"#define MOERT_ABI {library.ABI}\b", HEADER)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "structure"), [("matrix", Matrix), ("ffn", Ffn), ("attention", Attention)])
+def test_structures_lie_as_in_c(tmp_path: Path, name: str, structure: type[ctypes.Structure]) -> None:
+    fields = [field for field, *_ in structure._fields_]
+    prints = "".join(f'printf("%zu ", offsetof(moert_{name}, {field}));' for field in fields)
+    source = tmp_path / "places.c"
+    source.write_text(
+        f'#include <stddef.h>\n#include <stdio.h>\n#include "{CSRC}/moert.h"\n'
+        f'int main(void) {{ {prints} printf("%zu", sizeof(moert_{name})); return 0; }}\n'
+    )
+    program = tmp_path / "places"
+    subprocess.run(["cc", str(source), "-o", str(program)], check=True)
+    found = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    expected = [getattr(structure, field).offset for field in fields] + [ctypes.sizeof(structure)]
+    assert [int(word) for word in found.split()] == expected
+
+
+def test_the_best_that_runs_is_chosen() -> None:
+    sets = (InstructionSet(0, "wide", False), InstructionSet(1, "middle", True), InstructionSet(2, "scalar", True))
+    found = Library(None, sets)  # type: ignore[arg-type]
+    assert found.choose() == 1
+    assert found.choose("scalar") == 2
+    with pytest.raises(InstructionSetInvalid, match="does not run the instruction set wide: use middle, scalar"):
+        found.choose("wide")
+    with pytest.raises(InstructionSetInvalid, match="no instruction set 'mmx'"):
+        found.choose("mmx")
+
+
+def test_why_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    assert library.load() is None
+    assert library.missing() == "_native.so was not built"
+    assert "install a C compiler" in (library.missing_note() or "")
+    broken = tmp_path / "broken" / "_native.so"
+    broken.parent.mkdir()
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(library, "PATH", broken)
+    assert library.load() is None
+    assert "does not load" in (library.missing() or "")
+
+
+@needs_compiler
+def test_libraries_of_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "".join(f"void {name}(void) {{}}\n" for name in library._FUNCTIONS if name != "moert_abi")
+    for version, expected in ((99, "interface 99"), (None, "moert_abi")):
+        folder = tmp_path / str(version)
+        make_sources(folder, names + (f"int moert_abi(void) {{ return {version}; }}\n" if version else ""))
+        monkeypatch.setattr(build, "HERE", folder)
+        build.compile_library(folder / "_native.so")
+        monkeypatch.setattr(library, "PATH", folder / "_native.so")
+        assert expected in (library.missing() or "")
+
+
+def make_sources(folder: Path, code: str) -> None:
+    (folder / "csrc").mkdir(parents=True, exist_ok=True)
+    (folder / "csrc" / "one.c").write_text("#pragma GCC visibility push(default)\n" + code)
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nonexistent -m64")
+    with pytest.raises(build.CompilerMissing, match="CC=/nonexistent -m64 is no program"):
+        build.find_compiler()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.CompilerMissing, match="found no cc, gcc or clang"):
+        build.find_compiler()
+
+
+def run_build_ext(folder: Path) -> Path:
+    """What an installation does; where the library goes."""
+    command = build.BuildNative(Distribution({"ext_modules": [Extension("some.place._native", [], optional=True)]}))
+    command.build_lib, command.build_temp = str(folder / "out"), str(folder / "temp")
+    command.ensure_finalized()
+    command.run()
+    return folder / "out" / "some" / "place" / "_native.so"
+
+
+@needs_compiler
+def test_an_installation_builds_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    make_sources(tmp_path, "int answer(void) { return 42; }\n")
+    target = run_build_ext(tmp_path)
+    assert ctypes.CDLL(str(target)).answer() == 42
+    assert [path.name for path in target.parent.iterdir()] == ["_native.so"]
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent", "false"])
+def test_an_installation_without_a_library_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiler: str
+) -> None:
+    """A library that an earlier installation left goes: it would be of other sources."""
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setenv("CC", compiler)
+    make_sources(tmp_path, "")
+    stale = tmp_path / "out" / "some" / "place" / "_native.so"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"stale")
+    assert not run_build_ext(tmp_path).exists()
+    assert "moert: the native kernels were not built, moert will be slow" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_for_developers_a_mistake_in_c_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    make_sources(tmp_path, "int broken(\n")
+    assert build.main() == 1
+    monkeypatch.setenv("CC", "/nonexistent")
+    assert build.main() == 0
+
+
+def test_it_is_found_without_torch() -> None:
+    code = "import sys; from moert.kernels import library; library.load(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_product_through_every_instruction_set() -> None:
+    """Whole numbers: 4-bit codes 3 1 2, scale 2, minimum -1."""
+    loaded = library.load()
+    if loaded is None:
+        pytest.skip(f"no native kernels: {library.missing()}")
+    codes, scale, minimum = np.array([0x13, 0x02], np.uint8), np.array([2], np.float16), np.array([-1], np.float16)
+    x, y = np.array([127, -5, 1], np.float32), np.zeros(1, np.float32)
+    matrix = Matrix(codes.ctypes.data, scale.ctypes.data, minimum.ctypes.data, 4, 1, 3, 3)
+    functions = loaded.functions
+    for each in loaded.instruction_sets:
+        if not each.runs:
+            continue
+        pool = functions.moert_pool_open(each.number, 2)
+        y[:] = 0
+        matrices, outputs = (ctypes.POINTER(Matrix) * 1)(ctypes.pointer(matrix)), (ctypes.c_void_p * 1)(y.ctypes.data)
+        assert functions.moert_linear(pool, 1, matrices, x.ctypes.data, 1, outputs) == 0
+        functions.moert_pool_close(pool)
+        assert y[0] == 5 * 127 - 5 + 3
