@@ -20,7 +20,7 @@ include tests/bench/peers.mk
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
-	    while read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
+	    while read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP) $(NATIVE)  ## make .venv and install everything into it (a second run installs nothing)
 
@@ -113,4 +113,4 @@ readme: setup  ## write the generated parts of README.md anew
 	$(PY) tests/rules/readme_help.py --write
 
 clean:  ## remove build outputs and caches (not .venv)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)

@@ -240,7 +240,7 @@ class Conversion:
         table = sweep.table()
         self.inputs = Inputs(
             str(self.checkpoint.path.absolute()), self.quantizer.name, self.quantizer.group_size, material.metric_name,
-            self.judge.measure.samples_id, table,
+            self.judge.measure.samples_id, table, {} if self.dense.dense is None else self.dense.dense.bits,
         )  # fmt: skip
         self.work.save(INPUTS, self.inputs.to_json())
         return table, sweep.cost()

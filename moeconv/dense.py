@@ -12,6 +12,7 @@ from moeconv.checkpoint import Checkpoint
 from moeconv.coder import check_16, dtype16_of, restored
 from moeconv.errors import SettingsError, WeightsUnusable
 from moeconv.quantizers.group import GroupQuantizer
+from moeconv.settings import dense_bits_text
 from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.manifest import Dense, Quantization
 from moert.pack.model_spec import ModelSpec, backbone_tensors, dense_roles
@@ -30,8 +31,8 @@ def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense |
     unknown = [role for role in bits if role not in roles]
     if unknown:
         raise SettingsError(
-            f"--dense-bits: this {spec.family} model has no {unknown[0]} matrices of its own, only {', '.join(roles)}: "
-            f"leave {unknown[0]} out"
+            f"--dense-bits {dense_bits_text(wanted)}: this {spec.family} model has no {unknown[0]} matrices of its "
+            f"own, only {', '.join(roles)}: leave {unknown[0]} out"
         )
     return Dense(GroupQuantizer.name, GROUP_SIZE, {role: bits[role] for role in roles if role in bits})
 

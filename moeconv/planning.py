@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that planning takes beside the journal. `samples` names those that plans are judged on."""
+    """All that planning takes beside the journal. `samples` names those that plans are judged on, `dense` the widths
+    outside the experts, by role."""
 
     model: str
     quantizer: str
@@ -39,6 +40,7 @@ class Inputs:
     metric: str
     samples: str
     table: SensitivityTable
+    dense: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         table = self.table
@@ -48,6 +50,7 @@ class Inputs:
             "group_size": self.group_size,
             "metric": self.metric,
             "samples": self.samples,
+            "dense": dict(self.dense),
             "base_bits": table.base_bits,
             "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
             "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
@@ -64,13 +67,14 @@ class Inputs:
         for *key, bits, (metric, nll, kl) in values["costs"]:
             costs[Probe(ExpertKey(*key), tuple(bits))] = number(metric), number(nll), number(kl)
         base_bits, group_size = values["base_bits"], values["group_size"]
+        dense = {str(role): int(width) for role, width in dict(values.get("dense", {})).items()}
         if not {base_bits, *(bits for probe in costs for bits in probe.bits)} <= set(WIDTHS):
             raise ValueError("a width that there is not")
         if group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"a group size of {group_size!r}")
         table = SensitivityTable(base_bits, Measurement(*map(number, values["base"])), costs, {})
         texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
-        return cls(group_size=group_size, table=table, **texts)
+        return cls(group_size=group_size, table=table, dense=dense, **texts)
 
     def fits(self, spec: ModelSpec) -> bool:
         """Whether the table is about the experts of this model."""
@@ -90,6 +94,7 @@ class Planned:
     int4_bytes: int
     points: tuple[CurvePoint, ...]
     chosen: CurvePoint
+    dense: Mapping[str, int]
 
 
 class Question:
@@ -184,7 +189,7 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     points = curve(frontier, measured, chosen)
     return Planned(
         Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
-        points, next(point for point in points if point.chosen),
+        points, next(point for point in points if point.chosen), inputs.dense,
     )  # fmt: skip
 
 

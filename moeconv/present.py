@@ -49,9 +49,10 @@ def plan_table(planned: Planned, target: Target) -> str:
     chosen = planned.chosen
     loss = "" if chosen.predicted_loss is None else f", loss predicted {chosen.predicted_loss:.2%}"
     bits, share = 8 * chosen.nbytes / planned.weights, chosen.nbytes / planned.int4_bytes
+    dense = f", with dense matrices at {width_text(planned.dense)}" if planned.dense else ""
     return "\n".join(
         [
-            f"{planned.model}, quantizer {planned.quantizer}: size against loss, from what was measured",
+            f"{planned.model}, quantizer {planned.quantizer}: size against loss, from what was measured{dense}",
             curve_table(planned.points, planned.weights, planned.int4_bytes),
             f"  for {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
             f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",

@@ -126,12 +126,25 @@ def check_choice(option: str, value: str, known: Iterable[str]) -> None:
 
 def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
     """Raises SettingsError."""
-    bits = wanted if isinstance(wanted, Mapping) else {} if wanted is None else {"all": wanted}
-    for role, width in bits.items():
+    if wanted is None:
+        return
+    given, widths = f"--dense-bits {dense_bits_text(wanted)}", ", ".join(map(str, WIDTHS))
+    if not isinstance(wanted, Mapping):
+        if wanted not in WIDTHS:
+            raise SettingsError(f"{given}: expected a width among {widths}")
+        return
+    for role, width in wanted.items():
+        if role not in DENSE_ROLES:
+            raise SettingsError(f"{given}: there is no role {role}: expected roles among {', '.join(DENSE_ROLES)}")
         if width not in WIDTHS:
-            raise SettingsError(f"--dense-bits {width}: expected a width among {', '.join(map(str, WIDTHS))}")
-        if isinstance(wanted, Mapping) and role not in DENSE_ROLES:
-            raise SettingsError(f"--dense-bits {role}: expected roles among {', '.join(DENSE_ROLES)}")
+            raise SettingsError(f"{given}: {role} can't have {width} bits: expected a width among {widths}")
+
+
+def dense_bits_text(wanted: int | Mapping[str, int]) -> str:
+    """As on the command line."""
+    if isinstance(wanted, int):
+        return str(wanted)
+    return ",".join(f"{role}={width}" for role, width in wanted.items())
 
 
 def check_ranking(allocation: str, signal: str) -> None:
@@ -222,15 +235,20 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str, int]:
     """'8' → 8, for all; 'attention=4,head=8' → a width for each role. Raises SettingsError."""
-    pairs = [part.split("=") for part in text.split(",")]
-    try:
-        if len(pairs) == 1 and len(pairs[0]) == 1:
-            return int(text)
-        bits = {role.strip(): int(width) for role, width in pairs}
-    except ValueError:
-        raise SettingsError(f"{option} {text!r}: expected a width such as 8, or attention=4,head=8") from None
-    if len(bits) < len(pairs):
-        raise SettingsError(f"{option} {text!r}: expected each role once")
+    given, expected = f"{option} {text!r}", "expected a width such as 8, or attention=4,head=8"
+    if re.fullmatch(r"\s*\d{1,9}\s*", text):
+        return int(text)
+    if not set(text) & set("=,"):
+        raise SettingsError(f"{given}: {expected}")
+    bits: dict[str, int] = {}
+    for part in map(str.strip, text.split(",")):
+        role, width = map(str.strip, part.partition("=")[::2])
+        if not role or not re.fullmatch(r"\d{1,9}", width):
+            lacks = "role" if not role else "whole number as its width" if width else "width"
+            raise SettingsError(f"{given}: {part!r} has no {lacks}: {expected}")
+        if role in bits:
+            raise SettingsError(f"{given}: {role} is there twice: expected each role once")
+        bits[role] = int(width)
     return bits
 
 

@@ -52,9 +52,9 @@ def parse_memory(text: str) -> MemoryLimit:
 class Budget:
     """What a pack needs in memory, in bytes.
 
-    backbone: everything but the experts. scratch: what is computed with an expert. layer:
-    the most that one token can demand of one layer (its top_k largest experts). token: that, over all layers of the
-    decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it.
+    backbone: everything but the experts. scratch: one expert unpacked, or the rounded activations of one token's
+    experts. layer: the most that one token can demand of one layer (its top_k largest experts). token: that, over all
+    layers of the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it.
     """
 
     backbone_bytes: int

@@ -82,9 +82,9 @@ def run(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for the weights that always stay, the keys and values of the request, one unpacked expert, "
-            "and the expert cache: 1.5GB, 800MB, 512MiB; or 50%: all of that with room for half of the experts. "
-            "Python, torch and activations come on top. Without it experts stay in memory once read."
+            help="Memory for the weights that always stay, the keys and values of the request, what is computed with "
+            "beside them, and the expert cache: 1.5GB, 800MB, 512MiB; or 50%: all of that with room for half of the "
+            "experts. Python, torch and activations come on top. Without it experts stay in memory once read."
         ),
     ] = None,
     eviction: Annotated[Eviction, typer.Option(help="Which expert leaves when room is needed.")] = Eviction.paper,
@@ -109,7 +109,7 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="For the arithmetic, at most one a core; by default one for each usable core.",
+            help="For the arithmetic; by default, and at most, one for each core that this process may use.",
             show_default=False,
         ),
     ] = None,
@@ -117,7 +117,7 @@ def run(
         str,
         typer.Option(
             help="What computes: auto (the best instruction set that moert info --system lists), one of those by name, "
-            "or reference (torch, slow; activations not rounded to 8 bits)."
+            "or reference (torch: slow, takes more memory, does not round activations to 8 bits)."
         ),
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,

@@ -8,6 +8,7 @@ from typing import Any
 from moert.backbone import load_tokenizer
 from moert.budget import Budget
 from moert.errors import TokenizerMissing
+from moert.kernels import library
 from moert.models.kv import state_bytes
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, Measured
@@ -21,7 +22,7 @@ TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
 def describe(pack: Pack) -> dict[str, Any]:
     """Everything as plain values; bytes are bytes, losses fractions."""
     manifest, spec = pack.manifest, pack.manifest.model
-    budget = Budget.of(manifest)
+    budget = Budget.of(manifest, widened=library.missing() is not None)
     stacks = {"encoder": spec.encoder, "decoder": spec.decoder}
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
     known = (BACKBONE, PATHS)

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -29,7 +29,6 @@ from moert.kernels import AUTO, open_backend
 from moert.kernels.arena import Arena
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
-from moert.kernels.reference import ReferenceBackend
 from moert.models.kv import state_bytes
 from moert.models.model import build_model
 from moert.pack.paths import PATHS, TransitionTable
@@ -88,7 +87,7 @@ class Engine:
         self.spec = pack.manifest.model
         self.memory = memory
         self.backend = backend
-        self.budget = Budget.of(pack.manifest, widened=isinstance(backend, ReferenceBackend))
+        self.budget = Budget.of(pack.manifest, widened=backend.widens)
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self._memory_bytes: int | None = None
@@ -125,11 +124,13 @@ class Engine:
         OutOfMemory, and KeyError for unknown names.
         """
         pack = Pack.open(path)
-        backend = open_backend(kernels, _set_threads(threads))
         limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
         chosen, note = _predictor(pack, predictor)
-        with _memory_shortage():
+        with _memory_shortage(), ExitStack() as opened:
+            backend = open_backend(kernels, _set_threads(threads))
+            opened.callback(backend.close)
             engine = cls(pack, backend, limit, eviction, chosen, trace, notify or _to_stderr)
+            opened.pop_all()  # the engine closes it from now on
         slow = missing_note() if kernels == AUTO else None
         engine._notes += [text for text in (slow, note) if text is not None]
         return engine
@@ -261,10 +262,10 @@ class Engine:
 
 def _set_threads(threads: int | None) -> int:
     """Checks the number of threads, by default one for each usable core, and tells torch."""
-    cores = os.cpu_count()
-    if threads is not None and cores is not None and threads > cores:
-        raise ThreadsInvalid(f"--threads {threads} is more than this machine has cores: give at most {cores}")
-    threads = usable_cores() if threads is None else threads
+    cores = usable_cores()
+    if threads is not None and threads > cores:
+        raise ThreadsInvalid(f"--threads {threads} is more than this process may use: give at most {cores}")
+    threads = cores if threads is None else threads
     torch.set_num_threads(threads)
     return threads
 

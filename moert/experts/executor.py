@@ -61,6 +61,7 @@ class CachedExperts:
             rows, place = torch.where(experts == key.expert)
             with self._cache.lease([key]) as held:
                 self._backend.run(held[0], rows, weights[rows, place], hidden, out, self._moe)
+            del held  # or this expert would be alive while room is made for the next
 
     def run_one(
         self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor

@@ -19,12 +19,17 @@ def open_backend(name: str = AUTO, threads: int = 1) -> Backend:
     where they are missing. Raises InstructionSetInvalid.
     """
     found = None if name == REFERENCE else library.load()
+    sets = [] if found is None else [each.name for each in found.instruction_sets if each.runs]
+    if name not in (AUTO, REFERENCE, *sets):
+        if found is None:
+            why, others = f"there are no native kernels ({library.missing()}): ", f", or {library.advice()}"
+        else:
+            why, others = "", f", or one of {', '.join(sets)}"
+        raise InstructionSetInvalid(f"--kernels {name!r} does not run here: {why}use {AUTO} or {REFERENCE}{others}")
     if found is not None:
         from moert.kernels.native import NativeBackend
 
         return NativeBackend(found, found.choose(None if name == AUTO else name), threads)
-    if name not in (AUTO, REFERENCE):
-        raise InstructionSetInvalid(f"--kernels {name} needs the native kernels, and {library.missing()}")
     from moert.kernels.reference import ReferenceBackend
 
     return ReferenceBackend()

@@ -73,6 +73,9 @@ class Backend(Protocol):
 
     name: str
 
+    widens: bool
+    """True if weights are held and computed with in float32; False if they stay as they are stored."""
+
     @property
     def steps(self) -> TokenSteps | None: ...
 

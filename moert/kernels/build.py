@@ -29,8 +29,12 @@ class CompilationFailed(Exception):
 
 
 def find_compiler() -> list[str]:
-    """The C compiler as a command: $CC, or the first of the usual names. Raises CompilerMissing."""
-    named = shlex.split(os.environ.get("CC", ""))
+    """The C compiler as a command: $CC, or the first of the usual names. Raises CompilerMissing, CompilationFailed."""
+    given = os.environ.get("CC", "")
+    try:
+        named = shlex.split(given)
+    except ValueError as error:
+        raise CompilationFailed(f"CC={given} is no command: {error}") from None
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
             return command
@@ -45,9 +49,15 @@ def compile_library(target: Path) -> None:
     fresh = target.with_suffix(".partial")  # a process that has the old one open keeps it
     try:
         command = [*find_compiler(), *FLAGS, *sources, "-o", str(fresh), "-lm"]
-        found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        fresh.unlink(missing_ok=True)
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            raise CompilationFailed(f"{command[0]} does not run: {error.strerror}") from None
         if found.returncode:
             raise CompilationFailed(f"{command[0]} ended with {found.returncode}:\n{found.stderr.strip()}")
+        if not fresh.exists():
+            raise CompilationFailed(f"{command[0]} wrote no library: is it a C compiler?")
     except BaseException:
         fresh.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
@@ -57,6 +67,12 @@ def compile_library(target: Path) -> None:
 
 class BuildNative(build_ext):  # type: ignore[misc]
     """Without a compiler, or with one that fails, the installation goes on: moert then computes with torch."""
+
+    def run(self) -> None:
+        """Without the compiler that setuptools sets up, which fails for some $CC; straight to its place among the
+        sources where these are what is installed."""
+        for ext in self.extensions:
+            self.build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"

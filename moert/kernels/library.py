@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from moert.errors import RunError
 
-ABI = 3
+ABI = 1
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -77,6 +79,14 @@ class InstructionSet:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """Why there is no library, and what the user can do about it."""
+
+    reason: str
+    advice: str = "install moert again"
+
+
+@dataclass(frozen=True)
 class Library:
     """The loaded library: its C functions by name, and its instruction sets, best first."""
 
@@ -109,31 +119,53 @@ def load() -> Library | None:
 def missing() -> str | None:
     """Why load() gives None; None if it does not."""
     found = _open(PATH)
-    return None if isinstance(found, Library) else found
+    return found.reason if isinstance(found, Missing) else None
+
+
+def advice() -> str | None:
+    """What the user can do where load() gives None."""
+    found = _open(PATH)
+    return found.advice if isinstance(found, Missing) else None
 
 
 def missing_note() -> str | None:
     """What to tell the user once where the library is missing, and what to do about it."""
-    reason = missing()
-    if reason is None:
+    found = _open(PATH)
+    if isinstance(found, Library):
         return None
-    return f"no native kernels: {reason}; computing with torch, slowly: install a C compiler, then moert again"
+    return f"no native kernels: {found.reason}; computing with torch, slowly: {found.advice}"
 
 
 @cache
-def _open(path: Path) -> Library | str:
+def _open(path: Path) -> Library | Missing:
     """The library at `path`, or why it can't be used."""
-    if not path.exists():
-        return f"{path.name} was not built"
     try:
+        if _cut_short(path):
+            return Missing(f"{path.name} is damaged: its end is missing")
         functions = CDLL(str(path))
         _declare(functions)
-    except (OSError, AttributeError) as error:  # not for this machine; a function that is not there
-        return f"{path.name} does not load: {' '.join(str(error).split())}"
+    except FileNotFoundError:
+        return Missing(f"{path.name} was not built", "install a C compiler, then moert again")
+    except (OSError, AttributeError) as error:  # can't be read; not for this machine; a function that is not there
+        why = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        return Missing(f"{path.name} does not load: {' '.join(why.split())}")
     abi = functions.moert_abi()
     if abi != ABI:
-        return f"{path.name} is of another version (interface {abi}, expected {ABI})"
+        return Missing(f"{path.name} is of another version (interface {abi}, expected {ABI})")
     return Library(functions, tuple(_instruction_sets(functions)))
+
+
+def _cut_short(path: Path) -> bool:
+    """Whether a 64-bit ELF file ends before the table of its sections, which linkers write last: to load it would end
+    the process. Raises OSError."""
+    with path.open("rb") as stream:
+        header, nbytes = stream.read(64), os.fstat(stream.fileno()).st_size
+    if not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
+        return False
+    if len(header) < 64:
+        return True
+    (start,), (size, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
+    return bool(start + size * count > nbytes)
 
 
 def _declare(functions: CDLL) -> None:

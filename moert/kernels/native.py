@@ -51,10 +51,11 @@ class NativeExpert:
 class NativeBackend:
     """See `moert.kernels.backend.Backend`. `isa` is a number of Library.choose."""
 
+    widens = False
+
     def __init__(self, library: Library, isa: int, threads: int) -> None:
         self.name = library.instruction_sets[isa].name
-        self.steps: NativeBackend = self
-        self._call = library.functions
+        self._call: Any = library.functions
         self._pool = self._call.moert_pool_open(isa, threads)
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
@@ -63,10 +64,15 @@ class NativeBackend:
         self._first_token = torch.zeros(1 << 16, dtype=torch.int32)  # top_k is below 2^16
         self._starts = torch.arange(1 << 16, dtype=torch.int32)
 
+    @property
+    def steps(self) -> NativeBackend:
+        return self
+
     def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool:
-            self._call.moert_pool_close(pool)
+        """Ends the threads. Nothing may be computed after that."""
+        if self._pool:
+            self._call.moert_pool_close(self._pool)
+            self._pool, self._call = None, None
 
     def matrix(self, stored: StoredWeights) -> NativeMatrix:
         if isinstance(stored, QuantizedMatrix):

@@ -56,6 +56,7 @@ class ReferenceBackend:
     """See `moert.kernels.backend.Backend`. Dense matrices are held in float32, experts unpacked at each use."""
 
     name = "reference"
+    widens = True
     steps = None
 
     def matrix(self, stored: StoredWeights) -> Tensor:

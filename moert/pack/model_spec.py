@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Stack = Literal["encoder", "decoder"]
+_MOST_FEATURES = 1 << 24
 STACKS: tuple[Stack, ...] = ("encoder", "decoder")
 
 DenseRole = Literal["attention", "router", "ffn", "head", "embed"]
@@ -180,6 +181,8 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
 
 def contradictions(spec: ModelSpec) -> Iterator[str]:
     """What numbers and choices that are each legal say together, and no model of version 1 can have."""
+    if spec.n_heads * spec.head_dim > _MOST_FEATURES:
+        yield f"n_heads times head_dim is {spec.n_heads * spec.head_dim}, it should be at most {_MOST_FEATURES}"
     if spec.norm_eps <= 0:
         yield f"norm_eps is {spec.norm_eps}, it should be above 0"
     limit = spec.moe.activation_limit

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import numpy as np
@@ -98,10 +99,12 @@ class PackWriter:
         return self.partial / relative
 
     def seal_file(self, relative: str) -> None:
-        with _writing(self.partial / relative):
-            body = (self.partial / relative).read_bytes()
-            _fsync(self.partial / relative)
-        self._files[relative] = file_entry(body)
+        path = self.partial / relative
+        with _writing(path):
+            shutil.copymode(self.partial / _JOURNAL, path)  # a library may have made it for its owner alone
+            _fsync(path)
+            with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as body:
+                self._files[relative] = file_entry(body)
 
     def finish(self, creator: str, quality: Quality | None) -> Manifest:
         """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""
@@ -195,7 +198,7 @@ def add_to_pack(root: Path, manifest: Manifest, relative: str, body: bytes) -> M
     return changed
 
 
-def file_entry(body: bytes) -> FileEntry:
+def file_entry(body: bytes | mmap) -> FileEntry:
     """What the manifest says of a file with these bytes."""
     return FileEntry(len(body), hashlib.sha256(body).hexdigest(), zlib.crc32(body))
 

@@ -10,16 +10,15 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from moert.kernels import library
 from moert.kernels.library import Library
 from moert.pack.codec import U8
 from tests.bench import kernel_peers
+from tests.bench.bandwidth import buffer, reader
 from tests.bench.kernel_cases import Case, Kernels, Olmoe, Widths
 from tests.bench.kernel_weights import FLOATS, Material
 from tests.bench.result import Row, context, row_of_runs, table, write
@@ -33,7 +32,6 @@ OTHER_GROUPS = {32: "groups of 32", 128: "groups of 128", 0: "one scale a row"}
 MIXED = [Widths(2, 3, 4)] * 6 + [Widths(8, 8, 8)] * 2
 TOKENS = (1, 8, 64, 512)
 PASS_MACS = 4 << 30  # of many tokens
-READ_BYTES = 512 << 20
 REST_S = 0.01  # the threads of others look for work a while before they sleep
 
 Times = Mapping[str, Sequence[float]]
@@ -41,10 +39,9 @@ Times = Mapping[str, Sequence[float]]
 
 
 def reading(name: str, threads: int, data: U8 | None = None) -> Case:
-    """Each thread sums its part of `data`, by default of memory of numpy's, which asks for large pages."""
-    whole = np.ones(READ_BYTES, np.uint8) if data is None else data
-    parts, pool = np.array_split(whole.view(np.int64), threads), ThreadPoolExecutor(threads)
-    return Case(name, lambda: list(pool.map(np.sum, parts)), 1, whole.nbytes)
+    """Plain reading of `data`, by default of a buffer as large."""
+    whole = buffer() if data is None else data
+    return Case(name, reader(whole, threads), 1, whole.nbytes)
 
 
 def timed(cases: Sequence[Case], rounds: int) -> Times:

@@ -4,7 +4,7 @@
 # the ten minutes that the whole package takes.
 PEERS_DIR ?= build/peers
 
-$(PEERS_DIR)/.built: tests/bench/peers.txt tests/bench/ggml/sdist.txt tests/bench/ggml/CMakeLists.txt
+$(PEERS_DIR)/.built: tests/bench/peers.txt tests/bench/ggml/sdist.txt tests/bench/ggml/CMakeLists.txt | $(STAMP)
 	rm -rf $(addprefix $(PEERS_DIR)/,src site ggml)
 	mkdir -p $(PEERS_DIR)/src
 	$(PY) -m pip install --quiet --no-deps --target $(PEERS_DIR)/site -r tests/bench/peers.txt
@@ -24,11 +24,11 @@ $(PEERS_DIR)/llama/.built: tests/bench/peers-llama.txt .ci/constraints.txt
 	@touch $@
 
 # onnxruntime, for `make bench-kernels`.
-$(PEERS_DIR)/kernels/.built: tests/bench/peers-kernels.txt
+$(PEERS_DIR)/kernels/.built: tests/bench/peers-kernels.txt | $(STAMP)
 	rm -rf $(PEERS_DIR)/kernels
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS_DIR)/kernels -r tests/bench/peers-kernels.txt
 	@touch $@
 
 # The packs of the reference models, which `make bench-peers` compares with their sources.
-build/demo/summary.json:
+build/demo/summary.json: | $(STAMP)
 	$(PY) recipes/demo.py

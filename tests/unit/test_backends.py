@@ -52,7 +52,9 @@ def test_auto_takes_the_best_instruction_set_and_a_name_that_one() -> None:
         assert backend.steps is not None
         backend.close()
         backend.close()
-    with pytest.raises(InstructionSetInvalid, match="no instruction set 'mmx'"):
+    with pytest.raises(
+        InstructionSetInvalid, match=r"'mmx' does not run here: use auto or reference, or one of .*scalar$"
+    ):
         open_backend("mmx")
 
 
@@ -65,8 +67,12 @@ def test_the_reference_is_there_by_name() -> None:
 def test_without_the_library_auto_is_the_reference_and_a_name_an_error(no_library: None) -> None:
     assert isinstance(open_backend("auto"), ReferenceBackend)
     assert isinstance(open_backend("reference"), ReferenceBackend)
-    with pytest.raises(InstructionSetInvalid, match=r"--kernels avx2 needs the native kernels, and _native\.so"):
+    with pytest.raises(InstructionSetInvalid) as caught:
         open_backend("avx2")
+    assert str(caught.value) == (
+        "--kernels 'avx2' does not run here: there are no native kernels (_native.so was not built): use auto or "
+        "reference, or install a C compiler, then moert again"
+    )
 
 
 def test_demanded_experts_come_once_in_ascending_order() -> None:

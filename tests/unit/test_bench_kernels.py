@@ -13,7 +13,7 @@ import torch
 
 from moert.kernels import library
 from moert.pack.codec import QuantizedMatrix, dequantize, row_bytes
-from tests.bench import kernel_peers, kernels
+from tests.bench import bandwidth, kernel_peers, kernels
 from tests.bench.kernel_cases import Case, Kernels, Olmoe, Widths, vector
 from tests.bench.kernel_weights import Material, nbytes_of
 
@@ -124,7 +124,7 @@ def test_ratios_are_ours_to_each_peers() -> None:
 def test_rows_have_names_of_their_own_and_all_aims(ours: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"OLMOE": TINY, "INWARD": (64, 128), "OUTWARD": (128, 64), "REST_S": 0}.items():
         monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr(kernels, "READ_BYTES", ROOM)
+    monkeypatch.setattr(bandwidth, "NBYTES", ROOM)
     rows = list(kernels.bandwidth_rows(ours, Material(ROOM), 1, 1)) + list(kernels.step_rows(ours, 1))
     assert len({row.name for row in rows}) == len(rows)
     aims = {row.name: row.aim for row in rows if row.aim}

@@ -14,8 +14,7 @@ from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import dequantize
 from moert.pack.model_spec import ExpertKey, StackSpec
-from tests.bench import llama, speed
-from tests.bench.bandwidth import read_bandwidth
+from tests.bench import bandwidth, llama, speed
 from tests.bench.ours import Ours
 from tests.bench.runner import Runner
 from tests.bench.shaped import OLMOE, projection, quantize, weight, write_pack
@@ -145,5 +144,6 @@ def test_the_busy_process_ends() -> None:
         os.kill(process.pid, 0)
 
 
-def test_bandwidth_is_a_rate() -> None:
-    assert read_bandwidth(2, nbytes=1 << 20, runs=2) > 1e6
+def test_bandwidth_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "NBYTES", 1 << 20)
+    assert bandwidth.read_bandwidth(2, runs=2) > 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,18 @@ def test_backbone_and_files_are_copied_as_they_are(original: Path, tmp_path: Pat
     for name in copied:
         assert (tmp_path / "p" / name).read_bytes() == (original / name).read_bytes()
     assert (manifest.quantization.quantizer, manifest.quantization.seed) == ("rounding", 7)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_every_file_has_the_mode_that_the_user_gives_new_files(original: Path, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write(original, tmp_path / "p", extra_files={"report.json": b"{}"})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "p").rglob("*") if path.is_file()}
+    assert len(modes) > len(("moe.json", "backbone.safetensors", "config.json"))
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
 
 
 def test_importance_is_kept(original: Path, tmp_path: Path) -> None:

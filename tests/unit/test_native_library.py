@@ -65,13 +65,46 @@ def test_why_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
     assert library.load() is None
     assert library.missing() == "_native.so was not built"
-    assert "install a C compiler" in (library.missing_note() or "")
+    assert library.missing_note() == (
+        "no native kernels: _native.so was not built; computing with torch, slowly: install a C compiler, then moert "
+        "again"
+    )
     broken = tmp_path / "broken" / "_native.so"
     broken.parent.mkdir()
-    broken.write_bytes(b"no library")
+    broken.write_bytes(b"no library" * 100)
     monkeypatch.setattr(library, "PATH", broken)
     assert library.load() is None
-    assert "does not load" in (library.missing() or "")
+    note = library.missing_note() or ""
+    assert note.startswith("no native kernels: _native.so does not load: ")
+    assert note.endswith("; computing with torch, slowly: install moert again")
+    assert note.count("_native.so") == 1
+
+
+def test_a_file_that_can_not_be_read_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "_native.so"
+    folder.mkdir()
+    monkeypatch.setattr(library, "PATH", folder)
+    assert library.missing() == "_native.so does not load: Is a directory"
+    assert library.advice() == "install moert again"
+
+
+@needs_compiler
+@pytest.mark.parametrize("kept", [10, 63, 64, 0.5, -1])
+def test_a_library_cut_short_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float) -> None:
+    """To load it could end the process with a bus error."""
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    make_sources(tmp_path, "char space[100000] = {1};\n")
+    whole, cut = tmp_path / "whole.so", tmp_path / "_native.so"
+    build.compile_library(whole)
+    body = whole.read_bytes()
+    cut.write_bytes(body[: int(len(body) * kept) if isinstance(kept, float) else kept])
+    monkeypatch.setattr(library, "PATH", cut)
+    monkeypatch.setattr(library, "CDLL", lambda path: pytest.fail("it was loaded"))
+    if kept == 10:
+        assert library._cut_short(cut)
+    assert library.missing() == "_native.so is damaged: its end is missing"
+    assert library.advice() == "install moert again"
+    assert not library._cut_short(whole)
 
 
 @needs_compiler
@@ -84,6 +117,8 @@ def test_libraries_of_other_versions_are_refused(tmp_path: Path, monkeypatch: py
         build.compile_library(folder / "_native.so")
         monkeypatch.setattr(library, "PATH", folder / "_native.so")
         assert expected in (library.missing() or "")
+        assert (library.missing() or "").count("_native.so") == 1
+        assert library.advice() == "install moert again"
 
 
 def make_sources(folder: Path, code: str) -> None:
@@ -101,10 +136,12 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         build.find_compiler()
 
 
-def run_build_ext(folder: Path) -> Path:
+def run_build_ext(folder: Path, inplace: bool = False) -> Path:
     """What an installation does; where the library goes."""
-    command = build.BuildNative(Distribution({"ext_modules": [Extension("some.place._native", [], optional=True)]}))
+    extension = Extension("some.place._native", [], optional=True)
+    command = build.BuildNative(Distribution({"ext_modules": [extension], "package_dir": {"": str(folder)}}))
     command.build_lib, command.build_temp = str(folder / "out"), str(folder / "temp")
+    command.inplace = inplace
     command.ensure_finalized()
     command.run()
     return folder / "out" / "some" / "place" / "_native.so"
@@ -119,7 +156,45 @@ def test_an_installation_builds_the_library(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in target.parent.iterdir()] == ["_native.so"]
 
 
-@pytest.mark.parametrize("compiler", ["/nonexistent", "false"])
+@needs_compiler
+def test_from_the_sources_it_lies_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what an earlier installation built goes when there is no compiler any more."""
+    package = tmp_path / "some" / "place"
+    monkeypatch.setattr(build, "HERE", package)
+    make_sources(package, "int answer(void) { return 42; }\n")
+    run_build_ext(tmp_path, inplace=True)
+    assert ctypes.CDLL(str(package / "_native.so")).answer() == 42
+    monkeypatch.setenv("CC", "/nonexistent")
+    run_build_ext(tmp_path, inplace=True)
+    assert not (package / "_native.so").exists()
+    assert "moert: the native kernels were not built" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"),
+    [("echo -m64", "echo wrote no library: is it a C compiler?"), ('cc "-O2', 'CC=cc "-O2 is no command: No closing'),
+     ("{}/text", "does not run: Exec format error")],
+)  # fmt: skip
+def test_what_is_no_compiler_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiler: str, says: str
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("no program")
+    text.chmod(0o755)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setenv("CC", compiler.format(tmp_path))
+    make_sources(tmp_path, "int one;\n")
+    (tmp_path / "_native.partial").write_bytes(b"of a build that was killed")
+    assert build.main() == 1
+    written = capsys.readouterr().err
+    assert says in written
+    assert written.count("\n") == 1
+    assert not (tmp_path / "_native.so").exists()
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent", "false", "echo", "'"])
 def test_an_installation_without_a_library_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiler: str
 ) -> None:

@@ -49,7 +49,7 @@ def finished(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
         model=str(tiny_model("olmoe", "plain")), out=path / "p", work=path / "work", target=Target("loss", 0.3),
         confidence=None, calib=str(path / "calib.jsonl"), heldout=str(path / "heldout.jsonl"),
         metric="token_perplexity", quantizer="channel", bits=(2, 4, 8), context=16, samples=24, sweep_samples=8,
-        heldout_samples=8,
+        heldout_samples=8, dense_bits={"attention": 8, "head": 16},
     )  # fmt: skip
     Conversion(settings, lambda _: None, unseen).run()
     return path / "work"
@@ -63,7 +63,7 @@ def test_inputs_come_back_from_json() -> None:
     keys = [ExpertKey("encoder", 0, 1), ExpertKey("decoder", 1, 3)]
     costs = {Probe(key, bits): (0.1, -0.2, 0.3) for key in keys for bits in ((2, 4), (8, 8))}
     table = SensitivityTable(4, Measurement(3.0, 0.1, 2.0, 0.01), costs, {})
-    inputs = Inputs("m", "group", 64, "rouge2", "acceptance/all", table)
+    inputs = Inputs("m", "group", 64, "rouge2", "acceptance/all", table, {"attention": 4, "head": 8})
     assert Inputs.from_json(json.loads(json.dumps(inputs.to_json()))) == inputs
 
 
@@ -136,6 +136,16 @@ def test_no_bound_is_shown_that_no_promise_made(finished: Path) -> None:
     assert "upper" not in plan_table(found, Target("loss", 0.3))
 
 
+def test_the_widths_that_the_measurements_were_made_with_are_said(finished: Path, tmp_path: Path) -> None:
+    target = Target("loss", 0.3)
+    table = plan_table(plan(finished, target, "knapsack", "kl", None), target)
+    assert table.splitlines()[0].endswith(", with dense matrices at attention 8, head 16 bits")
+    changes: tuple[Change, ...] = (lambda values: values.update(dense={}), lambda values: values.pop("dense"))
+    for place, change in enumerate(changes):  # as they were in the model; by an older version
+        work = changed(finished, tmp_path / str(place), change)
+        assert "dense" not in plan_table(plan(work, target, "knapsack", "kl", None), target)
+
+
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -163,6 +173,8 @@ def changed(work: Path, to: Path, change: Change) -> Path:
         lambda values: values.update(base=[1.0]),
         lambda values: values.update(base_bits="4"),
         lambda values: values.update(group_size=[32]),
+        lambda values: values.update(dense=4),
+        lambda values: values.update(dense={"head": "wide"}),
     ],
 )
 def test_damaged_inputs_are_one_line(change: Change, finished: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
         ("dense_bits = 8.0", "dense_bits = 8.0 has the wrong type"),
         ("dense_bits = true", "dense_bits = True: expected a number or text"),
         ('dense_bits = "head"', "dense_bits 'head': expected a width such as 8"),
-        ('dense_bits = "tail=8"', "dense_bits tail: expected roles among"),
+        ('dense_bits = "tail=8"', "dense_bits tail=8: there is no role tail: expected roles among"),
         ("samples = 4.5", "wrong type"),
         ("samples = true", "wrong type"),
         ("per_projection = 1", "wrong type"),

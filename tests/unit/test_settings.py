@@ -108,6 +108,24 @@ def test_dense_bits() -> None:
         parse_dense_bits("head=8,head=4")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("head=8, =4", "--dense-bits 'head=8, =4': '=4' has no role: expected a width such as 8, or attention=4"),
+        ("=4", "--dense-bits '=4': '=4' has no role"),
+        ("head=8,embed", "--dense-bits 'head=8,embed': 'embed' has no width"),
+        ("head=,embed=4", "--dense-bits 'head=,embed=4': 'head=' has no width"),
+        ("head=8,embed=x", "--dense-bits 'head=8,embed=x': 'embed=x' has no whole number as its width"),
+        ("head=8,router=5", "--dense-bits head=8,router=5: router can't have 5 bits: expected a width among 2, 3, 4"),
+        ("head=8,tail=4", "--dense-bits head=8,tail=4: there is no role tail: expected roles among attention, router"),
+    ],
+)
+def test_dense_bits_say_which_piece_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        settings(dense_bits=parse_dense_bits(text))
+    assert str(caught.value).startswith(says)
+
+
 def settings(**change: object) -> Settings:
     return Settings(**{"model": "m", "out": Path("o"), "work": Path("w"), "calib": "c", **change})  # type: ignore[arg-type]
 
@@ -143,8 +161,8 @@ def settings(**change: object) -> Settings:
         ({"calib": None, "bits": (16,), "memory_bytes": 1 << 20}, "--memory has no effect without --calib"),
         ({"calib": None, "bits": (16,), "dense_bits": 8}, "--calib is missing: what --dense-bits loses is measured"),
         ({"dense_bits": 5}, "--dense-bits 5: expected a width among 2, 3, 4, 8, 16"),
-        ({"dense_bits": {"head": 12}}, "--dense-bits 12: expected a width among"),
-        ({"dense_bits": {"tail": 8}}, "--dense-bits tail: expected roles among attention, router, ffn, head, embed"),
+        ({"dense_bits": {"head": 12}}, "--dense-bits head=12: head can't have 12 bits: expected a width among"),
+        ({"dense_bits": {"tail": 8}}, "tail=8: there is no role tail: expected roles among attention, router, ffn"),
         ({"out": Path("/")}, "expected new directories"),
         ({"samples": 0}, "--samples 0"),
         ({"sweep_samples": 0}, "--sweep-samples 0"),

@@ -83,7 +83,8 @@ def test_missing_kernels_are_explained(tmp_path: Path, monkeypatch: pytest.Monke
     facts = system_facts()
     assert facts["native_kernels"]["missing"] == "_native.so was not built"
     assert facts["instruction_sets"] == []
-    assert "install a C compiler" in "\n".join(system_lines(facts))
+    assert "kernels          no native kernels: _native.so was not built" in "\n".join(system_lines(facts))
+    assert "install a C compiler, then moert again" in "\n".join(system_lines(facts))
 
 
 def test_one_instruction_set_is_chosen() -> None:

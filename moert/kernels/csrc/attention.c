@@ -70,7 +70,7 @@ int moert_attend(moert_pool *pool, const moert_attention *a, float *x, float *ke
 
     isa->norm(x, a->norm, a->eps, 1, d_model, normed);
     before.values = normed;
-    input_make(&before, pool, room);
+    input_make(&before, pool, room, NULL, 1);
     product projections[3] = {
         {&before, &a->q, qkv, q, NULL, 1, 0, 0},
         {&before, &a->k, qkv + q, kv, NULL, 1, 0, 0},
@@ -87,7 +87,7 @@ int moert_attend(moert_pool *pool, const moert_attention *a, float *x, float *ke
     run_items(pool, head_item, &job, a->heads, 8LL * length * q);
 
     after.values = mixed;
-    input_make(&after, pool, room + before_bytes);
+    input_make(&after, pool, room + before_bytes, NULL, 1);
     product output = {&after, &a->o, added, d_model, NULL, 1, 0, 0};
     run_products(pool, &output, 1);
     isa->add(1, added, x, d_model);

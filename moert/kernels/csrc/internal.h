@@ -63,8 +63,7 @@ typedef void (*work)(const void *job, int item);
 const operations *pool_operations(const moert_pool *pool);
 int pool_threads(const moert_pool *pool);
 
-/* Runs items 0 .. n - 1 on all threads, and returns when all are done. n ≤ POOL_ITEMS. */
-#define POOL_ITEMS (1 << 19)
+/* Runs items 0 .. n - 1 on all threads, and returns when all are done. */
 void pool_run(moert_pool *pool, work run, const void *job, int n);
 
 /* `bytes` of aligned memory that stay the caller's until the next call; NULL if there is none. */

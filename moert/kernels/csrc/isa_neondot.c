@@ -5,8 +5,10 @@
 #ifdef __linux__
 #include <sys/auxv.h>
 static int runs(void) { return getauxval(AT_HWCAP) >> 20 & 1; } /* asimddp */
-#else
+#elif defined(__APPLE__)
 static int runs(void) { return 1; } /* every Mac with such a processor has it */
+#else
+static int runs(void) { return 0; } /* not known: isa_neon.c runs everywhere */
 #endif
 
 #ifdef __clang__

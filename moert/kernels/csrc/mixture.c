@@ -84,7 +84,8 @@ int moert_mixture(moert_pool *pool, int activation, float limit, int experts, co
     product *shrink = (product *)(room += expand_bytes);
     float *hidden = (float *)(room += shrink_bytes), *parts = (float *)(room += hidden_bytes);
     int32_t *number = (int32_t *)(room += parts_bytes);
-    input_make(&before, pool, room += number_bytes);
+    /* One expert alone often takes few of the tokens, each of them once. */
+    input_make(&before, pool, room += number_bytes, experts == 1 ? token_of : NULL, experts == 1 ? rows : tokens);
     room += before_bytes;
 
     int items = 0;
@@ -103,7 +104,7 @@ int moert_mixture(moert_pool *pool, int activation, float limit, int experts, co
     run_items(pool, expand_item, &(expansions){expand, experts}, items, work);
 
     after.values = hidden;
-    input_make(&after, pool, room);
+    input_make(&after, pool, room, NULL, rows);
     for (int r = 0; r < rows; r++) number[r] = r;
     for (int e = 0; e < experts; e++) {
         const int first = starts[e], n = starts[e + 1] - first;

@@ -4,14 +4,15 @@
  * activations that were rounded to 8 bits in blocks of MOERT_BLOCK inputs, one float scale a block: exact integers
  * inside a block, float32 sums between them. Floats (16 or 32 bits) are multiplied as they are.
  *
- * A pool is used by one thread at a time. Functions that return int give 0, or -1 if memory ran out.
+ * A pool is used by one thread at a time. Functions that return int give 0, or -1 if memory ran out, or if matrices with
+ * the same input have more than 8 different group sizes.
  */
 #ifndef MOERT_H
 #define MOERT_H
 
 #include <stdint.h>
 
-#define MOERT_ABI 3
+#define MOERT_ABI 1
 #define MOERT_BLOCK 32
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. */
@@ -53,7 +54,7 @@ int moert_isa_count(void);
 const char *moert_isa_name(int isa);
 int moert_isa_runs(int isa);
 
-/* threads includes the calling one. NULL if memory or threads ran out. */
+/* threads includes the calling one. NULL if memory or threads ran out, or for an instruction set that does not run. */
 moert_pool *moert_pool_open(int isa, int threads);
 void moert_pool_close(moert_pool *pool);
 

@@ -18,19 +18,12 @@
 
 #define IDLE_NS 200000  /* how long a thread looks for the next job before it sleeps */
 #define FINISH_NS 20000 /* how long the caller looks for the end of a job before it sleeps */
-#define SLOTS 4         /* descriptions kept: a thread can be late by one job, since each job waits for its items */
+#define KEPT_SCRATCH (4 << 20) /* more than this is given back when a long prompt is over */
 
-/* The counter holds the job's number, its items and the next item in one word, so that they are taken as one. */
-#define TICKET(number, n) ((uint64_t)(number) << 40 | (uint64_t)(n) << 20)
-#define NUMBER(ticket) ((ticket) >> 40)
-#define ITEMS(ticket) ((int)((ticket) >> 20 & 0xFFFFF))
-#define ITEM(ticket) ((int)((ticket)&0xFFFFF))
-
-typedef struct {
-    work run;
-    const void *job;
-    _Alignas(64) atomic_int done;
-} slot;
+/* The counter holds how many items the job has, and the next one, in one word, so that they are taken as one. */
+#define TICKET(items) ((uint64_t)(items) << 32)
+#define ITEMS(ticket) ((int64_t)((ticket) >> 32))
+#define ITEM(ticket) ((int64_t)((ticket)&0xFFFFFFFF))
 
 struct moert_pool {
     const operations *isa;
@@ -38,8 +31,10 @@ struct moert_pool {
     void *scratch;
     size_t scratch_bytes;
     pthread_t *workers;
-    slot slots[SLOTS];
+    work run; /* the present job: it stays until all of its items are done */
+    const void *job;
     _Alignas(64) atomic_uint_fast64_t ticket;
+    _Alignas(64) atomic_int done;
     _Alignas(64) atomic_int asleep; /* workers that wait for a job on `wake` */
     atomic_int caller_asleep, closing;
     pthread_mutex_t lock;
@@ -58,10 +53,8 @@ static void take_items(moert_pool *pool) {
     while (ITEM(ticket) < ITEMS(ticket)) {
         ticket = atomic_fetch_add(&pool->ticket, 1);
         if (ITEM(ticket) >= ITEMS(ticket)) return;
-        slot *at = &pool->slots[NUMBER(ticket) % SLOTS]; /* not reused before this item is done */
-        int items = ITEMS(ticket);
-        at->run(at->job, ITEM(ticket));
-        if (atomic_fetch_add(&at->done, 1) + 1 == items && atomic_load(&pool->caller_asleep)) {
+        pool->run(pool->job, (int)ITEM(ticket));
+        if (atomic_fetch_add(&pool->done, 1) + 1 == ITEMS(ticket) && atomic_load(&pool->caller_asleep)) {
             pthread_mutex_lock(&pool->lock);
             pthread_cond_signal(&pool->finished);
             pthread_mutex_unlock(&pool->lock);
@@ -93,11 +86,11 @@ static void *worker(void *argument) {
     return NULL;
 }
 
-static void wait_for_items(moert_pool *pool, slot *at, int n) {
+static void wait_for_items(moert_pool *pool, int n) {
     int64_t until = 0;
-    while (atomic_load(&at->done) < n) {
+    while (atomic_load(&pool->done) < n) {
         for (int i = 0; i < 64; i++) {
-            if (atomic_load(&at->done) == n) return;
+            if (atomic_load(&pool->done) == n) return;
             PAUSE();
         }
         int64_t time = now_ns();
@@ -105,7 +98,7 @@ static void wait_for_items(moert_pool *pool, slot *at, int n) {
         if (time < until) continue;
         pthread_mutex_lock(&pool->lock);
         atomic_store(&pool->caller_asleep, 1);
-        while (atomic_load(&at->done) < n) pthread_cond_wait(&pool->finished, &pool->lock);
+        while (atomic_load(&pool->done) < n) pthread_cond_wait(&pool->finished, &pool->lock);
         atomic_store(&pool->caller_asleep, 0);
         pthread_mutex_unlock(&pool->lock);
     }
@@ -116,23 +109,22 @@ void pool_run(moert_pool *pool, work run, const void *job, int n) {
         for (int item = 0; item < n; item++) run(job, item);
         return;
     }
-    uint64_t number = (NUMBER(atomic_load(&pool->ticket)) + 1) & 0xFFFFFF;
-    slot *at = &pool->slots[number % SLOTS];
-    at->run = run;
-    at->job = job;
-    atomic_store(&at->done, 0);
-    atomic_store(&pool->ticket, TICKET(number, n));
+    pool->run = run;
+    pool->job = job;
+    atomic_store(&pool->done, 0);
+    atomic_store(&pool->ticket, TICKET(n));
     if (atomic_load(&pool->asleep)) {
         pthread_mutex_lock(&pool->lock);
         pthread_cond_broadcast(&pool->wake);
         pthread_mutex_unlock(&pool->lock);
     }
     take_items(pool);
-    wait_for_items(pool, at, n);
+    wait_for_items(pool, n);
 }
 
 void *pool_scratch(moert_pool *pool, size_t bytes) {
-    if (bytes > pool->scratch_bytes) {
+    const int much_too_large = pool->scratch_bytes > KEPT_SCRATCH && bytes < pool->scratch_bytes / 8;
+    if (bytes > pool->scratch_bytes || much_too_large) {
         free(pool->scratch);
         pool->scratch_bytes = aligned(bytes + bytes / 4);
         pool->scratch = aligned_alloc(ALIGN, pool->scratch_bytes);

@@ -3,7 +3,7 @@
 
 #define MOST_ITEM_BYTES (256 << 10) /* of weights: what is asked for ahead at an item's end is lost to its thread */
 #define ITEMS_A_THREAD 4            /* at least, where there is enough: so that threads end together */
-#define ALONE_BYTES (48 << 10)          /* below this, waking others costs more than they save */
+#define ALONE_BYTES (128 << 10)         /* below this, waking others costs more than they save */
 #define MANY_ROWS_AN_ITEM 32        /* for many tokens, when arithmetic counts and not bytes */
 
 void input_begin(input *in, const operations *isa, const float *values, int tokens, int cols) {
@@ -46,11 +46,19 @@ void input_fill(const input *in, int token) {
         in->isa->operand_fill(&in->rounded[i], token, in->values + (int64_t)token * in->cols);
 }
 
-static void fill_item(const void *job, int item) { input_fill(job, item); }
+typedef struct {
+    const input *in;
+    const int32_t *tokens;
+} fill_job;
 
-void input_make(input *in, moert_pool *pool, void *room) {
+static void fill_item(const void *job, int item) {
+    const fill_job *j = job;
+    input_fill(j->in, j->tokens ? j->tokens[item] : item);
+}
+
+void input_make(input *in, moert_pool *pool, void *room, const int32_t *tokens, int n) {
     input_place(in, room);
-    if (in->count) run_items(pool, fill_item, in, in->tokens, (int64_t)in->tokens * in->cols);
+    if (in->count) run_items(pool, fill_item, &(fill_job){in, tokens}, n, (int64_t)n * in->cols);
 }
 
 void multiply(const input *in, const moert_matrix *w, const int32_t *tokens, int n, int first, int stop, float *y,
@@ -73,7 +81,6 @@ int item_rows(const moert_pool *pool, const moert_matrix *w, int n, int64_t byte
     int64_t rows = (share < MOST_ITEM_BYTES ? share : MOST_ITEM_BYTES) / (bytes_of_row(w) + 1) / 4 * 4;
     if (n > 1) rows = MANY_ROWS_AN_ITEM;
     if (rows < 4) rows = 4;
-    while (w->rows / rows >= POOL_ITEMS / 64) rows *= 2;
     const int64_t items = (w->rows + rows - 1) / rows;
     return (int)((w->rows + items - 1) / items + 3) / 4 * 4; /* of one size, whole tiles */
 }
@@ -120,7 +127,7 @@ int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrice
     const size_t list_bytes = aligned((size_t)count * sizeof(product));
     char *room = pool_scratch(pool, list_bytes + input_bytes(&in));
     if (!room) return -1;
-    input_make(&in, pool, room + list_bytes);
+    input_make(&in, pool, room + list_bytes, NULL, tokens);
     product *list = (product *)room;
     for (int i = 0; i < count; i++)
         list[i] = (product){&in, matrices[i], outputs[i], matrices[i]->rows, NULL, tokens, 0, 0};

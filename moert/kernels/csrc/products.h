@@ -22,8 +22,8 @@ size_t input_bytes(const input *in);
 /* Gives the rounded activations their place; input_fill then makes those of one token. */
 void input_place(input *in, void *room);
 void input_fill(const input *in, int token);
-/* Both for all tokens, on all threads. */
-void input_make(input *in, moert_pool *pool, void *room);
+/* Both for n tokens (0 .. n - 1 where NULL), on all threads. */
+void input_make(input *in, moert_pool *pool, void *room, const int32_t *tokens, int n);
 
 /* y[t * stride + row - first], as in `operations`. */
 void multiply(const input *in, const moert_matrix *w, const int32_t *tokens, int n, int first, int stop, float *y,

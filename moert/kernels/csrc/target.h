@@ -1,5 +1,4 @@
-/* TARGET(features) makes what follows in the file for a processor with these; both compilers know it, by other names.
- * It is used before the headers of the instruction set are included. */
+/* TARGET(features) makes what follows in the file for a processor with these; both compilers know it, by other names. */
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
