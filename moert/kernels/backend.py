@@ -81,10 +81,6 @@ class Backend(Protocol):
 
     def matrix(self, stored: StoredWeights) -> Matrix: ...
 
-    def nbytes(self, matrix: Matrix) -> int:
-        """What the matrix takes in memory."""
-        ...
-
     def rows(self, matrix: Matrix, ids: Sequence[int]) -> Tensor:
         """Rows of a matrix as they are: [len(ids), in]."""
         ...

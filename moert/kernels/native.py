@@ -92,12 +92,6 @@ class NativeBackend:
             struct = Matrix(kept.data_ptr(), None, None, _KINDS[kept.dtype], *kept.shape, kept.shape[1])
         return NativeMatrix(kept, struct)
 
-    def nbytes(self, matrix: NativeMatrix) -> int:
-        stored = matrix.stored
-        if isinstance(stored, Tensor):
-            return stored.nbytes
-        return stored.qweight.nbytes + stored.scale.nbytes + stored.minimum.nbytes
-
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> Tensor:
         out = torch.empty(len(ids), matrix.struct.cols)
         places = (c_int64 * len(ids))(*ids)

@@ -62,9 +62,6 @@ class ReferenceBackend:
     def matrix(self, stored: StoredWeights) -> Tensor:
         return stored.float().contiguous() if isinstance(stored, Tensor) else weights(stored)
 
-    def nbytes(self, matrix: Tensor) -> int:
-        return matrix.nbytes
-
     def rows(self, matrix: Tensor, ids: Sequence[int]) -> Tensor:
         return rows(matrix, ids)
 

@@ -157,10 +157,9 @@ def test_an_expert_keeps_its_bytes_alive(pack: Pack, where: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_a_dense_matrix_takes(name: str) -> None:
+def test_a_dense_matrix_is_the_backends_own(name: str) -> None:
     backend = open_backend(name)
     stored = torch.arange(12.0).reshape(3, 4).bfloat16()
     matrix = backend.matrix(stored)
-    assert backend.nbytes(matrix) == (48 if name == "reference" else 24)
-    stored.zero_()  # the backend has its own
+    stored.zero_()
     assert backend.rows(matrix, [2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]

@@ -86,6 +86,20 @@ def test_linear_is_the_product_with_rounded_activations(
         assert (np.abs(found.numpy() - values) <= 1e-6 * terms).all(), backend.name
 
 
+@settings(max_examples=100)
+@given(seed=st.integers(0, 1 << 20), kind=kinds, group=groups, rows=st.integers(1, 40), cols=sizes)
+def test_rows_are_the_weights_themselves(
+    backends: Backends, seed: int, kind: Kind, group: int | None, rows: int, cols: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    stored = random_stored(rng, kind, rows, cols, group)
+    picked = rng.integers(0, rows, 5).tolist()
+    expected, terms = exact(stored)[picked], magnitude(stored)[picked]
+    for backend in backends.values():
+        found = backend.rows(backend.matrix(stored), picked).numpy()
+        assert (np.abs(found - expected) <= 2e-7 * terms).all(), backend.name
+
+
 @pytest.mark.parametrize("scale", [2.0**-24, 3 * 2.0**-24, 2.0**-14, 65504.0, -65504.0])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])
