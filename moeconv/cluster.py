@@ -145,9 +145,11 @@ class _Seat:
 
 @dataclass
 class _Member:
-    """What is known of one actor. `host` is empty until it has greeted; `task` is the place of its task in the list."""
+    """What is known of one actor. `wave` counts the failed starts before it; `host` is empty until it has greeted;
+    `task` is the place of its task in the list."""
 
     actor: Any
+    wave: int
     host: str = ""
     block: int | None = None
     task: int | None = None
@@ -171,7 +173,7 @@ class _Crew(Generic[JobT, TaskT, FoundT]):
         self._job_ref: Any = None
         self._idle: list[_Member] = []
         self._calls: dict[Any, _Member] = {}
-        self._lost_in_a_row = 0
+        self._failed_waves = 0
 
     def run(self, job: JobT, tasks: Sequence[TaskT]) -> Iterator[tuple[TaskT, list[FoundT]]]:
         """See `ray_runner`."""
@@ -216,7 +218,7 @@ class _Crew(Generic[JobT, TaskT, FoundT]):
         """As many actors as the cluster has cores and the work has tasks; at least one, so that it can grow."""
         cores = int(self._ray.cluster_resources().get("CPU", 0))
         for _ in range(len(self._calls) + len(self._idle), max(1, min(cores, wanted))):
-            member = _Member(self._actor.remote(self._make, self._job_ref))
+            member = _Member(self._actor.remote(self._make, self._job_ref), self._failed_waves)
             self._calls[member.actor.greet.remote(self._reads)] = member
 
     def _hand_out(self, tasks: Sequence[TaskT], backlog: Backlog) -> None:
@@ -234,8 +236,9 @@ class _Crew(Generic[JobT, TaskT, FoundT]):
         try:
             member.host, unread = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row >= ATTEMPTS:
+            if member.wave == self._failed_waves:  # a lost node takes several with it: they count once
+                self._failed_waves += 1
+            if self._failed_waves >= ATTEMPTS:
                 raise ClusterError(
                     f"--cluster {self._address}: its processes end as soon as they start ({_line(error)}): check that "
                     "moeconv with the extra cluster is installed on every node, in this version"
@@ -246,7 +249,7 @@ class _Crew(Generic[JobT, TaskT, FoundT]):
                 f"--cluster {self._address}: {member.host} can't read {unread[0]}: it must lie at the same path on "
                 "every node; a file system that they share will do"
             )
-        self._lost_in_a_row = 0
+        self._failed_waves = 0
         self._idle.append(member)
 
     def _collect(

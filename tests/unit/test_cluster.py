@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.cluster import Backlog, ClusterError, ray_runner
+from moeconv.cluster import ATTEMPTS, Backlog, ClusterError, _Crew, ray_runner
 
 
 def drain(backlog: Backlog, blocks: list[int], workers: int) -> list[list[int]]:
@@ -74,3 +76,70 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"moert\[cluster\]"), ray_runner("auto", dict):
         pass
+
+
+class ToyTask(NamedTuple):
+    block: int
+    number: int
+
+
+class FrailCluster:
+    """Stands for Ray with four cores, where the first processes end before they have greeted.
+
+    A call is a tuple of its number and its result, or None where the process has ended.
+    """
+
+    class RayError(Exception):
+        pass
+
+    class RayTaskError(RayError):
+        pass
+
+    def __init__(self, ends: int) -> None:
+        self.ends, self.calls = ends, 0
+        self.exceptions = SimpleNamespace(RayError=self.RayError, RayTaskError=self.RayTaskError)
+
+    def remote(self, **options: Any) -> Any:
+        return lambda seat: SimpleNamespace(remote=self._start)
+
+    def _start(self, make: Any, job: Any) -> Any:
+        lives, self.ends = self.ends <= 0, self.ends - 1
+        greet = SimpleNamespace(remote=lambda reads: self._call(("here", ()) if lives else None))
+        measure = SimpleNamespace(remote=lambda task: self._call((task,)))
+        return SimpleNamespace(greet=greet, measure=measure)
+
+    def _call(self, result: Any) -> tuple[int, Any]:
+        self.calls += 1
+        return self.calls, result
+
+    def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return calls[:1], calls[1:]
+
+    def get(self, call: Any) -> Any:
+        if call[1] is None:
+            raise self.RayError("ended")
+        return call[1]
+
+    def put(self, job: Any) -> Any:
+        return job
+
+    def kill(self, actor: Any) -> None:
+        pass
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+
+def crew(ends: int) -> _Crew[Any, Any, Any]:
+    return _Crew(FrailCluster(ends), "here:1", lambda job: None, [], 60.0)  # type: ignore[arg-type,return-value]
+
+
+def test_processes_that_end_together_count_once() -> None:
+    tasks = [ToyTask(0, number) for number in range(6)]
+    found = dict(crew(ends=4 * (ATTEMPTS - 1)).run(None, tasks))
+    assert found == {task: (task,) for task in tasks}
+
+
+def test_processes_that_end_again_and_again_are_said() -> None:
+    with pytest.raises(ClusterError, match="its processes end as soon as they start"):
+        list(crew(ends=1000).run(None, [ToyTask(0, 0)]))
