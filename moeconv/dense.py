@@ -14,12 +14,12 @@ from moeconv.errors import SettingsError, WeightsUnusable
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.settings import dense_bits_text
 from moert.pack.dense import dense_width, stored_tensors
+from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization
 from moert.pack.model_spec import ModelSpec, backbone_tensors, dense_roles
 from moert.pack.reader import Projection
 
 GROUP_SIZE = 64
-_DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2}
 
 
 def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense | None:
@@ -99,7 +99,7 @@ class DenseCoder:
             element = self.source(name).element_size()
             original += element * int(np.prod(self._shapes[name]))
             for dtype, shape in tensors.values():
-                stored += (element if dtype is None else _DTYPE_BYTES[dtype]) * int(np.prod(shape))
+                stored += (element if dtype is None else DTYPE_BYTES[dtype]) * int(np.prod(shape))
         return stored, original
 
     def _quantize(self, name: str, width: int) -> Projection:

@@ -21,7 +21,8 @@ _CHUNK = 1 << 20
 
 
 def load_backbone(pack: Pack) -> dict[str, StoredWeights]:
-    """Canonical name → weights as they are stored, each in memory of its own, read one after the other.
+    """Canonical name → weights as they are stored: views of the mapped file. What is kept must be copied: where memory
+    is short, the pages of a mapped file are read from disk again and again.
 
     Raises FileMissing, HashMismatch or HeaderInvalid.
     """
@@ -45,7 +46,7 @@ def load_backbone(pack: Pack) -> dict[str, StoredWeights]:
                     assert quantization.dense is not None
                     weights[name] = quantized(
                         spec, quantization.dense, name, shapes[name][1],
-                        lambda part: file.get_tensor(part).clone().numpy(),
+                        lambda part: file.get_tensor(part).numpy(),
                     )  # fmt: skip
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
@@ -89,7 +90,7 @@ def _check_checksum(pack: Pack) -> None:
 def _floating(name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         raise HeaderInvalid(f"{BACKBONE}: {name} should hold floating-point numbers, found {tensor.dtype}")
-    return tensor.clone()
+    return tensor
 
 
 def _check(found: dict[str, tuple[str, tuple[int, ...]]], expected: StoredTensors) -> None:

@@ -79,7 +79,9 @@ class Backend(Protocol):
     @property
     def steps(self) -> TokenSteps | None: ...
 
-    def matrix(self, stored: StoredWeights) -> Matrix: ...
+    def matrix(self, stored: StoredWeights) -> Matrix:
+        """A copy: `stored` may lie in a mapped file."""
+        ...
 
     def rows(self, matrix: Matrix, ids: Sequence[int]) -> Tensor:
         """Rows of a matrix as they are: [len(ids), in]."""

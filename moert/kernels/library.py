@@ -13,10 +13,16 @@ from moert.errors import RunError
 
 ABI = 1
 PATH = Path(__file__).with_name("_native.so")
+KINDS = {"F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes; one with codes has their width
+ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
 
 
 class InstructionSetInvalid(RunError):
     """An instruction set that this library does not have or this processor does not run."""
+
+
+class NativeFailed(MemoryError):
+    """The library could not get the memory that it needs."""
 
 
 class Matrix(Structure):
@@ -108,6 +114,12 @@ class Library:
         if not known[wanted].runs:
             raise InstructionSetInvalid(f"this processor does not run the instruction set {wanted}: use {names}")
         return known[wanted].number
+
+
+def check(failed: int) -> None:
+    """For what a function of the library gives. Raises NativeFailed."""
+    if failed:
+        raise NativeFailed("the native kernels could not get the memory that they need")
 
 
 def load() -> Library | None:

@@ -14,19 +14,13 @@ from torch import Tensor
 
 from moert.kernels.arena import Arena
 from moert.kernels.backend import AttentionBlock, StoredWeights
-from moert.kernels.library import Attention, Ffn, Library, Matrix
+from moert.kernels.library import ACTIVATIONS, KINDS, Attention, Ffn, Library, Matrix, NativeFailed, check
 from moert.pack.codec import U8, QuantizedMatrix
 from moert.pack.layout import ExpertLayout, group_of
 from moert.pack.model_spec import ExpertKey, MoeSpec
 from moert.pack.reader import Pack
 
-_KINDS = {torch.float16: 16, torch.bfloat16: 17, torch.float32: 32}
-_DTYPE16 = {"F16": 16, "BF16": 17}
-_ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
-
-
-class NativeFailed(MemoryError):
-    """The library could not get the memory that it needs."""
+_KIND_OF = {torch.float16: KINDS["F16"], torch.bfloat16: KINDS["BF16"], torch.float32: KINDS["F32"]}
 
 
 @dataclass(frozen=True)
@@ -85,24 +79,24 @@ class NativeBackend:
                 stored.in_features, stored.group_size,
             )  # fmt: skip
         else:
-            if stored.dtype not in _KINDS:
+            if stored.dtype not in _KIND_OF:
                 stored = stored.float()
             plain = stored.contiguous()
             kept = torch.from_numpy(self._kept(plain.view(torch.uint8).numpy())).view(plain.dtype)
-            struct = Matrix(kept.data_ptr(), None, None, _KINDS[kept.dtype], *kept.shape, kept.shape[1])
+            struct = Matrix(kept.data_ptr(), None, None, _KIND_OF[kept.dtype], *kept.shape, kept.shape[1])
         return NativeMatrix(kept, struct)
 
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> Tensor:
         out = torch.empty(len(ids), matrix.struct.cols)
         places = (c_int64 * len(ids))(*ids)
-        self._check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, out.data_ptr()))
+        check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, out.data_ptr()))
         return out
 
     def linear(self, x: Tensor, matrices: Sequence[NativeMatrix]) -> Tensor:
         x = x.contiguous()
         outputs = [torch.empty(x.shape[0], matrix.rows) for matrix in matrices]
         count = len(matrices)
-        self._check(
+        check(
             self._call.moert_linear(
                 self._pool, count, (c_void_p * count)(*(addressof(matrix.struct) for matrix in matrices)),
                 x.data_ptr(), x.shape[0], (c_void_p * count)(*(output.data_ptr() for output in outputs)),
@@ -143,7 +137,7 @@ class NativeBackend:
         if self._routed is None or self._routed[0].shape != x.shape or len(self._routed[1]) != moe.top_k:
             self._routed = torch.empty_like(x), (c_int64 * moe.top_k)(), torch.empty(moe.top_k)
         hidden, experts, weights = self._routed
-        self._check(
+        check(
             self._call.moert_route(
                 self._pool, norm.data_ptr(), eps, router.struct, x.data_ptr(), moe.top_k, moe.norm_topk,
                 hidden.data_ptr(), experts, weights.data_ptr(),
@@ -153,7 +147,7 @@ class NativeBackend:
 
     def head(self, x: Tensor, norm: Tensor, eps: float, factor: float, matrix: NativeMatrix) -> Tensor:
         y = torch.empty(1, matrix.rows)
-        self._check(
+        check(
             self._call.moert_head(
                 self._pool, norm.data_ptr(), eps, factor, matrix.struct, x.data_ptr(), y.data_ptr()
             )
@@ -161,15 +155,15 @@ class NativeBackend:
         return y
 
     def attend(self, struct: Attention, *arguments: Any) -> None:
-        self._check(self._call.moert_attend(self._pool, byref(struct), *arguments))
+        check(self._call.moert_attend(self._pool, byref(struct), *arguments))
 
     def _mixture(
         self, moe: MoeSpec, count: int, experts: Any, starts: int, tokens: int, weights: Tensor, x: Tensor, out: Tensor
     ) -> None:
         limit = math.inf if moe.activation_limit is None else moe.activation_limit
-        self._check(
+        check(
             self._call.moert_mixture(
-                self._pool, _ACTIVATIONS[moe.activation], limit, count, experts, starts, tokens, weights.data_ptr(),
+                self._pool, ACTIVATIONS[moe.activation], limit, count, experts, starts, tokens, weights.data_ptr(),
                 x.data_ptr(), x.shape[0], out.data_ptr(),
             )
         )  # fmt: skip
@@ -179,10 +173,6 @@ class NativeBackend:
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(room, array)
         return room
-
-    def _check(self, failed: int) -> None:
-        if failed:
-            raise NativeFailed("the native kernels could not get the memory that they need")
 
 
 class NativeAttention:
@@ -217,7 +207,7 @@ def _projection(pack: Pack, layout: ExpertLayout, start: int, name: str, width: 
     rows, cols = pack.manifest.model.projection_shape(name)
     data = start + layout.data_offset
     if width == 16:
-        kind = _DTYPE16[quantization.dtype16]
+        kind = KINDS[quantization.dtype16]
         return Matrix(data + layout.slot(f"{name}.weight").start, None, None, kind, rows, cols, cols)
     places = (data + layout.slot(f"{name}.{part}").start for part in ("qweight", "scale", "min"))
     return Matrix(*places, width, rows, cols, group_of(cols, quantization.group_size))

@@ -60,7 +60,9 @@ class ReferenceBackend:
     steps = None
 
     def matrix(self, stored: StoredWeights) -> Tensor:
-        return stored.float().contiguous() if isinstance(stored, Tensor) else weights(stored)
+        if isinstance(stored, Tensor):
+            return stored.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return weights(stored)
 
     def rows(self, matrix: Tensor, ids: Sequence[int]) -> Tensor:
         return rows(matrix, ids)

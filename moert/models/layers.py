@@ -14,10 +14,10 @@ from moert.pack.model_spec import ModelSpec
 
 
 def vector(weights: dict[str, StoredWeights], name: str) -> Tensor:
-    """Takes a one-dimensional weight out of `weights`, in float32."""
+    """Takes a one-dimensional weight out of `weights`: a copy in float32."""
     stored = weights.pop(name)
     assert isinstance(stored, Tensor), f"{name} is no matrix"
-    return stored.float().contiguous()
+    return stored.to(torch.float32, copy=True)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

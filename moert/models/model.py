@@ -40,7 +40,7 @@ class Model(Protocol):
 def build_model(spec: ModelSpec, weights: dict[str, StoredWeights], runner: ExpertRunner, backend: Backend) -> Model:
     """`weights`: canonical name → as stored, what `moert.pack.model_spec.backbone_tensors` lists.
 
-    The dict is emptied on the way, so that nothing is held twice where the backend makes a copy.
+    The dict is emptied on the way. The model keeps copies, so that nothing holds the file that the weights lie in.
     """
     from moert.models.decoder import DecoderModel
     from moert.models.switch import SwitchModel

@@ -105,7 +105,7 @@ class SwitchModel:
 
 
 def _table(weights: dict[str, StoredWeights], name: str) -> Tensor:
-    """Takes the biases of a stack, [buckets, heads], out of `weights`."""
+    """Takes the biases of a stack, [buckets, heads], out of `weights`: a copy in float32."""
     stored = weights.pop(name)
     assert isinstance(stored, Tensor), f"{name} is never quantised"
-    return stored.float()
+    return stored.to(torch.float32, copy=True)

@@ -12,7 +12,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
 _LARGE_EXPERT_BYTES = 1 << 20
-_DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2}
+DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _place(tensors: list[tuple[str, str, tuple[int, ...]]], key: ExpertKey, page
     slots: list[TensorSlot] = []
     position = tensor_bytes = 0
     for index, (name, dtype, shape) in enumerate(tensors):
-        size = _DTYPE_BYTES[dtype]
+        size = DTYPE_BYTES[dtype]
         for extent in shape:
             size *= extent
         slots.append(TensorSlot(name, dtype, shape, position, position + size))

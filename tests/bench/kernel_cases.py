@@ -11,12 +11,9 @@ from types import TracebackType
 
 import numpy as np
 
-from moert.kernels.library import Attention, Ffn, Library
-from moert.kernels.native import NativeFailed
+from moert.kernels.library import ACTIVATIONS, Attention, Ffn, Library, NativeFailed, check
 from moert.pack.codec import F32
 from tests.bench.kernel_weights import Material, Shape, nbytes_of
-
-ACTIVATION_SILU = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +85,7 @@ class Kernels:
 
         def run() -> None:
             for at in calls:
-                _check(linear(pool, 1, at, x_at, tokens, y_at))
+                check(linear(pool, 1, at, x_at, tokens, y_at))
 
         macs = sum(matrix.rows * matrix.cols for matrix in matrices) * tokens
         alive = x, y, output, pointers, matrices
@@ -107,7 +104,7 @@ class Kernels:
         def run() -> None:
             for call in range(calls):
                 at = addressof(table) + 8 * call * size.top_k
-                _check(mixture(pool, ACTIVATION_SILU, math.inf, size.top_k, at, *places))
+                check(mixture(pool, ACTIVATIONS["silu"], math.inf, size.top_k, at, *places))
 
         alive = experts, starts, token, weights, x, out
         return Case(name, run, calls, sum(nbytes[: calls * size.top_k]), alive=alive)
@@ -133,7 +130,7 @@ class Kernels:
             hidden = x.copy()
             at, turn_at = hidden.ctypes.data, turn.ctypes.data
             for block, keys, values in each:
-                _check(attend(pool, block, at, keys, values, size.context * dim, size.context, turn_at, None, 0))
+                check(attend(pool, block, at, keys, values, size.context * dim, size.context, turn_at, None, 0))
 
         nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + cache.nbytes
         return Case(name, run, len(blocks), nbytes, alive=(norm, cache))
@@ -148,7 +145,7 @@ class Kernels:
 
         def run() -> None:
             for router in routers:
-                _check(route(pool, *before, byref(router), *after))
+                check(route(pool, *before, byref(router), *after))
 
         alive = norm, x, hidden, weights, chosen
         return Case(name, run, len(routers), sum(map(nbytes_of, routers)), alive=alive)
@@ -161,7 +158,7 @@ class Kernels:
 
         def run() -> None:
             for matrix in heads:
-                _check(head(pool, norm.ctypes.data, size.eps, 1.0, byref(matrix), x.ctypes.data, y.ctypes.data))
+                check(head(pool, norm.ctypes.data, size.eps, 1.0, byref(matrix), x.ctypes.data, y.ctypes.data))
 
         return Case(name, run, len(heads), sum(map(nbytes_of, heads)))
 
@@ -178,8 +175,3 @@ class Kernels:
             experts.append(Ffn(*parts))
             nbytes.append(sum(map(nbytes_of, filter(None, parts))))
         return experts, nbytes
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise NativeFailed("the native kernels could not get the memory that they need")

@@ -8,11 +8,11 @@ from itertools import cycle
 import numpy as np
 
 from moert.kernels.arena import Arena
-from moert.kernels.library import Matrix
+from moert.kernels.library import KINDS, Matrix
 from moert.pack.codec import n_groups, row_bytes
 
 WORKING_SET = 448 << 20  # bytes: room for two heads of 16 bits
-FLOATS = {16: 17, 32: 32}  # bits → moert_matrix.kind: bfloat16, float32
+FLOATS = {16: KINDS["BF16"], 32: KINDS["F32"]}  # bits → kind
 
 Shape = tuple[int, int]
 """Rows, cols."""
@@ -65,5 +65,5 @@ class Material:
 def nbytes_of(matrix: Matrix) -> int:
     """What a product reads of a matrix."""
     if matrix.scale is None:
-        return int(matrix.rows * matrix.cols * (4 if matrix.kind == FLOATS[32] else 2))
+        return int(matrix.rows * matrix.cols * (4 if matrix.kind == KINDS["F32"] else 2))
     return int(matrix.rows * (row_bytes(matrix.cols, matrix.kind) + 4 * n_groups(matrix.cols, matrix.group)))

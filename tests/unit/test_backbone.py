@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moert.backbone import load_backbone, load_tokenizer
 from moert.budget import Budget
+from moert.engine import Engine
 from moert.errors import TokenizerMissing
 from moert.pack.codec import QuantizedMatrix, unpack_codes
 from moert.pack.errors import HashMismatch, HeaderInvalid
@@ -104,10 +105,26 @@ def test_weights_come_back_as_they_are_stored(tmp_path: Path, family: str, dtype
         assert (weight.bits, weight.group_size) == (bits[role], GROUP)
         for mine, part in ((weight.qweight, "qweight"), (weight.scale, "scale"), (weight.minimum, "min")):
             assert mine.flags.c_contiguous
-            assert mine.flags.writeable
             assert np.array_equal(mine, written[f"{stem}.{part}"].numpy())
         assert torch.equal(wide[name], by_hand(written, stem, weight.bits, weight.in_features))
     assert quantised == sum(bits.get(dense_role(spec, name) or "", 16) < 16 for name in stored)
+
+
+MAPPINGS = Path("/proc/self/maps")
+
+
+@pytest.mark.skipif(not MAPPINGS.exists(), reason="needs Linux")
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("family", SPECS)
+def test_an_engine_holds_nothing_of_the_file(tmp_path: Path, family: str, kernels: str) -> None:
+    """Where memory is short, the pages of a mapped file are read from disk again and again."""
+    write_dense_pack(tmp_path / "p", SPECS[family], dense_quantization({"attention": 4, "router": 16}))
+    path = str(tmp_path / "p" / "backbone.safetensors")
+    stored = load_backbone(Pack.open(tmp_path / "p"))
+    assert path in MAPPINGS.read_text()
+    del stored
+    with Engine.open(tmp_path / "p", predictor="none", kernels=kernels):
+        assert path not in MAPPINGS.read_text()
 
 
 def test_backbone_bytes_are_what_is_held(tmp_path: Path) -> None:

@@ -156,10 +156,11 @@ def test_an_expert_keeps_its_bytes_alive(pack: Pack, where: str) -> None:
     assert answers[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_dense_matrix_is_the_backends_own(name: str) -> None:
+def test_a_dense_matrix_is_the_backends_own(name: str, dtype: torch.dtype) -> None:
     backend = open_backend(name)
-    stored = torch.arange(12.0).reshape(3, 4).bfloat16()
+    stored = torch.arange(12.0).reshape(3, 4).to(dtype)
     matrix = backend.matrix(stored)
     stored.zero_()
     assert backend.rows(matrix, [2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]

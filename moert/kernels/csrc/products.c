@@ -3,7 +3,7 @@
 
 #define MOST_ITEM_BYTES (256 << 10) /* of weights: what is asked for ahead at an item's end is lost to its thread */
 #define ITEMS_A_THREAD 4            /* at least, where there is enough: so that threads end together */
-#define ALONE_BYTES (128 << 10)         /* below this, waking others costs more than they save */
+#define ALONE_BYTES (128 << 10)     /* below this, waking others costs more than they save */
 #define MANY_ROWS_AN_ITEM 32        /* for many tokens, when arithmetic counts and not bytes */
 
 void input_begin(input *in, const operations *isa, const float *values, int tokens, int cols) {
@@ -32,7 +32,8 @@ size_t input_bytes(const input *in) {
     return bytes;
 }
 
-void input_place(input *in, void *room) {
+/* Gives the rounded activations their place. */
+static void input_place(input *in, void *room) {
     char *at = room;
     for (int i = 0; i < in->count; i++) {
         const int group = in->rounded[i].group;
@@ -41,7 +42,8 @@ void input_place(input *in, void *room) {
     }
 }
 
-void input_fill(const input *in, int token) {
+/* Makes those of one token. */
+static void input_fill(const input *in, int token) {
     for (int i = 0; i < in->count; i++)
         in->isa->operand_fill(&in->rounded[i], token, in->values + (int64_t)token * in->cols);
 }

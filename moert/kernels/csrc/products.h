@@ -19,10 +19,7 @@ void input_begin(input *in, const operations *isa, const float *values, int toke
 /* Takes note of a matrix that will be multiplied with the input; 0, or -1 if there are too many group sizes. */
 int input_wants(input *in, const moert_matrix *w);
 size_t input_bytes(const input *in);
-/* Gives the rounded activations their place; input_fill then makes those of one token. */
-void input_place(input *in, void *room);
-void input_fill(const input *in, int token);
-/* Both for n tokens (0 .. n - 1 where NULL), on all threads. */
+/* Makes the rounded activations of n tokens (0 .. n - 1 where NULL), in `room` and on all threads. */
 void input_make(input *in, moert_pool *pool, void *room, const int32_t *tokens, int n);
 
 /* y[t * stride + row - first], as in `operations`. */
