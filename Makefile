@@ -16,7 +16,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding readme clean
+.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream readme clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -108,6 +108,9 @@ bench-peers: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## the run
 
 bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activations add to a pack's loss
 	$(PY) -m tests.bench.rounding
+
+bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
+	$(PY) -m tests.bench.stream
 
 readme: setup  ## write the generated parts of README.md anew
 	$(PY) tests/rules/readme_help.py --write

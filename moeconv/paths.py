@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moeconv.scorers.generated import GeneratedScorer
-from moeconv.scorers.text import TextScorer
+from moeconv.scorers import Routed
 from moert.pack.model_spec import Stack
 from moert.pack.paths import TransitionTable
+from moert.pack.trace import SampleRoutes, Trace, record
 
 Routes = dict[Stack, list[npt.NDArray[np.int64]]]
 """For each stack, one array [tokens, top_k] per layer with experts; row t is the same token in each."""
@@ -35,14 +35,29 @@ class PathFigures:
     accuracy: tuple[tuple[float, float, float] | None, ...]
 
 
-def routes_of(scorer: TextScorer | GeneratedScorer) -> Routes:
-    """The routing of the scorer's samples: of running text, or of inputs and the greedy outputs to them."""
-    parts = list(scorer.routes())
+def routes_of(parts: Sequence[Routed]) -> Routes:
+    """The routing of all samples: of running text, or of inputs and the greedy outputs to them."""
     routes: Routes = {}
-    for stack, layer in parts[0]:
-        joined = torch.cat([part[stack, layer] for part in parts]).numpy()
+    for stack, layer in parts[0].experts:
+        joined = torch.cat([part.experts[stack, layer] for part in parts]).numpy()
         routes.setdefault(stack, []).append(joined)
     return routes
+
+
+def trace_of(parts: Sequence[Routed], num_experts: int) -> Trace:
+    """The same sample by sample, in the order of the text and not of the batches."""
+    samples: dict[int, SampleRoutes] = {}
+    for part in parts:
+        stacks: dict[Stack, list[npt.NDArray[np.int64]]] = {}
+        for (stack, _), experts in part.experts.items():
+            stacks.setdefault(stack, []).append(experts.numpy())
+        pieces = {
+            stack: np.split(np.stack(layers, axis=1), np.cumsum(part.lengths[stack])[:-1])
+            for stack, layers in stacks.items()
+        }
+        for index, place in enumerate(part.samples):
+            samples[place] = {stack: pieces[stack][index] for stack in pieces}
+    return record(num_experts, (samples[place] for place in sorted(samples)))
 
 
 def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigures:

@@ -120,7 +120,7 @@ def path_table(found: PathFigures, nbytes: int) -> str:
     """The result of `moeconv profile-paths`."""
     coverage = ", ".join(f"{stack} {share:.1%}" for stack, share in found.coverage20.items())
     lines = [
-        f"{found.tokens:,} tokens profiled, tables of {nbytes:,} bytes",
+        f"{found.tokens:,} tokens profiled, tables and trace of {nbytes:,} bytes",
         f"  the 20% most frequent paths cover: {coverage}",
         f"  held-out tokens that take the likeliest next expert, two layers known: {_percent(found.best_next)}",
         "  share of held-out choices predicted:   top-1    top-2    top-3",

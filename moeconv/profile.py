@@ -1,4 +1,4 @@
-"""One profiling run from start to end: calibration text through the pack, transition tables into it."""
+"""One profiling run from start to end: calibration text through the pack, transition tables and a trace into it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.material import TOKENIZER
 from moeconv.metrics import default_metric, find_metric
 from moeconv.packed import PackedModel
-from moeconv.paths import PathFigures, Routes, figures, routes_of
+from moeconv.paths import PathFigures, figures, routes_of, trace_of
 from moeconv.report.document import read_report
+from moeconv.scorers import Routed
 from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer
 from moeconv.settings import DEFAULT_CONTEXT, check_counts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
+from moert.pack.trace import TRACE
+from moert.pack.writer import add_files
 
 
 def profile_paths(
@@ -29,7 +31,7 @@ def profile_paths(
     context: int | None,
     say: Callable[[str], None],
 ) -> tuple[PathFigures, int]:
-    """Adds paths.safetensors to the pack; returns the figures and the bytes of the tables.
+    """Adds paths.safetensors and trace.safetensors to the pack; returns the figures and the bytes of both.
 
     Without `calib`, the text that the pack was converted with. Raises ConversionError or PackError.
     """
@@ -41,20 +43,22 @@ def profile_paths(
     tokenizer = load_tokenizer(pack.file(TOKENIZER))
     packed = PackedModel.open(pack)
 
-    def routes(split: str) -> Routes:
+    def routed(split: str) -> list[Routed]:
         scorer = build_scorer(
             packed, tokenizer, getattr(splits, split), metric,
             limit=samples, context=context or source.context, max_new_tokens=None,
         )  # fmt: skip
         say(f"routing of {scorer.n_samples} samples of the {split} text")
-        return routes_of(scorer)
+        return list(scorer.routes())
 
-    seen = routes("calibration")
-    table = build(packed.spec.moe.num_experts, seen)
-    found = figures(table, seen, routes("heldout"))
-    body = table.to_bytes()
-    add_to_pack(pack.root, pack.manifest, PATHS, body)
-    return found, len(body)
+    num_experts = packed.spec.moe.num_experts
+    parts = routed("calibration")
+    seen = routes_of(parts)
+    table = build(num_experts, seen)
+    found = figures(table, seen, routes_of(routed("heldout")))
+    bodies = {PATHS: table.to_bytes(), TRACE: trace_of(parts, num_experts).to_bytes()}
+    add_files(pack.root, pack.manifest, bodies)
+    return found, sum(map(len, bodies.values()))
 
 
 @dataclass(frozen=True)

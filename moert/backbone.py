@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moert.errors import TokenizerMissing
 from moert.kernels.backend import StoredWeights
+from moert.memory import drop_mapped
+from moert.pack.codec import QuantizedMatrix
 from moert.pack.dense import StoredTensors, quantized, stored_tensors
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.manifest import BACKBONE
@@ -20,7 +22,20 @@ TOKENIZER = "tokenizer.json"
 _CHUNK = 1 << 20
 
 
-def load_backbone(pack: Pack) -> dict[str, StoredWeights]:
+class MappedWeights(dict[str, StoredWeights]):
+    """Views of a mapped file. What is taken out with `pop` must be copied before the next call, which lets go of its
+    pages: so not much more than the copies is ever in memory."""
+
+    _latest: StoredWeights | None = None
+
+    def pop(self, name: str) -> StoredWeights:  # type: ignore[override]
+        if self._latest is not None:
+            _drop(self._latest)
+        self._latest = super().pop(name)
+        return self._latest
+
+
+def load_backbone(pack: Pack) -> MappedWeights:
     """Canonical name → weights as they are stored: views of the mapped file. What is kept must be copied: where memory
     is short, the pages of a mapped file are read from disk again and again.
 
@@ -31,7 +46,7 @@ def load_backbone(pack: Pack) -> dict[str, StoredWeights]:
     _check_checksum(pack)
     spec, quantization = pack.manifest.model, pack.manifest.quantization
     shapes, expected = backbone_tensors(spec), stored_tensors(spec, quantization)
-    weights: dict[str, StoredWeights] = {}
+    weights = MappedWeights()
     try:
         with safe_open(pack.file(BACKBONE), framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
@@ -85,6 +100,14 @@ def _check_checksum(pack: Pack) -> None:
             checksum = zlib.crc32(chunk, checksum)
     if checksum != pack.manifest.files[BACKBONE].crc32:
         raise HashMismatch(f"{BACKBONE}: checksum differs from the manifest: the file is damaged, copy it again")
+
+
+def _drop(stored: StoredWeights) -> None:
+    if isinstance(stored, QuantizedMatrix):
+        for part in (stored.qweight, stored.scale, stored.minimum):
+            drop_mapped(part.ctypes.data, part.nbytes)
+    else:
+        drop_mapped(stored.data_ptr(), stored.nbytes)
 
 
 def _floating(name: str, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Divides --memory: what is fixed, and what is left for the expert cache. Pure."""
+"""Divides --memory: what is held, what is still to come, and what is left for the expert cache. Pure."""
 
 from __future__ import annotations
 
@@ -20,41 +20,84 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([A-Za-z]*|%)")
 
 
-_ROUNDED = 16  # bytes an activation takes: as float32, and rounded in up to three orders with its scales
+_UNPACKED = 6  # bytes a weight, in float32 and on the way to that
+_MARGIN_BYTES = 12 << 20  # for code not run yet, page tables and what malloc keeps
+_MARGIN_PART = 128  # and this part of the limit
+_STARTING_BYTES = 12 << 20  # libraries, threads and buffers that come with the weights (10 MB measured)
+_SLACK_BYTES = 4 << 20  # between two starts of the same command
+_FREE_PART = 10  # of what is free, what `auto` leaves to others
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """--memory as given: bytes in all, or everything that is fixed plus a share of the experts' bytes."""
+    """--memory as given: bytes for the whole process, or a share of what it can have; neither: what is free, but for a
+    part that is left to others."""
 
     nbytes: int | None = None
     share: float | None = None
 
+    def resolve(self, held_bytes: int, most_bytes: int | None) -> int | None:
+        """Bytes for a process that holds `held_bytes` and can have `most_bytes` in all; None if nobody knows how many,
+        and nobody said. Raises InvalidMemory."""
+        if self.nbytes is not None:
+            return self.nbytes
+        if most_bytes is None:
+            if self.share is None:
+                return None
+            raise InvalidMemory("this system does not tell how much memory is free: give --memory as a size like 1.5GB")
+        if self.share is not None:
+            return int(self.share * most_bytes)
+        return most_bytes - (most_bytes - held_bytes) // _FREE_PART
+
+
+AUTO = MemoryLimit()
+
+
+@dataclass(frozen=True)
+class CacheLimit:
+    """--cache as given: bytes, or a share of the experts' bytes."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    def resolve(self, expert_bytes: int) -> int:
+        return int((self.share or 0) * expert_bytes) if self.nbytes is None else self.nbytes
+
 
 def parse_memory(text: str) -> MemoryLimit:
-    """'1.5GB', '800MB', '512MiB', '123456' (bytes) or '50%'. Raises InvalidMemory."""
-    hint = "expected a size like 1.5GB, 800MB or 512MiB, or a share like 50%"
+    """'1.5GB', '800MB', '512MiB', '123456' (bytes), '50%' or 'auto'. Raises InvalidMemory."""
+    return AUTO if text.strip().lower() == "auto" else MemoryLimit(*_parse(text, "--memory", " or auto"))
+
+
+def parse_cache(text: str) -> CacheLimit:
+    """'600MB' or '25%', as parse_memory takes them. Raises InvalidMemory."""
+    return CacheLimit(*_parse(text, "--cache", ""))
+
+
+def _parse(text: str, option: str, more: str) -> tuple[int | None, float | None]:
+    """Bytes or a share."""
+    hint = f"expected a size like 1.5GB, 800MB or 512MiB, a share like 50%{more}"
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in (*_UNITS, "%"):
-        raise InvalidMemory(f"--memory {text!r} is not a size: {hint}")
+        raise InvalidMemory(f"{option} {text!r} is not a size: {hint}")
     number, unit = Fraction(match[1]), match[2].upper()
     if unit == "%":
         if not 0 < number <= 100:
-            raise InvalidMemory(f"--memory {text!r} should be more than 0% and at most 100%")
-        return MemoryLimit(share=float(number / 100))
+            raise InvalidMemory(f"{option} {text!r} should be more than 0% and at most 100%")
+        return None, float(number / 100)
     nbytes = int(number * _UNITS[unit])
     if not 0 < nbytes < 1 << 62:
-        raise InvalidMemory(f"--memory {text!r} is not a size that a machine can have: {hint}")
-    return MemoryLimit(nbytes=nbytes)
+        raise InvalidMemory(f"{option} {text!r} is not a size that a machine can have: {hint}")
+    return nbytes, None
 
 
 @dataclass(frozen=True)
 class Budget:
     """What a pack needs in memory, in bytes.
 
-    backbone: everything but the experts. scratch: one expert unpacked, or the rounded activations of one token's
-    experts. layer: the most that one token can demand of one layer (its top_k largest experts). token: that, over all
-    layers of the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it.
+    backbone: everything but the experts. scratch: one expert unpacked, where weights are computed with in float32.
+    layer: the most that one token can demand of one layer (its top_k largest experts). token: that, over all layers of
+    the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it.
     """
 
     backbone_bytes: int
@@ -73,42 +116,62 @@ class Budget:
         demand = {at: sum(sorted(sizes)[-spec.moe.top_k :]) for at, sizes in per_layer.items()}
         return cls(
             backbone_bytes=_widened_bytes(manifest) if widened else _stored_bytes(manifest),
-            scratch_bytes=4 * spec.weights_per_expert()
-            if widened
-            else _ROUNDED * spec.moe.top_k * (spec.d_model + spec.moe.d_ff),
+            scratch_bytes=_UNPACKED * spec.weights_per_expert() if widened else 0,
             layer_bytes=max(demand.values(), default=0),
             token_bytes=sum(nbytes for (stack, _), nbytes in demand.items() if stack == "decoder"),
             expert_bytes=sum(entry.file_bytes for entry in manifest.experts),
         )
 
-    def fixed_bytes(self, state_bytes: int) -> int:
-        """All but the expert cache, for a request whose keys and values take `state_bytes`."""
-        return self.backbone_bytes + self.scratch_bytes + state_bytes
+    @property
+    def loading_bytes(self) -> int:
+        """What is held once the weights are loaded, beside what was before."""
+        return self.backbone_bytes + _STARTING_BYTES
 
-    def smallest_bytes(self, state_bytes: int) -> int:
-        """The smallest --memory that such a request runs in."""
-        return self.fixed_bytes(state_bytes) + self.layer_bytes
+    def left_bytes(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> int:
+        """For experts, negative if there is not enough: a process that holds `held_bytes` without them will hold
+        `coming_bytes` more."""
+        return (
+            limit_bytes - limit_bytes // _MARGIN_PART - _MARGIN_BYTES - self.scratch_bytes - held_bytes - coming_bytes
+        )
 
-    def cache_bytes(self, limit: MemoryLimit | None, state_bytes: int) -> int:
-        """What is left for the expert cache; without a limit, room for all experts. Raises BudgetTooSmall."""
-        if limit is None:
-            return self.expert_bytes
-        if limit.share is not None:
-            left = int(limit.share * self.expert_bytes)
-        else:
-            left = (limit.nbytes or 0) - self.fixed_bytes(state_bytes)
-        if left < self.layer_bytes:
-            smallest = self.smallest_bytes(state_bytes)
-            asked = limit.nbytes or self.fixed_bytes(state_bytes) + left
-            percent = "" if limit.nbytes is None or limit.nbytes > 100 else f"; did you mean {limit.nbytes}%?"
+    def fitting_bytes(self, left_bytes: int) -> int:
+        """The expert cache that makes the best of it: never less than a layer can demand, never more than there are."""
+        return max(self.layer_bytes, min(left_bytes, self.expert_bytes))
+
+    def smallest_bytes(self, held_bytes: int, coming_bytes: int) -> int:
+        """The smallest --memory, in whole megabytes, for such a process; with a little more, since no two are alike."""
+        lacking = -self.left_bytes(0, held_bytes, coming_bytes) + self.layer_bytes + _SLACK_BYTES
+        return -(-lacking * _MARGIN_PART // (_MARGIN_PART - 1) // 10**6) * 10**6
+
+    def fits(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> bool:
+        return self.left_bytes(limit_bytes, held_bytes, coming_bytes) >= self.layer_bytes
+
+    def too_small(
+        self, limit_bytes: int, held_bytes: int, loading_bytes: int, request_bytes: int, who_needs: str
+    ) -> BudgetTooSmall:
+        """Why a process that holds `held_bytes` can't run a request, and what it could run in.
+
+        It has `loading_bytes` still to load, and `request_bytes` are for keys, values and activations.
+        """
+        smallest = self.smallest_bytes(held_bytes, loading_bytes + request_bytes)
+        rest = smallest - held_bytes - loading_bytes - request_bytes - self.layer_bytes
+        weights = f"{size(loading_bytes)} for all weights but the experts, " if loading_bytes else ""
+        percent = f"; did you mean {limit_bytes}%?" if limit_bytes <= 100 else ""
+        return BudgetTooSmall(
+            f"a memory budget of {limit_bytes} bytes is too small: {who_needs} --memory {smallest} ({size(smallest)}): "
+            f"{size(held_bytes)} that the process holds already, {weights}{size(request_bytes)} for keys, values and "
+            f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare{percent}",
+            smallest,
+        )
+
+    def check_cache(self, cache_bytes: int) -> None:
+        """Raises BudgetTooSmall."""
+        if cache_bytes < self.layer_bytes:
             raise BudgetTooSmall(
-                f"a memory budget of {asked} bytes is too small: this request needs --memory {smallest} "
-                f"({size(smallest)}): {size(self.backbone_bytes + self.scratch_bytes)} for all but the experts, "
-                f"{size(state_bytes)} for keys and values, {size(self.layer_bytes)} for one token's experts of a layer"
-                f"{percent}",
-                smallest,
+                f"an expert cache of {cache_bytes} bytes is too small: one token can demand --cache {self.layer_bytes} "
+                f"({size(self.layer_bytes)}) of a layer",
+                self.layer_bytes,
             )
-        return min(left, self.expert_bytes)
 
 
 def _stored_bytes(manifest: Manifest) -> int:

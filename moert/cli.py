@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +16,25 @@ import typer
 
 from moert import __version__
 from moert.errors import RunError
+from moert.options import (
+    CacheOption,
+    Eviction,
+    EvictionOption,
+    InputOption,
+    IoOption,
+    KernelsOption,
+    MemoryOption,
+    PackArgument,
+    Predict,
+    PredictOption,
+    ThreadsOption,
+)
 from moert.pack.errors import PackError
 
 if TYPE_CHECKING:
-    from moert.engine import Answer, Engine
+    from moert.budget import CacheLimit, MemoryLimit
+    from moert.engine import Engine
+    from moert.generation.batch import Answer
     from moert.generation.settings import GenerationSettings
 
 app = typer.Typer(
@@ -29,22 +43,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 USAGE = 2
-
-
-class Eviction(str, Enum):
-    paper = "paper"
-    lru = "lru"
-    lfu = "lfu"
-    fifo = "fifo"
-
-
-class Predict(str, Enum):
-    transitions = "transitions"
-    popularity = "popularity"
-    none = "none"
-
-
-PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
+INTERRUPTED = 130
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,32 +68,24 @@ def run(
         str | None, typer.Argument(metavar="[PROMPT]", help="Text to continue or transform; stdin if nothing is given.")
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", help="Read one prompt from a text file.")] = None,
-    input_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--input",
-            help="JSON lines, each with the field prompt, input or text; - is stdin. Each starts from the same --seed.",
-        ),
-    ] = None,
+    input_path: InputOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
     ] = None,
-    memory: Annotated[
-        str | None,
+    batch: Annotated[
+        int,
         typer.Option(
-            help="Memory for the weights that always stay, the keys and values of the request, what is computed with "
-            "beside them, and the expert cache: 1.5GB, 800MB, 512MiB; or 50%: all of that with room for half of the "
-            "experts. Python, torch and activations come on top. Without it experts stay in memory once read."
+            min=1,
+            help="With --input: run so many prompts at once, so that each expert is read once for all of them; it pays "
+            "where experts are read again and again. The answers are the same (but for rounding with --kernels "
+            "reference) and come in order, when their batch is done.",
         ),
-    ] = None,
-    eviction: Annotated[Eviction, typer.Option(help="Which expert leaves when room is needed.")] = Eviction.paper,
-    predict: Annotated[
-        Predict | None,
-        typer.Option(
-            help="What names the experts to preload; by default transitions, or none if the pack has no paths.",
-            show_default=False,
-        ),
-    ] = None,
+    ] = 1,
+    memory: MemoryOption = None,
+    cache: CacheOption = None,
+    eviction: EvictionOption = Eviction.auto,
+    predict: PredictOption = Predict.gate,
+    io: IoOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")] = 0,
@@ -105,21 +96,8 @@ def run(
         list[str] | None,
         typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
     ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="For the arithmetic; by default, and at most, one for each core that this process may use.",
-            show_default=False,
-        ),
-    ] = None,
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="What computes: auto (the best instruction set that moert info --system lists), one of those by name, "
-            "or reference (torch: slow, takes more memory, does not round activations to 8 bits)."
-        ),
-    ] = "auto",
+    threads: ThreadsOption = None,
+    kernels: KernelsOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
 ) -> None:
@@ -131,14 +109,48 @@ def run(
         raise RunError(f"{' and '.join(given)} exclude each other: give one prompt or one file")
     if output is not None and input_path is None:
         raise RunError("--output goes with --input: for one prompt redirect stdout")
+    if batch != 1 and input_path is None:
+        raise RunError(f"--batch {batch} goes with --input: there is one prompt")
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    engine = _open(pack, memory, eviction, predict, threads, kernels)
+    engine = _open(pack, memory, cache, eviction, predict, io, threads, kernels)
     to_stderr = stats and not (as_json and input_path is None)
     with engine, _figures(engine, as_json) if to_stderr else nullcontext():
         if input_path is not None:
-            _run_records(engine, input_path, output, settings, as_json)
+            _run_records(engine, input_path, output, batch, settings, as_json)
         else:
             _run_prompt(engine, prompt, file, settings, as_json)
+
+
+@app.command()
+def bench(
+    packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
+    ] = None,
+    input_path: InputOption = None,
+    memory: MemoryOption = None,
+    cache: CacheOption = None,
+    eviction: EvictionOption = Eviction.auto,
+    predict: PredictOption = Predict.gate,
+    io: IoOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens after each prompt; none ends a text.")] = 32,
+    threads: ThreadsOption = None,
+    kernels: KernelsOption = "auto",
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="DIR", help="Also run what the pictures show, and draw them into this folder."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
+) -> None:
+    """Measure how fast packs run on this device, and how near that is to what is possible."""
+    from moert.experts.drive import parse_io
+
+    (limit, room), reading = _limits(memory, cache), parse_io(io)
+    from moert.bench import command
+    from moert.bench.measure import BenchSettings
+
+    settings = BenchSettings(limit, room, reading, eviction.value, predict.value, threads, kernels, max_new_tokens)
+    command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
 
 
 @app.command()
@@ -182,16 +194,25 @@ def _settings(
         raise RunError(str(error)) from None
 
 
-def _open(
-    pack: Path, memory: str | None, eviction: Eviction, predict: Predict | None, threads: int | None, kernels: str
-) -> Engine:
-    from moert.budget import parse_memory
+def _limits(memory: str | None, cache: str | None) -> tuple[MemoryLimit | None, CacheLimit | None]:
+    """Of the process, or of the experts. Raises RunError."""
+    from moert.budget import parse_cache, parse_memory
 
-    limit = None if memory is None else parse_memory(memory)
+    if memory is not None and cache is not None:
+        raise RunError("--memory and --cache exclude each other: give the room of the process or that of the experts")
+    return (None, parse_cache(cache)) if cache is not None else (parse_memory(memory or "auto"), None)
+
+
+def _open(
+    pack: Path, memory: str | None, cache: str | None, eviction: Eviction, predict: Predict, io: str,
+    threads: int | None, kernels: str,
+) -> Engine:  # fmt: skip
+    from moert.experts.drive import parse_io
+
+    (limit, room), reading = _limits(memory, cache), parse_io(io)
     from moert.engine import Engine
 
-    predictor = None if predict is None else predict.value
-    return Engine.open(pack, limit, eviction.value, predictor, threads, kernels=kernels)
+    return Engine.open(pack, limit, eviction.value, predict.value, threads, kernels=kernels, io=reading, cache=room)
 
 
 @contextmanager
@@ -211,7 +232,7 @@ def _figures(engine: Engine, as_json: bool) -> Iterator[None]:
 def _run_prompt(
     engine: Engine, prompt: str | None, file: Path | None, settings: GenerationSettings, as_json: bool
 ) -> None:
-    from moert.engine import Interrupted
+    from moert.generation.batch import Interrupted
     from moert.prompts import read_prompt
 
     text = read_prompt(prompt, file, sys.stdin)
@@ -219,21 +240,32 @@ def _run_prompt(
     try:
         answer = engine.generate(text, settings, None if as_json else _print_piece)
     except Interrupted as error:
-        answer, interrupt = error.answer, error
+        answer, interrupt = error.answers[0], error
     as_object = {**_answer(answer), "stats": engine.stats().to_dict()}
     print(json.dumps(as_object, ensure_ascii=False) if as_json else "", flush=True)
     if interrupt is not None:
         raise interrupt
 
 
-def _run_records(engine: Engine, path: Path, output: Path | None, settings: GenerationSettings, as_json: bool) -> None:
-    from moert.prompts import LineWriter, read_records
+def _run_records(
+    engine: Engine, path: Path, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
+) -> None:
+    from moert.generation.batch import Interrupted
+    from moert.prompts import LineWriter, grouped, read_records
 
     records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
     with LineWriter(output) as writer:
-        for record in records:
-            answer = engine.generate(record.prompt, settings)
-            writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
+        for group in grouped(records, batch):
+            interrupt = None
+            try:
+                answers = engine.generate_many([record.prompt for record in group], settings)
+            except Interrupted as error:
+                answers, interrupt = error.answers, error
+            for record, answer in zip(group, answers, strict=interrupt is None):
+                if answer.finished:
+                    writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
+            if interrupt is not None:
+                raise interrupt
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
@@ -250,13 +282,19 @@ def _print_piece(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C.
+    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C, 143 after SIGTERM.
 
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
+    signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     _prepare_streams()
     sys.exit(_exit_code(arguments))
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Ends the process as if the main thread had asked for it: what is open is closed."""
+    sys.exit(128 + number)
 
 
 def _exit_code(arguments: list[str] | None) -> int:
@@ -274,9 +312,19 @@ def _exit_code(arguments: list[str] | None) -> int:
     except Exception as error:
         message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
         if message is None:
+            if _interrupted(error):
+                return INTERRUPTED
             raise
         print(_one_line(message()), file=sys.stderr)
         return USAGE
+
+
+def _interrupted(error: BaseException) -> bool:
+    """True for what breaks because Ctrl-C came in the middle of something else."""
+    before: BaseException | None = error
+    while before is not None and not isinstance(before, KeyboardInterrupt):
+        before = before.__context__
+    return before is not None
 
 
 def _prepare_streams() -> None:

@@ -9,23 +9,23 @@ from moert.backbone import load_tokenizer
 from moert.budget import Budget
 from moert.errors import TokenizerMissing
 from moert.kernels import library
-from moert.models.kv import state_bytes
+from moert.memory import held_bytes
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, Measured
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, bits_histogram
+from moert.pack.trace import TRACE
+from moert.regulator import TYPICAL_NEW_TOKENS, TYPICAL_PROMPT_TOKENS, request_bytes
 from moert.stats import size
-
-TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
 
 
 def describe(pack: Pack) -> dict[str, Any]:
     """Everything as plain values; bytes are bytes, losses fractions."""
     manifest, spec = pack.manifest, pack.manifest.model
-    budget = Budget.of(manifest, widened=library.missing() is not None)
+    budget = Budget.of(manifest)
     stacks = {"encoder": spec.encoder, "decoder": spec.decoder}
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
-    known = (BACKBONE, PATHS)
+    known = (BACKBONE, PATHS, TRACE)
     return {
         "pack": str(pack.root),
         "creator": manifest.creator,
@@ -51,13 +51,14 @@ def describe(pack: Pack) -> dict[str, Any]:
             "experts": budget.expert_bytes,
             "expert_tensors": manifest.expert_tensor_bytes(),
             "paths": files.get(PATHS, 0),
+            "trace": files.get(TRACE, 0),
             "other": sum(nbytes for name, nbytes in files.items() if name not in known),
         },
         "quality": None if manifest.quality is None else asdict(manifest.quality),
         "has_paths": PATHS in files,
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "smallest_memory": {
-            "bytes": budget.smallest_bytes(state_bytes(spec, TYPICAL_PROMPT_TOKENS, TYPICAL_NEW_TOKENS)),
+            "bytes": _smallest_memory(pack),
             "prompt_tokens": TYPICAL_PROMPT_TOKENS,
             "new_tokens": TYPICAL_NEW_TOKENS,
         },
@@ -73,7 +74,7 @@ def description_lines(pack: Pack) -> list[str]:
     widths = ", ".join(f"{bits} bits: {count}" for bits, count in facts["bits_histogram"].items())
     smallest_text = (
         f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
-        f"{smallest['new_tokens']} new ones"
+        f"{smallest['new_tokens']} new ones, for the whole process"
     )
     return [
         f"pack             {facts['pack']} (by {facts['creator']})",
@@ -85,12 +86,23 @@ def description_lines(pack: Pack) -> list[str]:
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
         f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk "
-        f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, other {size(nbytes['other'])}",
+        f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
+        f"trace {size(nbytes['trace'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"smallest memory  {smallest_text}",
     ]
+
+
+def _smallest_memory(pack: Pack) -> int:
+    """Of the whole process, as it is once all code is loaded, and with the weights to come."""
+    from moert import engine  # noqa: F401 - what it imports takes memory
+
+    widened = library.missing() is not None
+    budget = Budget.of(pack.manifest, widened)
+    needed = request_bytes(pack.manifest.model, widened, [TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+    return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed)
 
 
 def _dense_text(dense: Dense | None) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
 
@@ -15,62 +13,42 @@ import torch
 from tokenizers import Tokenizer
 
 from moert.backbone import load_backbone, load_tokenizer
-from moert.budget import Budget, MemoryLimit
-from moert.errors import InputInvalid, OutOfMemory, PathsMissing, ThreadsInvalid
+from moert.budget import Budget, CacheLimit, MemoryLimit
+from moert.errors import InputInvalid, ThreadsInvalid, memory_shortage
+from moert.experts.ahead import Lookahead
+from moert.experts.belady import Recorder, headroom
 from moert.experts.cache import ExpertCache
+from moert.experts.drive import DEFAULT_THREADS, IoSettings
 from moert.experts.eviction import EVICTION
 from moert.experts.executor import CachedExperts
+from moert.experts.probe import settings_for
 from moert.experts.replay import Step
+from moert.experts.selection import DEFAULT
 from moert.experts.store import ExpertStore
+from moert.generation.batch import Answer, Batch, Interrupted
 from moert.generation.detokenize import Detokenizer
-from moert.generation.loop import Generation, GenerationResult, PromptError, room
+from moert.generation.loop import Generation, PromptError
 from moert.generation.settings import GenerationSettings
 from moert.kernels import AUTO, open_backend
-from moert.kernels.arena import Arena
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
-from moert.models.kv import state_bytes
+from moert.memory import drop_page_cache, held_bytes, most_bytes
 from moert.models.model import build_model
-from moert.pack.paths import PATHS, TransitionTable
+from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
-from moert.predict import PREDICTORS
-from moert.predict.none import NoPrediction
+from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR, eviction_for, predictor_for
 from moert.predict.predictor import Predictor
-from moert.prefetch import Prefetcher
-from moert.stats import ExpertCounters, RequestTimes, RunStats, run_stats
+from moert.predict.worth import Worth
+from moert.regulator import Regulator
+from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats
 from moert.system import usable_cores
-
-DEFAULT_PREDICTOR = "transitions"
-
 
 Notify = Callable[[str], None]
 """Gets one line about something that works, but not as well as a user may think."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One finished request."""
-
-    result: GenerationResult
-    prompt_tokens: int
-    time_to_first_token_s: float
-    total_s: float
-
-    @property
-    def text(self) -> str:
-        return self.result.text
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a request ran; `answer` is what there was by then."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-
 class Engine:
-    """An open pack, ready to run one request at a time. Close it, or use it in a with block."""
+    """An open pack, ready to run one request or one batch at a time. Close it, or use it in a with block."""
 
     def __init__(
         self,
@@ -78,61 +56,91 @@ class Engine:
         backend: Backend,
         memory: MemoryLimit | None,
         eviction: str,
-        predictor: Predictor,
+        predictor: Predictor | None,
+        io: IoSettings | None,
         trace: list[Step] | None,
         notify: Notify,
+        cache: CacheLimit | None = None,
+        weighed: bool = True,
     ) -> None:
-        """`predictor` may be any that fits the model; see `open` for the rest."""
+        """`predictor` may be any that fits the model; not `weighed`, all is read that it names, whatever that is worth.
+        See `open` for the rest."""
         self.pack = pack
         self.spec = pack.manifest.model
-        self.memory = memory
         self.backend = backend
         self.budget = Budget.of(pack.manifest, widened=backend.widens)
         self.counters = ExpertCounters()
         self.times = RequestTimes()
-        self._memory_bytes: int | None = None
         self._notify = notify
         self._notes: list[str] = []  # for the first request that runs
-        self._warned = False
-        policy = EVICTION[eviction](self.spec.moe_layers())
-        self._store = ExpertStore(pack, backend, self.counters)
-        self.cache = ExpertCache(self._store, policy, 0, self.counters)
+        self._warned = self._split = False
+        self.eviction, self._streams = eviction, False
+        self.recorder = Recorder()
+        self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+        self._measures_drive = io is None
+        self._store = ExpertStore(pack, backend, self.counters, io or IoSettings(True, DEFAULT_THREADS))
+        self.cache = ExpertCache(
+            self._store, EVICTION[DEFAULT](self.spec.moe_layers()), 0, self.counters, self._store.io.threads
+        )
+        self._regulator = Regulator(
+            self.spec,
+            self.budget,
+            backend.widens,
+            self.cache,
+            None if memory is None else memory.resolve(held_bytes(), most_bytes()),
+            None if cache is None else cache.resolve(self.budget.expert_bytes),
+        )
+        self._regulator.check_open()
         weights = load_backbone(pack)
-        idle = isinstance(predictor, NoPrediction)
-        self._prefetcher = None if idle else Prefetcher(self.cache)
-        self.runner = CachedExperts(pack, self.cache, backend, predictor, self._prefetcher, trace)
+        self.ahead = None
+        if predictor is not None:
+            price = Worth() if weighed else None
+            self.ahead = Lookahead(self.spec, self._nbytes, self.cache, self.counters, predictor, price)
+        self.runner = CachedExperts(pack, self.cache, backend, self.ahead, self.recorder, trace)
         self.model = build_model(self.spec, weights, self.runner, backend)
+        del weights
+        if self._regulator.tight:
+            drop_page_cache(pack.file(BACKBONE))
+        if self.ahead is not None:
+            self.ahead.guesses = self.model.guesses()
 
     @classmethod
     def open(
         cls,
         path: str | os.PathLike[str],
         memory: int | MemoryLimit | None = None,
-        eviction: str = "paper",
-        predictor: str | None = None,
+        eviction: str = DEFAULT_EVICTION,
+        predictor: str = DEFAULT_PREDICTOR,
         threads: int | None = None,
         trace: list[Step] | None = None,
         notify: Notify | None = None,
         kernels: str = AUTO,
+        io: IoSettings | None = None,
+        cache: int | CacheLimit | None = None,
     ) -> Engine:
-        """`memory`: bytes for everything that the pack needs in memory, None to keep all experts once they were read.
+        """`memory`: bytes for the whole process; `cache`: bytes for the experts alone. They exclude each other; with
+        neither, experts stay in memory once they were read.
 
-        `predictor`: a name from PREDICTORS; None takes "transitions", or "none" with a note if the pack has no path
-        tables. `threads` is for the arithmetic, by default one for each usable core. `trace` collects what every layer
-        demands. `notify` gets notes and warnings, which otherwise go to stderr. `kernels`: see
-        `moert.kernels.open_backend`. Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid or
-        OutOfMemory, and KeyError for unknown names.
+        `eviction`: a name from EVICTION, or "auto", which replays the pack's trace at this budget. `predictor`: a name
+        from PREDICTORS. `io`: how experts are read; None measures what is best for the drive, and remembers it.
+        `threads` is for the arithmetic, by default one for each usable core. `trace` collects what every layer demands.
+        `notify` gets notes and warnings, which otherwise go to stderr. `kernels`: see `moert.kernels.open_backend`.
+        Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid, BudgetTooSmall or OutOfMemory, and
+        KeyError for unknown names.
         """
         pack = Pack.open(path)
         limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
-        chosen, note = _predictor(pack, predictor)
-        with _memory_shortage(), ExitStack() as opened:
+        room = CacheLimit(nbytes=cache) if isinstance(cache, int) else cache
+        chosen = predictor_for(pack, predictor)
+        with memory_shortage(), ExitStack() as opened:
             backend = open_backend(kernels, _set_threads(threads))
             opened.callback(backend.close)
-            engine = cls(pack, backend, limit, eviction, chosen, trace, notify or _to_stderr)
+            engine = cls(
+                pack, backend, limit, eviction, chosen, io, trace, notify or _to_stderr, room
+            )  # fmt: skip
             opened.pop_all()  # the engine closes it from now on
         slow = missing_note() if kernels == AUTO else None
-        engine._notes += [text for text in (slow, note) if text is not None]
+        engine._notes += [] if slow is None else [slow]
         return engine
 
     @cached_property
@@ -159,42 +167,39 @@ class Engine:
     def check(self, prompt: str, max_new_tokens: int) -> None:
         """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
         ids = self.encode(prompt)
-        try:
-            room(self.model, ids)
-        except PromptError as error:
-            raise InputInvalid(str(error)) from None
-        self.budget.cache_bytes(self.memory, state_bytes(self.spec, len(ids), max_new_tokens))
+        self._generation(ids, GenerationSettings(), None)
+        self._regulator.check([len(ids)], max_new_tokens)
 
     def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
-        return self.budget.smallest_bytes(state_bytes(self.spec, prompt_tokens, max_new_tokens))
+        return self._regulator.smallest_memory([prompt_tokens], max_new_tokens)
 
     def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read again."""
-        needed = state_bytes(self.spec, prompt_tokens, max_new_tokens)
-        cache_bytes = self.budget.cache_bytes(self.memory, needed)
-        if cache_bytes < self.budget.token_bytes and not self._warned:
+        self._reserve([prompt_tokens], max_new_tokens)
+
+    def _reserve(self, prompts: Sequence[int], max_new_tokens: int) -> None:
+        """The same for prompts of so many tokens that run together."""
+        warning = self._regulator.before_prompt(prompts, max_new_tokens)
+        if warning is not None and not self._warned:
             self._warned = True
-            more = self.budget.fixed_bytes(needed) + self.budget.token_bytes
-            self._notes.append(
-                f"the expert cache of {cache_bytes} bytes holds less than one token demands "
-                f"({self.budget.token_bytes} bytes over all decoder layers), so experts are read again for each token: "
-                f"--memory {more} avoids that"
-            )
+            self._notes.append(warning)
         while self._notes:
             self._notify(self._notes.pop(0))
-        self._resize(cache_bytes)
-        if self.memory is not None:
-            self._memory_bytes = self.memory.nbytes or self.budget.fixed_bytes(needed) + cache_bytes
+        # With room for all experts, what is read may stay in the system's page cache for the next start.
+        self._store.leaves_page_cache = self.cache.capacity_bytes >= self.budget.expert_bytes
+        if not self._store.leaves_page_cache and not self._streams:
+            self._prepare_to_stream()
 
-    def _resize(self, cache_bytes: int) -> None:
-        """Experts are put into an arena, which gives nothing back, only while there is room for all of them."""
-        if cache_bytes >= self.budget.expert_bytes:
-            self._store.arena = self._store.arena or Arena()
-        elif self._store.arena is not None:
-            self.cache.resize(0)
-            self._store.arena = None
-        self.cache.resize(cache_bytes)
+    def _prepare_to_stream(self) -> None:
+        """Finds out, once, how this drive is best read, and who should leave at this budget."""
+        self._streams = True
+        if self._measures_drive:
+            self._store.io = settings_for(self._store.files())
+            self.cache.loaders = self._store.io.threads
+        choice = eviction_for(self.pack, self.eviction, self._nbytes, self.cache.capacity_bytes)
+        self.eviction = choice.name
+        self.cache.use(choice.policy)
 
     def generate(
         self, prompt: str, settings: GenerationSettings, on_text: Callable[[str], None] | None = None
@@ -213,42 +218,65 @@ class Engine:
         detokenizer: Detokenizer | None = None,
     ) -> Answer:
         """The same for token ids; without a detokenizer there is no text and no stop string."""
+        return self._run([self._generation(prompt_ids, settings, detokenizer)], on_text)[0]
+
+    def generate_many(self, prompts: Sequence[str], settings: GenerationSettings) -> list[Answer]:
+        """Runs prompts together, so that each expert is read once per layer for all of them.
+
+        The answers are those of `generate`, on the native kernels bit for bit (see Model). Prompts that do not fit into
+        memory together run in smaller batches, with a note.
+        """
+        waiting = [self._generation(self.encode(text), settings, Detokenizer(self.tokenizer)) for text in prompts]
+        answers: list[Answer] = []
+        while waiting:
+            lengths = [len(generation.prompt_ids) for generation in waiting]
+            count = self._regulator.together(lengths, settings.max_new_tokens)
+            if count < len(waiting) and not self._split:
+                self._split = True
+                self._notes.append(f"{len(waiting)} prompts at once take too much memory: they run {count} at a time")
+            try:
+                answers += self._run(waiting[:count])
+            except Interrupted as interrupt:
+                raise Interrupted(answers + interrupt.answers) from None
+            waiting = waiting[count:]
+        return answers
+
+    def _generation(
+        self, prompt_ids: Sequence[int], settings: GenerationSettings, detokenizer: Detokenizer | None
+    ) -> Generation:
         try:
-            generation = Generation(self.model, list(prompt_ids), settings, detokenizer)
+            return Generation(self.model, list(prompt_ids), settings, detokenizer)
         except PromptError as error:
             raise InputInvalid(str(error)) from None
-        self.reserve(len(prompt_ids), settings.max_new_tokens)
-        started, first_s = time.perf_counter(), 0.0
 
-        def answer() -> Answer:
-            total_s = time.perf_counter() - started
-            if generation.tokens:
-                self.times.add(len(prompt_ids), len(generation.tokens), first_s, total_s)
-            return Answer(generation.result, len(prompt_ids), first_s, total_s)
-
+    def _run(self, generations: Sequence[Generation], on_text: Callable[[str], None] | None = None) -> list[Answer]:
+        """Runs them together."""
+        batch = Batch(self.model, generations)
+        self._reserve(batch.running, generations[0].settings.max_new_tokens)
         try:
-            with _memory_shortage():
-                for piece in generation:
-                    if len(generation.tokens) == 1:
-                        first_s = time.perf_counter() - started
-                    if on_text is not None and piece.text:
-                        on_text(piece.text)
+            with memory_shortage():
+                for pieces in batch:
+                    if on_text is not None and pieces[0].text:
+                        on_text(pieces[0].text)
+                    self._regulator.after_token(batch.running, batch.turns)
         except KeyboardInterrupt:
-            raise Interrupted(answer()) from None
+            raise Interrupted(batch.answers) from None
         finally:
-            if self._prefetcher is not None:
-                self._prefetcher.cancel()
-        return answer()
+            if self.ahead is not None:
+                self.ahead.forget()
+            batch.count(self.times)
+        return batch.answers
 
     def stats(self) -> RunStats:
         """All requests since the engine was opened."""
-        return run_stats(
-            self.times, self.counters, self._memory_bytes, self.cache.capacity_bytes, self.budget.expert_bytes
-        )
+        room = Room(self._regulator.limit_bytes, self.cache.capacity_bytes, self.budget.expert_bytes)
+        best = headroom(self.recorder, self._nbytes, room.cache_bytes)
+        ahead = ReadAhead() if self.ahead is None else self.ahead.figures
+        io = "page cache" if self._store.leaves_page_cache else str(self._store.io)
+        return run_stats(self.times, self.counters, ahead, room, self.eviction, io, (best.demands, best.hit_rate))
 
     def close(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        self.cache.close()
         self.backend.close()
 
     def __enter__(self) -> Engine:
@@ -268,32 +296,6 @@ def _set_threads(threads: int | None) -> int:
     threads = cores if threads is None else threads
     torch.set_num_threads(threads)
     return threads
-
-
-@contextmanager
-def _memory_shortage() -> Iterator[None]:
-    """torch raises a RuntimeError where the system refuses memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-            raise
-        raise OutOfMemory("there is not enough memory: give a smaller --memory or a shorter prompt") from None
-
-
-def _predictor(pack: Pack, name: str | None) -> tuple[Predictor, str | None]:
-    """The predictor, and what to tell the user about it."""
-    wanted = DEFAULT_PREDICTOR if name is None else name
-    if wanted == "none":
-        return NoPrediction(), None
-    if PATHS not in pack.manifest.files:
-        advice = f"the pack at {pack.root} has no {PATHS} (moeconv profile-paths adds it)"
-        if name is not None:
-            raise PathsMissing(f"--predict {name} needs path tables, and {advice}; or use --predict none")
-        return NoPrediction(), f"{advice}: nothing is preloaded"
-    tables = TransitionTable.from_bytes(pack.read_file(PATHS))
-    tables.check(pack.manifest.model)
-    return PREDICTORS[wanted](tables), None
 
 
 def _to_stderr(note: str) -> None:

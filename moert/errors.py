@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RunError(Exception):
     """A run can't be done as asked. The message is one line that says what was wrong and what to do."""
@@ -31,9 +34,24 @@ class OutOfMemory(RunError):
     """The system has no memory left for what is asked."""
 
 
+@contextmanager
+def memory_shortage() -> Iterator[None]:
+    """torch raises a RuntimeError where the system refuses memory: this makes it OutOfMemory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemory("there is not enough memory: give a smaller --memory or a shorter prompt") from None
+
+
 class TokenizerMissing(RunError):
     """The pack has no tokenizer, or one that can't be read."""
 
 
 class InputInvalid(RunError):
     """A prompt or a line of an input file that can't be used."""
+
+
+class DrawingImpossible(RunError):
+    """Pictures can't be made or written here."""

@@ -58,6 +58,23 @@ def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Ite
     return iter(list(_parse(read_text(path).split("\n"), str(path), check)))
 
 
+def grouped(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
+    """`size` at a time, the last with what is left. Those before a bad line come before its error is raised."""
+    group: list[Record] = []
+    try:
+        for record in records:
+            group.append(record)
+            if len(group) == size:
+                yield group
+                group = []
+    except InputInvalid:
+        if group:
+            yield group
+        raise
+    if group:
+        yield group
+
+
 def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -14,7 +14,8 @@ class ExpertCounters:
     """What the expert cache and the prefetcher did since the engine was opened.
 
     A request is one layer asking for one expert once, for all its tokens. `stall_s` is the time that the model waited
-    for experts. Prefetched bytes are used once a router asks for them.
+    for experts, `read_s` the time of all reads, also of those at the same time; `retries` are reads that failed and
+    were tried again. Prefetched bytes are used once a router asks for them.
     """
 
     requests: int = 0
@@ -22,6 +23,8 @@ class ExpertCounters:
     evictions: int = 0
     reads: int = 0
     bytes_read: int = 0
+    read_s: float = 0.0
+    retries: int = 0
     stall_s: float = 0.0
     prefetch_issued: int = 0
     prefetch_issued_bytes: int = 0
@@ -31,7 +34,8 @@ class ExpertCounters:
 
 @dataclass
 class RequestTimes:
-    """Token counts and times over one or more requests. `decode_s` starts at each request's first new token."""
+    """Token counts and times over one or more requests. `decode_s` starts at the first new token of each request, or
+    of each batch of requests that run together."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -39,20 +43,65 @@ class RequestTimes:
     first_token_s: float = 0.0
     decode_s: float = 0.0
 
-    def add(self, prompt_tokens: int, new_tokens: int, first_token_s: float, total_s: float) -> None:
-        self.requests += 1
+    def add(self, prompt_tokens: int, new_tokens: int, first_token_s: float, total_s: float, requests: int = 1) -> None:
+        """The tokens of all `requests` that ran together, and the times of their batch."""
+        self.requests += requests
         self.prompt_tokens += prompt_tokens
         self.new_tokens += new_tokens
-        self.first_token_s += first_token_s
+        self.first_token_s += requests * first_token_s
         self.decode_s += max(0.0, total_s - first_token_s)
+
+
+@dataclass
+class ReadAhead:
+    """What came of reading ahead. Expert reads, but for the bytes and tokens.
+
+    `read` were begun ahead; `used` of them were demanded by the layer that they were read for; `missed` are those that
+    a layer demanded and that had to be read then, while predictions were on.
+    """
+
+    read: int = 0
+    used: int = 0
+    missed: int = 0
+    read_bytes: int = 0
+    wasted_bytes: int = 0
+    tokens_on: int = 0
+    tokens_off: int = 0
+
+    @property
+    def precision(self) -> float:
+        return self.used / self.read if self.read else 0.0
+
+    @property
+    def recall(self) -> float:
+        return self.used / (self.used + self.missed) if self.used + self.missed else 0.0
+
+    @property
+    def on(self) -> float:
+        """Share of the tokens."""
+        tokens = self.tokens_on + self.tokens_off
+        return self.tokens_on / tokens if tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Room:
+    """The limit of the process if it has one, what of it is for experts, and what all of them would take."""
+
+    memory_bytes: int | None
+    cache_bytes: int
+    expert_bytes: int
 
 
 @dataclass(frozen=True)
 class RunStats:
     """One run in numbers. Bytes are bytes, times seconds; rates that nothing was measured for are 0.
 
-    `tokens_per_s` counts the tokens after each request's first one. `time_to_first_token_s` is a mean over the
-    requests. `prefetch_wasted_bytes` were read ahead and not asked for so far.
+    `tokens_per_s` counts the tokens after each request's first one, those of a batch together over the time of the
+    batch. `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not asked
+    for so far; `prefetch_precision` is the share of experts read ahead that were demanded next, `prefetch_recall` the
+    share of what a layer lacked that had been read ahead, `prefetch_on` the share of tokens with reading ahead.
+    `belady_hit_rate` is the most that eviction could have had without prediction, over the first `belady_demands`
+    requests, with the present room for experts.
     """
 
     requests: int
@@ -66,38 +115,57 @@ class RunStats:
     evictions: int
     reads: int
     bytes_read: int
+    retries: int
     stall_s: float
     prefetch_issued_bytes: int
     prefetch_used_bytes: int
     prefetch_wasted_bytes: int
+    prefetch_precision: float
+    prefetch_recall: float
+    prefetch_on: float
     peak_rss_bytes: int
     memory_bytes: int | None
     cache_bytes: int
     expert_bytes: int
+    eviction: str
+    io: str
+    belady_demands: int
+    belady_hit_rate: float
 
     def to_dict(self) -> dict[str, int | float | None]:
         return asdict(self)
 
+    def _eviction_lines(self) -> list[str]:
+        if self.cache_bytes >= self.expert_bytes:
+            return []
+        best = f"the best possible without prediction is {100 * self.belady_hit_rate:.1f}% in memory"
+        return [f"eviction         {self.eviction}; {best} (of {self.belady_demands} requests)"]
+
     def lines(self) -> list[str]:
         """For people: one figure a line."""
-        budget = "none (everything stays resident)" if self.memory_bytes is None else size(self.memory_bytes)
+        budget = "none for the process" if self.memory_bytes is None else size(self.memory_bytes)
         return [
             f"tokens           {self.prompt_tokens} read, {self.new_tokens} written in {self.requests} request(s)",
             f"speed            {self.tokens_per_s:.2f} tokens/s after the first token",
             f"first token      {self.time_to_first_token_s:.3f} s",
             f"expert requests  {self.expert_requests}, {100 * self.hit_rate:.1f}% in memory",
-            f"read             {size(self.bytes_read)} in {self.reads} reads, {self.evictions} evictions",
+            *self._eviction_lines(),
+            f"read             {size(self.bytes_read)} in {self.reads} reads ({self.io}), {self.evictions} evictions"
+            + (f", {self.retries} tried again" if self.retries else ""),
             f"stall            {self.stall_s:.3f} s",
             f"prefetch         {size(self.prefetch_issued_bytes)}, of it {size(self.prefetch_used_bytes)} used, "
-            f"{size(self.prefetch_wasted_bytes)} wasted",
+            f"{size(self.prefetch_wasted_bytes)} wasted; precision {100 * self.prefetch_precision:.0f}%, recall "
+            f"{100 * self.prefetch_recall:.0f}%, on for {100 * self.prefetch_on:.0f}% of tokens",
             f"budget           {budget}; expert cache {size(self.cache_bytes)} of {size(self.expert_bytes)} of experts",
             f"peak memory      {size(self.peak_rss_bytes)} (the whole process)",
         ]
 
 
 def run_stats(
-    times: RequestTimes, counters: ExpertCounters, memory_bytes: int | None, cache_bytes: int, expert_bytes: int
-) -> RunStats:
+    times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, eviction: str, io: str,
+    best: tuple[int, float],
+) -> RunStats:  # fmt: skip
+    """`best`: the requests that Belady's rule was tried on, and its hit rate."""
     later_tokens = times.new_tokens - times.requests
     return RunStats(
         requests=times.requests,
@@ -111,14 +179,22 @@ def run_stats(
         evictions=counters.evictions,
         reads=counters.reads,
         bytes_read=counters.bytes_read,
+        retries=counters.retries,
         stall_s=counters.stall_s,
         prefetch_issued_bytes=counters.prefetch_issued_bytes,
         prefetch_used_bytes=counters.prefetch_used_bytes,
         prefetch_wasted_bytes=counters.prefetch_issued_bytes - counters.prefetch_used_bytes,
+        prefetch_precision=ahead.precision,
+        prefetch_recall=ahead.recall,
+        prefetch_on=ahead.on,
         peak_rss_bytes=peak_rss_bytes(),
-        memory_bytes=memory_bytes,
-        cache_bytes=cache_bytes,
-        expert_bytes=expert_bytes,
+        memory_bytes=room.memory_bytes,
+        cache_bytes=room.cache_bytes,
+        expert_bytes=room.expert_bytes,
+        eviction=eviction,
+        io=io,
+        belady_demands=best[0],
+        belady_hit_rate=best[1],
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import platform
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moert.control_groups import ROOT, control_groups, text
 from moert.kernels import library
+from moert.memory import machine_memory
 from moert.stats import size
-
-ROOT = Path("/")
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -35,7 +35,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
         "threads": usable_cores(root),
         "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
         "instruction_sets": _instruction_sets(),
-        "memory": _memory(root),
+        "memory": asdict(machine_memory(root)),
         "transparent_huge_pages": _huge_pages(root),
     }
 
@@ -54,7 +54,8 @@ def system_lines(facts: dict[str, Any]) -> list[str]:
         f"threads          {facts['threads']} by default",
         f"kernels          {'native' if missing is None else library.missing_note()}",
         *names,
-        f"memory           {_size(memory['total_bytes'])}, {_size(memory['available_bytes'])} of it available{limit}",
+        f"memory           {_size(memory['total_bytes'])}, {_size(memory['available_bytes'])} of it available{limit}; "
+        f"{_size(memory['free_bytes'])} free for this process",
         f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
     ]
 
@@ -88,73 +89,30 @@ def _affinity() -> int:
 
 
 def _processor(root: Path) -> str:
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model") and value.strip():
             return value.strip()
     return platform.processor() or platform.machine()
 
 
-def _memory(root: Path) -> dict[str, int | None]:
-    fields = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
-    total, available = (
-        int(fields[name].split()[0]) * 1024 if name in fields else None for name in ("MemTotal", "MemAvailable")
-    )
-    if total is None and hasattr(os, "sysconf") and sys.platform != "linux":
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [
-        int(text)
-        for folder in _control_groups(root, "memory")
-        for text in (_text(folder / "memory.max"), _text(folder / "memory.limit_in_bytes"))
-        if text.strip().isdecimal() and (total is None or int(text) < total)
-    ]
-    return {"total_bytes": total, "available_bytes": available, "limit_bytes": min(limits, default=None)}
-
-
 def _quota(root: Path) -> float | None:
     """Cores' worth of time that the process gets, the least over its control groups; None: no quota."""
     quotas = []
-    for folder in _control_groups(root, "cpu"):
-        words = _text(folder / "cpu.max").split() or [
-            *_text(folder / "cpu.cfs_quota_us").split(),
-            *_text(folder / "cpu.cfs_period_us").split(),
+    for folder in control_groups(root, "cpu"):
+        words = text(folder / "cpu.max").split() or [
+            *text(folder / "cpu.cfs_quota_us").split(),
+            *text(folder / "cpu.cfs_period_us").split(),
         ]
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # not "max", not -1
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
-def _control_groups(root: Path, controller: str) -> list[Path]:
-    """Folders of the process's control groups and those above them, of version 2 and of one controller in version 1.
-
-    Inside a container the path named in /proc may not exist; its own group is then the root of what is mounted.
-    """
-    folders = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        group = Path(path.lstrip("/"))
-        folders += [mount / part for part in (group, *group.parents)]
-    return folders
-
-
 def _huge_pages(root: Path) -> str | None:
     """The mode in brackets, as in "always [madvise] never"."""
-    words = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
+    words = text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
     return next((word[1:-1] for word in words if word.startswith("[")), None)
-
-
-def _text(path: Path) -> str:
-    """What the file holds; nothing if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _size(nbytes: int | None) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("build/demo")
 SHARES = (100, 50, 25)
-EVICTIONS = ("paper", "lru", "lfu", "fifo")
+EVICTIONS = ("auto", "paper", "lru", "lfu", "fifo")
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,12 @@ def run_part(part: Part) -> dict[str, Any]:
     prompts = write_prompts(part)
     print(f"== {part.name}: running", file=sys.stderr, flush=True)
     runs = [
-        run_pack(part, settings.out, prompts, share, eviction)
+        run_pack(part, settings.out, prompts, share, eviction, predict)
         for share in SHARES
-        for eviction in (EVICTIONS if share < 100 else EVICTIONS[:1])  # with room for all, nothing is ever evicted
+        for eviction, predict in [
+            ("auto", "gate"),
+            *((each, "none") for each in EVICTIONS if share < 100),  # with room for all, nothing is ever evicted
+        ]
     ]
     show_samples(part, [dict(sample) for sample in report.samples], prompts)
     result = conversion_summary(report)
@@ -138,19 +141,22 @@ def write_prompts(part: Part) -> Path:
     return path
 
 
-def run_pack(part: Part, pack: Path, prompts: Path, share: int, eviction: str) -> dict[str, Any]:
+def run_pack(part: Part, pack: Path, prompts: Path, share: int, eviction: str, predict: str) -> dict[str, Any]:
     """One `moert run` in a process of its own, with room for `share` percent of the experts."""
     command = [
         sys.executable, "-m", "moert.cli", "run", str(pack), "--input", str(prompts),
-        "--output", str(OUT / f"{part.name}-outputs.jsonl"), "--memory", f"{share}%", "--eviction", eviction,
-        "--max-new-tokens", str(part.new_tokens), "--json", "--stats",
+        "--output", str(OUT / f"{part.name}-outputs.jsonl"), "--cache", f"{share}%", "--eviction", eviction,
+        "--predict", predict, "--max-new-tokens", str(part.new_tokens), "--json", "--stats",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"demo: {' '.join(command)} failed: {done.stderr.strip()}")
     stats = json.loads(done.stderr.strip().splitlines()[-1])
-    names = ("memory_bytes", "tokens_per_s", "hit_rate", "bytes_read", "peak_rss_bytes")
-    return {"share": share / 100, "eviction": eviction, **{name: stats[name] for name in names}}
+    names = (
+        "cache_bytes", "tokens_per_s", "hit_rate", "bytes_read", "peak_rss_bytes", "eviction", "belady_hit_rate",
+    )  # fmt: skip
+    asked = {"share": share / 100, "asked": eviction, "predict": predict}
+    return {**asked, **{name: stats[name] for name in names}}
 
 
 def show_samples(part: Part, samples: list[dict[str, str]], prompts: Path) -> None:
@@ -211,16 +217,18 @@ def result_table(summary: dict[str, Any]) -> str:
             f"| {sizes['pack'] / sizes['fp16']:.0%} | {sizes['pack'] / sizes['int4']:.0%} |"
         )
     policies = " | ".join(EVICTIONS)
-    lines += ["", f"| model | room for experts | hit rate: {policies} | tokens/s (paper) | read (paper) |"]
-    lines.append("|---|---|" + "---|" * (len(EVICTIONS) + 2))
+    lines += ["", f"| model | room for experts | hit rate: {policies} | best possible | tokens/s | process |"]
+    lines.append("|---|---|" + "---|" * (len(EVICTIONS) + 3))
     for name, model in summary["models"].items():
         for share in SHARES:
-            runs = {run["eviction"]: run for run in model["runs"] if run["share"] == share / 100}
-            rates = " | ".join(f"{runs[policy]['hit_rate']:.1%}" if policy in runs else "" for policy in EVICTIONS)
-            paper = runs["paper"]
+            runs = [run for run in model["runs"] if run["share"] == share / 100]
+            plain = {run["asked"]: run for run in runs if run["predict"] == "none"}
+            (usual,) = [run for run in runs if run["predict"] != "none"]
+            rates = [f"{plain[policy]['hit_rate']:.1%}" if plain else "" for policy in EVICTIONS]
+            rates.append(f"{plain['auto']['belady_hit_rate']:.1%}" if plain else "")
             lines.append(
-                f"| {name} | {share}% ({paper['memory_bytes'] / 1e6:.1f} MB in all) | {rates} "
-                f"| {paper['tokens_per_s']:.0f} | {paper['bytes_read'] / 1e6:.1f} MB |"
+                f"| {name} | {share}% ({usual['cache_bytes'] / 1e6:.1f} MB) | {' | '.join(rates)} "
+                f"| {usual['tokens_per_s']:.0f} | {usual['peak_rss_bytes'] / 1e6:.0f} MB |"
             )
     return "\n".join(lines)
 

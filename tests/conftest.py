@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,6 +15,8 @@ from hypothesis import settings
 from random_packs import write_pack
 
 torch.set_num_threads(1)
+_CACHE = tempfile.TemporaryDirectory(prefix="moert-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name  # drives are remembered there
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from moeconv.archs import Arch
 from moeconv.metrics import F64
-from moeconv.scorers.experts import ExpertCalls
-from moert.pack.model_spec import ModelSpec
+from moeconv.scorers.experts import ExpertCalls, Place
+from moert.pack.model_spec import ModelSpec, Stack
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class Scores:
     def kl(self) -> float:
         """Nats a token."""
         return float(self.kls.sum() / self.tokens.sum())
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What every layer's router chose for some samples, one after the other.
+
+    `experts`: [tokens, top_k] by (stack, layer), -1 where a token was dropped. `samples` are their places in the list
+    of samples (or windows), `lengths` how many tokens each has, by stack.
+    """
+
+    experts: Mapping[Place, Tensor]
+    samples: Sequence[int]
+    lengths: Mapping[Stack, Sequence[int]]
 
 
 class Subject(Protocol):

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from moeconv.calibration import Sample
 from moeconv.metrics import Metric
-from moeconv.scorers import Scores, Subject
-from moeconv.scorers.experts import Place
+from moeconv.scorers import Routed, Scores, Subject
 from moeconv.scorers.head import ReferenceRows
 from moeconv.scorers.items import Items, tally, texts_of
 from moeconv.scorers.seq2seq import Seq2Seq, padded
-from moert.pack.model_spec import ModelSpec
+from moert.pack.model_spec import ModelSpec, Stack
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 16384
@@ -106,8 +105,8 @@ class GeneratedScorer:
         return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
 
     @torch.inference_mode()
-    def routes(self) -> Iterator[dict[Place, Tensor]]:
-        """What every layer's router chooses for inputs and the greedy outputs to them: [tokens, top_k]."""
+    def routes(self) -> Iterator[Routed]:
+        """What every layer's router chooses for inputs and the greedy outputs to them, bucket by bucket."""
         for bucket in self.buckets:
             with self.subject.calls.recording() as seen:
                 encoded = self.encode(bucket)
@@ -116,8 +115,10 @@ class GeneratedScorer:
             with self.subject.calls.recording() as seen:
                 inputs = {"input_ids": self.model.fed(written)}
                 self.model.decode(inputs, written >= 0, encoded, bucket.mask)
-            real = {"encoder": bucket.mask.bool().flatten(), "decoder": (written >= 0).flatten()}
-            yield {place: call.chosen[real[place[0]]] for place, call in {**seen_encoder, **seen}.items()}
+            real: dict[Stack, Tensor] = {"encoder": bucket.mask.bool(), "decoder": written >= 0}
+            calls = {**seen_encoder, **seen}
+            experts = {place: call.chosen[real[place[0]].flatten()] for place, call in calls.items()}
+            yield Routed(experts, bucket.rows, {stack: taken.sum(dim=1).tolist() for stack, taken in real.items()})
 
     def _lay_out(self) -> None:
         """Samples by length into buckets; the tokenizer adds its own end-of-text marks."""

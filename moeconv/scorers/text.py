@@ -14,8 +14,7 @@ from torch import Tensor
 from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError
 from moeconv.metrics import Metric
-from moeconv.scorers import Scores, Subject
-from moeconv.scorers.experts import Place
+from moeconv.scorers import Routed, Scores, Subject
 from moeconv.scorers.head import Head, ReferenceRows
 from moeconv.scorers.items import I64, Items, tally, texts_of
 from moeconv.scorers.stacks import After, StackRunner
@@ -141,10 +140,11 @@ class TextScorer:
             return self.stack.run({"input_ids": self.texts.ids[rows]}, after=after)
 
     @torch.inference_mode()
-    def routes(self) -> Iterator[dict[Place, Tensor]]:
-        """What every layer's router chooses, batch by batch: [tokens, top_k]."""
+    def routes(self) -> Iterator[Routed]:
+        """What every layer's router chooses, batch by batch; each row counts as a sample."""
         for batch in self.batches():
             with self.subject.calls.recording() as seen:
                 self.run(batch)
-            real = self.texts.real[batch].flatten()
-            yield {place: call.chosen[real] for place, call in seen.items()}
+            real = self.texts.real[batch]
+            experts = {place: call.chosen[real.flatten()] for place, call in seen.items()}
+            yield Routed(experts, batch.tolist(), {"decoder": real.sum(dim=1).tolist()})

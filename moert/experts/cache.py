@@ -1,18 +1,26 @@
-"""The expert cache: what is in memory, counted in bytes, shared by the model's thread and the prefetcher's."""
+"""The expert cache: what is in memory, counted in bytes, and the threads that bring in what is not."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
+from moert.experts.buffers import Buffers
 from moert.experts.eviction import EvictionPolicy
 from moert.experts.residency import Residency
 from moert.kernels.backend import Expert
+from moert.pack.codec import U8
 from moert.pack.model_spec import ExpertKey, Stack
 from moert.stats import ExpertCounters
+
+HANDED_OVER_BYTES = 128 << 10
+"""From this size on other threads read while the model computes; below, handing over takes longer than reading."""
+_CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
 
 
 class Store(Protocol):
@@ -20,26 +28,51 @@ class Store(Protocol):
 
     def nbytes(self, key: ExpertKey) -> int: ...
 
-    def read(self, key: ExpertKey) -> Expert: ...
+    def read(self, key: ExpertKey, into: U8) -> None: ...
+
+    def expert(self, key: ExpertKey, buffer: U8) -> Expert: ...
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Room for one expert, which is None until it has been read."""
+
+    key: ExpertKey
+    buffer: U8
+    missed: bool  # read because a router asked, and not counted as that yet
+    awaited: bool  # somebody asks for it and it is not read yet
+    expert: Expert = None
+    error: BaseException | None = None
+    leases: int = 0
 
 
 class ExpertCache:
     """Experts in memory, never more than `capacity_bytes` of them, those being read included.
 
-    One thread leases (the model), one other may prefetch. A lease keeps its expert in memory; a lease of an expert
-    that is being prefetched waits for that read instead of reading again.
+    One thread leases (the model), and reads what it waits for if nobody else has begun to. `loaders` other threads
+    read at the same time; while nothing is waited for, they read what was predicted.
     """
 
-    def __init__(self, store: Store, policy: EvictionPolicy, capacity_bytes: int, counters: ExpertCounters) -> None:
-        self._store = store
+    def __init__(
+        self, store: Store, policy: EvictionPolicy, capacity_bytes: int, counters: ExpertCounters, loaders: int = 1
+    ) -> None:
+        self._store, self._counters = store, counters
         self._residency = Residency(capacity_bytes, policy)
-        self._counters = counters
-        self._buffers: dict[ExpertKey, Expert] = {}  # present once read; a key without buffer is being read
-        self._leased: dict[ExpertKey, int] = {}
-        self._predicted: Sequence[ExpertKey] = ()
-        self._unused: set[ExpertKey] = set()  # prefetched, not asked for yet
-        self._changed = threading.Condition()
-        self._demand_waits = False
+        self._buffers = Buffers()
+        self._slots: dict[ExpertKey, Slot] = {}
+        self._locked: set[ExpertKey] = set()  # leased or being read
+        self._queue: deque[Slot] = deque()  # demanded, to be read
+        self._waited_for = 0  # demanded, not read yet
+        self._likely: Sequence[ExpertKey] = ()  # what was predicted for the next layer
+        self._predicted: deque[ExpertKey] = deque()  # of that, what may still be read
+        self._begun: list[ExpertKey] = []  # predicted, and begun to be read
+        self._unused: set[ExpertKey] = set()  # of these, not asked for yet
+        self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
+        self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
+        self.loaders = loaders
+        """Threads that may read; they are started when there is something to read."""
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -50,153 +83,298 @@ class ExpertCache:
         return self._residency.used_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Memory that is taken, whether experts lie there or not."""
+        return self._residency.used_bytes + self._buffers.warm_bytes
+
+    @property
     def n_resident(self) -> int:
-        return len(self._buffers)
+        return len(self._slots)
 
     def resident(self) -> list[ExpertKey]:
-        with self._changed:
-            return sorted(self._buffers)
+        with self._lock:
+            return sorted(key for key, slot in self._slots.items() if slot.expert is not None)
+
+    def use(self, policy: EvictionPolicy) -> None:
+        """Another policy from now on."""
+        with self._lock:
+            self._residency.policy = policy
 
     def resize(self, capacity_bytes: int) -> None:
-        """Changes the limit, between requests; what no longer fits leaves at once."""
-        with self._changed:
-            self._predicted = ()
-            while self._in_flight():
-                self._changed.wait()
+        """Changes the limit while nothing is leased; what no longer fits leaves at once, and its memory."""
+        with self._lock:
+            self._expect_nothing()
+            while any(slot.expert is None for slot in self._slots.values()):
+                self._arrived.wait()
             self._residency.capacity_bytes = capacity_bytes
             self._evict(self._residency.victims(0, force=True) or [])
+            self._buffers.release(capacity_bytes - self._residency.used_bytes)
 
-    def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> None:
-        """The router of `layer` has decided on `experts`: predictions for it are over."""
-        with self._changed:
-            self._predicted = ()
+    def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> tuple[list[ExpertKey], int]:
+        """The router of `layer` has decided on `experts`: predictions for it are over. Gives the predicted experts that
+        were begun to be read, and how many of `experts` are still to be read from the beginning."""
+        with self._lock:
+            self._expect_nothing()
             self._residency.begin_layer(stack, layer, experts)
-            self._changed.notify_all()
+            begun, self._begun = self._begun, []
+            return begun, sum(ExpertKey(stack, layer, expert) not in self._slots for expert in experts)
+
+    def absent(self, keys: Sequence[ExpertKey]) -> list[bool]:
+        """Which experts are neither in memory nor being read."""
+        with self._lock:
+            return [key not in self._slots for key in keys]
 
     def predict(self, keys: Sequence[ExpertKey]) -> None:
-        """What the next layer is likely to need, most probable first: only `demand` may evict these."""
-        with self._changed:
-            self._predicted = tuple(keys)
-            self._changed.notify_all()
+        """What is worth reading ahead, most valuable first; replaces what is left of the last call."""
+        with self._lock:
+            self._begun = []
+            self._likely = tuple(keys)
+            self._predicted = deque(key for key in keys if key not in self._slots)
+            if self._predicted:
+                self._wake(1)
 
-    @contextmanager
-    def lease(self, keys: Sequence[ExpertKey]) -> Iterator[list[Expert]]:
-        """Lends some experts at once, reading those that are missing. Raises PackError.
+    def lease(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey] = ()) -> Lease:
+        """Lends experts of the present layer, for a with block.
 
-        They must fit together; one token's demand of a layer does.
+        They must fit together, as one token's demand of a layer does. `following` will be asked for next, one by one:
+        they are read already as far as there is room. Entering raises PackError, and so does waiting.
         """
-        lent: list[ExpertKey] = []
-        try:
-            with self._changed:
-                held = [self._lend(key, lent) for key in keys]
-            yield held
-        finally:
-            with self._changed:
-                for key in lent:
-                    self._leased[key] -= 1
-                    if not self._leased[key]:
-                        del self._leased[key]
-                    self._residency.done(key)
-                self._changed.notify_all()
+        return Lease(self, keys, following)
 
-    def prefetch(self, key: ExpertKey) -> bool:
-        """Reads a predicted expert if that costs nothing more probable; True if it is in memory afterwards.
+    def nbytes(self, key: ExpertKey) -> int:
+        return self._store.nbytes(key)
 
-        Waits while the present layer has experts still to read: those come first. Raises PackError.
-        """
-        with self._changed:
-            while key in self._predicted and (self._demand_waits or self._residency.owes()):
-                self._changed.wait()
-            if key not in self._predicted:
-                return False  # the router has decided in the meantime
-            if key in self._residency:
-                return True
-            more_probable = self._predicted[: self._predicted.index(key)]
-            if not self._reserve(key, more_probable):
-                return False
-            self._counters.prefetch_issued += 1
-            self._counters.prefetch_issued_bytes += self._store.nbytes(key)
-            self._unused.add(key)
-        self._fill(key)
-        return True
+    def close(self) -> None:
+        """Ends the threads after the reads under way. Nothing may be leased after that."""
+        with self._lock:
+            self._closed = True
+            self._expect_nothing()
+            self._work.notify_all()
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, until - time.monotonic()))
 
-    def _lend(self, key: ExpertKey, lent: list[ExpertKey]) -> Expert:
-        """Holding the lock: takes a lease, after reading what is missing."""
-        self._counters.requests += 1
-        if key in self._buffers:
-            self._counters.hits += 1
-        else:
-            self._fetch(key)
-        lent.append(key)
-        self._leased[key] = self._leased.get(key, 0) + 1
-        self._residency.demand(key)
-        if key in self._unused:
-            self._unused.discard(key)
-            self._counters.prefetch_used += 1
-            self._counters.prefetch_used_bytes += self._store.nbytes(key)
-        return self._buffers[key]
+    # What a lease calls.
 
-    def _fetch(self, key: ExpertKey) -> None:
-        """Holding the lock, which is let go while reading: brings a missing expert in."""
+    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
+        """A lease of each, what is missing on its way."""
+        with self._lock:
+            taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
+            try:
+                for place, key in enumerate(keys):
+                    if taken[place] is None:
+                        taken[place] = self._lend(self._demand(key))
+            except BaseException:
+                for slot in taken:
+                    self._end_lease(slot)
+                raise
+            for key in following[: self.loaders + 1]:
+                if key not in self._slots and not self._claim(key, missed=True):
+                    break
+            if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
+                self._wake(len(self._queue))
+        return [slot for slot in taken if slot is not None]
+
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """Ends leases; what was in memory by then counts as used."""
+        with self._lock:
+            for slot in slots:
+                self._end_lease(slot)
+                if slot.expert is not None:
+                    self._count(slot)
+                    self._residency.demand(slot.key)
+                    self._residency.done(slot.key)
+            if self._predicted:
+                self._wake(1)  # there may be room now
+
+    def wait_for(self, slot: Slot) -> Expert:
+        """Until it was read; meanwhile this thread reads what is waited for."""
         started = time.perf_counter()
-        self._demand_waits = True
-        try:
-            if self._arrives(key):
-                self._counters.hits += 1
-            else:
-                self._reserve_for_demand(key)
-                self._changed.release()
-                try:
-                    self._fill(key)
-                finally:
-                    self._changed.acquire()
-        finally:
-            self._demand_waits = False
+        with self._lock:
+            while slot.expert is None and slot.error is None:
+                leased = next((queued for queued in self._queue if queued.leases), None)
+                if leased is not None:
+                    self._queue.remove(leased)
+                    self._read(leased)
+                else:
+                    self._arrived.wait()
             self._counters.stall_s += time.perf_counter() - started
-            self._changed.notify_all()
+        if slot.error is not None:
+            raise slot.error
+        return slot.expert
 
-    def _arrives(self, key: ExpertKey) -> bool:
-        """Waits for a prefetch of `key` that is under way; False if there is none or it failed."""
-        while key in self._residency and key not in self._buffers:
-            self._changed.wait()
-        return key in self._buffers
+    # All that follows is called holding the lock.
 
-    def _reserve_for_demand(self, key: ExpertKey) -> None:
-        """Makes room, if nothing else helps by taking it from what was predicted or is needed later in this layer."""
-        while not self._reserve(key, self._predicted) and not self._reserve(key, self._predicted, force=True):
-            if not self._in_flight():
+    def _lend(self, slot: Slot) -> Slot:
+        if slot.expert is None and not slot.awaited:
+            slot.awaited = True
+            self._waited_for += 1
+        slot.leases += 1
+        self._locked.add(slot.key)
+        return slot
+
+    def _end_lease(self, slot: Slot | None) -> None:
+        if slot is not None:
+            slot.leases -= 1
+            if not slot.leases and slot.expert is not None:
+                self._locked.discard(slot.key)
+
+    def _demand(self, key: ExpertKey) -> Slot:
+        """Room for a missing expert, if nothing else helps at the expense of what was predicted or is needed later."""
+        while (slot := self._claim(key, True) or self._claim(key, True, force=True)) is None:
+            if not any(held.expert is None for held in self._slots.values()):
                 raise RuntimeError(f"the expert cache of {self.capacity_bytes} bytes can't hold {key}")
-            self._changed.wait()
+            self._read_or_wait()
+        return slot
 
-    def _reserve(self, key: ExpertKey, predicted: Sequence[ExpertKey], force: bool = False) -> bool:
+    def _claim(self, key: ExpertKey, missed: bool, force: bool = False) -> Slot | None:
+        """Room for an expert, in the queue if it is `missed`; None if nobody may leave for it."""
         nbytes = self._store.nbytes(key)
-        victims = self._residency.victims(nbytes, {*self._leased, *self._in_flight()}, predicted, force)
+        victims = self._residency.victims(nbytes, self._locked, self._likely, force)
         if victims is None:
-            return False
+            return None
         self._evict(victims)
+        buffer = self._buffers.take(nbytes, self.capacity_bytes - self.used_bytes - nbytes)
         self._residency.add(key, nbytes)
-        return True
+        slot = self._slots[key] = Slot(key, buffer, missed, awaited=missed)
+        self._locked.add(key)
+        if missed:
+            self._waited_for += 1
+            self._queue.append(slot)
+        return slot
 
-    def _fill(self, key: ExpertKey) -> None:
-        """Reads a reserved expert without holding the lock."""
-        try:
-            buffer = self._store.read(key)
-        except BaseException:
-            with self._changed:
-                self._residency.remove(key)
-                self._unused.discard(key)
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            self._buffers[key] = buffer
-            self._changed.notify_all()
-
-    def _evict(self, victims: list[ExpertKey]) -> None:
+    def _evict(self, victims: Sequence[ExpertKey]) -> None:
         for victim in victims:
-            self._residency.remove(victim)
-            del self._buffers[victim]
-            self._unused.discard(victim)
+            self._drop(self._slots[victim])
             self._counters.evictions += 1
 
-    def _in_flight(self) -> list[ExpertKey]:
-        return [key for key in self._residency if key not in self._buffers]
+    def _drop(self, slot: Slot) -> None:
+        del self._slots[slot.key]
+        self._residency.remove(slot.key)
+        self._buffers.give(slot.buffer)
+        self._unused.discard(slot.key)
+        self._locked.discard(slot.key)
+
+    def _count(self, slot: Slot) -> None:
+        counters = self._counters
+        counters.requests += 1
+        if slot.missed:
+            slot.missed = False
+        else:
+            counters.hits += 1
+        if slot.key in self._unused:
+            self._unused.discard(slot.key)
+            counters.prefetch_used += 1
+            counters.prefetch_used_bytes += slot.buffer.nbytes
+
+    def _expect_nothing(self) -> None:
+        """Forgets what was predicted, and what a layer that failed has left to be read."""
+        self._likely = ()
+        self._predicted.clear()
+        for slot in [queued for queued in self._queue if not queued.leases]:
+            self._queue.remove(slot)
+            self._waited_for -= 1
+            self._drop(slot)
+
+    def _read_or_wait(self) -> None:
+        """Until something has been read: by this thread if nobody else has begun to."""
+        if self._queue:
+            self._read(self._queue.popleft())
+        else:
+            self._arrived.wait()
+
+    def _read(self, slot: Slot) -> None:
+        """Fills a slot, without holding the lock meanwhile."""
+        expert = error = None
+        self._lock.release()
+        try:
+            self._store.read(slot.key, slot.buffer)
+            expert = self._store.expert(slot.key, slot.buffer)
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._lock.acquire()
+        if slot.awaited:
+            slot.awaited = False
+            self._waited_for -= 1
+        slot.expert, slot.error = expert, error
+        if error is not None:
+            self._drop(slot)
+        elif not slot.leases:
+            self._locked.discard(slot.key)
+        self._arrived.notify_all()
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for whoever runs, not for whoever asks for this expert
+        if self._predicted and not self._waited_for:
+            self._wake(1)
+
+    def _wake(self, readers: int) -> None:
+        while len(self._threads) < self.loaders:
+            thread = threading.Thread(target=self._serve, name=f"moert-load-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more
+                self.loaders = len(self._threads)
+            else:
+                self._threads.append(thread)
+        self._work.notify(readers)
+
+    def _serve(self) -> None:
+        """What a loader does until the cache is closed."""
+        with self._lock:
+            while not self._closed:
+                slot = self._queue.popleft() if self._queue else self._next_predicted()
+                if slot is None:
+                    self._work.wait()
+                else:
+                    self._read(slot)
+
+    def _next_predicted(self) -> Slot | None:
+        """Room for the most valuable prediction that is left, if nothing is waited for."""
+        while self._predicted and not self._waited_for and not self._residency.owes():
+            key = self._predicted.popleft()
+            if key in self._slots:
+                continue
+            try:
+                slot = self._claim(key, missed=False)
+            except MemoryError:
+                slot = None
+            if slot is None:
+                self._predicted.appendleft(key)  # there may be room when a lease ends
+                return None
+            self._counters.prefetch_issued += 1
+            self._counters.prefetch_issued_bytes += slot.buffer.nbytes
+            self._unused.add(key)
+            self._begun.append(key)
+            return slot
+        return None
+
+
+class Lease:
+    """Experts of one layer, lent until the end of a with block; those that were missing arrive meanwhile."""
+
+    def __init__(self, cache: ExpertCache, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
+        self._cache, self._keys, self._following = cache, keys, following
+        self._slots: Sequence[Slot] = ()
+
+    def __enter__(self) -> Lease:
+        self._slots = self._cache.take(self._keys, self._following)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cache.give_back(self._slots)
+
+    def ready(self) -> list[int]:
+        """Which of the experts are in memory, by their place in the list that was asked for."""
+        return [place for place, slot in enumerate(self._slots) if slot.expert is not None]
+
+    def expert(self, place: int) -> Expert:
+        """Waits for it where it is missing. Raises PackError if it can't be read."""
+        slot = self._slots[place]
+        return slot.expert if slot.expert is not None else self._cache.wait_for(slot)
+
+    def all(self) -> list[Expert]:
+        """In the order asked for, waiting for those that are missing."""
+        return [slot.expert if slot.expert is not None else self._cache.wait_for(slot) for slot in self._slots]

@@ -1,48 +1,33 @@
-"""Which expert leaves when room is needed: pure policies over plain values."""
+"""Which expert leaves when room is needed: pure policies over columns of plain numbers."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from math import log2
+from typing import Any, Protocol
 
-from moert.pack.model_spec import ExpertKey, Stack
+import numpy as np
+import numpy.typing as npt
 
-LayerOrder = Sequence[tuple[Stack, int]]
+from moert.experts.succession import Succession
+from moert.experts.usage import F64, FORGETTING, Candidates, place_of
+from moert.pack.model_spec import Stack
+
+Layer = tuple[Stack, int]
+LayerOrder = Sequence[Layer]
 """Every layer with experts, in the order of execution (ModelSpec.moe_layers)."""
 
-
-@dataclass(slots=True)
-class Resident:
-    """One expert in memory, as a policy sees it; policies do not change it.
-
-    `frequency` counts the demands for it so far, also those before it was last evicted. `last_used` and `loaded_at`
-    are readings of a clock that moves on by one with every demand; `last_used` is -1 for an expert that was preloaded
-    and not demanded yet.
-    """
-
-    key: ExpertKey
-    nbytes: int
-    frequency: int
-    last_used: int
-    loaded_at: int
-
-
-@dataclass(frozen=True)
-class Moment:
-    """When room is needed: the layer being executed and the clock (demands so far)."""
-
-    stack: Stack
-    layer: int
-    clock: int
+_RARELY = 1e-9  # stands for the probability of what was never demanded
 
 
 class EvictionPolicy(Protocol):
-    """Chooses who leaves. Must not depend on the order of the candidates."""
+    """Says what each candidate is worth by itself, whatever the others are."""
 
-    def victim(self, candidates: Sequence[Resident], now: Moment) -> ExpertKey:
-        """The first of `candidates` (never empty) to evict."""
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
+
+        `present` is the layer being executed; what it still needs is not among the candidates.
+        """
         ...
 
 
@@ -54,82 +39,107 @@ class PaperEviction:
     not candidates). Of two equally frequent experts the one needed sooner stays. The published formula has the sign
     of the rule wrong: read literally it evicts the largest product, which is the expert that the text wants to keep.
     While the decoder runs, experts of the encoder go before all others. While the encoder runs, its
-    layers and the decoder's form one cycle: layers just passed are the furthest from their next use. Ties go to the
-    least recently used.
+    layers and the decoder's form one cycle: layers just passed are the furthest from their next use.
     """
 
     def __init__(self, order: LayerOrder) -> None:
-        self._positions: dict[tuple[Stack, int], int] = {}
-        sizes: dict[Stack, int] = {"encoder": 0, "decoder": 0}
-        for stack, layer in order:
-            self._positions[stack, layer] = sizes[stack]
-            sizes[stack] += 1
-        self._sizes = sizes
+        self._nearness = {present: self._row(order, present) for present in order}
 
-    def victim(self, candidates: Sequence[Resident], now: Moment) -> ExpertKey:
-        return min(candidates, key=lambda one: (self.value(one, now), one.last_used, one.key)).key
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        nearness = self._nearness[present][candidates.place]
+        return np.where(nearness < 0, -1, candidates.frequency * nearness)
 
-    def value(self, resident: Resident, now: Moment) -> int:
-        """frequency × nearness, or -1 for what the decoder never asks for; the smallest goes first."""
-        stack, layer, _ = resident.key
-        position, present = self._positions[stack, layer], self._positions[now.stack, now.layer]
-        size = self._sizes["decoder"]
-        if now.stack == "decoder":
-            if stack == "encoder":
-                return -1
-        else:
-            size += self._sizes["encoder"]
-            position += self._sizes["encoder"] if stack == "decoder" else 0
-        return resident.frequency * ((size - position + present) % size)
+    @staticmethod
+    def _row(order: LayerOrder, present: Layer) -> npt.NDArray[np.int64]:
+        """Nearness by place of the layer; -1 for what the decoder never asks for."""
+        cycle = [layer for layer in order if layer[0] == "decoder"] if present[0] == "decoder" else list(order)
+        row = np.full(1 + max(place_of(*layer) for layer in order), -1)
+        for index, layer in enumerate(cycle):
+            row[place_of(*layer)] = (len(cycle) - index + cycle.index(present)) % len(cycle)
+        return row
 
 
 class LeastRecentlyUsed:
     """Evicts what was demanded longest ago; what was never demanded counts from when it was loaded."""
 
-    def victim(self, candidates: Sequence[Resident], now: Moment) -> ExpertKey:
-        return min(candidates, key=lambda one: (max(one.last_used, one.loaded_at), one.key)).key
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        return np.maximum(candidates.last_used, candidates.loaded_at)
 
 
 class LeastFrequentlyUsed:
-    """Evicts what was demanded least often since the start; ties by least recently used."""
+    """Evicts what was demanded least often since the start."""
 
-    def victim(self, candidates: Sequence[Resident], now: Moment) -> ExpertKey:
-        return min(candidates, key=lambda one: (one.frequency, one.last_used, one.key)).key
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        return candidates.frequency
 
 
 class FirstInFirstOut:
     """Evicts what was loaded first."""
 
-    def victim(self, candidates: Sequence[Resident], now: Moment) -> ExpertKey:
-        return min(candidates, key=lambda one: (one.loaded_at, one.key)).key
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        return candidates.loaded_at
 
 
-class Belady:
-    """Evicts what is needed again last (MIN): the best there is at equal sizes, but it must know the future.
+class LastInFirstOut:
+    """Evicts what was loaded last, so that what filled the memory first stays: a fixed preload buffer (STI)."""
 
-    `demands` are all demands of the run in order; the moment's clock says how many of them have been served. Among
-    experts equally far away the largest goes.
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        return -candidates.loaded_at
+
+
+class ExpectedWait:
+    """Evicts what is likely to be needed again last: Belady's rule (1966) with an estimate for the future.
+
+    An expert is taken at a visit of its layer with the probability p, half its frequency since the start and half a
+    mean that forgets (frequency with recency: LRFU, Lee et al. 2001, but counted in visits of the layer, since
+    only then an expert can be used). A succession, where there is one for the layer, has half the
+    say in p: it knows which experts follow those that the layer has selected last. If visits are independent, the
+    expert is needed after wait + interval · (1/p - 1) steps.
     """
 
-    def __init__(self, demands: Sequence[ExpertKey]) -> None:
-        self._never = len(demands)
-        self._uses: dict[ExpertKey, list[int]] = {}
-        for at, key in enumerate(demands):
-            self._uses.setdefault(key, []).append(at)
+    def __init__(self, order: LayerOrder, succession: Succession | None = None) -> None:
+        self._succession = succession
+        self._latest: dict[int, tuple[int, ...]] = {}  # by place: what _following was looked up for
+        self._following = np.zeros((0, 0))  # [places, num_experts], not a number where nothing is known
+        self._n_places = 1 + max(place_of(*layer) for layer in order)
 
-    def victim(self, candidates: Sequence[Resident], now: Moment) -> ExpertKey:
-        return max(candidates, key=lambda one: (self._next_use(one.key, now.clock), one.nbytes, one.key)).key
+    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+        often = candidates.frequency / np.maximum(candidates.visits, 1)
+        lately: F64 = (1.0 - FORGETTING) * candidates.recent * np.exp2(log2(FORGETTING) * candidates.age)
+        probability: F64 = 0.5 * (often + lately)
+        if self._succession is not None:
+            probability = self._with_succession(self._succession, probability, candidates)
+        visits: F64 = 1.0 / np.maximum(probability, _RARELY)
+        return -(candidates.wait + candidates.interval * (visits - 1.0))
 
-    def _next_use(self, key: ExpertKey, clock: int) -> int:
-        uses = self._uses.get(key, [])
-        at = bisect_right(uses, clock - 1)
-        return uses[at] if at < len(uses) else self._never
+    def _with_succession(self, succession: Succession, probability: F64, candidates: Candidates) -> F64:
+        for place, experts in candidates.latest.items():
+            if self._latest.get(place) is not experts:
+                self._latest[place] = experts
+                self._look_up(succession.after(place, experts), place)
+        if not self._following.size:
+            return probability
+        following = self._following[candidates.place, candidates.expert]
+        return np.where(np.isnan(following), probability, 0.5 * (probability + following))
+
+    def _look_up(self, likely: F64 | None, place: int) -> None:
+        if likely is not None:
+            if not self._following.size:
+                self._following = np.full((self._n_places, len(likely)), np.nan)
+            self._following[place] = likely
 
 
-EVICTION: Mapping[str, Callable[[LayerOrder], EvictionPolicy]] = {
-    "paper": PaperEviction,
-    "lru": lambda order: LeastRecentlyUsed(),
-    "lfu": lambda order: LeastFrequentlyUsed(),
-    "fifo": lambda order: FirstInFirstOut(),
+class _Factory(Protocol):
+    def __call__(self, order: LayerOrder, succession: Succession | None = None) -> EvictionPolicy: ...
+
+
+EVICTION: Mapping[str, _Factory] = {
+    "paper": lambda order, succession=None: PaperEviction(order),
+    "lru": lambda order, succession=None: LeastRecentlyUsed(),
+    "lfu": lambda order, succession=None: LeastFrequentlyUsed(),
+    "fifo": lambda order, succession=None: FirstInFirstOut(),
+    "lifo": lambda order, succession=None: LastInFirstOut(),
+    "expected": ExpectedWait,
 }
-"""Name → policy, given the order of the layers. Belady is not here: it needs the future."""
+"""Name → policy, given the order of the layers, and what the pack's trace says of the future if there is one. What
+needs the real future (Belady) is in moert.experts.belady."""

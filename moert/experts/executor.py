@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moert.experts.cache import ExpertCache
+from moert.experts.ahead import Lookahead
+from moert.experts.belady import Recorder
+from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease
 from moert.experts.replay import Step
-from moert.kernels.backend import Backend
+from moert.kernels.backend import ROWS, Backend
 from moert.pack.model_spec import ExpertKey, Stack
 from moert.pack.reader import Pack
-from moert.predict.predictor import Predictor, Selected
-from moert.prefetch import Prefetcher
 
-_AHEAD = 2  # predicted experts to preload, as a multiple of what the next layer can need
+WAVE_BYTES = 1 << 20
+"""Experts that run in one call; larger ones run one by one, while the next are read."""
 
 
 class CachedExperts:
     """The ExpertRunner of moert.models: experts from the cache, in ascending order, so that answers don't depend on it.
 
-    With a predictor and a prefetcher the next layer's likely experts are read while this layer computes. `trace`
-    collects the demand of each layer if a list is given.
+    `ahead` reads the next layer's likely experts while this layer computes; None: nothing is read before it is
+    demanded. `recorder` and `trace` collect the demand of each layer, the one in little memory and up to a limit.
     """
 
     def __init__(
-        self,
-        pack: Pack,
-        cache: ExpertCache,
-        backend: Backend,
-        predictor: Predictor,
-        prefetcher: Prefetcher | None,
-        trace: list[Step] | None = None,
-    ) -> None:
+        self, pack: Pack, cache: ExpertCache, backend: Backend, ahead: Lookahead | None,
+        recorder: Recorder | None = None, trace: list[Step] | None = None,
+    ) -> None:  # fmt: skip
         self.trace = trace
-        self._pack = pack
-        self._cache = cache
-        self._backend = backend
-        self._predictor = predictor
-        self._prefetcher = prefetcher
-        self._moe = pack.manifest.model.moe
-        self._order = pack.manifest.model.moe_layers()
+        self._recorder = recorder
+        self._cache, self._backend, self._ahead = cache, backend, ahead
+        manifest = pack.manifest
+        mean_bytes = sum(entry.file_bytes for entry in manifest.experts) / len(manifest.experts)
+        self._overlaps = mean_bytes >= HANDED_OVER_BYTES
+        self._moe = manifest.model.moe
         self._keys = {
             (stack, layer): [ExpertKey(stack, layer, expert) for expert in range(self._moe.num_experts)]
-            for stack, layer in self._order
+            for stack, layer in manifest.model.moe_layers()
         }
-        self._places = {at: index for index, at in enumerate(self._order)}
-        self._first = {stack: self._order.index((stack, layer)) for stack, layer in reversed(self._order)}
-        self._history: list[Selected] = []
 
     def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
         """See moert.models.moe.ExpertRunner. Raises PackError if an expert can't be read."""
@@ -57,46 +49,77 @@ class CachedExperts:
             taken = experts[0] >= 0
             self.run_one(stack, layer, hidden, experts[0][taken].tolist(), weights[0][taken], out)
             return
-        for key in self._begin(stack, layer, demanded(experts), experts.numpy):
-            rows, place = torch.where(experts == key.expert)
-            with self._cache.lease([key]) as held:
-                self._backend.run(held[0], rows, weights[rows, place], hidden, out, self._moe)
-            del held  # or this expert would be alive while room is made for the next
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)[int((chosen < 0).sum()) :]  # without those that were dropped
+        taken = chosen[order].bincount()
+        needed = taken.nonzero().flatten()
+        keys, counts = self._begin(stack, layer, needed.tolist()), taken[needed].tolist()
+        tokens, weights = order // experts.shape[1], weights.flatten()[order]
+        first = row = 0
+        for stop in self._waves(keys, counts, len(hidden)):
+            with self._cache.lease(keys[first:stop], keys[stop:]) as lease:
+                if self._ahead is not None and stop == len(keys):
+                    self._ahead.look(stack, layer, experts.numpy(), out)
+                for rows in _pieces(counts[first:stop]):
+                    until = row + sum(rows)
+                    self._backend.run_all(
+                        lease.all(), rows, tokens[row:until], weights[row:until], hidden, out, self._moe
+                    )
+                    row = until
+            first = stop
+
+    def _waves(self, keys: list[ExpertKey], counts: list[int], tokens: int) -> Iterator[int]:
+        """Where to end each group of experts that run in one call. Small ones run together, as far as the cache has
+        room to read ahead beside them; with many tokens each has enough to do alone."""
+        nbytes = rows = 0
+        most = min(WAVE_BYTES, self._cache.capacity_bytes // 2)
+        for place, (key, count) in enumerate(zip(keys, counts, strict=True)):
+            nbytes, rows = nbytes + self._cache.nbytes(key), rows + count
+            if place and (nbytes > most or rows > tokens or tokens > ROWS):
+                yield place
+                nbytes, rows = self._cache.nbytes(key), count
+        if keys:
+            yield len(keys)
 
     def run_one(
         self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor
     ) -> None:
         """The same for one token, whose experts are in memory all at once."""
-        keys = self._begin(stack, layer, experts, lambda: np.array([experts]))
-        with self._cache.lease(keys) as held:
-            self._backend.mix(held, weights, hidden, out, self._moe)
+        with self._cache.lease(self._begin(stack, layer, experts)) as lease:
+            if self._ahead is not None:
+                self._ahead.look(stack, layer, np.array([experts]), out)
+            ready = lease.ready()
+            if self._overlaps and len(ready) < len(experts):
+                self._run_as_they_come(lease, ready, hidden, weights, out)
+            else:
+                self._backend.mix(lease.all(), weights, hidden, out, self._moe)
 
-    def _begin(self, stack: Stack, layer: int, needed: list[int], routing: Callable[[], Selected]) -> list[ExpertKey]:
-        """The router has decided: `needed`, ascending, each once; `routing` gives what each token selected."""
-        if self._prefetcher is not None:
-            self._prefetcher.cancel()
-        self._cache.begin_layer(stack, layer, needed)
+    def _run_as_they_come(self, lease: Lease, ready: list[int], hidden: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Computes with the experts that are there while others are read; added up in their order all the same."""
+        missing = [place for place in range(len(weights)) if place not in ready]
+        parts = torch.empty(len(weights), hidden.shape[1])
+        self._backend.parts([lease.expert(place) for place in ready], hidden, self._moe, parts[: len(ready)])
+        for row, place in enumerate(missing, len(ready)):
+            self._backend.parts([lease.expert(place)], hidden, self._moe, parts[row : row + 1])
+        order = torch.tensor([*ready, *missing]).argsort()
+        self._backend.add_parts(parts[order], weights, out)
+
+    def _begin(self, stack: Stack, layer: int, needed: list[int]) -> list[ExpertKey]:
+        """The router has decided: `needed`, ascending, each once."""
+        begun, missing = self._cache.begin_layer(stack, layer, needed)
+        if self._ahead is not None:
+            self._ahead.spoken(stack, layer, needed, begun, missing)
+        if self._recorder is not None:
+            self._recorder.add(stack, layer, needed)
         if self.trace is not None:
             self.trace.append(Step(stack, layer, tuple(needed)))
-        if self._prefetcher is not None and self._cache.n_resident < len(self._pack.manifest.experts):
-            self._preload_next(stack, layer, routing(), self._prefetcher)
         table = self._keys[stack, layer]
         return [table[expert] for expert in needed]
 
-    def _preload_next(self, stack: Stack, layer: int, experts: Selected, prefetcher: Prefetcher) -> None:
-        place = self._places[stack, layer]
-        if place == self._first[stack]:
-            self._history = []
-        self._history = [*self._history[-1:], experts]
-        following = place + 1 if place + 1 < len(self._order) else self._first.get("decoder", 0)
-        next_stack, next_layer = self._order[following]
-        goes_on = following > place and next_stack == stack  # else the first layer of another token or of the decoder
-        history, n_tokens = (self._history, len(experts)) if goes_on else ([], 1)
-        likely = self._predictor.next_experts(next_stack, following - self._first[next_stack], history)
-        most = min(len(likely), _AHEAD * self._moe.top_k * n_tokens)
-        prefetcher.submit([ExpertKey(next_stack, next_layer, expert) for expert in likely[:most]])
 
-
-def demanded(experts: Tensor) -> list[int]:
-    """experts [tokens, top_k] → the ids that are needed, ascending, each once; -1 (dropped) is left out."""
-    return sorted(set(experts.flatten().tolist()) - {-1})
+def _pieces(counts: list[int]) -> list[list[int]]:
+    """Rows of each expert in calls that get no more than ROWS: one call, but for an expert alone with more."""
+    if sum(counts) <= ROWS:
+        return [counts]
+    assert len(counts) == 1
+    return [[min(ROWS, counts[0] - start)] for start in range(0, counts[0], ROWS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moert.experts.eviction import Belady, EvictionPolicy
+from moert.experts.eviction import EvictionPolicy
 from moert.experts.residency import Residency
 from moert.pack.model_spec import ExpertKey, Stack
 
@@ -38,8 +38,8 @@ class Replay:
         return self.hits / self.demands if self.demands else 0.0
 
 
-Observer = Callable[[Step, ExpertKey, Sequence[ExpertKey], Residency], None]
-"""Called after each demand with the step, the demanded expert, who was evicted for it, and who is resident."""
+Observer = Callable[[Step, Sequence[ExpertKey], Sequence[ExpertKey], Residency], None]
+"""Called with the step, experts that were brought in at once, who was evicted for them, and who is resident."""
 
 
 def replay(
@@ -49,38 +49,47 @@ def replay(
     policy: EvictionPolicy,
     observer: Observer | None = None,
 ) -> Replay:
-    """Raises ValueError if some demanded expert alone is larger than the budget."""
+    """What a step needs is brought in at once if it fits together, as for one token, else expert by expert.
+
+    Raises ValueError if some demanded expert alone is larger than the budget.
+    """
     residency = Residency(budget_bytes, policy)
-    hits = misses = bytes_read = evictions = peak = 0
+    demands = misses = bytes_read = evictions = peak = 0
     for step in trace:
         residency.begin_layer(step.stack, step.layer, step.experts)
-        for key in step.expert_keys():
-            victims: list[ExpertKey] = []
-            if key in residency:
-                hits += 1
-            else:
-                victims = _make_room(residency, key, nbytes[key])
-                residency.add(key, nbytes[key])
-                misses += 1
-                bytes_read += nbytes[key]
+        keys = step.expert_keys()
+        demands += len(keys)
+        for group in _groups(residency, keys, nbytes):
+            missing = [key for key in group if key not in residency]
+            if missing:
+                wanted = sum(nbytes[key] for key in missing)
+                victims = _make_room(residency, missing, wanted)
+                for key in missing:
+                    residency.add(key, nbytes[key])
+                misses += len(missing)
+                bytes_read += wanted
                 evictions += len(victims)
-            residency.demand(key)
-            residency.done(key)
-            peak = max(peak, residency.used_bytes)
-            if observer is not None:
-                observer(step, key, victims, residency)
-    return Replay(hits + misses, hits, misses, bytes_read, evictions, peak)
+                peak = max(peak, residency.used_bytes)
+                if observer is not None:
+                    observer(step, missing, victims, residency)
+            for key in group:
+                residency.demand(key)
+                residency.done(key)
+    return Replay(demands, demands - misses, misses, bytes_read, evictions, peak)
 
 
-def _make_room(residency: Residency, key: ExpertKey, nbytes: int) -> list[ExpertKey]:
-    victims = residency.victims(nbytes, force=True)
+def _groups(
+    residency: Residency, keys: list[ExpertKey], nbytes: Mapping[ExpertKey, int]
+) -> Iterable[Sequence[ExpertKey]]:
+    if sum(nbytes[key] for key in keys) <= residency.capacity_bytes:
+        return (keys,)
+    return ((key,) for key in keys)
+
+
+def _make_room(residency: Residency, missing: Sequence[ExpertKey], wanted: int) -> list[ExpertKey]:
+    victims = residency.victims(wanted, force=True)
     if victims is None:
-        raise ValueError(f"expert {key} has {nbytes} bytes, more than the budget of {residency.capacity_bytes}")
+        raise ValueError(f"expert {missing[0]} has {wanted} bytes, more than the budget of {residency.capacity_bytes}")
     for victim in victims:
         residency.remove(victim)
     return victims
-
-
-def replay_belady(trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> Replay:
-    """The most hits that any policy could have had, exact where all experts have the same size."""
-    return replay(trace, nbytes, budget_bytes, Belady([key for step in trace for key in step.expert_keys()]))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 
-from moert.experts.eviction import EvictionPolicy, Moment, Resident
+import numpy as np
+
+from moert.experts.eviction import EvictionPolicy, Layer
+from moert.experts.usage import Usage
 from moert.pack.model_spec import ExpertKey, Stack
 
 
@@ -19,36 +23,41 @@ class Residency:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.policy = policy
-        self.clock = 0
-        self._present: tuple[Stack, int] | None = None
-        self._needed: set[ExpertKey] = set()
-        self._frequency: dict[ExpertKey, int] = {}
-        self._residents: dict[ExpertKey, Resident] = {}
+        self._usage = Usage()
+        self._present: Layer | None = None
+        self._needed: set[tuple[Stack, int, int]] = set()
+        self._resident: dict[tuple[Stack, int, int], int] = {}  # key → row of the usage
+        self._is_resident = bytearray()  # by row
+        self._nbytes = array("q")  # by row
+        self._smallest = 1 << 62  # of all experts so far
 
     def __contains__(self, key: ExpertKey) -> bool:
-        return key in self._residents
+        return key in self._resident
 
     def __iter__(self) -> Iterator[ExpertKey]:
-        return iter(self._residents)
+        return (self._usage.keys[row] for row in self._resident.values())
 
     def __len__(self) -> int:
-        return len(self._residents)
+        return len(self._resident)
+
+    @property
+    def clock(self) -> int:
+        """Demands so far."""
+        return self._usage.clock
 
     def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> None:
         """The router has decided: `experts` are what this layer needs."""
         self._present = (stack, layer)
-        self._needed = {ExpertKey(stack, layer, expert) for expert in experts}
+        self._usage.visit(stack, layer, experts)
+        self._needed = {(stack, layer, expert) for expert in experts}
 
     def owes(self) -> bool:
         """True while something that the present layer has still to use is not resident."""
-        return any(key not in self._residents for key in self._needed)
+        return any(key not in self._resident for key in self._needed)
 
     def demand(self, key: ExpertKey) -> None:
         """Counts a demand for `key`, which is resident."""
-        resident = self._residents[key]
-        resident.frequency = self._frequency[key] = self._frequency.get(key, 0) + 1
-        resident.last_used = self.clock
-        self.clock += 1
+        self._usage.demand(self._resident[key])
 
     def done(self, key: ExpertKey) -> None:
         """The present layer has used `key`: it may be evicted again."""
@@ -56,13 +65,22 @@ class Residency:
 
     def add(self, key: ExpertKey, nbytes: int) -> None:
         """Takes `key` in; there must be room. Raises ValueError if there is not."""
-        if key in self._residents or self.used_bytes + nbytes > self.capacity_bytes:
+        if key in self._resident or self.used_bytes + nbytes > self.capacity_bytes:
             raise ValueError(f"no room for {key}: {self.used_bytes} + {nbytes} of {self.capacity_bytes} bytes")
+        row = self._usage.load(key)
+        if row == len(self._nbytes):
+            self._nbytes.append(0)
+            self._is_resident.append(0)
         self.used_bytes += nbytes
-        self._residents[key] = Resident(key, nbytes, self._frequency.get(key, 0), -1, self.clock)
+        self._nbytes[row] = nbytes
+        self._is_resident[row] = 1
+        self._resident[key] = row
+        self._smallest = max(1, min(self._smallest, nbytes))
 
     def remove(self, key: ExpertKey) -> None:
-        self.used_bytes -= self._residents.pop(key).nbytes
+        row = self._resident.pop(key)
+        self._is_resident[row] = 0
+        self.used_bytes -= self._nbytes[row]
 
     def victims(
         self,
@@ -81,23 +99,39 @@ class Residency:
             return []
         if self._present is None:
             return None
-        guarded = {*locked, *predicted, *self._needed}
-        free = [one for one in self._residents.values() if one.key not in guarded]
-        now = Moment(*self._present, self.clock)
-        chosen: list[ExpertKey] = []
-        while missing > 0 and free:
-            key = self.policy.victim(free, now)
-            missing -= self._residents[key].nbytes
-            free = [one for one in free if one.key != key]
-            chosen.append(key)
+        chosen, missing = self._choose(missing, (locked, predicted, self._needed), self._present)
         if missing > 0 and force:
             for key in self._last_resort(locked, predicted):
                 if missing > 0:
-                    missing -= self._residents[key].nbytes
+                    missing -= self._nbytes[self._resident[key]]
                     chosen.append(key)
         return chosen if missing <= 0 else None
 
+    def _choose(
+        self, missing: int, guarded: Sequence[Collection[tuple[Stack, int, int]]], present: Layer
+    ) -> tuple[list[ExpertKey], int]:
+        """What the policy lets go first, and the bytes that are missing then (none if 0 or less)."""
+        free = bytearray(self._is_resident)
+        for keys in guarded:
+            for key in keys:
+                row = self._resident.get(key)
+                if row is not None:
+                    free[row] = 0
+        rows = np.frombuffer(free, dtype=np.bool_).nonzero()[0]
+        most = min(len(rows), -(-missing // self._smallest))  # that may have to leave
+        if not most:
+            return [], missing
+        candidates = self._usage.candidates(rows)
+        worth = self.policy.worth(candidates, present)
+        least = (worth <= np.partition(worth, most - 1)[most - 1]).nonzero()[0]
+        sorted_by = (self._usage.order(rows[least]), candidates.last_used[least], worth[least])
+        leaving = rows[least[np.lexsort(sorted_by)]]
+        freed = np.frombuffer(self._nbytes, dtype=np.int64)[leaving].cumsum()
+        count = min(int(freed.searchsorted(missing)) + 1, len(leaving))
+        keys = self._usage.keys
+        return [keys[row] for row in leaving[:count].tolist()], missing - int(freed[count - 1])
+
     def _last_resort(self, locked: Collection[ExpertKey], predicted: Sequence[ExpertKey]) -> list[ExpertKey]:
         unlikely_first = [key for key in reversed(predicted) if key not in self._needed]
-        needed_last_first = sorted(self._needed, reverse=True)
+        needed_last_first = [ExpertKey(*key) for key in sorted(self._needed, reverse=True)]
         return [key for key in (*unlikely_first, *needed_last_first) if key in self and key not in locked]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -47,7 +47,7 @@ class GenerationResult:
 class Generation:
     """One running generation: iterate over it for pieces, ask for `result` at any time.
 
-    An iteration that is left early leaves the stop reason "interrupted".
+    An iteration that is left early leaves the stop reason "interrupted". `advance` runs several together.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Generation:
         self.tokens: list[int] = []
         self.text = ""  # what has been handed out
         self.stop_reason: StopReason = "interrupted"
+        self.ended = False
         self._held = ""  # text that may turn out to begin a stop string
         self._generator = torch.Generator().manual_seed(settings.seed)
 
@@ -70,22 +71,22 @@ class Generation:
         return GenerationResult(list(self.tokens), self.text, self.stop_reason)
 
     def __iter__(self) -> Iterator[Piece]:
-        state, logits = self.model.prefill(self.prompt_ids)
-        while True:
-            token = self._choose(logits)
-            self.tokens.append(token)
-            reason = self._reason_to_stop(token)
-            text = "" if self.detokenizer is None else self.detokenizer.push(token)
-            if reason is not None and self.detokenizer is not None:
-                text += self.detokenizer.flush()
-            text, found = self._before_stop_string(text, last=reason is not None)
-            self.text += text
-            if found or reason is not None:
-                self.stop_reason = "stop_string" if found or reason is None else reason
-                yield Piece(token, text)
-                return
-            yield Piece(token, text)
-            logits = self.model.step(state, token)
+        return (piece for pieces in advance(self.model, [self]) for piece in pieces)
+
+    def take(self, logits: torch.Tensor) -> Piece:
+        """Chooses the next token from its logits [vocab]; `ended` tells whether it is the last."""
+        token = self._choose(logits)
+        self.tokens.append(token)
+        reason = self._reason_to_stop(token)
+        text = "" if self.detokenizer is None else self.detokenizer.push(token)
+        if reason is not None and self.detokenizer is not None:
+            text += self.detokenizer.flush()
+        text, found = self._before_stop_string(text, last=reason is not None)
+        self.text += text
+        if found or reason is not None:
+            self.stop_reason = "stop_string" if found or reason is None else reason
+            self.ended = True
+        return Piece(token, text)
 
     def _choose(self, logits: torch.Tensor) -> int:
         if self.settings.temperature == 0.0:
@@ -112,6 +113,19 @@ class Generation:
         keep = 0 if last else _longest_beginning(held, self.settings.stop_strings)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
+
+
+def advance(model: Model, generations: Sequence[Generation]) -> Iterator[list[Piece]]:
+    """Runs new generations together to their ends: each turn gives a piece of every one that had not ended."""
+    states, rows = zip(*model.prefill_many([generation.prompt_ids for generation in generations]), strict=True)
+    running, logits = list(zip(generations, states, strict=True)), torch.stack(rows)
+    del states, rows  # what has ended frees its keys and values
+    while True:
+        yield [generation.take(row) for (generation, _), row in zip(running, logits, strict=True)]
+        running = [(generation, state) for generation, state in running if not generation.ended]
+        if not running:
+            return
+        logits = model.step_many([state for _, state in running], [generation.tokens[-1] for generation, _ in running])
 
 
 def generate(

@@ -11,6 +11,10 @@ from moert.pack.codec import U8, QuantizedMatrix
 from moert.pack.model_spec import ExpertKey, MoeSpec
 from moert.pack.reader import Pack
 
+ROWS = 256
+"""Tokens of a prompt that are handed over at once, which bounds what the arithmetic needs beside them; a fixed number,
+so that no budget changes answers."""
+
 StoredWeights = Tensor | QuantizedMatrix
 """One weight of the backbone: a tensor of the type that is stored, or a matrix of fewer bits."""
 
@@ -103,9 +107,25 @@ class Backend(Protocol):
         """One token: out [1, d_model] += the sum of weights [n] times expert(x [1, d_model]), in the order given."""
         ...
 
+    def parts(self, experts: Sequence[Expert], x: Tensor, moe: MoeSpec, out: Tensor) -> None:
+        """The same in two steps, where experts come one after the other: out [n, d_model] = expert(x) for each."""
+        ...
+
+    def add_parts(self, parts: Tensor, weights: Tensor, out: Tensor) -> None:
+        """out [1, d_model] += the sum of weights [n] times parts [n, d_model], in the order given: bit for bit what
+        `mix` gives."""
+        ...
+
     def run(self, expert: Expert, tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
         """Many tokens: out[tokens] += weights[:, None] * expert(x[tokens]); tokens int64 [n], weights [n]; each token
         comes once."""
+        ...
+
+    def run_all(
+        self, experts: Sequence[Expert], counts: Sequence[int], tokens: Tensor, weights: Tensor, x: Tensor,
+        out: Tensor, moe: MoeSpec,
+    ) -> None:  # fmt: skip
+        """`run` for one expert after the other, each with the next `counts` of the tokens and weights."""
         ...
 
     def close(self) -> None: ...

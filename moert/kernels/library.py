@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moert.errors import RunError
 
-ABI = 1
+ABI = 2
 PATH = Path(__file__).with_name("_native.so")
 KINDS = {"F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes; one with codes has their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
@@ -66,6 +66,8 @@ _FUNCTIONS = {
         c_int,
         [_POOL, c_int, c_float, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA],
     ),
+    "moert_parts": (c_int, [_POOL, c_int, c_float, c_int, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
+    "moert_add_parts": (None, [_POOL, _DATA, _DATA, _DATA, c_int, c_int, _DATA]),
     "moert_attend": (
         c_int,
         [_POOL, POINTER(Attention), _DATA, _DATA, _DATA, c_int64, c_int, _DATA, _DATA, c_int64],

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,14 @@ from moert.kernels.arena import Arena
 from moert.kernels.backend import AttentionBlock, StoredWeights
 from moert.kernels.library import ACTIVATIONS, KINDS, Attention, Ffn, Library, Matrix, NativeFailed, check
 from moert.pack.codec import U8, QuantizedMatrix
-from moert.pack.layout import ExpertLayout, group_of
+from moert.pack.layout import group_of
 from moert.pack.model_spec import ExpertKey, MoeSpec
 from moert.pack.reader import Pack
 
 _KIND_OF = {torch.float16: KINDS["F16"], torch.bfloat16: KINDS["BF16"], torch.float32: KINDS["F32"]}
+
+
+_Plan = tuple[str, tuple[int, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class NativeBackend:
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
         self._arena = Arena()
+        self._plans: dict[tuple[Pack, ExpertKey], list[_Plan]] = {}  # experts come again and again, at other addresses
         self._routed: tuple[Tensor, Any, Tensor] | None = None
         self._first_token = torch.zeros(1 << 16, dtype=torch.int32)  # top_k is below 2^16
         self._starts = torch.arange(1 << 16, dtype=torch.int32)
@@ -105,10 +110,11 @@ class NativeBackend:
         return outputs[0] if count == 1 else torch.cat(outputs, 1)
 
     def expert(self, pack: Pack, key: ExpertKey, buffer: U8) -> NativeExpert:
-        layout, start = pack.layout(key), buffer.ctypes.data
-        ffn = Ffn(
-            **{name: _projection(pack, layout, start, name, width) for name, width in pack.entry(key).bits.items()}
-        )
+        plan = self._plans.get((pack, key))
+        if plan is None:
+            plan = self._plans[pack, key] = [_plan(pack, key, name) for name in pack.entry(key).bits]
+        start = buffer.ctypes.data
+        ffn = Ffn(**{name: Matrix(*(start + at for at in places), *rest) for name, places, rest in plan})
         return NativeExpert(ffn, buffer)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
@@ -127,6 +133,30 @@ class NativeBackend:
     def run(self, expert: NativeExpert, tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
         rows, starts = tokens.to(torch.int32), (c_int32 * 2)(0, len(tokens))
         self._mixture(moe, 1, (c_void_p * 1)(expert.address), addressof(starts), rows.data_ptr(), weights, x, out)
+
+    def run_all(
+        self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: Tensor, weights: Tensor, x: Tensor,
+        out: Tensor, moe: MoeSpec,
+    ) -> None:  # fmt: skip
+        n, rows = len(experts), tokens.to(torch.int32)
+        starts = (c_int32 * (n + 1))(0, *accumulate(counts))
+        addresses = (c_void_p * n)(*[expert.address for expert in experts])
+        self._mixture(moe, n, addresses, addressof(starts), rows.data_ptr(), weights.contiguous(), x, out)
+
+    def parts(self, experts: Sequence[NativeExpert], x: Tensor, moe: MoeSpec, out: Tensor) -> None:
+        count = len(experts)
+        check(
+            self._call.moert_parts(
+                self._pool, ACTIVATIONS[moe.activation], _limit(moe), count,
+                (c_void_p * count)(*[expert.address for expert in experts]), self._starts.data_ptr(),
+                self._first_token.data_ptr(), x.data_ptr(), 1, out.data_ptr(),
+            )
+        )  # fmt: skip
+
+    def add_parts(self, parts: Tensor, weights: Tensor, out: Tensor) -> None:
+        self._call.moert_add_parts(
+            self._pool, parts.data_ptr(), weights.data_ptr(), self._first_token.data_ptr(), *parts.shape, out.data_ptr()
+        )
 
     def attention(self, block: AttentionBlock) -> NativeAttention:
         return NativeAttention(self, block)
@@ -160,11 +190,10 @@ class NativeBackend:
     def _mixture(
         self, moe: MoeSpec, count: int, experts: Any, starts: int, tokens: int, weights: Tensor, x: Tensor, out: Tensor
     ) -> None:
-        limit = math.inf if moe.activation_limit is None else moe.activation_limit
         check(
             self._call.moert_mixture(
-                self._pool, ACTIVATIONS[moe.activation], limit, count, experts, starts, tokens, weights.data_ptr(),
-                x.data_ptr(), x.shape[0], out.data_ptr(),
+                self._pool, ACTIVATIONS[moe.activation], _limit(moe), count, experts, starts, tokens,
+                weights.data_ptr(), x.data_ptr(), x.shape[0], out.data_ptr(),
             )
         )  # fmt: skip
 
@@ -173,6 +202,10 @@ class NativeBackend:
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(room, array)
         return room
+
+
+def _limit(moe: MoeSpec) -> float:
+    return math.inf if moe.activation_limit is None else moe.activation_limit
 
 
 class NativeAttention:
@@ -201,13 +234,13 @@ class NativeAttention:
         )  # fmt: skip
 
 
-def _projection(pack: Pack, layout: ExpertLayout, start: int, name: str, width: int) -> Matrix:
-    """Where a projection lies in an expert file that was read to the address `start`."""
-    quantization = pack.manifest.quantization
+def _plan(pack: Pack, key: ExpertKey, name: str) -> _Plan:
+    """A projection: its name, where its parts begin in the file, and the rest of its struct."""
+    quantization, layout = pack.manifest.quantization, pack.layout(key)
     rows, cols = pack.manifest.model.projection_shape(name)
-    data = start + layout.data_offset
+    width = pack.entry(key).bits[name]
     if width == 16:
-        kind = KINDS[quantization.dtype16]
-        return Matrix(data + layout.slot(f"{name}.weight").start, None, None, kind, rows, cols, cols)
-    places = (data + layout.slot(f"{name}.{part}").start for part in ("qweight", "scale", "min"))
-    return Matrix(*places, width, rows, cols, group_of(cols, quantization.group_size))
+        place = layout.data_offset + layout.slot(f"{name}.weight").start
+        return name, (place,), (None, None, KINDS[quantization.dtype16], rows, cols, cols)
+    places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in ("qweight", "scale", "min"))
+    return name, places, (width, rows, cols, group_of(cols, quantization.group_size))

@@ -88,11 +88,29 @@ class ReferenceBackend:
         for expert, weight in zip(experts, weights.tolist(), strict=True):
             out += ffn(expert(), x, moe) * weight
 
+    def parts(
+        self, experts: Sequence[Callable[[], Mapping[str, Tensor]]], x: Tensor, moe: MoeSpec, out: Tensor
+    ) -> None:
+        for expert, part in zip(experts, out, strict=True):
+            part.copy_(ffn(expert(), x, moe)[0])
+
+    def add_parts(self, parts: Tensor, weights: Tensor, out: Tensor) -> None:
+        for part, weight in zip(parts, weights.tolist(), strict=True):
+            out += part * weight
+
     def run(
         self, expert: Callable[[], Mapping[str, Tensor]], tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor,
         moe: MoeSpec,
     ) -> None:  # fmt: skip
         out.index_add_(0, tokens, ffn(expert(), x[tokens], moe) * weights[:, None])
+
+    def run_all(
+        self, experts: Sequence[Callable[[], Mapping[str, Tensor]]], counts: Sequence[int], tokens: Tensor,
+        weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec,
+    ) -> None:  # fmt: skip
+        parts = torch.split(tokens, list(counts)), torch.split(weights, list(counts))
+        for expert, rows, factors in zip(experts, *parts, strict=True):
+            self.run(expert, rows, factors, x, out, moe)
 
     def close(self) -> None:
         pass

@@ -15,8 +15,10 @@ BLOCK_TOKENS = 128
 class KvCache:
     """Keys and values of one attention layer, [n_kv_heads, tokens, head_dim] each."""
 
-    def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, n_kv_heads: int, head_dim: int, expected: int = 0) -> None:
+        """`expected`: tokens that will come soon, for which room is made at once when the first of them does."""
         self.length = 0
+        self._expected = expected
         self._buffer = torch.empty(2, n_kv_heads, 0, head_dim)
         self._halves = (self._buffer[0], self._buffer[1])
 
@@ -33,7 +35,7 @@ class KvCache:
         head_dim] of keys and of values."""
         self.length += new
         if self.length > self._buffer.shape[2]:
-            self._grow(self.length)
+            self._grow(max(self.length, self._expected))
         return self._halves
 
     @property
@@ -84,3 +86,10 @@ def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int) -> int
         return cache_bytes(layers, heads, spec.head_dim, prompt_tokens + max_new_tokens)
     cross = layers * 2 * heads * spec.head_dim * 4 * prompt_tokens
     return cross + cache_bytes(layers, heads, spec.head_dim, 1 + max_new_tokens)
+
+
+def growth_bytes(spec: ModelSpec, length: int) -> int:
+    """Upper bound of what the keys and values of the next block take beside `length` present ones, the copy of a layer
+    that grows included."""
+    per_token = 2 * spec.n_kv_heads * spec.head_dim * 4
+    return per_token * (spec.decoder.n_layers * BLOCK_TOKENS + rounded(length + 1))

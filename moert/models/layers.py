@@ -63,9 +63,11 @@ class Rotary:
         turns = self._turns[start : start + n]
         return turns[:, :1], turns[:, 1:]
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [tokens, heads, head_dim] → rotated."""
-        return x * cos + x.roll(self.half, -1) * sin
+    def rotate(self, x: Tensor, start: int) -> None:
+        """Turns x [tokens, heads, head_dim], whose first token is at the position `start`, in place."""
+        cos, sin = self.rows(start, x.shape[0])
+        crossed = x.roll(self.half, -1).mul_(sin)
+        x.mul_(cos).add_(crossed)
 
 
 class DistanceBias:

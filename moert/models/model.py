@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from moert.kernels.backend import Backend, StoredWeights
 from moert.models.kv import State
-from moert.models.moe import ExpertRunner
-from moert.pack.model_spec import ModelSpec
+from moert.models.moe import ExpertRunner, Guess
+from moert.pack.model_spec import ModelSpec, Stack
 
 
 class Model(Protocol):
-    """One sequence at a time (batch of 1), no gradients, float32, deterministic."""
+    """No gradients, float32, deterministic. Each sequence has its own State.
+
+    Many sequences at once read each expert once per layer for all of them; what comes out is bit for bit what each
+    alone gives on the native kernels, and close to it on the reference, where torch multiplies many rows otherwise.
+    """
 
     spec: ModelSpec
 
@@ -26,6 +31,18 @@ class Model(Protocol):
 
     def step(self, state: State, token: int) -> Tensor:
         """Appends one token to the state; returns the logits [vocab] of the token after it."""
+        ...
+
+    def prefill_many(self, prompts: Sequence[list[int]]) -> list[tuple[State, Tensor]]:
+        """`prefill` for several prompts at once."""
+        ...
+
+    def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> Tensor:
+        """`step` for several sequences at once; returns logits [sequences, vocab]."""
+        ...
+
+    def guesses(self) -> Mapping[tuple[Stack, int], Guess]:
+        """For each layer with experts: its router, to be asked about a hidden state before the layer is reached."""
         ...
 
     def forward_all(self, ids: list[int], target_ids: list[int] | None = None) -> Tensor:

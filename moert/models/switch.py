@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from moert.kernels.backend import Backend, StoredWeights
 from moert.models.attention import CrossAttention, SelfAttention
 from moert.models.kv import KvCache, State
 from moert.models.layers import Head, RelativeBias, rms_norm, vector
-from moert.models.moe import ExpertRunner, feed_forward
+from moert.models.moe import ExpertRunner, Guess, feed_forward, guesses
 from moert.pack.model_spec import ModelSpec, Stack
 
 
@@ -53,15 +55,22 @@ class SwitchModel:
             _Layer(spec, weights, runner, "decoder", layer, backend) for layer in range(spec.decoder.n_layers)
         ]
 
-    @torch.inference_mode()
+    def guesses(self) -> Mapping[tuple[Stack, int], Guess]:
+        encoder = guesses("encoder", [layer.ffn for layer in self.encoder])
+        return {**encoder, **guesses("decoder", [layer.ffn for layer in self.decoder])}
+
     def prefill(self, ids: list[int]) -> tuple[State, Tensor]:
-        state = self._new_state(ids)
-        return state, self.step(state, self.start)
+        return self.prefill_many([ids])[0]
+
+    @torch.inference_mode()
+    def prefill_many(self, prompts: Sequence[list[int]]) -> list[tuple[State, Tensor]]:
+        states = self._new_states(prompts)
+        return list(zip(states, self.step_many(states, [self.start] * len(states)), strict=True))
 
     @torch.inference_mode()
     def step(self, state: State, token: int) -> Tensor:
         if self.backend.steps is None:
-            return self.head(self._decode([token], state))[0]
+            return self.head(self._decode([[token]], [state]))[0]
         x, bias = self.backend.rows(self.embed, [token]), self.decoder_bias.latest(state.length + 1)
         for layer, cache, (keys, values) in zip(self.decoder, state.caches, state.cross, strict=True):
             layer.attn.step(x, cache, None, bias.by_offset)
@@ -70,37 +79,62 @@ class SwitchModel:
         return self.head(x)[0]
 
     @torch.inference_mode()
+    def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> Tensor:
+        if self.backend.steps is None:
+            return self.head(self._decode([[token] for token in tokens], states))
+        if len(states) == 1:
+            return self.step(states[0], tokens[0])[None]
+        x = self.backend.rows(self.embed, tokens)
+        rows, biases = torch.split(x, 1), [self.decoder_bias.latest(state.length + 1).by_offset for state in states]
+        for at, layer in enumerate(self.decoder):
+            for row, state, bias in zip(rows, states, biases, strict=True):
+                layer.attn.step(row, state.caches[at], None, bias)
+                layer.cross.step(row, *state.cross[at])
+            layer.ffn.step_many(x)
+        return torch.cat([self.head(row) for row in rows])
+
+    @torch.inference_mode()
     def forward_all(self, ids: list[int], target_ids: list[int] | None = None) -> Tensor:
         if not target_ids:
             raise ValueError("an encoder–decoder model needs target_ids: what the decoder reads, start token included")
-        return self.head(self._decode(target_ids, self._new_state(ids)))
+        return self.head(self._decode([target_ids], self._new_states([ids])))
 
-    def _new_state(self, ids: list[int]) -> State:
-        """Encodes the input, and keeps of it what each decoder layer attends to."""
-        if not ids:
+    def _new_states(self, prompts: Sequence[list[int]]) -> list[State]:
+        """Encodes the inputs, and keeps of each what every decoder layer attends to."""
+        if not all(prompts):
             raise ValueError("the prompt has no tokens")
-        encoded = self._encode(ids)
-        caches = [KvCache(self.spec.n_kv_heads, self.spec.head_dim) for _ in self.decoder]
-        return State(caches, [layer.cross.encode(encoded) for layer in self.decoder])
+        return [
+            State(
+                [KvCache(self.spec.n_kv_heads, self.spec.head_dim) for _ in self.decoder],
+                [layer.cross.encode(encoded) for layer in self.decoder],
+            )
+            for encoded in self._encode(prompts)
+        ]
 
-    def _encode(self, ids: list[int]) -> Tensor:
-        """→ [tokens, d_model]."""
-        bias = self.encoder_bias.both_ways(len(ids))
-        x = self.backend.rows(self.embed, ids)
+    def _encode(self, prompts: Sequence[list[int]]) -> Sequence[Tensor]:
+        """→ [tokens, d_model] for each prompt."""
+        lengths = [len(ids) for ids in prompts]
+        biases = {n: self.encoder_bias.both_ways(n) for n in lengths}
+        x = self.backend.rows(self.embed, [token for ids in prompts for token in ids])
         for layer in self.encoder:
-            layer.attn.biased(x, None, bias)
-            layer.ffn(x)
-        return rms_norm(x, self.encoder_norm, self.spec.norm_eps)
+            for part, n in zip(torch.split(x, lengths), lengths, strict=True):
+                layer.attn.biased(part, None, biases[n])
+            layer.ffn(x, lengths)
+        return torch.split(rms_norm(x, self.encoder_norm, self.spec.norm_eps), lengths)
 
-    def _decode(self, ids: list[int], state: State) -> Tensor:
-        """Runs decoder tokens after those in the state, several only as the first → [tokens, d_model]."""
-        n = len(ids)
-        bias = self.decoder_bias.causal(n) if state.length == 0 else self.decoder_bias.latest(state.length + 1)
-        x = self.backend.rows(self.embed, ids)
-        for layer, cache, (keys, values) in zip(self.decoder, state.caches, state.cross, strict=True):
-            layer.attn.biased(x, cache, bias)
-            layer.cross(x, keys, values)
-            layer.ffn(x)
+    def _decode(self, sequences: Sequence[list[int]], states: Sequence[State]) -> Tensor:
+        """Runs decoder tokens after those in each state, several only as the first → [all tokens, d_model]."""
+        lengths = [len(ids) for ids in sequences]
+        biases = [
+            self.decoder_bias.latest(state.length + 1) if state.length else self.decoder_bias.causal(n)
+            for state, n in zip(states, lengths, strict=True)
+        ]
+        x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
+        for at, layer in enumerate(self.decoder):
+            for part, state, bias in zip(torch.split(x, lengths), states, biases, strict=True):
+                layer.attn.biased(part, state.caches[at], bias)
+                layer.cross(part, *state.cross[at])
+            layer.ffn(x, lengths)
         return x
 
 

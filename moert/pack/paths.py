@@ -6,18 +6,16 @@ before, or a pair (a, b) of experts of the two layers before, a of the earlier o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
-from moert.pack.errors import FormatTooNew, HeaderInvalid
+from moert.pack.errors import HeaderInvalid
 from moert.pack.model_spec import STACKS, ModelSpec, Stack
+from moert.pack.tensors import TensorFile, to_bytes
 
 PATHS = "paths.safetensors"
 VERSION = 1
@@ -120,27 +118,20 @@ class TransitionTable:
                     tensors[f"{at}.{name}.rows"] = table.rows
                     tensors[f"{at}.{name}.experts"] = table.experts
                     tensors[f"{at}.{name}.counts"] = table.counts
-        metadata = {"format": "model.pack paths", "version": str(VERSION), "num_experts": str(self.num_experts)}
-        metadata |= {f"{stack}_layers": str(len(layers)) for stack, layers in self.stacks.items()}
-        return _with_metadata(save(tensors), metadata)
+        metadata = {"format": "model.pack paths", "version": VERSION, "num_experts": self.num_experts}
+        metadata |= {f"{stack}_layers": len(layers) for stack, layers in self.stacks.items()}
+        return to_bytes(tensors, metadata)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> TransitionTable:
         """Raises HeaderInvalid or FormatTooNew."""
-        try:
-            tensors = load(body)
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise HeaderInvalid(f"{PATHS} is not a safetensors file ({error}): profile the paths again") from None
-        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-        metadata = header.get("__metadata__") or {}
-        if _number(metadata, "version", 1 << 16) > VERSION:
-            raise FormatTooNew(f"{PATHS} has version {metadata['version']}, this program reads {VERSION}")
-        size = _number(metadata, "num_experts", 65535)
+        file = TensorFile(PATHS, body, VERSION)
+        size = file.number("num_experts", 65535)
         stacks: dict[Stack, tuple[LayerPaths, ...]] = {}
         for stack in STACKS:
-            if f"{stack}_layers" in metadata:
-                n_layers = _number(metadata, f"{stack}_layers", 4096)
-                stacks[stack] = tuple(_layer(tensors, f"{stack}.{index}", size) for index in range(n_layers))
+            if file.has(f"{stack}_layers"):
+                n_layers = file.number(f"{stack}_layers", 4096)
+                stacks[stack] = tuple(_layer(file, f"{stack}.{index}", size) for index in range(n_layers))
         return cls(size, stacks)
 
 
@@ -205,39 +196,23 @@ def _table(chunks: Iterator[I64], size: int) -> ContextCounts:
     )
 
 
-def _with_metadata(body: bytes, metadata: dict[str, str]) -> bytes:
-    """safetensors writes metadata in no fixed order; this puts it there sorted."""
-    length = int.from_bytes(body[:8], "little")
-    header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(body[8 : 8 + length])}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + body[8 + length :]
-
-
-def _number(metadata: Mapping[str, str], name: str, high: int) -> int:
-    text = metadata.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= high):
-        raise HeaderInvalid(f"{PATHS}: {name} should be a number from 1 to {high}, found {text[:40]!r}")
-    return int(text)
-
-
-def _layer(tensors: Mapping[str, npt.NDArray[Any]], at: str, size: int) -> LayerPaths:
-    frequency = _tensor(tensors, f"{at}.frequency", np.uint64)
+def _layer(file: TensorFile, at: str, size: int) -> LayerPaths:
+    frequency = file.tensor(f"{at}.frequency", np.uint64)
     if len(frequency) != size:
-        raise HeaderInvalid(f"{PATHS}: {at}.frequency has {len(frequency)} experts, expected {size}")
+        raise file.wrong(f"{at}.frequency has {len(frequency)} experts, expected {size}")
     return LayerPaths(
         frequency,
-        _sparse(tensors, f"{at}.one", size, size),
-        _sparse(tensors, f"{at}.two", size, size * size),
+        _sparse(file, f"{at}.one", size, size),
+        _sparse(file, f"{at}.two", size, size * size),
     )
 
 
-def _sparse(tensors: Mapping[str, npt.NDArray[Any]], at: str, size: int, contexts: int) -> ContextCounts:
+def _sparse(file: TensorFile, at: str, size: int, contexts: int) -> ContextCounts:
     table = ContextCounts(
-        contexts=_tensor(tensors, f"{at}.contexts", np.uint32),
-        rows=_tensor(tensors, f"{at}.rows", np.uint32),
-        experts=_tensor(tensors, f"{at}.experts", np.uint16),
-        counts=_tensor(tensors, f"{at}.counts", np.uint32),
+        contexts=file.tensor(f"{at}.contexts", np.uint32),
+        rows=file.tensor(f"{at}.rows", np.uint32),
+        experts=file.tensor(f"{at}.experts", np.uint16),
+        counts=file.tensor(f"{at}.counts", np.uint32),
     )
     rows = table.rows.astype(np.int64)
     sound = (
@@ -251,15 +226,5 @@ def _sparse(tensors: Mapping[str, npt.NDArray[Any]], at: str, size: int, context
                                                                          (table.experts, size)))
     )  # fmt: skip
     if not sound:
-        raise HeaderInvalid(f"{PATHS}: the table {at} contradicts itself: profile the paths again")
+        raise file.wrong(f"the table {at} contradicts itself")
     return table
-
-
-def _tensor(tensors: Mapping[str, npt.NDArray[Any]], name: str, dtype: Any) -> npt.NDArray[Any]:
-    if name not in tensors:
-        raise HeaderInvalid(f"{PATHS} lacks the tensor {name}")
-    array = tensors[name]
-    if array.dtype != dtype or array.ndim != 1:
-        found = f"{array.dtype} with {array.ndim} dimensions"
-        raise HeaderInvalid(f"{PATHS}: {name} should be {np.dtype(dtype)} with 1 dimension, found {found}")
-    return array

@@ -94,7 +94,12 @@ class Pack:
         entry = self._entries[key]
         buffer = np.empty(entry.file_bytes, dtype=np.uint8) if into is None else into[: entry.file_bytes]
         self._read_exactly(entry.path, buffer.data)
-        layout = self.layout(key)
+        self.check_expert(key, buffer)
+        return buffer
+
+    def check_expert(self, key: ExpertKey, buffer: U8) -> None:
+        """Checks the whole file of an expert, uint8 [file_bytes]. Raises HeaderInvalid or HashMismatch."""
+        entry, layout = self._entries[key], self.layout(key)
         if buffer[: layout.data_offset].tobytes() != layout.header:
             raise HeaderInvalid(
                 f"{entry.path}: its header is not that of expert {key} with widths {dict(entry.bits)}: the file is "
@@ -102,7 +107,6 @@ class Pack:
             )
         if zlib.crc32(buffer.data) != entry.crc32:
             raise HashMismatch(f"{entry.path}: checksum differs from the manifest: the file is damaged, copy it again")
-        return buffer
 
     def projections(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
         """Views into what read_expert returned, one for each projection; 16-bit ones become float32."""
@@ -150,7 +154,7 @@ class Pack:
                 while count := handle.readinto(buffer[found:]):
                     found += count
         except OSError as error:
-            raise _unreadable(self.root, relative, error) from None
+            raise unreadable(self.root, relative, error) from None
         if found != len(buffer):
             raise FileTruncated(f"{relative}: read {found} of {len(buffer)} bytes: copy the pack again")
 
@@ -197,14 +201,15 @@ def _check_size(root: Path, relative: str, nbytes: int) -> None:
     try:
         found = _inside(root, relative).stat()
     except OSError as error:
-        raise _unreadable(root, relative, error) from None
+        raise unreadable(root, relative, error) from None
     if not stat.S_ISREG(found.st_mode):
         raise FileMissing(f"{relative} in the pack at {root} is not a regular file: copy the pack again")
     if found.st_size != nbytes:
         raise FileTruncated(f"{relative} has {found.st_size} bytes, the manifest says {nbytes}: copy the pack again")
 
 
-def _unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
+def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
+    """What to raise where the system refuses to read a file of a pack."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return FileMissing(f"{relative} is missing from the pack at {root}: copy the pack again")
     return FileMissing(f"{relative} in the pack at {root} can't be read: {error.strerror}")

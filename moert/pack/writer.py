@@ -183,17 +183,24 @@ class PackWriter:
 
 
 def add_to_pack(root: Path, manifest: Manifest, relative: str, body: bytes) -> Manifest:
-    """Adds (or replaces) one file of a finished pack. Raises WriteFailed, and then the pack is as it was.
+    """`add_files` for one file."""
+    return add_files(root, manifest, {relative: body})
 
-    A crash half way leaves the pack as it was, or whole without that file.
+
+def add_files(root: Path, manifest: Manifest, bodies: Mapping[str, bytes]) -> Manifest:
+    """Adds (or replaces) files of a finished pack. Raises WriteFailed, and then the pack is as it was.
+
+    A crash half way leaves the pack as it was, or whole without any of those files.
     """
-    others = {name: entry for name, entry in manifest.files.items() if name != relative}
-    changed = replace(manifest, files={**others, relative: file_entry(body)})
-    steps = [(root / relative, body), (root / MANIFEST, dump_manifest(changed).encode())]
-    if relative in manifest.files:
+    others = {name: entry for name, entry in manifest.files.items() if name not in bodies}
+    changed = replace(manifest, files={**others, **{name: file_entry(body) for name, body in bodies.items()}})
+    steps = [(root / name, body) for name, body in bodies.items()]
+    steps.append((root / MANIFEST, dump_manifest(changed).encode()))
+    if len(others) < len(manifest.files):
         steps.insert(0, (root / MANIFEST, dump_manifest(replace(manifest, files=others)).encode()))
-    with _writing(root / relative):
-        (root / relative).parent.mkdir(parents=True, exist_ok=True)
+    with _writing(root / next(iter(bodies))):
+        for name in bodies:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
         _write_in_order(steps)
     return changed
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from moert.pack.model_spec import Stack
-from moert.predict.predictor import Selected
+from moert.predict.predictor import Prediction, Situation
 
 
 class NoPrediction:
-    def next_experts(self, stack: Stack, layer: int, history: Sequence[Selected]) -> list[int]:
+    def predict(self, situation: Situation) -> Prediction:
         return []

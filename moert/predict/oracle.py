@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moert.pack.model_spec import Stack
-from moert.predict.predictor import Selected
+from moert.predict.predictor import Prediction, Situation
 
 
 class Oracle:
@@ -18,14 +18,15 @@ class Oracle:
         self._steps = steps
         self._at = 0
 
-    def next_experts(self, stack: Stack, layer: int, history: Sequence[Selected]) -> list[int]:
+    def predict(self, situation: Situation) -> Prediction:
         """Raises ValueError when asked about another layer than the trace has next."""
+        asked = (situation.stack, situation.layer)
         self._at += 1
         if self._at >= len(self._steps):
             return []
-        expected_stack, expected_layer, experts = self._steps[self._at]
-        if (stack, layer) != (expected_stack, expected_layer):
-            if (stack, layer) == ("decoder", 0) and expected_layer == 0:
+        stack, layer, experts = self._steps[self._at]
+        if asked != (stack, layer):
+            if asked == ("decoder", 0) and layer == 0:
                 return []  # a new request began with its encoder
-            raise ValueError(f"asked about {stack} {layer}, the trace has {expected_stack} {expected_layer}")
-        return list(experts)
+            raise ValueError(f"asked about {asked[0]} {asked[1]}, the trace has {stack} {layer}")
+        return [(expert, 1.0) for expert in experts]

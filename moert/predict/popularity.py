@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from moert.pack.model_spec import Stack
 from moert.pack.paths import TransitionTable
-from moert.predict.predictor import Selected, in_order_of
+from moert.predict.predictor import Prediction, Situation, of_any_token, of_one_token, ranked
 
 
 class Popularity:
     def __init__(self, tables: TransitionTable) -> None:
         self._tables = tables
 
-    def next_experts(self, stack: Stack, layer: int, history: Sequence[Selected]) -> list[int]:
-        return in_order_of(self._tables.probabilities(stack, layer))
+    def predict(self, situation: Situation) -> Prediction:
+        share = self._tables.probabilities(situation.stack, situation.layer)
+        return ranked(of_any_token(of_one_token(share, situation.top_k), situation.n_tokens))

@@ -1,30 +1,80 @@
-"""The interface of every predictor."""
+"""The interface of every predictor, and what they share: from weights to probabilities of demand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moert.pack.model_spec import Stack
+from moert.pack.paths import F64
 
 Selected = npt.NDArray[np.integer[Any]]
 """What the router of one layer selected: [tokens, top_k] expert ids, -1 where a token was dropped."""
 
+Prediction = list[tuple[int, float]]
+"""(expert, probability that the group of tokens demands it), most probable first, none of probability zero."""
+
+
+def no_scores() -> F64 | None:
+    """For layers whose router can't be asked yet."""
+    return None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known when somebody asks which experts a layer will demand.
+
+    `layer` is the one predicted; it counts the layers with experts of the stack from 0. `n_tokens` will go through it
+    together, each to `top_k` experts. `history` holds what these tokens selected in the layers before, in order; it
+    is empty where they have no such layer. `scores` applies that layer's router to the present hidden state and gives
+    the mean of its probabilities over the tokens, [num_experts]; None where there is no such state.
+    """
+
+    stack: Stack
+    layer: int
+    history: Sequence[Selected]
+    n_tokens: int
+    top_k: int
+    scores: Callable[[], F64 | None] = no_scores
+
 
 class Predictor(Protocol):
-    def next_experts(self, stack: Stack, layer: int, history: Sequence[Selected]) -> list[int]:
-        """The experts that `layer` is likely to need, most probable first; those not expected are left out.
+    def predict(self, situation: Situation) -> Prediction:
+        """The experts that are likely to be demanded; nothing where the predictor can't tell.
 
-        `layer` counts the layers with experts of the stack from 0; `history` holds what this group of tokens
-        selected in the layers before it, in order (empty for the first layer).
+        For one token the probabilities add up to about top_k. They are the predictor's own claim, which
+        `moert.predict.worth` checks against what comes.
         """
         ...
 
 
-def in_order_of(scores: npt.NDArray[np.floating[Any]]) -> list[int]:
-    """scores [num_experts] → experts with a score above zero, highest first, ties by id."""
-    order = np.argsort(-scores, kind="stable")
-    return [int(expert) for expert in order if scores[expert] > 0]
+def of_one_token(weights: F64, top_k: int) -> F64:
+    """weights [num_experts] of at least 0 → probabilities in proportion, each at most 1, that add up to top_k.
+
+    With fewer than top_k experts above zero all of these get 1.
+    """
+    ascending = np.sort(weights)
+    rest = np.cumsum(ascending)[::-1]  # [i]: of all but the i largest
+    one = 0.0  # the weight from which on the probability is 1
+    for full, largest in enumerate(ascending[: -top_k - 1 : -1].tolist()):
+        if largest * (top_k - full) < rest[full]:
+            one = rest[full] / (top_k - full)
+            break
+        one = largest
+    return np.minimum(weights / one, 1.0) if one > 0 else (weights > 0).astype(np.float64)
+
+
+def of_any_token(probabilities: F64, n_tokens: int) -> F64:
+    """The probability that at least one of n independent tokens demands each expert: 1 - (1 - p)^n."""
+    return probabilities if n_tokens == 1 else 1.0 - (1.0 - probabilities) ** n_tokens
+
+
+def ranked(probabilities: F64) -> Prediction:
+    """probabilities [num_experts] → highest first, ties by expert."""
+    order = np.argsort(-probabilities, kind="stable")
+    order = order[: np.count_nonzero(probabilities)]
+    return list(zip(order.tolist(), probabilities[order].tolist(), strict=True))

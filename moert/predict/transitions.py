@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 
-from moert.pack.model_spec import Stack
-from moert.pack.paths import TransitionTable
-from moert.predict.predictor import Selected, in_order_of
+from moert.pack.paths import F64, TransitionTable
+from moert.predict.predictor import Prediction, Situation, of_any_token, of_one_token, ranked
 
 _SAMPLE = 32
 
 
 class Transitions:
-    """Probabilities from the pack's tables; for a group of tokens their mean, over an even sample of a large group."""
+    """Probabilities from the pack's tables; for a large group of tokens from an even sample of it."""
 
     def __init__(self, tables: TransitionTable) -> None:
         self._tables = tables
 
-    def next_experts(self, stack: Stack, layer: int, history: Sequence[Selected]) -> list[int]:
-        return in_order_of(self.probabilities(stack, layer, history))
-
-    def probabilities(self, stack: Stack, layer: int, history: Sequence[Selected]) -> npt.NDArray[np.float64]:
-        """[num_experts], the mean over the tokens of `history`."""
-        tables = self._tables
+    def predict(self, situation: Situation) -> Prediction:
+        history, n_tokens = situation.history, situation.n_tokens
         if not history or not len(history[-1]):
-            return tables.probabilities(stack, layer)
+            return ranked(of_any_token(self._of_token(situation, (), ()), n_tokens))
         one, two = history[-1], history[-2] if len(history) > 1 else None
-        n_tokens = len(one)
-        rows = range(n_tokens) if n_tokens <= _SAMPLE else np.linspace(0, n_tokens - 1, _SAMPLE).astype(int).tolist()
-        total = np.zeros(tables.num_experts)
+        rows = range(len(one)) if len(one) <= _SAMPLE else np.linspace(0, len(one) - 1, _SAMPLE).astype(int).tolist()
+        none_does = np.ones(self._tables.num_experts)
         for row in rows:
-            earlier = () if two is None else two[row].tolist()
-            total += tables.probabilities(stack, layer, one[row].tolist(), earlier)
-        return total / len(rows)
+            none_does *= 1.0 - self._of_token(situation, one[row].tolist(), () if two is None else two[row].tolist())
+        return ranked(1.0 - none_does ** (n_tokens / len(rows)))
+
+    def _of_token(
+        self, situation: Situation, one_before: list[int] | tuple[()], two_before: list[int] | tuple[()]
+    ) -> F64:
+        share = self._tables.probabilities(situation.stack, situation.layer, one_before, two_before)
+        return of_one_token(share, situation.top_k)

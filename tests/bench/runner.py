@@ -30,12 +30,18 @@ def serve(load: Callable[[], object]) -> None:
 class Runner:
     """The other end: starts the program, and ends it at the end of a with block."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Variables of OpenMP are taken out, so that each program runs with what it sets itself."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        enter: Callable[[], object] | None = None,
+    ) -> None:
+        """Variables of OpenMP are taken out, so that each program runs with what it sets itself. `enter` is called in
+        the new process before the program starts."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-        self.command = list(command)
+        self.command, clean = list(command), clean | dict(environment or {})
         self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**clean, **(environment or {})}
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean, preexec_fn=enter
         )
 
     @property

@@ -83,10 +83,14 @@ def quantize(weights: F32, bits: int, group_size: int = GROUP) -> QuantizedMatri
     return QuantizedMatrix(bits, n, group_size, pack_codes(levels, bits), scale, minimum)
 
 
-def write_pack(out: Path, bits: int, dense: Mapping[str, int], spec: ModelSpec = OLMOE) -> None:
-    """A pack with all experts at `bits` and dense matrices at the widths `dense` (a role of `moert.pack.model_spec` →
-    a width); nothing if it is there already."""
-    creator = json.dumps(["shaped", SEED, bits, dict(dense)])
+def write_pack(
+    out: Path, bits: int | Mapping[ExpertKey, int], dense: Mapping[str, int], spec: ModelSpec = OLMOE
+) -> None:
+    """A pack with all experts at `bits`, or each at its own, and dense matrices at the widths `dense` (a role of
+    `moert.pack.model_spec` → a width); nothing if it is there already."""
+    widths = dict.fromkeys(spec.expert_keys(), bits) if isinstance(bits, int) else bits
+    stated = bits if isinstance(bits, int) else zlib.crc32(bytes(widths[key] for key in spec.expert_keys()))
+    creator = json.dumps(["shaped", SEED, stated, dict(dense)])
     if is_pack(out) and Pack.open(out).manifest.creator == creator:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +98,8 @@ def write_pack(out: Path, bits: int, dense: Mapping[str, int], spec: ModelSpec =
     writer = PackWriter(out, spec, quantization, creator)
 
     def write(key: ExpertKey) -> None:
-        parts = {name: quantize(projection(spec, key, name), bits) for name in spec.moe.projections}
+        width, weights = widths[key], {name: projection(spec, key, name) for name in spec.moe.projections}
+        parts = {name: matrix if width == 16 else quantize(matrix, width) for name, matrix in weights.items()}
         writer.write_expert(key, parts)
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -32,6 +32,7 @@ from moert.pack.errors import HashMismatch, WriteFailed
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
+from moert.pack.trace import DROPPED, TRACE, Trace
 from tests.trials import trial_of
 
 
@@ -287,12 +288,19 @@ def test_profiled_paths_are_what_the_routers_chose(sources: dict[str, Path], fam
     )
     pack = Pack.open(settings.out)
     table = TransitionTable.from_bytes(pack.read_file(PATHS))
-    assert nbytes == (settings.out / PATHS).stat().st_size
+    trace = Trace.from_bytes(pack.read_file(TRACE))
+    trace.check(pack.manifest.model)
+    assert nbytes == (settings.out / PATHS).stat().st_size + (settings.out / TRACE).stat().st_size
     moe = pack.manifest.model.moe
     for stack, layers in table.stacks.items():
         totals = {int(layer.frequency.sum()) for layer in layers}
         assert len(totals) == 1, "each layer saw each token"
-        assert totals.pop() % moe.top_k == 0
+        total = totals.pop()
+        assert total % moe.top_k == 0
+        experts = trace.stacks[stack].experts
+        assert (experts != DROPPED).sum() == total * len(layers), "a short text is recorded whole"
+        counts = [np.bincount(experts[:, place].ravel(), minlength=moe.num_experts) for place in range(len(layers))]
+        assert np.array_equal(counts, [layer.frequency for layer in layers])
         assert 0.2 <= found.coverage20[stack] <= 1
     assert found.accuracy == (None, None, None), "two layers: none has two before it"
     assert sum(map(len, table.stacks.values())) == len(pack.manifest.model.moe_layers())

@@ -69,6 +69,22 @@ static void add_row(const mixture *m, int expert, int row, estimate *out) {
     estimate_free(&x), estimate_free(&gate), estimate_free(&up), estimate_free(&hidden), estimate_free(&down);
 }
 
+/* One expert after the other, and then the sum: the same bits. */
+static void run_in_parts(mixture *m, engine *engine, const moert_ffn *const *ffn, const float *expected) {
+    const int length = m->tokens * m->d_model, rows = m->starts[m->experts];
+    float *parts = claim((size_t)rows * m->d_model * sizeof *parts), *out = claim((size_t)length * sizeof *out);
+    memcpy(out, m->before, (size_t)length * sizeof *out);
+    for (int e = 0; e < m->experts; e++) {
+        const int32_t first = m->starts[e], span[] = {0, m->starts[e + 1] - first};
+        int failed = moert_parts(engine->pool, m->activation, m->limit, 1, ffn + e, span, m->token_of + first, m->x,
+                                 m->tokens, parts + (size_t)first * m->d_model);
+        require(engine, !failed, "no memory");
+    }
+    moert_add_parts(engine->pool, parts, m->weight_of, m->token_of, rows, m->d_model, out);
+    require(engine, !memcmp(out, expected, (size_t)length * sizeof *out), "parts give another sum");
+    free(parts), free(out);
+}
+
 static void run(mixture *m) {
     int length = m->tokens * m->d_model;
     const moert_ffn *ffn[MOST_EXPERTS];
@@ -85,6 +101,7 @@ static void run(mixture *m) {
                                    m->weight_of, m->x, m->tokens, out);
         require(&engines[e], !failed, "no memory");
         check(&engines[e], "output", out, &expected, length);
+        run_in_parts(m, &engines[e], ffn, out);
     }
     for (int e = 0; e < m->experts; e++)
         for (int p = m->gated ? 0 : 1; p < 3; p++) matrix_free(&m->matrices[e][p]);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moert.kernels import arena
-from moert.kernels.arena import Arena
+from moert.kernels.arena import PAGE_BYTES, Arena, forget
 
 
 @settings(max_examples=30)
@@ -65,3 +66,38 @@ def test_systems_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     piece = Arena().allocate(100)
     piece[:] = 1
     assert piece.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("align", [1, 64, 4096, 1 << 16])
+def test_pieces_begin_where_asked(align: int) -> None:
+    source = Arena(align)
+    for size in (1, 63, 64, 4097, 3, (64 << 20) - 1, 5):
+        assert source.allocate(size).ctypes.data % align == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is given back")
+@pytest.mark.parametrize("first", [0, 64, PAGE_BYTES])
+def test_whole_pages_are_forgotten_and_what_lies_beside_them_is_not(first: int) -> None:
+    source = Arena()
+    before, piece, after = source.allocate(max(first, 64)), source.allocate(5 * PAGE_BYTES), source.allocate(300)
+    for value, each in enumerate((before, piece, after), 1):
+        each[:] = value
+    forget(piece)
+    assert (set(before), set(after)) == ({1}, {3})
+    start = -piece.ctypes.data % PAGE_BYTES
+    whole = (len(piece) - start) // PAGE_BYTES * PAGE_BYTES
+    assert not piece[start : start + whole].any()
+    assert (piece[:start] == 2).all()
+    assert (piece[start + whole :] == 2).all()
+    piece[:] = 4
+    assert (set(before), set(after)) == ({1}, {3})
+
+
+def test_less_than_a_page_is_kept() -> None:
+    source = Arena()
+    source.allocate(64)
+    piece = source.allocate(PAGE_BYTES)  # holds no whole page
+    piece[:] = 5
+    forget(piece)
+    forget(source.allocate(0))
+    assert (piece == 5).all()

@@ -12,7 +12,8 @@ from tiny_packs import SPECS, SWITCH, write_pack
 from torch import Tensor
 
 from moert.engine import Engine
-from moert.models import attention
+from moert.models import attention, moe
+from moert.models.kv import KvCache
 from moert.models.layers import RelativeBias
 
 
@@ -70,17 +71,48 @@ def test_a_decoder_reads_a_long_prompt_without_storing_all_scores(tmp_path: Path
         assert torch.isfinite(engine.model.prefill(list(range(3, 60)))[1]).all()
 
 
+@pytest.mark.parametrize("rows", [1, 7, 20])
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_of_rows_change_nothing_but_rounding(tmp_path: Path, monkeypatch, name, rows) -> None:
+    ids, targets = list(range(3, 60)), None if name == "decoder" else list(range(40))
+    path = write_pack(tmp_path / "some.pack", SPECS[name], paths=False)
+    with Engine.open(path, kernels="reference", predictor="none") as engine:
+        engine.reserve(57, 40)
+        whole = engine.model.forward_all(ids, targets)
+        state, logits = engine.model.prefill(ids)
+        monkeypatch.setattr(attention, "ROWS", rows)
+        monkeypatch.setattr(moe, "ROWS", rows)
+        torch.testing.assert_close(engine.model.forward_all(ids, targets), whole, rtol=1e-3, atol=1e-3)
+        blocked, again = engine.model.prefill(ids)
+        torch.testing.assert_close(again, logits, rtol=1e-3, atol=1e-3)
+        assert (blocked.length, blocked.nbytes) == (state.length, state.nbytes)
+
+
+def test_the_first_block_makes_room_for_all_of_the_prompt(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "ROWS", 50)
+    grown: list[int] = []
+    grow = KvCache._grow
+    monkeypatch.setattr(KvCache, "_grow", lambda cache, tokens: (grown.append(tokens), grow(cache, tokens)))
+    path = write_pack(tmp_path / "decoder.pack", SPECS["decoder"], paths=False)
+    with Engine.open(path, kernels="reference", predictor="none") as engine:
+        engine.reserve(300, 1)
+        engine.model.prefill([3] * 300)
+    assert grown == [300] * SPECS["decoder"].decoder.n_layers
+
+
 def test_a_long_sequence_takes_little_memory() -> None:
     code = (
         "import resource, sys, torch\n"
-        "from moert.models.attention import attend\n"
+        "from moert.models.attention import _attend, query_rows\n"
         "from moert.models.layers import RelativeBias\n"
         "unit = 1 if sys.platform == 'darwin' else 1024\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit\n"
         "torch.set_num_threads(1)\n"
         "x, before = torch.ones(4, 6000, 6), peak()\n"
-        "attend(x, x, x, 1.0, RelativeBias(torch.ones(8, 4), 16, True).both_ways(6000))\n"
+        "bias, rows = RelativeBias(torch.ones(8, 4), 16, True).both_ways(6000), query_rows(4, 6000)\n"
+        "for at in range(0, 6000, rows):\n"
+        "    _attend(x[:, at : at + rows], x, x, 1.0, bias.rows(at, min(at + rows, 6000)))\n"
         "print(peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 4 * 4 * 6000 * 6000 / 2  # half of the scores
+    assert int(done.stdout) < 4 * 4 * 6000 * 6000 / 10  # a tenth of the scores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from dense_packs import GROUP, Tensors, dense_quantization, widened, write_dense_pack
 from random_packs import SPECS, write_pack
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moert.backbone import load_backbone, load_tokenizer
@@ -170,3 +173,25 @@ def test_a_backbone_that_is_not_that_of_the_manifest(tmp_path: Path, name: str) 
     with pytest.raises(HeaderInvalid, match=words) as caught:
         load_backbone(Pack.open(tmp_path / "p"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by /proc")
+def test_loading_holds_little_more_than_the_copies(tmp_path: Path) -> None:
+    """20 matrices of 4 MB: the mapped file does not lie in memory as a whole beside what was copied of it."""
+    path = tmp_path / "weights.safetensors"
+    save_file({f"{i}": torch.full((1024, 1024), float(i)) for i in range(20)}, path)
+    code = (
+        "import sys, re, torch\n"
+        "from safetensors import safe_open\n"
+        "from moert.backbone import MappedWeights\n"
+        "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
+        "weights = MappedWeights()\n"
+        "with safe_open(sys.argv[1], framework='pt') as file:\n"
+        "    for name in file.keys(): weights[name] = file.get_tensor(name)\n"
+        "before = peak()\n"
+        "kept = {name: weights.pop(name).clone() for name in sorted(weights)}\n"
+        "assert all((tensor == int(name)).all() for name, tensor in kept.items())\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert 75_000_000 < int(done.stdout) < 110_000_000

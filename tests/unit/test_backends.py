@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_packs import DECODER, write_pack
 
-from moert.experts.cache import ExpertCache
+from moert.experts import cache as cache_module
+from moert.experts import executor as executor_module
+from moert.experts.cache import ExpertCache, Slot
+from moert.experts.drive import IoSettings
 from moert.experts.eviction import EVICTION
-from moert.experts.executor import CachedExperts, demanded
+from moert.experts.executor import CachedExperts
 from moert.experts.store import ExpertStore
 from moert.kernels import library, open_backend
 from moert.kernels.arena import Arena
-from moert.kernels.backend import Backend, Expert
+from moert.kernels.backend import ROWS, Backend
 from moert.kernels.library import InstructionSetInvalid
 from moert.kernels.native import NativeBackend
 from moert.kernels.reference import ReferenceBackend, ffn, weights
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
-from moert.predict.none import NoPrediction
 from moert.stats import ExpertCounters
 
 needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
@@ -75,34 +76,26 @@ def test_without_the_library_auto_is_the_reference_and_a_name_an_error(no_librar
     )
 
 
-def test_demanded_experts_come_once_in_ascending_order() -> None:
-    assert demanded(torch.tensor([[5, 2], [-1, 5], [0, -1]])) == [0, 2, 5]
-    assert demanded(torch.full((3, 1), -1)) == []
-
-
 class CountingCache(ExpertCache):
     """Writes down what is lent together."""
 
     lent: list[list[int]]
 
-    @contextmanager
-    def lease(self, keys: Sequence[ExpertKey]) -> Iterator[list[Expert]]:
+    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
         self.lent.append([key.expert for key in keys])
-        with super().lease(keys) as held:
-            yield held
+        return super().take(keys, following)
 
 
-def executor(pack: Pack, backend: Backend, arena: bool) -> tuple[CachedExperts, CountingCache]:
+def executor(pack: Pack, backend: Backend) -> tuple[CachedExperts, CountingCache]:
     counters = ExpertCounters()
-    store = ExpertStore(pack, backend, counters)
-    store.arena = Arena() if arena else None
-    cache = CountingCache(store, EVICTION["lru"](DECODER.moe_layers()), 1 << 20, counters)
+    store = ExpertStore(pack, backend, counters, IoSettings(True, 2))
+    cache = CountingCache(store, EVICTION["lru"](DECODER.moe_layers()), 1 << 20, counters, loaders=2)
     cache.lent = []
-    return CachedExperts(pack, cache, backend, NoPrediction(), None), cache
+    return CachedExperts(pack, cache, backend, None), cache
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -112,10 +105,13 @@ def executor(pack: Pack, backend: Backend, arena: bool) -> tuple[CachedExperts, 
     ids=str,
 )  # fmt: skip
 def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
-    pack: Pack, name: str, arena: bool, chosen: list[list[int]]
+    pack: Pack, monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool, chosen: list[list[int]]
 ) -> None:
+    """`overlap`: experts count as large, so that they are computed with as they come."""
+    for module in (cache_module, executor_module):
+        monkeypatch.setattr(module, "HANDED_OVER_BYTES", 0 if overlap else 1 << 20)
     backend = open_backend(name)
-    runner, cache = executor(pack, backend, arena)
+    runner, cache = executor(pack, backend)
     experts, n = torch.tensor(chosen), len(chosen)
     chance = torch.Generator().manual_seed(0)
     hidden, before = torch.randn(2, n, DECODER.d_model, generator=chance).unbind()
@@ -132,8 +128,29 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
     # rounded to 8 bits, an input is off by up to 1/254 of the largest of its 32
     tolerance = 1e-5 if name == "reference" else 0.05
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    asked = demanded(experts)
-    assert cache.lent == ([asked] if n == 1 else [[expert] for expert in asked])
+    asked = sorted({expert for places in chosen for expert in places} - {-1})
+    assert [expert for lent in cache.lent for expert in lent] == asked
+    again = before.clone()
+    runner.run("decoder", 1, hidden, experts, share, again)  # now everything is there
+    assert torch.equal(again, found)
+    cache.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("tokens", [ROWS, 2 * ROWS + 1])
+def test_each_row_of_a_long_prompt_is_as_if_it_came_alone(pack: Pack, name: str, tokens: int) -> None:
+    backend = open_backend(name)
+    runner, cache = executor(pack, backend)
+    chance = torch.Generator().manual_seed(1)
+    hidden, share = torch.randn(tokens, DECODER.d_model, generator=chance), torch.rand(tokens, 2, generator=chance)
+    experts = torch.tensor([[0, 3 if token % 5 else 6] for token in range(tokens)])
+    found, alone = torch.zeros(2, tokens, DECODER.d_model).unbind()
+    runner.run("decoder", 1, hidden, experts, share, found)
+    for row in range(tokens):
+        runner.run("decoder", 1, *(part[row : row + 1] for part in (hidden, experts, share, alone)))
+    torch.testing.assert_close(found, alone, **({"atol": 0, "rtol": 0} if name != "reference" else {}))
+    cache.close()
     backend.close()
 
 

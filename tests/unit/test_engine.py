@@ -8,16 +8,14 @@ import pytest
 import torch
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
-from moert.backbone import load_backbone
-from moert.budget import MemoryLimit, parse_memory
+from moert.budget import Budget, CacheLimit
 from moert.engine import Engine
-from moert.errors import BudgetTooSmall, InputInvalid, InvalidMemory, PathsMissing, TokenizerMissing
+from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, TokenizerMissing
+from moert.experts.drive import IoSettings
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
 from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
-from moert.kernels.reference import ReferenceBackend
-from moert.models.kv import state_bytes
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, build
@@ -48,10 +46,8 @@ def answers(packs: dict[str, Path]) -> dict[tuple[str, str], list[tuple[list[int
     return out
 
 
-def smallest(path: Path, kernels: str = "auto") -> int:
-    """For the longest prompt."""
-    with Engine.open(path, predictor="none", kernels=kernels) as engine:
-        return engine.smallest_memory(max(len(engine.encode(prompt)) for prompt in PROMPTS), N_TOKENS)
+def smallest_cache(path: Path) -> int:
+    return Budget.of(Pack.open(path).manifest).layer_bytes
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -61,19 +57,21 @@ def smallest(path: Path, kernels: str = "auto") -> int:
 def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
     packs, answers, name, predictor, eviction, kernels
 ) -> None:
-    least = smallest(packs[name], kernels)
-    for memory in (least, least + 13_000, least + 60_000, None):
+    least = smallest_cache(packs[name])
+    for room in (least, least + 13_000, least + 60_000, None):
         notes: list[str] = []
-        with Engine.open(packs[name], memory, eviction, predictor, notify=notes.append, kernels=kernels) as engine:
-            for _ in range(1 if memory else 2):
+        with Engine.open(
+            packs[name], None, eviction, predictor, notify=notes.append, kernels=kernels, cache=room
+        ) as engine:
+            for _ in range(1 if room else 2):
                 for prompt, (tokens, logits) in zip(ASKED, answers[name, kernels], strict=True):
                     got_tokens, got_logits = run_greedy(engine, engine.encode(prompt), N_TOKENS)
                     assert got_tokens == tokens
                     assert torch.equal(got_logits, logits)
                     assert engine.cache.used_bytes <= engine.cache.capacity_bytes
             counters = engine.counters
-            assert counters.evictions > 0 if memory == least else memory or counters.evictions == 0
-            if predictor != "none" and memory == least + 60_000:
+            assert counters.evictions > 0 if room == least else room or counters.evictions == 0
+            if predictor != "none" and room == least + 60_000:
                 assert counters.prefetch_used > 0
             if predictor == "none":
                 assert counters.prefetch_issued == 0
@@ -94,80 +92,65 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_the_smallest_budget_works_and_a_byte_less_is_refused_with_its_number(packs, name, kernels) -> None:
+def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(packs, name, kernels) -> None:
     settings = GenerationSettings(max_new_tokens=6)
     with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
-        least = engine.smallest_memory(len(engine.encode("hello")), 6)
         expected = engine.generate("hello", settings).result.tokens
-    with Engine.open(packs[name], least - 1, kernels=kernels) as engine, pytest.raises(BudgetTooSmall) as error:
-        engine.generate("hello", settings)
+        top_k, sizes = engine.spec.moe.top_k, dict[tuple[str, int], list[int]]()
+        for entry in engine.pack.manifest.experts:
+            sizes.setdefault(entry.key[:2], []).append(entry.file_bytes)
+        least = max(sum(sorted(layer, reverse=True)[:top_k]) for layer in sizes.values())
+    with pytest.raises(BudgetTooSmall) as error:
+        Engine.open(packs[name], kernels=kernels, cache=least - 1)
     assert error.value.smallest_bytes == least
-    assert str(least) in str(error.value)
+    assert f"--cache {least}" in str(error.value)
     assert "\n" not in str(error.value)
-    with Engine.open(packs[name], least, kernels=kernels) as engine:
+    with Engine.open(packs[name], kernels=kernels, notify=lambda note: None, cache=least) as engine:
         assert engine.generate("hello", settings).result.tokens == expected
-        held = sum(engine.pack.entry(key).file_bytes for key in engine.cache.resident())
-        assert held + backbone_bytes(engine) + state_bytes(engine.spec, 5, 6) <= least
+        assert sum(engine.pack.entry(key).file_bytes for key in engine.cache.resident()) <= least
 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_the_smallest_budget_holds_the_largest_experts_that_one_token_can_ask_one_layer_for(
-    packs, name, kernels
-) -> None:
-    with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
-        top_k, least = engine.spec.moe.top_k, engine.smallest_memory(9, 5)
-        sizes: dict[tuple[str, int], list[int]] = {}
-        for entry in engine.pack.manifest.experts:
-            sizes.setdefault(entry.key[:2], []).append(entry.file_bytes)
-        demands = [sum(sorted(layer, reverse=True)[:top_k]) for layer in sizes.values()]
-        fixed = backbone_bytes(engine) + state_bytes(engine.spec, 9, 5)
-        assert least == fixed + engine.budget.scratch_bytes + max(demands)
-        moe, widened = engine.spec.moe, isinstance(engine.backend, ReferenceBackend)
-        values = engine.spec.weights_per_expert() if widened else top_k * (engine.spec.d_model + moe.d_ff)
-        assert engine.budget.scratch_bytes >= 4 * values
-
-
-def backbone_bytes(engine: Engine) -> int:
-    """What stays in memory: float32 in the reference; as it is stored, with a few kilobytes of header, elsewhere."""
-    stored = load_backbone(engine.pack).values()
-    if isinstance(engine.backend, ReferenceBackend):
-        return sum(4 * tensor.numel() for tensor in stored)
-    file_bytes = engine.pack.file("backbone.safetensors").stat().st_size
-    assert sum(tensor.nbytes for tensor in stored) <= file_bytes
-    return file_bytes
+def test_the_memory_that_a_refusal_names_is_enough(packs, name, kernels) -> None:
+    settings = GenerationSettings(max_new_tokens=6)
+    with pytest.raises(BudgetTooSmall) as error:
+        Engine.open(packs[name], 1000, predictor="none", kernels=kernels)
+    assert f"--memory {error.value.smallest_bytes}" in str(error.value)
+    with Engine.open(packs[name], error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
+        assert engine.generate("hello", settings).result.tokens
+        with pytest.raises(BudgetTooSmall, match="this request needs") as later:
+            engine.check("a" * 300, 10**7) if name == "switch" else engine.reserve(10**6, 1)
+        assert later.value.smallest_bytes > error.value.smallest_bytes
 
 
 def test_a_cache_below_one_tokens_demand_warns_once(packs) -> None:
     notes: list[str] = []
-    least = smallest(packs["decoder"])
-    with Engine.open(packs["decoder"], least, notify=notes.append) as engine:
+    least = smallest_cache(packs["decoder"])
+    with Engine.open(packs["decoder"], notify=notes.append, cache=least) as engine:
         for prompt in PROMPTS[:2]:
             engine.generate(prompt, GenerationSettings(max_new_tokens=2))
         assert len(notes) == 1
-        enough = int(notes[0].split("--memory ")[1].split()[0])
+        enough = int(notes[0].split("--cache ")[1].split()[0])
         assert str(engine.budget.token_bytes) in notes[0]
     notes.clear()
-    with Engine.open(packs["decoder"], enough, notify=notes.append) as engine:
+    with Engine.open(packs["decoder"], notify=notes.append, cache=enough) as engine:
         engine.generate(PROMPTS[1], GenerationSettings(max_new_tokens=2))
     assert notes == []
 
 
 def test_a_share_of_the_experts_leaves_room_for_exactly_that(packs) -> None:
-    with Engine.open(packs["decoder"], MemoryLimit(share=0.5)) as engine:
+    with Engine.open(packs["decoder"], cache=CacheLimit(share=0.5)) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=4))
         assert engine.cache.capacity_bytes == engine.budget.expert_bytes // 2
-        stats = engine.stats()
-    assert stats.memory_bytes is not None
-    with Engine.open(packs["decoder"], stats.memory_bytes) as engine:
-        engine.generate("abc", GenerationSettings(max_new_tokens=4))
-        assert engine.cache.capacity_bytes == stats.cache_bytes
+        assert engine.stats().memory_bytes is None
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_the_trace_of_a_run_replays_to_the_same_figures(packs, name) -> None:
     trace: list = []
-    with Engine.open(packs[name], smallest(packs[name]) + 20_000, "lru", "none", trace=trace) as engine:
+    room = smallest_cache(packs[name]) + 20_000
+    with Engine.open(packs[name], None, "lru", "none", trace=trace, cache=room) as engine:
         engine.reserve(40, N_TOKENS)
         capacity = engine.cache.capacity_bytes
         state, _ = engine.model.prefill(engine.encode(PROMPTS[3]))
@@ -188,10 +171,9 @@ def test_a_perfect_prediction_is_never_wasted(packs) -> None:
         ids = engine.encode(PROMPTS[0])
         tokens, _ = run_greedy(engine, ids, N_TOKENS)
     steps = [(step.stack, step.layer, step.experts) for step in trace]  # all layers of this model have experts
-    memory = MemoryLimit(share=0.4)
-    with Engine(pack, open_backend(), memory, "paper", Oracle(steps), None, lambda note: None) as engine:
+    room, io = CacheLimit(share=0.4), IoSettings(True, 2)
+    with Engine(pack, open_backend(), None, "paper", Oracle(steps), io, None, print, room, False) as engine:
         assert run_greedy(engine, ids, N_TOKENS)[0] == tokens
-        engine._prefetcher.close()
         counters = engine.counters
         assert counters.prefetch_issued >= counters.prefetch_used > 0
 
@@ -202,12 +184,17 @@ def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name)
     ran: list[tuple[str, int, list[list[int]]]] = []
 
     class Listener:
-        def next_experts(self, stack, layer, history):
-            asked.append((stack, layer, [selected.tolist() for selected in history]))
+        def predict(self, situation):
+            history = [selected.tolist() for selected in situation.history]
+            asked.append((situation.stack, situation.layer, history))
+            scores = situation.scores()
+            assert (scores is None) == (situation.layer == 0)
+            assert scores is None or (scores.shape == (SPECS[name].moe.num_experts,) and 0.99 < scores.sum() < 1.01)
             return []
 
     pack = Pack.open(packs[name])
-    with Engine(pack, open_backend(), MemoryLimit(share=0.5), "paper", Listener(), None, lambda note: None) as engine:
+    room, io = CacheLimit(share=0.5), IoSettings(True, 2)
+    with Engine(pack, open_backend(), None, "paper", Listener(), io, None, print, room, False) as engine:
         run, run_one = engine.runner.run, engine.runner.run_one
 
         def listened(stack, layer, hidden, experts, weights, out):
@@ -242,18 +229,14 @@ def test_tables_count_what_the_routers_do(packs) -> None:
     assert build(6, routes).to_bytes() == Pack.open(packs["switch"]).read_file(PATHS)
 
 
-def test_without_paths_nothing_is_preloaded_and_that_is_said(tmp_path) -> None:
+def test_a_predictor_that_needs_paths_says_so_where_there_are_none(tmp_path) -> None:
     path = write_pack(tmp_path / "bare.pack", DECODER, paths=False)
     notes: list[str] = []
     with Engine.open(path, notify=notes.append) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))
-        engine.generate("abc", GenerationSettings(max_new_tokens=2))
-    assert len(notes) == 1
-    assert PATHS in notes[0]
-    with pytest.raises(PathsMissing, match="--predict popularity needs"):
+    assert notes == []
+    with pytest.raises(PathsMissing, match=f"--predict popularity needs path tables, .* has no {PATHS}"):
         Engine.open(path, predictor="popularity")
-    Engine.open(path, predictor="none", notify=notes.append).close()
-    assert len(notes) == 1
 
 
 def test_tables_of_another_model_are_refused(packs, tmp_path) -> None:
@@ -261,7 +244,7 @@ def test_tables_of_another_model_are_refused(packs, tmp_path) -> None:
     tables = Pack.open(packs["switch"]).read_file(PATHS)
     add_to_pack(path, Pack.open(path).manifest, PATHS, tables)
     with pytest.raises(HeaderInvalid, match="profile the paths"):
-        Engine.open(path)
+        Engine.open(path, predictor="transitions")
     Engine.open(path, predictor="none").close()
 
 
@@ -339,46 +322,3 @@ def test_statistics_count_all_requests(packs) -> None:
     assert stats.time_to_first_token_s > 0
     assert stats.peak_rss_bytes > 10_000_000
     assert len(stats.lines()) > 5
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("1.5GB", 1_500_000_000), ("800MB", 800_000_000), ("512MiB", 512 << 20), ("2g", 2 * 10**9), ("1234", 1234),
-     ("64 kB", 64_000), ("1TB", 10**12), ("7B", 7), (".5GB", 500_000_000), (" 2 GB ", 2 * 10**9)],
-)  # fmt: skip
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_memory(text) == MemoryLimit(nbytes=nbytes)
-
-
-@pytest.mark.parametrize("text", ["50%", " 50%", "50% ", "50 %", "50.0%"])
-def test_shares(text: str) -> None:
-    assert parse_memory(text) == MemoryLimit(share=0.5)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "1.5XB",
-        "-1GB",
-        "",
-        "GB",
-        "0",
-        "1e9",
-        "nan",
-        "nan%",
-        "0%",
-        "101%",
-        "-5%",
-        "9" * 40,
-        "1_000",
-        "1_0%",
-        "\N{ARABIC-INDIC DIGIT FIVE}GB",
-        "\N{FULLWIDTH DIGIT FIVE}%",
-        ".",
-        "%",
-        "5.GB",
-    ],
-)
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(InvalidMemory, match="--memory"):
-        parse_memory(text)

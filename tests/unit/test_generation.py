@@ -49,13 +49,13 @@ class Script:
 
         self.spec = Spec()
 
-    def prefill(self, ids: list[int]) -> Any:
-        return None, self._logits()
+    def prefill_many(self, prompts: list[list[int]]) -> Any:
+        return [(None, self._logits()) for _ in prompts]
 
-    def step(self, state: Any, token: int) -> torch.Tensor:
-        assert token == self.tokens[self.steps]
+    def step_many(self, states: list[Any], tokens: list[int]) -> torch.Tensor:
+        assert tokens == [self.tokens[self.steps]]
         self.steps += 1
-        return self._logits()
+        return self._logits()[None]
 
     def _logits(self) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.steps]), VOCAB).float()
@@ -206,8 +206,8 @@ def test_the_seed_decides_what_is_drawn() -> None:
             def _logits(self) -> torch.Tensor:
                 return torch.zeros(VOCAB)
 
-            def step(self, state: Any, token: int) -> torch.Tensor:
-                return self._logits()
+            def step_many(self, states: list[Any], tokens: list[int]) -> torch.Tensor:
+                return self._logits()[None]
 
         settings = GenerationSettings(temperature=1.0, seed=seed, max_new_tokens=8)
         return generate(Flat([0]), [1], settings).tokens

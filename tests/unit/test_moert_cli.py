@@ -104,7 +104,7 @@ def test_json_lines_keep_their_fields_and_order(moert, pack, expected, tmp_path)
 
 def test_figures_as_json_cover_the_whole_file(moert, pack, tmp_path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    assert moert("run", pack, "--input", source, "--json", "--stats", "--memory", "50%", *NEW) == 0
+    assert moert("run", pack, "--input", source, "--json", "--stats", "--cache", "50%", *NEW) == 0
     answers = [json.loads(line) for line in moert.out.splitlines()]
     summary = json.loads(moert.err.splitlines()[-1])
     assert summary["requests"] == len(PROMPTS)
@@ -133,7 +133,7 @@ def test_stats_go_to_stderr(moert, pack, expected) -> None:
 def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> None:
     for eviction in EVICTION:
         for predict in PREDICTORS:
-            flags = ("--eviction", eviction, "--predict", predict, "--memory", "40%", "--threads", "1")
+            flags = ("--eviction", eviction, "--predict", predict, "--cache", "40%", "--threads", "1")
             assert moert("run", pack, PROMPTS[3], *flags, *NEW) == 0
             assert moert.out == expected[PROMPTS[3]] + "\n"
 
@@ -196,12 +196,14 @@ def test_a_seed_repeats_a_drawn_text(moert, pack, expected) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_the_named_smallest_budget_works_and_a_byte_less_does_not(moert, pack, expected) -> None:
-    line = moert.refuses("run", pack, PROMPTS[0], "--memory", "1kB", *NEW)
-    least = int(line.split("--memory ")[1].split()[0])
-    assert f"--memory {least}" in moert.refuses("run", pack, PROMPTS[0], "--memory", least - 1, *NEW)
-    assert moert("run", pack, PROMPTS[0], "--memory", least, *NEW) == 0
-    assert moert.out == expected[PROMPTS[0]] + "\n"
+def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
+    for option, too_little in (("--memory", "1kB"), ("--cache", "1kB")):
+        line = moert.refuses("run", pack, PROMPTS[0], option, too_little, *NEW)
+        least = int(line.split(f"{option} ")[1].split()[0])
+        assert moert("run", pack, PROMPTS[0], option, least, *NEW) == 0
+        assert moert.out == expected[PROMPTS[0]] + "\n"
+    assert f"--cache {least}" in moert.refuses("run", pack, PROMPTS[0], "--cache", least - 1, *NEW)
+    assert moert("run", pack, PROMPTS[0], "--cache", least, *NEW) == 0
     assert moert.err.count("\n") == 1  # the warning about one token's demand
     assert "less than one token demands" in moert.err
 
@@ -212,6 +214,7 @@ def test_the_named_smallest_budget_works_and_a_byte_less_does_not(moert, pack, e
         (["--memory", "1.5XB"], "1.5XB"),
         (["--memory", "-5MB"], "-5MB"),
         (["--memory", "120%"], "at most 100%"),
+        (["--cache", "auto"], "--cache 'auto'"),
         (["--eviction", "random"], "'paper', 'lru', 'lfu', 'fifo'"),
         (["--predict", "luck"], "'transitions'"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
@@ -254,7 +257,7 @@ def test_bad_lines_are_named_before_anything_runs(moert, pack, tmp_path, line, s
         ('{"prompt": "a\\ud800"}', "not valid Unicode"),
         ('{"prompt": "a", "score": NaN}', "is not JSON"),
         ('{"prompt": "a", "score": [1e999]}', "is not JSON"),
-        (json.dumps({"prompt": "a" * 30}), "memory budget"),
+        (json.dumps({"prompt": "a" * 20_000}), "memory budget"),
     ],
 )
 def test_a_row_that_cannot_run_is_named_before_anything_runs(moert, pack, tmp_path, line, says) -> None:
@@ -351,8 +354,11 @@ def test_info_agrees_with_the_manifest(moert, pack) -> None:
     assert facts["bytes"]["experts"] == sum(entry.file_bytes for entry in manifest.experts)
     assert facts["has_paths"]
     assert facts["has_tokenizer"]
+    smallest = facts["smallest_memory"]["bytes"]
     assert moert("info", pack) == 0
-    assert f"{facts['smallest_memory']['bytes']} bytes" in moert.out
+    again = int(moert.out.split("smallest memory  ")[1].split()[0])
+    assert abs(again - smallest) < 20_000_000  # measured anew
+    assert smallest > 50_000_000 + facts["bytes"]["backbone"]  # the whole process
 
 
 def test_version_and_help(moert) -> None:

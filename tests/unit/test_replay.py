@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moert.experts.belady import MOST_DEMANDS, Recorder, headroom, replay_belady, unavoidable
 from moert.experts.eviction import EVICTION
-from moert.experts.replay import Step, replay, replay_belady
+from moert.experts.replay import Step, replay
 from moert.pack.model_spec import ExpertKey, Stack
 
 ENCODER, LAYERS, EXPERTS = 2, 3, 5
@@ -35,11 +36,12 @@ SIZES = st.fixed_dictionaries({key: st.integers(1, 9) for key in KEYS})
 @settings(max_examples=60)
 @given(traces(5), SIZES, st.integers(9, 120), st.sampled_from(NAMES))
 def test_budget_holds_and_counts_add_up(trace, nbytes, budget, name) -> None:
-    def check(step, key, victims, residency) -> None:
+    def check(step, keys, victims, residency) -> None:
         held = sum(nbytes[one] for one in residency)
         assert held == residency.used_bytes <= budget
-        assert key in residency
-        assert key not in victims
+        assert all(key in residency for key in keys)
+        assert len(set(residency)) == len(residency)
+        assert not set(keys) & set(victims)
 
     result = replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
     assert result.hits + result.misses == result.demands == sum(len(step.experts) for step in trace)
@@ -51,10 +53,10 @@ def test_budget_holds_and_counts_add_up(trace, nbytes, budget, name) -> None:
 @settings(max_examples=60)
 @given(traces(5), SIZES, st.integers(9, 60), st.sampled_from(NAMES))
 def test_what_the_present_layer_needs_leaves_only_when_nothing_else_is_left(trace, nbytes, budget, name) -> None:
-    def check(step, key, victims, residency) -> None:
-        later = {one for one in step.expert_keys() if one > key}
+    def check(step, keys, victims, residency) -> None:
+        later = {one for one in step.expert_keys() if one > keys[-1]}
         if later & set(victims):
-            assert set(residency) - {key} <= later
+            assert set(residency) - set(keys) <= later
 
     replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
 
@@ -62,8 +64,8 @@ def test_what_the_present_layer_needs_leaves_only_when_nothing_else_is_left(trac
 @settings(max_examples=60)
 @given(traces(2), SIZES, st.integers(18, 60), st.sampled_from(NAMES))
 def test_a_budget_of_one_steps_demand_never_evicts_what_the_present_layer_needs(trace, nbytes, budget, name) -> None:
-    def check(step, key, victims, residency) -> None:
-        assert not {one for one in step.expert_keys() if one > key} & set(victims)
+    def check(step, keys, victims, residency) -> None:
+        assert not set(step.expert_keys()) & set(victims)
 
     replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
 
@@ -106,3 +108,41 @@ def test_paper_beats_lru_where_a_cycle_is_longer_than_the_cache() -> None:
 def test_an_expert_larger_than_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="more than the budget of 4"):
         replay([Step("decoder", 0, (0,))], {KEYS[0]: 5, ExpertKey("decoder", 0, 0): 5}, 4, EVICTION["lru"](ORDER))
+
+
+@settings(max_examples=60)
+@given(traces(5), SIZES, st.integers(9, 120))
+def test_belady_counts_what_it_reads_demand_by_demand(trace, nbytes, budget) -> None:
+    """Also with mixed sizes, where it is not exact: never more than reading everything, never less than once each."""
+    best = replay_belady(trace, nbytes, budget)
+    read = unavoidable(trace, nbytes, budget)
+    demands = [key for step in trace for key in step.expert_keys()]
+    assert len(read) == len(demands) == best.demands
+    assert int(read.sum()) == best.bytes_read
+    assert int((read > 0).sum()) == best.misses
+    assert all(nbytes[key] == size for key, size in zip(demands, read.tolist(), strict=True) if size)
+    first = {key: index for index, key in reversed(list(enumerate(demands)))}
+    assert all(read[index] for index in first.values())
+    assert best.peak_bytes <= budget
+
+
+def test_belady_of_mixed_sizes_lets_the_largest_go_that_is_never_needed_again() -> None:
+    trace = [Step("decoder", 0, (0, 1, 2)), Step("decoder", 1, (0,)), Step("decoder", 0, (1,))]
+    sizes = dict.fromkeys(KEYS, 3) | {ExpertKey("decoder", 0, 2): 4, ExpertKey("decoder", 1, 0): 4}
+    best = replay_belady(trace, sizes, 10)
+    assert (best.hits, best.evictions, best.bytes_read, best.peak_bytes) == (1, 1, 14, 10)
+
+
+def test_a_recorder_stops_at_a_whole_step_and_counts_on() -> None:
+    recorder = Recorder(5)
+    for _ in range(3):
+        recorder.add("decoder", 2, (0, 3))
+    assert (len(recorder), recorder.demands) == (4, 6)
+    recorder.add("decoder", 2, (1,))
+    assert (len(recorder), recorder.demands) == (4, 7), "a window without holes"
+    found = headroom(recorder, dict.fromkeys(KEYS, 1), 2)
+    assert (found.demands, found.hits) == (4, 2)
+    with pytest.raises(ValueError, match="more than the budget of 0"):
+        headroom(recorder, dict.fromkeys(KEYS, 1), 0)
+    assert headroom(Recorder(), {}, 0).hit_rate == 0.0
+    assert MOST_DEMANDS * 4 <= 1 << 20

@@ -341,10 +341,12 @@ def test_routes_are_those_of_inputs_and_outputs(tiny_model: TinyModel) -> None:
     assert len(found) == len(scorer.buckets)
     written = scorer.score().outputs
     assert len(written) == 5
-    for routes, bucket in zip(found, scorer.buckets, strict=True):
-        assert list(routes) == trial.spec.moe_layers()
-        assert len(routes["encoder", 0]) == int(bucket.mask.sum())
-        assert all(((chosen >= 0) & (chosen < 4)).all() for chosen in routes.values())
+    assert sorted(place for routed in found for place in routed.samples) == list(range(5))
+    for routed, bucket in zip(found, scorer.buckets, strict=True):
+        assert list(routed.experts) == trial.spec.moe_layers()
+        assert routed.lengths["encoder"] == bucket.mask.sum(dim=1).tolist()
+        assert all(len(chosen) == sum(routed.lengths[stack]) for (stack, _), chosen in routed.experts.items())
+        assert all(((chosen >= 0) & (chosen < 4)).all() for chosen in routed.experts.values())
 
 
 # Laying out -----------------------------------------------------------------------------------------------------------

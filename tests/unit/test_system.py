@@ -65,7 +65,9 @@ def test_the_facts_of_a_machine(tmp_path: Path, four_cores: None) -> None:
     (root / "sys/fs/cgroup/memory.max").write_text("1024000\n")
     facts = system_facts(root)
     assert facts["processor"] == "Fast One 9000"
-    assert facts["memory"] == {"total_bytes": 2048000, "available_bytes": 1024000, "limit_bytes": 1024000}
+    assert facts["memory"] == {
+        "total_bytes": 2048000, "available_bytes": 1024000, "limit_bytes": 1024000, "free_bytes": 1024000,
+    }  # fmt: skip
     assert facts["transparent_huge_pages"] == "madvise"
     assert facts["threads"] == facts["cores"]["usable"] == 4
     assert "4 usable: 4 by affinity, no quota" in "\n".join(system_lines(facts))

@@ -12,9 +12,6 @@ from safetensors.numpy import load, save
 
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.paths import TransitionTable, build
-from moert.predict import PREDICTORS
-from moert.predict.oracle import Oracle
-from moert.predict.transitions import Transitions
 
 EXPERTS = 5
 
@@ -197,30 +194,3 @@ def test_tables_of_another_model_are_refused() -> None:
 
     with pytest.raises(HeaderInvalid, match="profile the paths"):
         build(EXPERTS, {"decoder": [np.array([[0]])]}).check(SWITCH)
-
-
-def test_predictors_order_experts_by_their_own_evidence() -> None:
-    first = np.array([[0], [0], [0], [1]])
-    second = np.array([[2], [2], [3], [4]])
-    table = build(EXPERTS, {"decoder": [first, second]})
-    ask = {name: make(table).next_experts("decoder", 1, [np.array([[1]])]) for name, make in PREDICTORS.items()}
-    assert ask == {"transitions": [4], "popularity": [2, 3, 4], "none": []}
-    assert PREDICTORS["transitions"](table).next_experts("decoder", 0, []) == [0, 1]
-
-
-def test_transitions_average_over_a_group_of_tokens() -> None:
-    first = np.array([[0], [0], [1], [1]])
-    second = np.array([[2], [3], [3], [3]])
-    table = build(EXPERTS, {"decoder": [first, second]})
-    probabilities = Transitions(table).probabilities("decoder", 1, [np.array([[0], [1]])])
-    assert probabilities.tolist() == [0, 0, 0.25, 0.75, 0]
-    many = np.array([[0]] * 500 + [[1]] * 500)
-    assert Transitions(table).probabilities("decoder", 1, [many]).tolist() == pytest.approx([0, 0, 0.25, 0.75, 0])
-
-
-def test_the_oracle_names_exactly_what_comes() -> None:
-    oracle = Oracle([("decoder", 0, (1,)), ("decoder", 1, (3, 2)), ("decoder", 0, (4,))])
-    assert oracle.next_experts("decoder", 1, []) == [3, 2]
-    with pytest.raises(ValueError, match="trace has decoder 0"):
-        oracle.next_experts("decoder", 1, [])
-    assert oracle.next_experts("decoder", 0, []) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from safetensors import safe_open
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import FileMissing, WriteFailed
 from moert.pack.reader import Pack, bits_histogram, projection_weights
-from moert.pack.writer import PackWriter, add_to_pack, check_target, write_atomically
+from moert.pack.writer import PackWriter, add_files, add_to_pack, check_target, write_atomically
 
 
 def everything(root: Path) -> dict[str, bytes]:
@@ -405,6 +406,34 @@ def test_a_crash_while_adding_leaves_a_whole_pack(
     _, found_experts, found_files = read_all(pack_dir)
     assert found_experts == experts
     assert found_files == ({**files, "paths.safetensors": b"first"} if renames == 0 else files)
+
+
+@pytest.mark.parametrize("old", [{}, {"a": b"old"}, {"a": b"old", "b": b"older"}], ids=len)
+@pytest.mark.parametrize("renames", range(5))
+def test_two_files_come_together_or_not_at_all(
+    pack_dir: Path, monkeypatch: pytest.MonkeyPatch, renames: int, old: dict[str, bytes]
+) -> None:
+    manifest, experts, files = read_all(pack_dir)
+    if old:
+        manifest = add_files(pack_dir, manifest, old)
+    real, left = os.replace, [None] * renames
+
+    def killed(source: Any, target: Any) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        real(source, target)
+
+    new = {"a": b"new", "b": b"newer"}
+    monkeypatch.setattr(os, "replace", killed)
+    with suppress(KeyboardInterrupt):
+        add_files(pack_dir, manifest, new)
+    monkeypatch.undo()
+    _, found_experts, found = read_all(pack_dir)
+    assert found_experts == experts
+    finished = renames >= (4 if old else 3)
+    begun = old and renames > 0
+    assert found == {**files, **(new if finished else {} if begun else old)}
 
 
 def test_two_runs_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,11 +58,12 @@ static void sum_item(const void *job, int item) {
                     s->out + (int64_t)s->tokens[r] * s->cols + first, n);
 }
 
-int moert_mixture(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
-                  const int32_t *starts, const int32_t *token_of, const float *weight_of, const float *x, int tokens,
-                  float *out) {
-    const int rows = experts ? starts[experts] : 0;
-    if (!rows) return 0;
+/* parts [rows, d_model]: what the expert of each row makes of its token, not weighted yet; `*made` where that is. Without
+ * `parts` it is made in scratch, where it stays until the next call of anything. */
+static int make_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
+                      const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts,
+                      float **made) {
+    const int rows = starts[experts];
     const operations *isa = pool_operations(pool);
     const int d_model = ffn[0]->up.cols, d_ff = ffn[0]->up.rows;
     input before, after;
@@ -75,14 +76,16 @@ int moert_mixture(moert_pool *pool, int activation, float limit, int experts, co
     const size_t expand_bytes = aligned((size_t)experts * sizeof(expansion));
     const size_t shrink_bytes = aligned((size_t)experts * sizeof(product));
     const size_t hidden_bytes = aligned((size_t)rows * (size_t)d_ff * sizeof(float));
-    const size_t parts_bytes = aligned((size_t)rows * (size_t)d_model * sizeof(float));
+    const size_t parts_bytes = parts ? 0 : aligned((size_t)rows * (size_t)d_model * sizeof(float));
     const size_t number_bytes = aligned((size_t)rows * sizeof(int32_t)), before_bytes = input_bytes(&before);
     char *room = pool_scratch(pool, expand_bytes + shrink_bytes + hidden_bytes + parts_bytes + number_bytes +
                                         before_bytes + input_bytes(&after));
     if (!room) return -1;
     expansion *expand = (expansion *)room;
     product *shrink = (product *)(room += expand_bytes);
-    float *hidden = (float *)(room += shrink_bytes), *parts = (float *)(room += hidden_bytes);
+    float *hidden = (float *)(room += shrink_bytes);
+    room += hidden_bytes;
+    if (!parts) parts = (float *)room;
     int32_t *number = (int32_t *)(room += parts_bytes);
     /* One expert alone often takes few of the tokens, each of them once. */
     input_make(&before, pool, room += number_bytes, experts == 1 ? token_of : NULL, experts == 1 ? rows : tokens);
@@ -111,8 +114,34 @@ int moert_mixture(moert_pool *pool, int activation, float limit, int experts, co
         shrink[e] = (product){&after, &ffn[e]->down, parts + (int64_t)first * d_model, d_model, number + first, n, 0, 0};
     }
     run_products(pool, shrink, experts);
-
-    const weighted_sum sum = {isa, parts, weight_of, token_of, out, rows, d_model};
-    run_items(pool, sum_item, &sum, (d_model + SUM_COLS - 1) / SUM_COLS, (int64_t)rows * d_model);
+    *made = parts;
     return 0;
+}
+
+static void add_parts(moert_pool *pool, const float *parts, const float *weights, const int32_t *tokens, int rows,
+                      int cols, float *out) {
+    const weighted_sum sum = {pool_operations(pool), parts, weights, tokens, out, rows, cols};
+    run_items(pool, sum_item, &sum, (cols + SUM_COLS - 1) / SUM_COLS, (int64_t)rows * cols);
+}
+
+int moert_mixture(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
+                  const int32_t *starts, const int32_t *token_of, const float *weight_of, const float *x, int tokens,
+                  float *out) {
+    if (!experts || !starts[experts]) return 0;
+    float *parts;
+    if (make_parts(pool, activation, limit, experts, ffn, starts, token_of, x, tokens, NULL, &parts)) return -1;
+    add_parts(pool, parts, weight_of, token_of, starts[experts], ffn[0]->up.cols, out);
+    return 0;
+}
+
+int moert_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
+                const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts) {
+    if (!experts || !starts[experts]) return 0;
+    float *made;
+    return make_parts(pool, activation, limit, experts, ffn, starts, token_of, x, tokens, parts, &made);
+}
+
+void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,
+                     int cols, float *out) {
+    add_parts(pool, parts, weight_of, token_of, rows, cols, out);
 }

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 1
+#define MOERT_ABI 2
 #define MOERT_BLOCK 32
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. */
@@ -71,6 +71,13 @@ int moert_rows(moert_pool *pool, const moert_matrix *matrix, int count, const in
 int moert_mixture(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
                   const int32_t *starts, const int32_t *token_of, const float *weight_of, const float *x, int tokens,
                   float *out);
+
+/* The same in two steps, where experts come one after the other. parts [rows, d_model]: what the expert of each row makes
+ * of its token; and out [tokens, cols] += weight_of[r] * parts[r] for each row, in order. */
+int moert_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
+                const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts);
+void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,
+                     int cols, float *out);
 
 /* One token through an attention block: x [d_model] += o · attention(norm(x)).
  * keys, values [kv_heads, ≥ length, head_dim] with head_stride floats from head to head; with k and v, row

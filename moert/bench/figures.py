@@ -1,0 +1,102 @@
+"""What the pictures of `moert bench --plot` show, as numbers; each is also printed as a table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moert.bench.bound import belady
+from moert.bench.measure import Measurement
+from moert.bench.summary import percentile
+from moert.experts.eviction import EVICTION
+from moert.experts.replay import replay
+
+Points = Sequence[tuple[str, float]]
+
+CACHE_SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
+_LATENCY_STEPS = (10, 25, 50, 75, 90, 95, 100)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Series of (place on the x axis, value), all with the same places where they have any."""
+
+    name: str
+    title: str
+    x: str
+    y: str
+    kind: Literal["lines", "bars"]
+    series: Mapping[str, Points]
+
+    def table(self) -> str:
+        places = list(dict.fromkeys(place for points in self.series.values() for place, _ in points))
+        values = {name: dict(points) for name, points in self.series.items()}
+        rows = [(self.x, *values)]
+        for place in places:
+            rows.append((place, *(f"{one[place]:.4g}" if place in one else "" for one in values.values())))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
+        return "\n".join([f"{self.title} ({self.y})", *lines])
+
+
+def token_ms(measured: Measurement) -> float:
+    """Mean time of a token after the first, or of the first where there is no other."""
+    later = [seconds for sample in measured.samples for seconds in sample.later_s]
+    times = later or [sample.first_s for sample in measured.samples]
+    return 1000 * sum(times) / len(times)
+
+
+def label_of(measured: Measurement) -> str:
+    return measured.pack.root.resolve().name
+
+
+def target_of(measured: Measurement) -> str:
+    """The loss that the conversion aimed at, or where it aimed at none, the bits."""
+    manifest = measured.pack.manifest
+    if manifest.quality is not None and manifest.quality.target_loss is not None:
+        return f"{100 * manifest.quality.target_loss:g}% loss"
+    return f"{manifest.effective_bits():.2f} bits"
+
+
+def latencies(measured: Sequence[Measurement]) -> Figure:
+    """How long samples take (EdgeMoE Fig. 12)."""
+    series = {}
+    for each in measured:
+        seconds = [sample.total_s for sample in each.samples]
+        series[label_of(each)] = [(f"{step}%", percentile(seconds, step)) for step in _LATENCY_STEPS]
+    return Figure("latencies", "Time of a sample", "share of samples within", "s", "lines", series)
+
+
+def hit_rates(measured: Measurement) -> Figure:
+    """Of every policy and the best possible, over cache sizes (Fig. 13), by replaying what the run demanded."""
+    order = measured.pack.manifest.model.moe_layers()
+    largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
+    for share in CACHE_SHARES:
+        room, place = max(largest, int(share * measured.expert_bytes)), f"{100 * share:g}%"
+        for name, policy in EVICTION.items():
+            found = replay(measured.trace, measured.nbytes, room, policy(order))
+            series.setdefault(name, []).append((place, 100 * found.hit_rate))
+        best = belady(measured.trace, measured.nbytes, room)[0]
+        series.setdefault("best possible", []).append((place, 100 * best.hit_rate))
+    label = label_of(measured)
+    return Figure(f"hit-rates-{label}", f"Hit rate, {label}", "cache, of the experts", "%", "lines", series)
+
+
+def budgets(runs: Mapping[str, Points]) -> Figure:
+    """Over cache sizes (Fig. 14); `runs`: pack → (share, ms)."""
+    return Figure("budgets", "Time of a token", "cache, of the experts", "ms", "lines", runs)
+
+
+def targets(measured: Sequence[Measurement]) -> Figure:
+    """Over what the conversions aimed at (Fig. 15)."""
+    points = [(f"{target_of(each)} ({label_of(each)})", token_ms(each)) for each in measured]
+    return Figure("targets", "Time of a token", "target", "ms", "bars", {"time": points})
+
+
+def ablation(runs: Mapping[str, Points]) -> Figure:
+    """What each part brings (Fig. 16); `runs`: pack → (step, ms)."""
+    return Figure("ablation", "Time of a token, part by part", "step", "ms", "bars", runs)

@@ -1,0 +1,208 @@
+"""Runs a pack on some prompts and keeps every figure that `moert bench` speaks of."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from moert.bench.bound import Unavoidable, belady
+from moert.budget import CacheLimit, MemoryLimit
+from moert.experts.drive import IoSettings
+from moert.experts.probe import read_for, settings_for
+from moert.experts.replay import Step
+from moert.memory import drop_page_cache, machine_memory
+from moert.pack.manifest import BACKBONE
+from moert.pack.model_spec import ExpertKey
+from moert.pack.reader import Pack
+from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR
+from moert.stats import RunStats
+
+if TYPE_CHECKING:
+    from moert.engine import Engine
+    from moert.generation.detokenize import Detokenizer
+
+WARM_TOKENS = 8
+TEXTS = (
+    "The river rises in the hills north of the town and runs south for about thirty miles until it meets the sea.",
+    "In the first years after the war the company built small cars, then lorries, and at last engines for aircraft.",
+    "She studied music in Vienna, wrote two operas before she was twenty, and taught singing for the rest of her life.",
+    "The oldest part of the church is its tower, which was begun in the twelfth century and never quite finished.",
+)
+"""What is read where no prompt is given."""
+_TEXT_TOKENS = 24  # of each, and of made-up ones where the pack has no tokenizer
+_DISK_S = 1.0
+_ROOM = 1.5  # free memory, as a multiple of the experts, in which everything else finds room too
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """As the options of the command say. A prompt goes on for exactly `new_tokens`: no token ends a text."""
+
+    memory: MemoryLimit | None = None
+    cache: CacheLimit | None = None
+    io: IoSettings | None = None
+    eviction: str = DEFAULT_EVICTION
+    predictor: str = DEFAULT_PREDICTOR
+    threads: int | None = None
+    kernels: str = "auto"
+    new_tokens: int = 32
+
+    def open(self, pack: Path, trace: list[Step]) -> Engine:
+        """Raises what Engine.open does."""
+        from moert.engine import Engine
+
+        return Engine.open(
+            pack, memory=self.memory, cache=self.cache, io=self.io, eviction=self.eviction, predictor=self.predictor,
+            threads=self.threads, kernels=self.kernels, trace=trace,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt: `first_s` to the first token, `later_s` for each one after it."""
+
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    first_s: float
+    later_s: tuple[float, ...]
+
+    @property
+    def total_s(self) -> float:
+        return self.first_s + sum(self.later_s)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was counted while the samples ran. `best` is what no cache could have avoided reading, `disk_bytes_per_s`
+    how fast this drive is read without the engine, `resident_s` the time of the same samples with all experts in
+    memory, None if that was not tried; `eviction` and `io` are what `auto` stood for; `trace` and `nbytes` are for
+    replays."""
+
+    pack: Pack
+    settings: BenchSettings
+    samples: tuple[Sample, ...]
+    bytes_read: int
+    demands: int
+    hits: int
+    stall_s: float
+    cache_bytes: int
+    expert_bytes: int
+    backbone_bytes: int
+    peak_bytes: int
+    best: Unavoidable
+    disk_bytes_per_s: float
+    resident_s: float | None
+    eviction: str
+    io: str
+    trace: tuple[Step, ...]
+    nbytes: dict[ExpertKey, int]
+
+    @property
+    def total_s(self) -> float:
+        return sum(sample.total_s for sample in self.samples)
+
+
+class TokenTimes:
+    """In the place of a detokenizer: looks at the clock at each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def push(self, token: int) -> str:
+        self.times.append(time.perf_counter())
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def measure(
+    path: Path, settings: BenchSettings, texts: Sequence[str] | None = None, disk_bytes_per_s: float | None = None
+) -> Measurement:
+    """Runs `texts`, or the built-in ones, after a few tokens of warm-up. No expert is in the page cache at the start.
+
+    If nobody says how fast the drive is, that is measured at the end, and so is the same run with all experts in
+    memory, where they fit there whatever the settings say. Raises PackError, RunError.
+    """
+    pack = Pack.open(path)
+    files = [pack.file(entry.path) for entry in pack.manifest.experts]
+    for file in files:
+        drop_page_cache(file)
+    trace: list[Step] = []
+    with settings.open(path, trace) as engine:
+        engine.model.spec = replace(engine.spec, eos_token_ids=())
+        prompts = [engine.encode(text) for text in texts] if texts else _built_in(engine, settings.new_tokens)
+        _sample(engine, prompts[0], min(WARM_TOKENS, settings.new_tokens))
+        before, start = engine.stats(), len(trace)
+        samples = tuple(_sample(engine, ids, settings.new_tokens) for ids in prompts)
+        after = engine.stats()
+    nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+    resident_s = None
+    if disk_bytes_per_s is None:
+        disk_bytes_per_s = read_for(itertools.cycle(files), settings.io or settings_for(files), _DISK_S)
+        resident_s = _resident_s(path, settings, prompts)
+    return Measurement(
+        pack=pack,
+        settings=settings,
+        samples=samples,
+        **_counted(before, after),
+        cache_bytes=after.cache_bytes,
+        expert_bytes=after.expert_bytes,
+        backbone_bytes=pack.manifest.files[BACKBONE].nbytes,
+        peak_bytes=after.peak_rss_bytes,
+        best=belady(trace, nbytes, after.cache_bytes, [0, start])[1],
+        disk_bytes_per_s=disk_bytes_per_s,
+        resident_s=resident_s,
+        eviction=after.eviction,
+        io=after.io,
+        trace=tuple(trace[start:]),
+        nbytes=nbytes,
+    )
+
+
+def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]]) -> float | None:
+    """Seconds for all prompts once every expert that they demand is in memory; None if not all experts fit."""
+    free, experts = machine_memory().free_bytes, Pack.open(path).manifest.experts
+    if free is None or free < _ROOM * sum(entry.file_bytes for entry in experts):
+        return None
+    with replace(settings, memory=None, cache=None, predictor="none").open(path, []) as engine:
+        engine.model.spec = replace(engine.spec, eos_token_ids=())
+        for ids in prompts:
+            _sample(engine, ids, settings.new_tokens)
+        return sum(_sample(engine, ids, settings.new_tokens).total_s for ids in prompts)
+
+
+def _counted(before: RunStats, after: RunStats) -> dict[str, Any]:
+    return {
+        "bytes_read": after.bytes_read - before.bytes_read,
+        "demands": after.expert_requests - before.expert_requests,
+        "hits": after.expert_hits - before.expert_hits,
+        "stall_s": after.stall_s - before.stall_s,
+    }
+
+
+def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
+    from moert.generation.settings import GenerationSettings
+
+    clock, started = TokenTimes(), time.perf_counter()
+    settings = GenerationSettings(max_new_tokens=new_tokens)
+    answer = engine.generate_ids(ids, settings, detokenizer=cast("Detokenizer", clock))
+    later = tuple(late - early for early, late in itertools.pairwise(clock.times))
+    return Sample(len(ids), tuple(answer.result.tokens), clock.times[0] - started, later)
+
+
+def _built_in(engine: Engine, new_tokens: int) -> list[list[int]]:
+    """Token ids of TEXTS, shortened to what the model can take; made up where the pack has no tokenizer."""
+    from moert.errors import TokenizerMissing
+
+    most = _TEXT_TOKENS
+    if engine.spec.max_positions is not None:
+        most = max(1, min(most, engine.spec.max_positions - new_tokens))
+    try:
+        return [engine.encode(text)[:most] for text in TEXTS]
+    except TokenizerMissing:
+        return [[(7919 * (at + number)) % engine.spec.vocab_size for at in range(most)] for number in range(len(TEXTS))]

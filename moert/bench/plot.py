@@ -1,0 +1,50 @@
+"""Draws figures with matplotlib, of the extra `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moert.bench.figures import Figure
+from moert.errors import DrawingImpossible
+
+
+def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
+    """Before anything runs: raises DrawingImpossible without matplotlib, a folder to write to, or a name a pack."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise DrawingImpossible("--plot needs matplotlib: pip install 'moert[report]'") from None
+    names = [pack.resolve().name for pack in packs]
+    if len(set(names)) < len(names):
+        raise DrawingImpossible(f"--plot tells packs apart by their names, and two have the same: {', '.join(names)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DrawingImpossible(f"--plot {folder} can't be made a folder: {error.strerror or error}") from None
+
+
+def draw(figure: Figure, folder: Path) -> Path:
+    """Writes folder/NAME.png."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(canvas)
+    axes = canvas.add_subplot()
+    for number, (name, points) in enumerate(figure.series.items()):
+        places, values = [place for place, _ in points], [value for _, value in points]
+        if figure.kind == "lines":
+            axes.plot(places, values, marker="o", label=name)
+        else:
+            width = 0.8 / len(figure.series)
+            left = [at - 0.4 + width * (number + 0.5) for at in range(len(places))]
+            axes.bar(left, values, width, label=name)
+            axes.set_xticks(range(len(places)), places)
+    axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
+    axes.set_ylim(bottom=0)
+    if len(figure.series) > 1:
+        axes.legend()
+    path = folder / f"{figure.name}.png"
+    canvas.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,126 @@
+"""A measurement as the plain values of the JSON line, and as lines for people. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from moert.bench.bound import bound_s
+from moert.bench.measure import Measurement
+from moert.stats import size
+
+PERCENTILES = (50, 90, 99)
+
+
+def summarize(measured: Measurement, hardware: dict[str, Any], pack_sha256: str) -> dict[str, Any]:
+    """Seconds, bytes and shares of 1. `pack_sha256` is of manifest.json, which has a hash of every other file."""
+    samples = measured.samples
+    first_s, later_s = sum(sample.first_s for sample in samples), [s for sample in samples for s in sample.later_s]
+    prompt_tokens = sum(sample.prompt_tokens for sample in samples)
+    manifest = measured.pack.manifest
+    return {
+        "hardware": hardware,
+        "pack": {
+            "path": str(measured.pack.root),
+            "sha256": pack_sha256,
+            "effective_bits": manifest.effective_bits(),
+            "target_loss": None if manifest.quality is None else manifest.quality.target_loss,
+        },
+        "settings": _settings(measured),
+        "samples": len(samples),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": sum(len(sample.tokens) for sample in samples),
+        "prompt_tokens_per_s": prompt_tokens / first_s,
+        "tokens_per_s": len(later_s) / sum(later_s) if later_s else 0.0,
+        "time_to_first_token_s": first_s / len(samples),
+        "token_latency_s": {f"p{q}": percentile(later_s, q) for q in PERCENTILES} if later_s else None,
+        "sample_latency_s": [sample.total_s for sample in samples],
+        "bytes": {
+            "disk_read": measured.bytes_read,
+            "cache": measured.cache_bytes,
+            "experts": measured.expert_bytes,
+            "backbone": measured.backbone_bytes,
+            "peak_process": measured.peak_bytes,
+        },
+        "hit_rate": measured.hits / measured.demands if measured.demands else 0.0,
+        "stall_s": measured.stall_s,
+        "bound": _bound(measured),
+        "tokens_sha256": tokens_sha256([sample.tokens for sample in samples]),
+    }
+
+
+def _settings(measured: Measurement) -> dict[str, Any]:
+    """With what `auto` stood for."""
+    settings = measured.settings
+    return {
+        "memory": None if settings.memory is None else asdict(settings.memory),
+        "cache": None if settings.cache is None else asdict(settings.cache),
+        "io": measured.io,
+        "eviction": measured.eviction,
+        "predict": settings.predictor,
+        "threads": settings.threads,
+        "kernels": settings.kernels,
+        "new_tokens": settings.new_tokens,
+    }
+
+
+def _bound(measured: Measurement) -> dict[str, Any]:
+    """Computing is what the run takes with all experts in memory, or if that is not known, all but waiting for them."""
+    known = measured.resident_s is not None
+    compute_s = measured.total_s - measured.stall_s if measured.resident_s is None else measured.resident_s
+    least_s = bound_s(compute_s, measured.best.bytes_read, measured.disk_bytes_per_s)
+    return {
+        "belady_hit_rate": measured.best.hit_rate,
+        "belady_bytes": measured.best.bytes_read,
+        "disk_bytes_per_s": measured.disk_bytes_per_s,
+        "compute_s": compute_s,
+        "compute": "in memory" if known else "not waiting",
+        "least_s": least_s,
+        "total_s": measured.total_s,
+        "share": least_s / measured.total_s,
+    }
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The smallest value that q percent of all are not above (nearest rank). Raises ValueError without any."""
+    if not values:
+        raise ValueError("no values")
+    return sorted(values)[max(0, math.ceil(q / 100 * len(values)) - 1)]
+
+
+def tokens_sha256(samples: Sequence[Sequence[int]]) -> str:
+    """Equal for runs that wrote the same, whatever their settings."""
+    return hashlib.sha256(json.dumps([list(tokens) for tokens in samples]).encode()).hexdigest()
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    nbytes, bound, latency = summary["bytes"], summary["bound"], summary["token_latency_s"]
+    hardware = summary["hardware"]
+    lines = [
+        f"pack             {summary['pack']['path']}, {summary['pack']['effective_bits']:.2f} bits per expert weight",
+        f"machine          {hardware['processor']}, {hardware['cores']} cores",
+        f"prompts          {summary['samples']} of {summary['prompt_tokens']} tokens in all, "
+        f"{summary['prompt_tokens_per_s']:.1f} tokens/s, first token after {summary['time_to_first_token_s']:.3f} s",
+        f"settings         eviction {summary['settings']['eviction']}, predict {summary['settings']['predict']}, "
+        f"io {summary['settings']['io']}",
+        f"writing          {summary['tokens_per_s']:.2f} tokens/s",
+    ]
+    if latency is not None:
+        each = ", ".join(f"{name[1:]}% within {1000 * seconds:.1f} ms" for name, seconds in latency.items())
+        lines.append(f"token latency    {each}")
+    return [
+        *lines,
+        f"read from disk   {size(nbytes['disk_read'])}; waited for it {summary['stall_s']:.3f} s",
+        f"in memory        cache {size(nbytes['cache'])} of {size(nbytes['experts'])} of experts, "
+        f"other weights {size(nbytes['backbone'])}, peak of the process {size(nbytes['peak_process'])}",
+        f"in time          {100 * summary['hit_rate']:.1f}% of experts; without preloading at best "
+        f"{100 * bound['belady_hit_rate']:.1f}% (reading {size(int(bound['belady_bytes']))})",
+        f"bound            {bound['least_s']:.3f} s of {bound['total_s']:.3f} s: {100 * bound['share']:.0f}% of what "
+        f"computing ({bound['compute_s']:.3f} s {bound['compute']}) and this disk "
+        f"({bound['disk_bytes_per_s'] / 1e6:.0f} MB/s) allow",
+    ]

@@ -1,0 +1,52 @@
+"""The runs behind the pictures: the same prompts over budgets, and with one part of the engine after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moert.bench import figures
+from moert.bench.figures import Figure, label_of, token_ms
+from moert.bench.measure import BenchSettings, Measurement, measure
+from moert.budget import Budget, CacheLimit
+
+BUDGETS = (0.25, 0.5, 0.75, 1.0)
+_HALF = CacheLimit(share=0.5)
+
+
+def all_figures(measured: Sequence[Measurement], settings: BenchSettings, texts: Sequence[str] | None) -> list[Figure]:
+    """Every figure of these packs; `measured` are their runs at `settings`."""
+    found = [figures.latencies(measured), *map(figures.hit_rates, measured)]
+    over, steps = {}, {}
+    for each in measured:
+        least, label = Budget.of(each.pack.manifest).layer_bytes, label_of(each)
+        over[label] = [
+            (
+                f"{100 * share:g}%",
+                _token_ms(each, with_cache(settings, max(least, int(share * each.expert_bytes))), texts),
+            )
+            for share in BUDGETS
+        ]
+        steps[label] = [(name, _token_ms(each, step, texts)) for name, step in ablation_steps(settings, least).items()]
+    found += [figures.budgets(over), figures.ablation(steps)]
+    return found if len(measured) == 1 else [*found, figures.targets(measured)]
+
+
+def with_cache(settings: BenchSettings, nbytes: int) -> BenchSettings:
+    return replace(settings, memory=None, cache=CacheLimit(nbytes=nbytes))
+
+
+def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, BenchSettings]:
+    """Low-bit experts read on demand; + the next layer's, foretold; + a cache for what comes again.
+
+    `layer_bytes`: what one token can demand of a layer. The last step has the settings' own budget for experts, or half
+    of them where there is none.
+    """
+    on_demand = replace(with_cache(settings, layer_bytes), eviction="lru", predictor="none")
+    preloading = replace(with_cache(settings, 2 * layer_bytes), eviction="lru")
+    caching = replace(settings, memory=None, cache=settings.cache or _HALF)
+    return {"low bits, on demand": on_demand, "+ preload": preloading, "+ cache": caching}
+
+
+def _token_ms(measured: Measurement, settings: BenchSettings, texts: Sequence[str] | None) -> float:
+    return token_ms(measure(measured.pack.root, settings, texts, measured.disk_bytes_per_s))

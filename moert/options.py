@@ -1,0 +1,88 @@
+"""What can be said on the command line to every command that runs a pack."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Eviction(str, Enum):
+    auto = "auto"
+    expected = "expected"
+    paper = "paper"
+    lru = "lru"
+    lfu = "lfu"
+    fifo = "fifo"
+    lifo = "lifo"
+
+
+class Predict(str, Enum):
+    gate = "gate"
+    transitions = "transitions"
+    popularity = "popularity"
+    none = "none"
+
+
+PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
+InputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--input",
+        help="JSON lines, each with the field prompt, input or text; - is stdin. Each starts from the same --seed.",
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for the whole process: 1.5GB, 800MB, 512MiB; 50% of what is free; auto, without --cache the "
+        "default: what is free, less a margin, also where a control group limits it.",
+        show_default=False,
+    ),
+]
+CacheOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of --memory: room for the experts alone, 600MB or 25% of them, whatever else the process "
+        "takes. For comparisons.",
+        show_default=False,
+    ),
+]
+EvictionOption = Annotated[
+    Eviction,
+    typer.Option(
+        help="Which expert leaves when room is needed; auto: what does best on the pack's recorded trace with this "
+        "room for experts."
+    ),
+]
+PredictOption = Annotated[
+    Predict,
+    typer.Option(
+        help="What names the experts to read ahead: gate (the next layer's router, asked early), transitions or "
+        "popularity (the pack's path tables), none. Only what pays is read."
+    ),
+]
+IoOption = Annotated[
+    str,
+    typer.Option(
+        help="How experts are read: direct, buffered, or direct,4 with 4 threads; auto: what is fastest on this "
+        "drive, measured once and remembered."
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="For the arithmetic; by default, and at most, one for each core that this process may use.",
+        show_default=False,
+    ),
+]
+KernelsOption = Annotated[
+    str,
+    typer.Option(
+        help="What computes: auto (the best instruction set that moert info --system lists), one of those by name, "
+        "or reference (torch: slow, takes more memory, does not round activations to 8 bits)."
+    ),
+]

@@ -1,0 +1,68 @@
+"""Small safetensors files of a pack, with numbers as metadata: read strictly; equal content gives equal bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from moert.pack.errors import FormatTooNew, HeaderInvalid
+
+
+class TensorFile:
+    """What such a file says. All methods raise HeaderInvalid where it lacks something or has it in another form."""
+
+    def __init__(self, name: str, body: bytes, version: int) -> None:
+        """`name` is for messages. Raises HeaderInvalid, or FormatTooNew for a later version than this one."""
+        self.name = name
+        try:
+            self._tensors = load(body)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise self.wrong(f"is not a safetensors file ({error})") from None
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        self._metadata: dict[str, str] = header.get("__metadata__") or {}
+        if self.number("version", 1 << 16) > version:
+            raise FormatTooNew(f"{name} has version {self._metadata['version']}, this program reads {version}")
+
+    def has(self, field: str) -> bool:
+        """True if there is metadata of this name."""
+        return field in self._metadata
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self._tensors
+
+    def number(self, field: str, high: int) -> int:
+        """A number from 1 to `high` in the metadata."""
+        text = self._metadata.get(field, "")
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= high):
+            raise self.wrong(f"{field} should be a number from 1 to {high}, found {text[:40]!r}")
+        return int(text)
+
+    def tensor(self, name: str, dtype: Any, ndim: int = 1) -> npt.NDArray[Any]:
+        """The tensor of this name, dtype and number of dimensions."""
+        if name not in self._tensors:
+            raise self.wrong(f"lacks the tensor {name}")
+        array = self._tensors[name]
+        if array.dtype != dtype or array.ndim != ndim:
+            found = f"{array.dtype} with {array.ndim} dimensions"
+            raise self.wrong(f"{name} should be {np.dtype(dtype)} with {ndim}, found {found}")
+        return array
+
+    def wrong(self, what: str) -> HeaderInvalid:
+        """The error to raise if `what` is the matter with the file."""
+        return HeaderInvalid(f"{self.name}: {' '.join(what.split())}: profile the paths of this pack again")
+
+
+def to_bytes(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, object]) -> bytes:
+    """The file's content; safetensors itself writes metadata in no fixed order, here they are sorted."""
+    body = save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+    length = int.from_bytes(body[:8], "little")
+    texts = {name: str(value) for name, value in sorted(metadata.items())}
+    text = json.dumps({"__metadata__": texts, **json.loads(body[8 : 8 + length])}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + body[8 + length :]

@@ -1,0 +1,109 @@
+"""What a prediction is worth: which predicted experts are read ahead, and whether any are. Pure.
+
+A read that was predicted rightly saves the time by which it began early. One that was predicted wrongly costs what is
+left of it when the router has spoken, if something else is to be read then, and the room that it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from moert.predict.switch import Switch
+from moert.stats import ReadAhead
+
+_MOST = 16  # candidates that are looked at
+_BUCKETS = 10
+_PRIOR = 8  # observations that a predictor's own claim counts for
+_MEMORY = 256  # observations of a bucket after which old ones fade
+_WASTE = 0.25  # of a read: what its room was worth to the expert that had to leave
+_HASTE = 0.1  # of a read: what it saves at least if begun just before the router speaks
+_WINDOW_RATE, _DRIVE_RATE, _MISSED_RATE = 1 / 16, 1 / 8, 1 / 64
+
+
+class Worth:
+    """For each layer of each token, in this order: is it `on`? what is `wanted`? `observe` what the router says.
+
+    After each token: `drive`, `token`. Where it is not on, the predictor need not be asked, and `observe` does nothing.
+    """
+
+    def __init__(self, seconds_per_byte: float = 1e-9) -> None:
+        """`seconds_per_byte` of the drive, until `drive` has told better."""
+        self.figures = ReadAhead()
+        self._switch = Switch()
+        self._pace = seconds_per_byte
+        self._window_s: float | None = None
+        self._missed = 0.5  # share of layers that still read something when the router has spoken
+        self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
+        self._seen = [_PRIOR] * (_BUCKETS + 1)
+        self._asked: Sequence[tuple[int, float]] | None = None
+        self._nbytes: Sequence[int] = ()
+
+    @property
+    def on(self) -> bool:
+        return self._switch.on
+
+    def wanted(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int]) -> list[int]:
+        """Which to read ahead, in this order.
+
+        `ranked`: (expert, claimed probability) of those that are not in memory, most probable first; nbytes
+        [num_experts] of that layer's experts.
+        """
+        if not self._switch.on:
+            self._asked = None
+            return []
+        self._asked = asked = ranked[:_MOST]
+        self._nbytes = nbytes
+        window, rates, pace, missed = self._window_s or 0.0, self._rates, self._pace, self._missed
+        chosen, start = [], 0.0
+        for expert, claim in asked:
+            rate, takes = rates[int(claim * _BUCKETS)], nbytes[expert] * pace
+            saved = window - start
+            if saved > takes:
+                saved = takes
+            elif saved < _HASTE * takes:
+                saved = _HASTE * takes
+            if rate * saved > (1.0 - rate) * ((takes - saved) * missed + _WASTE * takes):
+                chosen.append(expert)
+                start += takes
+        return chosen
+
+    def observe(self, demanded: Collection[int], started: Sequence[int], missed: int, window_s: float) -> None:
+        """What came after `wanted`: what the layer demands; of what was wanted, the reads that were begun before the
+        router spoke; how many of the demanded are still to be read from the beginning; and the seconds that the drive
+        had for reading ahead (from the question to the router's answer, less what demanded reads took)."""
+        asked = self._asked
+        if asked is None:
+            return
+        self._asked = None
+        self._window_s = (
+            window_s if self._window_s is None else self._window_s + _WINDOW_RATE * (window_s - self._window_s)
+        )
+        self._missed += _MISSED_RATE * ((missed > 0) - self._missed)
+        rates, seen = self._rates, self._seen
+        for expert, claim in asked:
+            at = int(claim * _BUCKETS)
+            if seen[at] < _MEMORY:
+                seen[at] += 1
+            rates[at] += ((expert in demanded) - rates[at]) / seen[at]
+        figures = self.figures
+        figures.missed += missed
+        for expert in started:
+            figures.read += 1
+            figures.read_bytes += self._nbytes[expert]
+            if expert in demanded:
+                figures.used += 1
+            else:
+                figures.wasted_bytes += self._nbytes[expert]
+
+    def drive(self, nbytes: int, seconds: float) -> None:
+        """Some reads brought so many bytes and took so long, added up."""
+        if nbytes:
+            self._pace += _DRIVE_RATE * (seconds / nbytes - self._pace)
+
+    def token(self, seconds: float) -> None:
+        """One token was generated."""
+        if self._switch.on:
+            self.figures.tokens_on += 1
+        else:
+            self.figures.tokens_off += 1
+        self._switch.token(seconds)

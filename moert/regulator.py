@@ -1,0 +1,153 @@
+"""Keeps a running engine inside its memory limit: the expert cache gets what everything else leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moert import memory
+from moert.budget import Budget
+from moert.models.activations import activation_bytes
+from moert.models.kv import BLOCK_TOKENS, growth_bytes, state_bytes
+from moert.pack.model_spec import ModelSpec
+
+TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
+
+
+class Cache(Protocol):
+    """The expert cache; `held_bytes` is the memory that it takes, full or not."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def resize(self, capacity_bytes: int) -> None: ...
+
+
+class Regulator:
+    """Sizes the expert cache before a request, after its prompt, and as its keys and values grow.
+
+    What the process holds is measured each time, so that an estimate that was too low is made up for at once. A request
+    is one prompt or several that run together: `prompts` has the tokens of each.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        budget: Budget,
+        widened: bool,
+        cache: Cache,
+        limit_bytes: int | None = None,
+        cache_bytes: int | None = None,
+        measure: Callable[[], int] = memory.held_bytes,
+    ) -> None:
+        """`limit_bytes` bounds the process, or `cache_bytes` the experts; with neither all of them stay."""
+        self.limit_bytes, self.cache_bytes = limit_bytes, cache_bytes
+        self._spec, self._budget, self._widened, self._cache = spec, budget, widened, cache
+        self._measure = measure
+        if self.tight:
+            memory.return_early()
+
+    @property
+    def tight(self) -> bool:
+        """Whether a usual request will leave no room for all experts, so that every megabyte is wanted."""
+        if self.limit_bytes is None:
+            return False
+        needed = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(), needed) < self._budget.expert_bytes
+
+    def check_open(self) -> None:
+        """For when the weights are still to be loaded: raises BudgetTooSmall if not even one token can be read."""
+        if self.cache_bytes is not None:
+            self._budget.check_cache(self.cache_bytes)
+        if self.limit_bytes is not None:
+            held, loading = self._measure(), self._budget.loading_bytes
+            if not self._budget.fits(self.limit_bytes, held, loading + self._request_bytes([1], 1)):
+                typical = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+                what = f"{TYPICAL_PROMPT_TOKENS} prompt tokens and {TYPICAL_NEW_TOKENS} new ones need"
+                raise self._budget.too_small(self.limit_bytes, held, loading, typical, what)
+
+    def check(self, prompts: Sequence[int], max_new_tokens: int) -> None:
+        """Raises BudgetTooSmall if a request can't run to its end."""
+        if self.limit_bytes is not None:
+            held, needed = self._others_bytes(), self._request_bytes(prompts, max_new_tokens)
+            if not self._budget.fits(self.limit_bytes, held, needed):
+                raise self._budget.too_small(self.limit_bytes, held, 0, needed, "this request needs")
+
+    def together(self, prompts: Sequence[int], max_new_tokens: int) -> int:
+        """How many of the first prompts can run at once, at least one."""
+        if self.limit_bytes is None:
+            return len(prompts)
+        memory.return_freed()
+        count, held = len(prompts), self._others_bytes()
+        while count > 1 and not self._budget.fits(
+            self.limit_bytes, held, self._request_bytes(prompts[:count], max_new_tokens)
+        ):
+            count -= 1
+        return count
+
+    def smallest_memory(self, prompts: Sequence[int], max_new_tokens: int) -> int:
+        """The smallest --memory, in bytes, that such a request runs in."""
+        return self._budget.smallest_bytes(self._others_bytes(), self._request_bytes(prompts, max_new_tokens))
+
+    def before_prompt(self, prompts: Sequence[int], max_new_tokens: int) -> str | None:
+        """Makes room for a prompt; gives a warning if each token after it will read experts again.
+
+        Raises BudgetTooSmall.
+        """
+        if self.limit_bytes is None:
+            nbytes = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
+            self._cache.resize(nbytes)
+            return self._warning(nbytes, f"--cache {self._budget.token_bytes}")
+        memory.return_freed()
+        self.check(prompts, max_new_tokens)
+        others = self._others_bytes()
+        self._resize(others, _prompt_bytes(self._spec, self._widened, prompts))
+        written = _written_bytes(self._spec, self._widened, prompts, max_new_tokens)
+        more = self._budget.token_bytes - self._budget.layer_bytes
+        enough = self._budget.smallest_bytes(others, written + more)
+        return self._warning(self._budget.left_bytes(self.limit_bytes, others, written), f"--memory {enough}")
+
+    def after_token(self, prompts: Sequence[int], new_tokens: int) -> None:
+        """Gives the experts the room of the prompt's activations, and takes from them, block by block, what keys and
+        values will need."""
+        read = [(tokens if self._spec.encoder is None else 1) + new_tokens - 1 for tokens in prompts]
+        if self.limit_bytes is None or (new_tokens > 1 and all(length % BLOCK_TOKENS for length in read)):
+            return
+        if new_tokens == 1:
+            memory.return_freed()
+        step = activation_bytes(self._spec, len(prompts), self._widened)
+        self._resize(self._others_bytes(), step + sum(growth_bytes(self._spec, length) for length in read))
+
+    def _request_bytes(self, prompts: Sequence[int], max_new_tokens: int) -> int:
+        return request_bytes(self._spec, self._widened, prompts, max_new_tokens)
+
+    def _others_bytes(self) -> int:
+        return self._measure() - self._cache.held_bytes
+
+    def _resize(self, others_bytes: int, coming_bytes: int) -> None:
+        assert self.limit_bytes is not None
+        left = self._budget.left_bytes(self.limit_bytes, others_bytes, coming_bytes)
+        self._cache.resize(self._budget.fitting_bytes(left))
+
+    def _warning(self, cache_bytes: int, enough: str) -> str | None:
+        token = self._budget.token_bytes
+        if cache_bytes >= token:
+            return None
+        return (
+            f"the expert cache of {max(cache_bytes, self._budget.layer_bytes)} bytes holds less than one token demands "
+            f"({token} bytes over all decoder layers), so experts are read again for each token: {enough} avoids that"
+        )
+
+
+def request_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int], max_new_tokens: int) -> int:
+    """The most that keys, values and activations of a request take at one time."""
+    return max(_prompt_bytes(spec, widened, prompts), _written_bytes(spec, widened, prompts, max_new_tokens))
+
+
+def _prompt_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int]) -> int:
+    return activation_bytes(spec, sum(prompts), widened) + sum(state_bytes(spec, tokens, 1) for tokens in prompts)
+
+
+def _written_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int], max_new_tokens: int) -> int:
+    step = activation_bytes(spec, len(prompts), widened)
+    return step + sum(state_bytes(spec, tokens, max_new_tokens) for tokens in prompts)

@@ -1,0 +1,62 @@
+"""Who runs in `make bench-stream`: this engine, and the paper's baselines as settings of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moert.policies import DEFAULT_PREDICTOR
+from tests.bench.stream_packs import Packs, expert_bytes, layer_bytes
+from tests.bench.streamed import PIECE, Setting
+
+Room = Literal["budget", "layer", "two layers", "all"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`pack`: which widths. `room` for experts: the budget's, of one token's demand of a layer or two, or for all.
+    `warm_tokens` are written before anything counts."""
+
+    name: str
+    pack: Literal["mixed", "int4", "half"]
+    room: Room
+    eviction: str
+    predictor: str
+    warm_tokens: int
+
+    def setting(self, packs: Packs, share: float | None) -> Setting:
+        """`share`: the budget as a share of the bytes of the mixed widths' experts."""
+        pack = {"mixed": packs.mixed, "int4": packs.int4, "half": packs.half}[self.pack]
+        return Setting(
+            pack=str(pack),
+            cache_bytes=self._cache_bytes(packs, pack, share),
+            eviction=self.eviction,
+            predictor=self.predictor,
+            routing=None if packs.routing is None else str(packs.routing),
+            prompts=None if packs.prompts is None else str(packs.prompts),
+            new_tokens=packs.new_tokens or PIECE,
+        )
+
+    def _cache_bytes(self, packs: Packs, pack: Path, share: float | None) -> int | None:
+        if self.room == "all":
+            return None
+        least = layer_bytes(pack)
+        if self.room != "budget":
+            return least if self.room == "layer" else 2 * least
+        if share is None:
+            raise ValueError(f"{self.name} needs a budget")
+        return max(least, int(share * expert_bytes(packs.mixed)))
+
+
+MOERT = Contender("moert", "mixed", "budget", "auto", DEFAULT_PREDICTOR, warm_tokens=48)
+IO_EXP = Contender("IO-EXP", "half", "layer", "lru", "none", warm_tokens=1)
+IO_QEXP = Contender("IO-QEXP", "int4", "layer", "lru", "none", warm_tokens=1)
+ON_DEMAND = Contender("mixed bits, on demand", "mixed", "layer", "lru", "none", warm_tokens=1)
+PRELOAD = Contender("mixed bits, + preload", "mixed", "two layers", "lru", DEFAULT_PREDICTOR, warm_tokens=16)
+STI = Contender("STI-like", "int4", "budget", "lifo", "none", warm_tokens=16)
+IO_FREE = Contender("IO-FREE", "half", "all", "lru", "none", warm_tokens=256)
+RESIDENT = Contender("moert, all in memory", "mixed", "all", "lru", "none", warm_tokens=256)
+
+BUDGETED, UNBUDGETED, IN_MEMORY = (MOERT, STI), (IO_EXP, IO_QEXP, ON_DEMAND, PRELOAD), (IO_FREE, RESIDENT)
+"""From IO-EXP over ON_DEMAND and PRELOAD to MOERT each part of the engine comes in turn (EdgeMoE Fig. 16)."""

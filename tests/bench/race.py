@@ -1,0 +1,141 @@
+"""Programs in turns on an imitated device, each in a process and a control group of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tests.bench.contenders import Contender
+from tests.bench.runner import Runner
+from tests.bench.shaped import OLMOE
+from tests.bench.stream_packs import Packs
+from tests.bench.streamed import Segment, Setting, beginnings
+from tests.cgroups import Group
+
+LEAST_TOKENS = 2
+_NO_LIMIT = 1 << 40  # bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """A drive that is read at no more than `read_bps` bytes per second; None: as fast as this machine's."""
+
+    name: str
+    read_bps: int | None
+
+
+@dataclass
+class Outcome:
+    """What an entry did in its turns. Of our engine's sessions alone: what no cache could have avoided reading in each,
+    the prompt read at the end, and bytes that the session tells."""
+
+    segments: list[Segment] = field(default_factory=list)
+    unavoidable: list[int] = field(default_factory=list)
+    prompt: Segment | None = None
+    facts: Mapping[str, int] = field(default_factory=dict)
+    group_bytes: int = 0
+
+    @property
+    def speeds(self) -> list[float]:
+        return [segment.speed for segment in self.segments]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A program in a race. `warm` lets it work before anything counts, `turn` for some seconds, `end` asks for the rest
+    of its outcome. `reads`: a pack or a file, of which nothing is in the page cache at the start."""
+
+    name: str
+    command: Sequence[str]
+    reads: Path
+    memory_bytes: int | None
+    warm: Callable[[Runner], object]
+    turn: Callable[[Runner, float], Segment]
+    end: Callable[[Runner, Outcome], None]
+
+
+def race(device: Device, entries: Sequence[Entry], seconds: float, rounds: int) -> dict[str, Outcome]:
+    """All load and warm up at once; then they take turns, every other round in reverse order.
+
+    Raises RuntimeError if one ends early, as it does where its memory is too small.
+    """
+    outcomes = {entry.name: Outcome() for entry in entries}
+    with ExitStack() as stack:
+        for path in {entry.reads for entry in entries}:
+            forget(path)
+        groups = [
+            stack.enter_context(Group(entry.memory_bytes or _NO_LIMIT, device.read_bps, entry.reads))
+            for entry in entries
+        ]
+        seats = [
+            (entry, stack.enter_context(Runner(entry.command, enter=partial(group.add, 0))))
+            for entry, group in zip(entries, groups, strict=True)
+        ]
+        with ThreadPoolExecutor(len(seats)) as pool:
+            list(pool.map(lambda seat: seat[0].warm(seat[1]), seats))
+        for number in range(rounds):
+            for entry, runner in seats if number % 2 == 0 else reversed(seats):
+                outcomes[entry.name].segments.append(entry.turn(runner, seconds))
+        for (entry, runner), group in zip(seats, groups, strict=True):
+            entry.end(runner, outcomes[entry.name])
+            outcomes[entry.name].group_bytes = group.peak_bytes
+    return outcomes
+
+
+def ours(
+    contender: Contender, packs: Packs, share: float | None, memory_bytes: int | None, prompt_tokens: int = 0
+) -> Entry:
+    """A setting of our engine, called by its name and its budget."""
+    setting = contender.setting(packs, share)
+    name = contender.name if share is None else f"{contender.name} {share:.0%}"
+    return of_setting(name, setting, contender.warm_tokens, memory_bytes, prompt_tokens)
+
+
+def of_setting(
+    name: str, setting: Setting, warm_tokens: int, memory_bytes: int | None, prompt_tokens: int = 0
+) -> Entry:
+    def end(runner: Runner, outcome: Outcome) -> None:
+        if prompt_tokens:
+            outcome.prompt = Segment(**runner.ask("read", prompt_tokens))
+        outcome.unavoidable = runner.ask("unavoidable")[1 : 1 + len(outcome.segments)]
+        outcome.facts = runner.ask("facts")
+
+    return Entry(
+        name, setting.command(), Path(setting.pack), memory_bytes,
+        warm=lambda runner: runner.ask("run", 0.0, warm_tokens),
+        turn=lambda runner, seconds: Segment(**runner.ask("run", seconds, LEAST_TOKENS)),
+        end=end,
+    )  # fmt: skip
+
+
+def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None) -> Entry:
+    """llama.cpp (tests/bench/llama.py), its weights mapped into memory as they lie in the file."""
+    first_tokens, pace = beginnings(OLMOE.vocab_size), [0.0]  # seconds that a token took
+
+    def turn(runner: Runner, seconds: float) -> Segment:
+        count = max(LEAST_TOKENS, min(64, int(seconds / pace[0]))) if pace[0] else LEAST_TOKENS
+        tokens, _, total_s = runner.ask("generate", [next(first_tokens)], count)
+        pace[0] = total_s / len(tokens)
+        return Segment(len(tokens), total_s, 0, 0, 0)
+
+    command = [str(python), "-m", "tests.bench.llama", str(model), "--no-repack"]
+    return Entry(
+        name, command, model, memory_bytes, warm=lambda runner: turn(runner, 0.0), turn=turn,
+        end=lambda runner, outcome: None,
+    )  # fmt: skip
+
+
+def forget(path: Path) -> None:
+    """Takes a file, or all files of a folder, out of the page cache."""
+    for file in _files(path):
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return (each for each in path.rglob("*") if each.is_file()) if path.is_dir() else iter([path])

@@ -1,0 +1,141 @@
+"""The packs that `make bench-stream` runs, and what they read; each is made where it is not there yet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moert.pack.manifest import Manifest
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.reader import Pack, is_pack
+from tests.bench import routing
+from tests.bench.shaped import FOLDER as SHAPED
+from tests.bench.shaped import OLMOE, write_pack
+
+FOLDER = Path("build/bench/stream")
+DEMO = Path("build/demo")
+REFERENCES = {"g2p": 24, "wiki": 32}
+"""Tokens written after each prompt, at most."""
+DENSE = {"attention": 4, "router": 16, "head": 4, "embed": 4}
+HELDOUT_WINDOWS, CALIBRATION_WINDOWS = 8, 16
+_PROMPTS, _PROMPT_TOKENS = 200, 16
+
+
+@dataclass(frozen=True)
+class Packs:
+    """One model as the engines of the comparison have it: mixed widths as a conversion chose them, four bits for all,
+    sixteen for all. `routing` and `prompts`: see tests.bench.streamed.Setting."""
+
+    name: str
+    mixed: Path
+    int4: Path
+    half: Path
+    routing: Path | None
+    prompts: Path | None
+    new_tokens: int
+
+
+def expert_bytes(pack: Path) -> int:
+    return sum(entry.file_bytes for entry in Pack.open(pack).manifest.experts)
+
+
+def layer_bytes(pack: Path) -> int:
+    """The most that one token can demand of one layer."""
+    manifest = Pack.open(pack).manifest
+    top_k, layers = manifest.model.moe.top_k, dict[tuple[str, int], list[int]]()
+    for entry in manifest.experts:
+        layers.setdefault((entry.key.stack, entry.key.layer), []).append(entry.file_bytes)
+    return max(sum(sorted(sizes)[-top_k:]) for sizes in layers.values())
+
+
+# The model of OLMoE's shape -------------------------------------------------------------------------------------------
+
+
+def shaped() -> Packs:
+    """Several gigabytes of random weights, routed as the wiki model routes text."""
+    wiki, folder = DEMO / "wiki.pack", SHAPED
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    routes = FOLDER / "routing.npz"
+    if not routes.exists():
+        part = FOLDER / "part.npz"
+        heldout, guesses = routing.joined(wiki, "heldout", HELDOUT_WINDOWS)
+        calibration, _ = routing.joined(wiki, "calibration", CALIBRATION_WINDOWS)
+        np.savez(part, heldout=heldout, guesses=guesses, calibration=calibration)
+        part.rename(routes)
+    packs = Packs("olmoe-shaped", folder / "mixed.pack", folder / "4bits.pack", folder / "16bits.pack", routes, None, 0)
+    write_pack(packs.mixed, as_converted(Pack.open(wiki).manifest, OLMOE), DENSE)
+    write_pack(packs.int4, 4, DENSE)
+    write_pack(packs.half, 16, DENSE)
+    with np.load(routes) as recorded:
+        add_paths(packs.mixed, recorded["calibration"])
+    return packs
+
+
+def as_converted(source: Manifest, spec: ModelSpec) -> dict[ExpertKey, int]:
+    """The widths that a conversion gave another model, for the experts whose routing comes from there: every so many
+    experts once again."""
+    widths = {entry.key: max(entry.bits.values()) for entry in source.experts}
+    return {key: widths[key._replace(expert=key.expert % source.model.moe.num_experts)] for key in spec.expert_keys()}
+
+
+def add_paths(pack: Path, calibration: routing.Routing) -> None:
+    """What profiling adds: path tables and a trace, of the same model's routing of other text, window by window."""
+    from moert.pack.paths import PATHS, build
+    from moert.pack.trace import TRACE, SampleRoutes, record
+    from moert.pack.writer import add_to_pack
+
+    manifest = Pack.open(pack).manifest
+    experts, windows = manifest.model.moe.num_experts, len(calibration) // routing.WINDOW
+    if PATHS not in manifest.files:
+        layers = [calibration[:, layer].astype(np.int64) for layer in range(calibration.shape[1])]
+        manifest = add_to_pack(pack, manifest, PATHS, build(experts, {"decoder": layers}).to_bytes())
+    if TRACE not in manifest.files:
+        samples: list[SampleRoutes] = [{"decoder": part.astype(np.int64)} for part in np.split(calibration, windows)]
+        add_to_pack(pack, manifest, TRACE, record(experts, samples).to_bytes())
+
+
+# The reference models -------------------------------------------------------------------------------------------------
+
+
+def reference(name: str) -> Packs:
+    """The demo's pack of a model, and the same model quantised alike throughout."""
+    int4, half = (uniform_pack(name, bits) for bits in (4, 16))
+    return Packs(name, DEMO / f"{name}.pack", int4, half, None, prompts(name), REFERENCES[name])
+
+
+def uniform_pack(name: str, bits: int) -> Path:
+    """All experts at one width, rounded to nearest by channel; everything else as in the source."""
+    from moeconv.artifacts import uniform
+    from moeconv.checkpoint import Checkpoint
+    from moeconv.coder import ExpertCoder
+    from moeconv.emit import emit
+    from moeconv.quantizers import QUANTIZERS
+
+    out = FOLDER / f"{name}-{bits}bits.pack"
+    if not is_pack(out):
+        coder = ExpertCoder(Checkpoint.open(Path("recipes/models") / name), QUANTIZERS["channel"](None), None)
+        emit(coder, uniform(coder.checkpoint.spec, bits), out, seed=0, creator="tests.bench.stream")
+    return out
+
+
+def prompts(name: str) -> Path:
+    """Held-out inputs, or beginnings of held-out texts, as token ids, a line each."""
+    from tokenizers import Tokenizer
+
+    out = FOLDER / f"{name}-prompts.jsonl"
+    if not out.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        tokenizer = Tokenizer.from_file(str(DEMO / f"{name}.pack" / "tokenizer.json"))
+        lines = Path(f"build/data/{name}/heldout.jsonl").read_text(encoding="utf-8").splitlines()[:_PROMPTS]
+        rows = [json.loads(line) for line in lines]
+        ids = [
+            tokenizer.encode(row["input"]).ids
+            if "input" in row
+            else tokenizer.encode(row["text"].strip()).ids[:_PROMPT_TOKENS]
+            for row in rows
+        ]
+        out.write_text("".join(f"{json.dumps(each)}\n" for each in ids), encoding="utf-8")
+    return out

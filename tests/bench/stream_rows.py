@@ -1,0 +1,104 @@
+"""What the races of `make bench-stream` say, as rows with the aims of each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moert.bench.bound import bound_s
+from tests.bench.race import Device, Outcome
+from tests.bench.result import Row, row_of_runs
+
+# What our speed should be of each baseline's, by device; the paper has an aim for its SSD and its slower disk.
+AIMS: Mapping[str, Mapping[str, float]] = {
+    "IO-EXP": {"board": 6.0, "ssd": 4.0},
+    "IO-QEXP": {"board": 1.8, "ssd": 1.8, "nvme": 1.8},
+    "STI-like": {"board": 2.5, "ssd": 2.5, "nvme": 2.5},
+}
+BOUND_AIM, LLAMA_AIM = 0.8, 4.0
+MEMORY_AIM, SPEED_AIM = 4.0, 0.5  # so many times less memory than IO-FREE, at this share of its speed
+
+
+def speed_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
+    """Tokens per second and hit rate of each entry, and what its process held."""
+    rows = []
+    for name, outcome in outcomes.items():
+        what = f"{where}: {name}"
+        rows.append(row_of_runs(f"{what}: decode", outcome.speeds, "tokens/s"))
+        requests = sum(segment.requests for segment in outcome.segments)
+        if requests:
+            rows.append(Row(f"{what}: hits", 100 * sum(each.hits for each in outcome.segments) / requests, "%"))
+        if outcome.prompt is not None:
+            tokens = outcome.prompt.tokens
+            rows.append(Row(f"{what}: prompt of {tokens} tokens", outcome.prompt.speed, "tokens/s"))
+        peak = outcome.facts.get("peak_bytes", outcome.group_bytes)
+        rows.append(Row(f"{what}: peak memory of the process", peak / 1e6, "MB"))
+    return rows
+
+
+def ratios(ours: Outcome, other: Outcome) -> list[float]:
+    """Our speed as a multiple of the other's, in each round."""
+    return [mine / theirs for mine, theirs in zip(ours.speeds, other.speeds, strict=True)]
+
+
+def against_rows(where: str, device: Device, outcomes: Mapping[str, Outcome], shares: Sequence[float]) -> list[Row]:
+    """Ours at each budget beside the baselines; those with a budget beside their own at the same one."""
+    rows = []
+    for share in shares:
+        mine = outcomes[f"moert {share:.0%}"]
+        for baseline, aims in AIMS.items():
+            other = outcomes.get(baseline) or outcomes[f"{baseline} {share:.0%}"]
+            row = row_of_runs(f"{where}: moert {share:.0%} to {baseline}", ratios(mine, other), "× its speed")
+            rows.append(row.at_least(aims[device.name]) if device.name in aims else row)
+            if mine.prompt is not None and other.prompt is not None:
+                ratio = mine.prompt.speed / other.prompt.speed
+                rows.append(Row(f"{where}: moert {share:.0%} to {baseline}: prompt", ratio, "× its speed"))
+    return rows
+
+
+def bound_rows(where: str, outcome: Outcome, resident_speed: float, bytes_per_s: float) -> list[Row]:
+    """How near a run came to the most that computing and Belady's misses allow. `resident_speed`: tokens per second of
+    the same pack all in memory."""
+    shares = [
+        bound_s(segment.tokens / resident_speed, unavoidable, bytes_per_s) / segment.seconds
+        for segment, unavoidable in zip(outcome.segments, outcome.unavoidable, strict=True)
+    ]
+    read = sum(segment.bytes_read for segment in outcome.segments)
+    tokens = sum(segment.tokens for segment in outcome.segments)
+    return [
+        Row(f"{where}: read for a token", read / tokens / 1e6, "MB"),
+        Row(f"{where}: unavoidable for a token", sum(outcome.unavoidable) / tokens / 1e6, "MB"),
+        row_of_runs(f"{where}: share of the bound", shares, "of the possible speed").at_least(BOUND_AIM),
+    ]
+
+
+def memory_rows(where: str, outcomes: Mapping[str, Outcome], free: Outcome, shares: Sequence[float]) -> list[Row]:
+    """Ours beside all 16-bit experts in memory; last, the best speed among the budgets that need little enough."""
+    rows, small_enough = [], [0.0]
+    free_speed = row_of_runs("", free.speeds, "").value
+    for share in shares:
+        mine = outcomes[f"moert {share:.0%}"]
+        whole = free.facts["peak_bytes"] / mine.facts["peak_bytes"]
+        model = model_bytes(free) / model_bytes(mine)
+        speed = row_of_runs("", mine.speeds, "").value / free_speed
+        what = f"{where}: moert {share:.0%} to IO-FREE"
+        rows += [
+            Row(f"{what}: memory of the process", whole, "× less"),
+            Row(f"{what}: bytes of the model", model, "× less"),
+            Row(f"{what}: speed", speed, "of its speed"),
+        ]
+        if whole >= MEMORY_AIM:
+            small_enough.append(speed)
+    best = Row(f"{where}: best speed with {MEMORY_AIM:g} × less memory", max(small_enough), "of IO-FREE's speed")
+    return [*rows, best.at_least(SPEED_AIM)]
+
+
+def model_bytes(outcome: Outcome) -> int:
+    """The weights that are in memory at most: those that always stay, and the cache."""
+    return outcome.facts["backbone_bytes"] + outcome.facts["cache_bytes"]
+
+
+def llama_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
+    """Ours, first in `outcomes`, beside llama.cpp."""
+    (_, mine), (name, other) = outcomes.items()
+    ratio = row_of_runs(f"{where}: moert to {name}", ratios(mine, other), "× its speed")
+    return [*speed_rows(where, outcomes), ratio.at_least(LLAMA_AIM)]

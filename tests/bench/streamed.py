@@ -1,0 +1,184 @@
+"""A pack in the project's own engine with little room, as a session of tests/bench/runner.py.
+
+`python -m tests.bench.streamed SETTING`, with a Setting as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.runner import serve
+
+if TYPE_CHECKING:
+    from moert.experts.replay import Step
+
+THREADS = 2
+PIECE = 64  # tokens of a request where no prompt says how many
+_STOP = "\0"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the engine is set.
+
+    `cache_bytes`: room for experts; None: for all. `routing`: a file of tests/bench/routing.py to put in the place of
+    the routers; None leaves them. `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from
+    single tokens, of `beginnings`.
+    """
+
+    pack: str
+    cache_bytes: int | None
+    eviction: str = "auto"
+    predictor: str = "gate"
+    io: str = "direct"
+    routing: str | None = None
+    prompts: str | None = None
+    new_tokens: int = PIECE
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.bench.streamed", json.dumps(asdict(self))]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a run. `tokens` are passes through the decoder, the first token of each request among them."""
+
+    tokens: int
+    seconds: float
+    bytes_read: int
+    requests: int
+    hits: int
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Clock:
+    """In the place of a detokenizer: ends the text once the time is over and enough tokens are there."""
+
+    def __init__(self, seconds: float, least: int) -> None:
+        self._until, self._least = time.perf_counter() + seconds, least
+        self.tokens = 0
+
+    @property
+    def over(self) -> bool:
+        return self.tokens >= self._least and time.perf_counter() >= self._until
+
+    def push(self, token: int) -> str:
+        self.tokens += 1
+        return _STOP if self.over else ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def beginnings(vocab_size: int) -> Iterator[int]:
+    """Tokens that texts begin with, so that no text is written twice."""
+    return (7919 * number % vocab_size for number in itertools.count(1))
+
+
+class Streamed:
+    """The session. What its engine demands is remembered, so that the best that any cache could do can be said."""
+
+    def __init__(self, setting: Setting) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is imported
+        import numpy as np
+
+        from moert.budget import parse_cache
+        from moert.engine import Engine
+        from moert.experts.drive import parse_io
+        from tests.bench.routing import ReplayedRouting
+
+        self._trace: list[Step] = []
+        self._starts: list[int] = []
+        self._engine = Engine.open(
+            setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
+            io=parse_io(setting.io), eviction=setting.eviction, predictor=setting.predictor, threads=THREADS,
+            trace=self._trace, notify=lambda line: print(line, file=sys.stderr),
+        )  # fmt: skip
+        self._new_tokens = setting.new_tokens
+        self._prompts: Iterator[list[int]] = ([token] for token in beginnings(self._engine.spec.vocab_size))
+        if setting.prompts is not None:
+            lines = Path(setting.prompts).read_text(encoding="utf-8").splitlines()
+            self._prompts = itertools.cycle([json.loads(line) for line in lines])
+        if setting.routing is not None:
+            with np.load(setting.routing) as recorded:
+                ReplayedRouting(self._engine, recorded["heldout"], recorded["guesses"])
+
+    def run(self, seconds: float, least: int) -> dict[str, Any]:
+        """Writes for so long, but no fewer than `least` tokens → a Segment."""
+        clock = Clock(seconds, least)
+
+        def work() -> int:
+            while not clock.over:
+                self._generate(next(self._prompts), self._new_tokens, clock)
+            return clock.tokens
+
+        return self._measured(work)
+
+    def read(self, tokens: int) -> dict[str, Any]:
+        """Reads a prompt of so many tokens and writes one → a Segment whose tokens are the prompt's."""
+        ids = list(itertools.islice(beginnings(self._engine.spec.vocab_size), tokens))
+
+        def work() -> int:
+            self._generate(ids, 1, Clock(0.0, 1))
+            return tokens
+
+        return self._measured(work)
+
+    def unavoidable(self) -> list[int]:
+        """Bytes that the best choice of victims would have read in each segment so far; see moert.bench.bound."""
+        from moert.bench.bound import belady
+
+        nbytes = {entry.key: entry.file_bytes for entry in self._engine.pack.manifest.experts}
+        cache_bytes = self._engine.stats().cache_bytes
+        return [part.bytes_read for part in belady(self._trace, nbytes, cache_bytes, self._starts)]
+
+    def facts(self) -> dict[str, int]:
+        """Bytes: of the cache, of the weights that always stay, and the most that the process held."""
+        from moert.pack.manifest import BACKBONE
+
+        stats, files = self._engine.stats(), self._engine.pack.manifest.files
+        return {
+            "cache_bytes": stats.cache_bytes,
+            "backbone_bytes": files[BACKBONE].nbytes,
+            "peak_bytes": stats.peak_rss_bytes,
+        }
+
+    def _measured(self, work: Callable[[], int]) -> dict[str, Any]:
+        self._starts.append(len(self._trace))
+        before, started = self._engine.stats(), time.perf_counter()
+        tokens = work()
+        seconds, after = time.perf_counter() - started, self._engine.stats()
+        return asdict(
+            Segment(
+                tokens,
+                seconds,
+                after.bytes_read - before.bytes_read,
+                after.expert_requests - before.expert_requests,
+                after.expert_hits - before.expert_hits,
+            )
+        )
+
+    def _generate(self, ids: list[int], new_tokens: int, clock: Any) -> None:
+        from moert.generation.settings import GenerationSettings
+
+        settings = GenerationSettings(max_new_tokens=new_tokens, stop_strings=(_STOP,))
+        self._engine.generate_ids(ids, settings, detokenizer=clock)
+
+
+def main() -> None:
+    serve(lambda: Streamed(Setting(**json.loads(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""An expert store without a disk, whose reads can be held, counted and made to fail; and what waits for threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from moert.experts.cache import ExpertCache
+from moert.experts.eviction import EVICTION
+from moert.pack.errors import HashMismatch
+from moert.pack.model_spec import ExpertKey, Stack
+from moert.stats import ExpertCounters
+
+ORDER: list[tuple[Stack, int]] = [("decoder", layer) for layer in range(3)]
+PATIENCE_S = 30
+
+
+def key(layer: int, expert: int) -> ExpertKey:
+    return ExpertKey("decoder", layer, expert)
+
+
+def mark(wanted: ExpertKey) -> int:
+    """The byte that fills this expert."""
+    return 1 + 16 * wanted.layer + wanted.expert
+
+
+class MemoryStore:
+    """Experts of expert id + 1 tens of bytes. Reads of keys in `gates` wait, reads of keys in `broken` raise."""
+
+    def __init__(self) -> None:
+        self.reads: list[ExpertKey] = []
+        self.twice: list[ExpertKey] = []  # read while the same expert was being read
+        self.gates: dict[ExpertKey, threading.Event] = {}
+        self.entered: dict[ExpertKey, threading.Event] = {}
+        self.broken: dict[ExpertKey, BaseException] = {}
+        self.during: Callable[[ExpertKey], None] = lambda wanted: None
+        self._under_way: set[ExpertKey] = set()
+
+    def hold(self, held: ExpertKey) -> None:
+        self.gates[held], self.entered[held] = threading.Event(), threading.Event()
+
+    def damage(self, damaged: ExpertKey) -> None:
+        self.broken[damaged] = HashMismatch(f"{damaged} is damaged")
+
+    def nbytes(self, wanted: ExpertKey) -> int:
+        return 10 * (wanted.expert + 1)
+
+    def read(self, wanted: ExpertKey, into: np.ndarray) -> None:
+        if wanted in self._under_way:
+            self.twice.append(wanted)
+        self._under_way.add(wanted)
+        self.reads.append(wanted)
+        half = len(into) // 2
+        into[:half] = mark(wanted)
+        try:
+            if wanted in self.gates:
+                self.entered[wanted].set()
+                assert self.gates[wanted].wait(PATIENCE_S)
+            self.during(wanted)
+            if wanted in self.broken:
+                raise self.broken[wanted]
+        finally:
+            self._under_way.discard(wanted)
+        into[half:] = mark(wanted)
+
+    def expert(self, wanted: ExpertKey, buffer: np.ndarray) -> np.ndarray:
+        assert len(buffer) == self.nbytes(wanted)
+        return buffer
+
+
+Made = tuple[ExpertCache, MemoryStore, ExpertCounters]
+
+
+def make(capacity: int, policy: str = "lru", loaders: int = 1) -> Made:
+    store, counters = MemoryStore(), ExpertCounters()
+    return ExpertCache(store, EVICTION[policy](ORDER), capacity, counters, loaders), store, counters
+
+
+def use(cache: ExpertCache, layer: int, experts: list[int]) -> None:
+    """A layer of a prompt: one expert after the other, those that follow named."""
+    cache.begin_layer("decoder", layer, experts)
+    keys = [key(layer, expert) for expert in experts]
+    for place, wanted in enumerate(keys):
+        with cache.lease([wanted], keys[place + 1 :]) as lease:
+            assert (lease.expert(0) == mark(wanted)).all()
+            assert cache.used_bytes <= cache.capacity_bytes
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it does not happen"
+        time.sleep(0.002)
+
+
+class Model(threading.Thread):
+    """Runs something as the model's thread would; `end` waits for it and raises what it raised."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._work, self._error = work, list[BaseException]()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error.append(error)
+
+    def end(self) -> None:
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "it hangs"
+        if self._error:
+            raise self._error[0]

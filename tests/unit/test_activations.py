@@ -1,0 +1,72 @@
+"""What a long prompt takes beside keys and values stays below what is set aside for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_packs import SWITCH
+
+from moert.kernels import library
+from moert.models.activations import activation_bytes
+from moert.models.kv import state_bytes
+from moert.pack.model_spec import ModelSpec, StackSpec
+from tests.bench.shaped import OLMOE, write_pack
+
+MEASURE = """
+import json, re, sys, torch
+from moert.engine import Engine
+from moert.memory import return_early, return_freed
+def status(name): return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+torch.set_num_threads(1)
+return_early()
+with Engine.open(sys.argv[1], predictor="none", kernels=sys.argv[2]) as engine:
+    peaks = []
+    for tokens in json.loads(sys.argv[3]):
+        engine.reserve(tokens, 1)
+        for _ in range(2):  # the first reads the experts
+            held = None
+            return_freed()
+            before = status("VmRSS")
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # the peak starts anew
+            held = engine.model.prefill([(7 * i) % 64 for i in range(tokens)])
+        peaks.append(status("VmHWM") - before)
+print(json.dumps(peaks))
+"""
+
+
+def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
+    """Both kinds of model, of one layer in each stack, wide enough for activations to outweigh everything else."""
+    one = StackSpec(1, (0,))
+    decoder = replace(
+        OLMOE, vocab_size=64, d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 128, head_dim=64,
+        decoder=one, moe=replace(OLMOE.moe, num_experts=4, top_k=2, d_ff=d_ff), attention_scale=0.125,
+    )  # fmt: skip
+    switch = replace(
+        SWITCH, d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64, encoder=one, decoder=one,
+        moe=replace(SWITCH.moe, num_experts=4, d_ff=d_ff, capacity=None),
+    )  # fmt: skip
+    return {"decoder": decoder, "switch": switch}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be started anew")
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["decoder", "switch"])
+def test_the_bound_is_above_the_peak_and_not_far(tmp_path: Path, name: str, kernels: str) -> None:
+    spec, lengths = shapes(768, 512)[name], [300, 1500]
+    write_pack(tmp_path / "wide.pack", 4, {"attention": 8}, spec)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "wide.pack"), kernels, json.dumps(lengths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    widened = kernels == "reference" or library.load() is None
+    for tokens, peak in zip(lengths, json.loads(done.stdout), strict=True):
+        bound = activation_bytes(spec, tokens, widened) + state_bytes(spec, tokens, 1)
+        print(name, kernels, tokens, "peak", peak, "bound", bound)
+        unpacked = 6 * spec.weights_per_expert() if widened else 0
+        assert peak < bound + unpacked + 2_000_000
+        assert bound < 5 * peak

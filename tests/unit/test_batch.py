@@ -1,0 +1,235 @@
+"""Prompts that run together: the answers of each alone, with fewer reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_packs import SPECS, VOCAB, write_pack
+
+from moert import cli
+from moert.engine import Engine
+from moert.errors import InputInvalid
+from moert.generation.batch import Interrupted
+from moert.generation.settings import GenerationSettings
+from moert.models.moe import select
+from moert.prompts import Record, grouped
+from moert.regulator import Regulator
+from moert.stats import RequestTimes
+
+PROMPTS = ("one small step", "zigzag", "a", "hello world", "jumps over the lazy dog", "x y z")
+IDS = [[5, 9, 12], [7], list(range(3, 40)), [4, 4, 8, 30, 22, 11], [20] * 11]
+SETTINGS = {
+    "greedy": GenerationSettings(max_new_tokens=12),
+    "drawn": GenerationSettings(max_new_tokens=12, temperature=0.8, seed=3),
+    "stop strings": GenerationSettings(max_new_tokens=12, temperature=0.8, stop_strings=("o", "ab", "e")),
+}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Answers end at different places."""
+    root = tmp_path_factory.mktemp("batch")
+    ends = tuple(range(1, VOCAB, 11))
+    return {
+        name: write_pack(root / f"{name}.pack", replace(spec, eos_token_ids=ends), paths=False)
+        for name, spec in SPECS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def smallest(packs: dict[str, Path]) -> dict[str, int]:
+    engines = {name: Engine.open(path, predictor="none") for name, path in packs.items()}
+    sizes = {name: engine.budget.layer_bytes for name, engine in engines.items()}
+    for engine in engines.values():
+        engine.close()
+    return sizes
+
+
+@pytest.mark.parametrize("kernels", ["auto", "scalar", "reference"])
+@pytest.mark.parametrize("capacity", [None, 0, 1, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels) -> None:
+    spec = replace(SPECS[name], moe=replace(SPECS[name].moe, capacity=capacity))
+    path = write_pack(tmp_path / "some.pack", spec, paths=False, tokenizer=False)
+    with Engine.open(path, predictor="none", kernels=kernels, threads=1) as engine:
+        engine.reserve(40, 12)
+        together, alone = engine.model.prefill_many(IDS), [engine.model.prefill(ids) for ids in IDS]
+        many, one = torch.stack([logits for _, logits in together]), torch.stack([logits for _, logits in alone])
+        for _ in range(6):
+            if kernels == "reference":
+                torch.testing.assert_close(many, one, rtol=1e-3, atol=1e-3)
+            else:
+                assert torch.equal(many, one)
+            tokens = one.argmax(-1).tolist()
+            many = engine.model.step_many([state for state, _ in together], tokens)
+            steps = zip([state for state, _ in alone], tokens, strict=True)
+            one = torch.stack([engine.model.step(state, token) for state, token in steps])
+        assert [state.length for state, _ in together] == [state.length for state, _ in alone]
+
+
+def test_capacity_counts_in_each_sequence() -> None:
+    moe = replace(SPECS["switch"].moe, capacity=2)
+    scores = torch.randn(12, moe.num_experts, generator=torch.Generator().manual_seed(0))
+    parts = [select(part, moe) for part in torch.split(scores, [7, 1, 4])]
+    experts, weights = select(scores, moe, [7, 1, 4])
+    assert torch.equal(experts, torch.cat([part[0] for part in parts]))
+    assert torch.equal(weights, torch.cat([part[1] for part in parts]))
+    assert not torch.equal(experts, select(scores, moe)[0])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", SPECS)
+def test_answers_are_those_of_each_prompt_alone_and_take_fewer_reads(packs, smallest, name, settings) -> None:
+    with Engine.open(packs[name], predictor="none", cache=smallest[name]) as engine:
+        alone = [engine.generate(prompt, SETTINGS[settings]).result for prompt in PROMPTS]
+        assert len({len(result.tokens) for result in alone}) > 1
+        assert settings != "stop strings" or "stop_string" in {result.stop_reason for result in alone}
+    with Engine.open(packs[name], predictor="none", cache=smallest[name]) as batched:
+        answers = batched.generate_many(PROMPTS, SETTINGS[settings])
+        assert [answer.result for answer in answers] == alone
+        assert batched.counters.bytes_read < 0.8 * engine.counters.bytes_read
+        figures, before = batched.stats(), engine.stats()
+        assert (figures.requests, figures.prompt_tokens, figures.new_tokens) == (
+            before.requests, before.prompt_tokens, before.new_tokens,
+        )  # fmt: skip
+        for answer in answers:
+            assert 0 < answer.time_to_first_token_s <= answer.total_s
+        assert len({answer.total_s for answer in answers}) > 1
+
+
+def test_the_reference_writes_the_same_tokens(packs) -> None:
+    """Not the same bits, but these logits are far enough apart."""
+    for path in packs.values():
+        with Engine.open(path, predictor="none", kernels="reference", threads=1) as engine:
+            alone = [engine.generate(prompt, SETTINGS["greedy"]).result for prompt in PROMPTS]
+            assert [answer.result for answer in engine.generate_many(PROMPTS, SETTINGS["greedy"])] == alone
+
+
+def test_what_does_not_fit_together_runs_in_smaller_batches(packs, monkeypatch) -> None:
+    notes: list[str] = []
+    with Engine.open(packs["decoder"], predictor="none", notify=notes.append) as engine:
+        alone = [engine.generate(prompt, SETTINGS["greedy"]).result for prompt in PROMPTS]
+        notes.clear()
+        sizes: list[int] = []
+
+        real = engine.model.prefill_many
+        monkeypatch.setattr(engine._regulator, "together", lambda prompts, max_new_tokens: min(2, len(prompts)))
+        monkeypatch.setattr(engine.model, "prefill_many", lambda ids: (sizes.append(len(ids)), real(ids))[1])
+        answers = engine.generate_many(PROMPTS[:5], SETTINGS["greedy"])
+    assert [answer.result for answer in answers] == alone[:5]
+    assert sizes == [2, 2, 1]
+    assert notes == ["5 prompts at once take too much memory: they run 2 at a time"]
+
+
+def test_as_many_as_fit_run_together_and_at_least_one(packs) -> None:
+    with Engine.open(packs["decoder"], predictor="none") as engine:
+        budget, prompts = engine.budget, [20_000, 25_000, 30_000, 90_000]
+
+        def regulator(limit_bytes: int | None) -> Regulator:
+            return Regulator(engine.spec, budget, False, Nothing(), limit_bytes, measure=lambda: 10**8)
+
+        assert regulator(None).together(prompts, 12) == 4
+        for count in (1, 2, 3, 4):
+            limit = regulator(10**9).smallest_memory(prompts[:count], 12)
+            assert regulator(limit).together(prompts, 12) == count
+        assert regulator(1).together(prompts, 12) == 1
+
+
+class Nothing:
+    """An expert cache without experts."""
+
+    held_bytes = 0
+
+    def resize(self, capacity_bytes: int) -> None:
+        raise AssertionError("nobody asked for that")
+
+
+@pytest.fixture
+def interrupted_after_three(packs, monkeypatch):
+    """An engine's model class whose fourth turn is interrupted; what each prompt wrote by then."""
+    with Engine.open(packs["decoder"], predictor="none") as engine:
+        kind, left = type(engine.model), [None] * 3
+        alone = [engine.generate(prompt, SETTINGS["greedy"]).result for prompt in PROMPTS]
+    real = kind.step_many
+
+    def step_many(self, states, tokens):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return real(self, states, tokens)
+
+    monkeypatch.setattr(kind, "step_many", step_many)
+    assert {len(result.tokens) <= 4 for result in alone} == {True, False}
+    return alone
+
+
+def test_ctrl_c_keeps_what_there_is(packs, interrupted_after_three) -> None:
+    with (
+        Engine.open(packs["decoder"], predictor="none") as engine,
+        pytest.raises(Interrupted) as stop,
+    ):
+        engine.generate_many(PROMPTS, SETTINGS["greedy"])
+    for answer, alone in zip(stop.value.answers, interrupted_after_three, strict=True):
+        assert answer.result.tokens == alone.tokens[:4]
+        assert answer.finished == (len(alone.tokens) <= 4)
+    assert engine.stats().new_tokens == sum(len(answer.result.tokens) for answer in stop.value.answers)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, object]], str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), [json.loads(line) for line in out.splitlines()], err
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"id": at, "prompt": prompt}) + "\n" for at, prompt in enumerate(PROMPTS)))
+    return path
+
+
+def test_ctrl_c_leaves_the_finished_answers_of_a_batch(packs, source, interrupted_after_three, capsys) -> None:
+    options = ("--predict", "none", "--max-new-tokens", 12, "--json", "--batch", 6)
+    code, lines, _ = run(capsys, "run", packs["decoder"], "--input", source, *options)
+    wanted = [(at, one.tokens) for at, one in enumerate(interrupted_after_three) if len(one.tokens) <= 4]
+    assert (code, [(line["id"], line["tokens"]) for line in lines]) == (130, wanted)
+
+
+def test_a_file_gives_the_same_lines_in_any_batch(packs, source, capsys) -> None:
+    options = ("--input", source, "--predict", "none", "--max-new-tokens", 12, "--json", "--temperature", 1)
+    code, wanted, _ = run(capsys, "run", packs["switch"], *options)
+    assert (code, [line["id"] for line in wanted]) == (0, list(range(len(PROMPTS))))
+    for size in (3, 100):
+        assert run(capsys, "run", packs["switch"], *options, "--batch", size) == (0, wanted, "")
+
+
+def test_a_batch_needs_a_file_and_a_size(packs, source, capsys) -> None:
+    code, _, error = run(capsys, "run", packs["switch"], "abc", "--batch", 2)
+    assert (code, error) == (2, "moert: --batch 2 goes with --input: there is one prompt\n")
+    code, _, error = run(capsys, "run", packs["switch"], "--input", source, "--batch", 0)
+    assert code == 2
+    assert "--batch" in error
+
+
+def test_lines_before_a_bad_one_are_run() -> None:
+    def records():
+        yield from [Record(str(number), {}) for number in range(5)]
+        raise InputInvalid("bad")
+
+    seen: list[list[str]] = []
+    groups = ([record.prompt for record in group] for group in grouped(records(), 3))
+    with pytest.raises(InputInvalid, match="bad"):
+        seen.extend(groups)
+    assert seen == [["0", "1", "2"], ["3", "4"]]
+    assert [len(group) for group in grouped(iter([Record("", {})] * 4), 2)] == [2, 2]
+
+
+def test_the_time_of_a_batch_counts_once() -> None:
+    times = RequestTimes()
+    times.add(30, 24, 0.5, 2.5, requests=4)
+    assert (times.requests, times.new_tokens, times.first_token_s, times.decode_s) == (4, 24, 2.0, 2.0)

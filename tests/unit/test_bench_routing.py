@@ -1,0 +1,86 @@
+"""Routing recorded from one model and replayed in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moert.engine import Engine
+from moert.experts.replay import Step
+from tests import tiny_packs
+from tests.bench.routing import WINDOW, ReplayedRouting, join, record, windows_of
+
+NO_GUESSES = np.zeros((3, 3, 8), np.float16)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_packs.write_pack(tmp_path_factory.mktemp("packs") / "tiny.pack", tiny_packs.DECODER)
+
+
+def test_two_streams_become_one_of_twice_as_many_experts() -> None:
+    first, second = np.array([[[3, 1]], [[0, 2]]], np.uint8), np.array([[[2, 0]], [[1, 3]]], np.uint8)
+    assert join(first, second, 4).tolist() == [[[1, 3, 4, 6]], [[0, 2, 5, 7]]]
+    with pytest.raises(ValueError, match="can't be joined"):
+        join(first, second[:1], 4)
+
+
+def test_windows_follow_each_other() -> None:
+    class Words:
+        def encode(self, text: str) -> Any:
+            return type("Encoded", (), {"ids": [int(word) for word in text.split()]})
+
+    text = " ".join(map(str, range(2 * WINDOW + 5)))
+    assert windows_of(text, Words(), 2) == [list(range(WINDOW)), list(range(WINDOW, 2 * WINDOW))]
+    with pytest.raises(ValueError, match="tokens of text"):
+        windows_of(text, Words(), 3)
+
+
+def test_replayed_routing_decides_prompts_and_tokens_and_goes_round(pack: Path) -> None:
+    trace: list[Step] = []
+    routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3, [[4, 5]] * 3], np.uint8)  # three tokens, three layers
+    with Engine.open(pack, predictor="none", threads=1, trace=trace) as engine:
+        ReplayedRouting(engine, routing, NO_GUESSES)
+        tiny_packs.run_greedy(engine, [5, 6], 4)
+    passes = [[step.experts for step in trace[at : at + 3]] for at in range(0, len(trace), 3)]
+    assert passes == [[(0, 1, 2, 3)] * 3, [(4, 5)] * 3, [(0, 1)] * 3, [(2, 3)] * 3]
+
+
+def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> None:
+    routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3], np.uint8)
+    guesses = np.zeros((2, 3, 8), np.float16)
+    guesses[0, :, 6], guesses[1, :, 7] = 1, 1
+    with Engine.open(pack, predictor="gate", threads=1) as engine:
+        ReplayedRouting(engine, routing, guesses)
+        assert engine.ahead is not None
+        seen: list[list[float]] = []
+
+        def spied(guess: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def spy(x: Any) -> Any:
+                found = guess(x)
+                seen.append(found[6:].tolist())
+                return found
+
+            return spy
+
+        engine.ahead.guesses = {at: spied(guess) for at, guess in engine.ahead.guesses.items()}
+        engine.cache.resize(0)
+        tiny_packs.run_greedy(engine, [5, 6], 2)
+    assert seen[0] == [0.5, 0.5]  # the prompt has both tokens
+    assert seen[-1] == [1.0, 0.0]  # and the recording has begun anew
+
+
+def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:
+    trace: list[Step] = []
+    with Engine.open(pack, predictor="none", threads=1, trace=trace) as engine:
+        engine.reserve(3, 1)
+        engine.model.prefill([5, 6, 7])
+    routing, guesses = record(pack, [[5, 6, 7]])
+    assert [set(routing[:, place].ravel().tolist()) for place in range(3)] == [set(step.experts) for step in trace]
+    assert guesses.shape == (3, 3, 8)
+    assert not guesses[:, 0].any()
+    assert np.allclose(guesses[:, 1:].sum(2), 1, atol=0.01)

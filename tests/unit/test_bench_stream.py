@@ -1,0 +1,249 @@
+"""The bench on imitated devices: settings of the baselines, sessions, bounds and rows. Nothing here is timed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moert.pack.codec import QuantizedMatrix
+from moert.pack.reader import Pack
+from tests import tiny_packs
+from tests.bench import contenders, stream, stream_packs, stream_rows
+from tests.bench.contenders import Contender
+from tests.bench.race import Device, Outcome, forget, of_llama
+from tests.bench.result import Row
+from tests.bench.routing import WINDOW
+from tests.bench.runner import Runner
+from tests.bench.shaped import OLMOE, write_pack
+from tests.bench.stream_packs import Packs
+from tests.bench.streamed import Clock, Segment, Setting, Streamed, beginnings
+
+NO_GUESSES = np.zeros((3, 3, 8), np.float16)
+SMALL = replace(
+    OLMOE, vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, attention_scale=32**-0.5,
+    decoder=replace(OLMOE.decoder, n_layers=2, moe_layers=(0, 1)),
+    moe=replace(OLMOE.moe, num_experts=4, top_k=2, d_ff=128),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_packs.write_pack(tmp_path_factory.mktemp("packs") / "tiny.pack", tiny_packs.DECODER)
+
+
+# Packs and settings ---------------------------------------------------------------------------------------------------
+
+
+def test_widths_of_a_conversion_repeat_for_more_experts(pack: Path) -> None:
+    source = Pack.open(pack).manifest
+    spec = replace(SMALL, decoder=tiny_packs.DECODER.decoder, moe=replace(SMALL.moe, num_experts=16))
+    widths = stream_packs.as_converted(source, spec)
+    assert set(widths) == set(spec.expert_keys())
+    for key, bits in widths.items():
+        entry = next(each for each in source.experts if each.key == key._replace(expert=key.expert % 8))
+        assert bits == max(entry.bits.values())
+
+
+def test_shaped_packs_take_a_width_for_each_expert_and_paths(tmp_path: Path) -> None:
+    widths = {key: 16 if key.expert == 0 else 2 for key in SMALL.expert_keys()}
+    write_pack(tmp_path / "mixed.pack", widths, {"embed": 16, "head": 16, "attention": 16, "router": 16}, SMALL)
+    routing = np.random.default_rng(0).integers(0, 4, (2 * WINDOW, 2, 2)).astype(np.uint8)
+    stream_packs.add_paths(tmp_path / "mixed.pack", routing)
+    found = Pack.open(tmp_path / "mixed.pack")
+    for entry in found.manifest.experts:
+        parts = found.projections(entry.key, found.read_expert(entry.key))
+        assert all(isinstance(part, QuantizedMatrix) != (entry.key.expert == 0) for part in parts.values())
+    assert {"paths.safetensors", "trace.safetensors"} <= set(found.manifest.files)
+    before = (tmp_path / "mixed.pack/manifest.json").read_bytes()
+    stream_packs.add_paths(tmp_path / "mixed.pack", routing)
+    assert (tmp_path / "mixed.pack/manifest.json").read_bytes() == before
+
+
+def packs_of(pack: Path) -> Packs:
+    return Packs("tiny", pack, pack, pack, None, None, 7)
+
+
+@pytest.mark.parametrize("contender", [contenders.MOERT, contenders.STI], ids=lambda each: each.name)
+def test_a_budget_is_a_share_of_the_mixed_experts_but_never_below_a_layers_demand(
+    contender: Contender, pack: Path
+) -> None:
+    packs, nbytes = packs_of(pack), stream_packs.expert_bytes(pack)
+    assert contender.setting(packs, 0.5).cache_bytes == nbytes // 2
+    assert contender.setting(packs, 0.0001).cache_bytes == stream_packs.layer_bytes(pack)
+    with pytest.raises(ValueError, match="needs a budget"):
+        contender.setting(packs, None)
+
+
+def test_baselines_are_what_the_paper_says(pack: Path) -> None:
+    packs, layer = replace(packs_of(pack), half=Path("half")), stream_packs.layer_bytes(pack)
+    found = contenders.IO_QEXP.setting(packs, None)
+    assert (found.cache_bytes, found.predictor, found.new_tokens) == (layer, "none", 7)
+    assert contenders.IO_FREE.setting(packs, None).cache_bytes is None
+    assert contenders.IO_FREE.setting(packs, None).pack == "half"
+    assert contenders.PRELOAD.setting(packs, None).cache_bytes == 2 * layer
+    assert {each.predictor for each in (contenders.IO_EXP, contenders.IO_QEXP, contenders.STI)} == {"none"}
+
+
+def test_layer_bytes_are_the_largest_demand_of_one_token(pack: Path) -> None:
+    sizes: dict[int, list[int]] = {}
+    for entry in Pack.open(pack).manifest.experts:
+        sizes.setdefault(entry.key.layer, []).append(entry.file_bytes)
+    assert stream_packs.layer_bytes(pack) == max(sum(sorted(each, reverse=True)[:2]) for each in sizes.values())
+
+
+# The session ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_stops_after_its_time_but_not_before_its_tokens() -> None:
+    clock = Clock(0.0, 3)
+    assert [clock.push(1) == "" for _ in range(3)] == [True, True, False]
+    assert clock.over
+    assert not Clock(1000.0, 0).over
+
+
+def test_a_session_writes_reads_and_knows_what_it_could_not_avoid(pack: Path, tmp_path: Path) -> None:
+    routing = tmp_path / "routing.npz"
+    np.savez(routing, heldout=np.array([[[0, 1]] * 3, [[2, 3]] * 3], np.uint8), guesses=NO_GUESSES)
+    layer = stream_packs.layer_bytes(pack)
+    session = Streamed(Setting(str(pack), 2 * layer, "lru", "none", "buffered", str(routing), None, 3))
+    first, second = (Segment(**session.run(0.0, 5)) for _ in range(2))
+    prompt = Segment(**session.read(4))
+    assert (first.tokens, second.tokens, prompt.tokens) == (5, 5, 4)
+    assert first.requests == 5 * 3 * 2
+    assert first.bytes_read > 0
+    unavoidable = session.unavoidable()
+    assert len(unavoidable) == 3
+    assert all(0 < least <= part.bytes_read for least, part in zip(unavoidable, (first, second, prompt), strict=True))
+    assert session.facts()["cache_bytes"] == 2 * layer
+
+
+def test_a_session_goes_on_from_prompts_in_turn(pack: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[5, 6, 7]\n[8]\n")
+    session = Streamed(Setting(str(pack), None, "lru", "none", "buffered", None, str(prompts), 2))
+    seen: list[list[int]] = []
+    inner = session._engine.generate_ids
+    session._engine.generate_ids = lambda ids, *rest, **more: (seen.append(ids), inner(ids, *rest, **more))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+    session.run(0.0, 6)
+    assert seen[:3] == [[5, 6, 7], [8], [5, 6, 7]]
+
+
+def test_texts_begin_differently() -> None:
+    found = list(itertools.islice(beginnings(50304), 1000))
+    assert len(set(found)) == 1000
+    assert all(0 <= token < 50304 for token in found)
+
+
+def test_settings_pass_through_the_command_line() -> None:
+    setting = Setting("a.pack", 5, routing="r.npz")
+    command = setting.command()
+    assert Setting(**json.loads(command[-1])) == setting
+
+
+# Races and rows -------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_enters_its_group_before_it_starts(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    program = f"import json\nassert open({str(note)!r}).read() == 'in'\ninput()\nprint(json.dumps(1))"
+    with Runner([sys.executable, "-c", program], enter=lambda: note.write_text("in")) as runner:
+        assert runner.ask("anything") == 1
+
+
+def test_llama_writes_as_many_tokens_as_its_pace_allows() -> None:
+    class Paced:
+        counts: list[int] = []  # noqa: RUF012
+
+        def ask(self, name: str, ids: list[int], count: int) -> Any:
+            self.counts.append(count)
+            return [0] * count, 0.0, 0.1 * count
+
+    entry, runner = of_llama("llama.cpp", Path("python"), Path("model.gguf"), None), Paced()
+    entry.warm(runner)  # type: ignore[arg-type]
+    segment = entry.turn(runner, 1.0)  # type: ignore[arg-type]
+    assert runner.counts == [2, 10]
+    assert segment.speed == pytest.approx(10)
+
+
+def test_forgetting_leaves_files_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/file").write_bytes(b"abc")
+    forget(tmp_path)
+    forget(tmp_path / "inner/file")
+    assert (tmp_path / "inner/file").read_bytes() == b"abc"
+
+
+def outcome(*speeds: float, peak: int = 100, model: int = 10) -> Outcome:
+    segments = [Segment(tokens=10, seconds=10 / speed, bytes_read=50, requests=20, hits=5) for speed in speeds]
+    facts = {"peak_bytes": peak, "cache_bytes": model - 4, "backbone_bytes": 4}
+    return Outcome(segments, [30] * len(segments), None, facts)
+
+
+def test_ratios_are_taken_round_by_round_and_have_the_devices_aims() -> None:
+    baselines = {"IO-EXP": outcome(2, 1), "IO-QEXP": outcome(4, 4), "STI-like 50%": outcome(4, 2)}
+    outcomes = {"moert 50%": outcome(8, 10), **baselines}
+    rows = {row.name: row for row in stream_rows.against_rows("m", Device("ssd", 1), outcomes, (0.5,))}
+    assert rows["m: moert 50% to IO-EXP"].value == pytest.approx(7)  # of 4 and 10
+    assert rows["m: moert 50% to IO-EXP"].aim == "≥ 4"
+    assert rows["m: moert 50% to STI-like"].met
+    free = stream_rows.against_rows("m", Device("nvme", None), outcomes, (0.5,))
+    assert [row.aim for row in free] == [None, "≥ 1.8", "≥ 2.5"]
+
+
+def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
+    reading = stream_rows.bound_rows("m", outcome(2), resident_speed=100, bytes_per_s=10)
+    assert reading[-1].value == pytest.approx(3 / 5)  # 30 bytes at 10 a second; it took 5 s
+    computing = stream_rows.bound_rows("m", outcome(2), resident_speed=2.5, bytes_per_s=1000)
+    assert computing[-1].value == pytest.approx(4 / 5)
+    assert computing[-1].aim == "≥ 0.8"
+    assert computing[-1].met
+
+
+def test_memory_counts_the_whole_process_for_the_aim() -> None:
+    outcomes = {"moert 25%": outcome(4, peak=200), "moert 50%": outcome(9, peak=300)}
+    rows = stream_rows.memory_rows("m", outcomes, outcome(10, peak=1000, model=100), (0.25, 0.5))
+    assert rows[-1].value == pytest.approx(0.4)  # the faster one needs too much
+    assert not rows[-1].met
+    assert next(row.value for row in rows if row.name == "m: moert 50% to IO-FREE: bytes of the model") == 10
+
+
+def test_beside_llama_there_is_one_aim() -> None:
+    rows = stream_rows.llama_rows("m", {"moert 50%": outcome(9, 12), "llama.cpp": Outcome(outcome(2, 3).segments)})
+    assert [row.aim for row in rows if row.aim] == ["≥ 4"]
+    assert rows[-1].value == pytest.approx(4.25)
+
+
+def test_a_part_that_fails_does_not_lose_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part_rows(name: str, *rest: object) -> list[Row]:
+        if name == "wiki":
+            raise RuntimeError("it ended with status -9")
+        return [Row(f"row of {name}", 1, "x")]
+
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr(stream, "DEMO", tmp_path)
+    monkeypatch.setattr(stream, "missing", lambda reads: None)
+    monkeypatch.setattr(stream, "part_rows", part_rows)
+    monkeypatch.setattr(sys, "argv", ["stream", "--parts", "g2p", "wiki", "llama"])
+    with pytest.raises(SystemExit, match="failed: wiki"):
+        stream.main()
+    out = capsys.readouterr().out
+    assert "row of g2p" in out
+    assert "row of llama" in out
+    assert "written" not in out  # not all parts ran
+
+
+def test_without_groups_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "missing", lambda reads: "control groups can only be made as root")
+    monkeypatch.setattr(sys, "argv", ["stream"])
+    with pytest.raises(SystemExit, match="only be made as root") as ended:
+        stream.main()
+    assert "\n" not in str(ended.value)

@@ -1,0 +1,84 @@
+"""Sizes as users give them, and what is left of a limit for experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from moert.budget import AUTO, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.errors import BudgetTooSmall, InvalidMemory
+
+MB = 10**6
+BUDGET = Budget(backbone_bytes=50 * MB, scratch_bytes=0, layer_bytes=8 * MB, token_bytes=30 * MB, expert_bytes=200 * MB)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1.5GB", 1_500_000_000), ("800MB", 800_000_000), ("512MiB", 512 << 20), ("2g", 2 * 10**9), ("1234", 1234),
+     ("64 kB", 64_000), ("1TB", 10**12), ("7B", 7), (".5GB", 500_000_000), (" 2 GB ", 2 * 10**9)],
+)  # fmt: skip
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_memory(text) == MemoryLimit(nbytes=nbytes)
+    assert parse_cache(text) == CacheLimit(nbytes=nbytes)
+
+
+@pytest.mark.parametrize("text", ["50%", " 50%", "50% ", "50 %", "50.0%"])
+def test_shares(text: str) -> None:
+    assert parse_memory(text) == MemoryLimit(share=0.5)
+    assert parse_cache(text) == CacheLimit(share=0.5)
+
+
+@pytest.mark.parametrize("text", ["auto", " AUTO "])
+def test_auto(text: str) -> None:
+    assert parse_memory(text) is AUTO
+    with pytest.raises(InvalidMemory, match="--cache"):
+        parse_cache(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1.5XB", "-1GB", "", "GB", "0", "1e9", "nan", "nan%", "0%", "101%", "-5%", "9" * 40, "1_000", "1_0%",
+     "\N{ARABIC-INDIC DIGIT FIVE}GB", "\N{FULLWIDTH DIGIT FIVE}%", ".", "%", "5.GB"],
+)  # fmt: skip
+def test_what_is_no_size(text: str) -> None:
+    for parse, option in ((parse_memory, "--memory"), (parse_cache, "--cache")):
+        with pytest.raises(InvalidMemory, match=option):
+            parse(text)
+
+
+def test_a_limit_in_bytes() -> None:
+    assert MemoryLimit(nbytes=7).resolve(5, None) == 7
+    assert MemoryLimit(share=0.5).resolve(100 * MB, 400 * MB) == 200 * MB
+    assert 350 * MB < AUTO.resolve(100 * MB, 400 * MB) < 400 * MB
+    assert AUTO.resolve(100 * MB, None) is None
+    with pytest.raises(InvalidMemory, match="as a size"):
+        MemoryLimit(share=0.5).resolve(100 * MB, None)
+    assert CacheLimit(share=0.25).resolve(1000) == 250
+    assert CacheLimit(nbytes=600).resolve(1000) == 600
+
+
+def test_experts_get_what_is_left_but_never_less_than_a_layer_or_more_than_there_are() -> None:
+    less, more = (BUDGET.left_bytes(limit, 250 * MB, 40 * MB) for limit in (400 * MB, 500 * MB))
+    assert 0 < less < 110 * MB
+    assert 90 * MB < more - less <= 100 * MB
+    assert [BUDGET.fitting_bytes(left) for left in (-5, 9 * MB, 300 * MB)] == [8 * MB, 9 * MB, 200 * MB]
+
+
+@pytest.mark.parametrize("held", [3, 250 * MB, 10**12 + 1])
+def test_the_smallest_limit_fits_though_the_next_process_is_a_little_larger(held: int) -> None:
+    smallest = BUDGET.smallest_bytes(held, 40 * MB)
+    assert smallest % MB == 0
+    assert BUDGET.fits(smallest, held + MB, 40 * MB)
+    assert not BUDGET.fits(smallest - 8 * MB - smallest // 64, held, 40 * MB)
+
+
+def test_a_refusal_names_its_parts() -> None:
+    error = BUDGET.too_small(100 * MB, 250 * MB, 50 * MB, 40 * MB, "this request needs")
+    assert error.smallest_bytes == BUDGET.smallest_bytes(250 * MB, 90 * MB)
+    assert f"--memory {error.smallest_bytes} " in str(error)
+    for part in ("250.00 MB that", "50.00 MB for all weights", "40.00 MB for keys", "8.00 MB for one token's"):
+        assert part in str(error)
+    assert "did you mean" not in str(error)
+    assert "did you mean 50%?" in str(BUDGET.too_small(50, 250 * MB, 0, 40 * MB, "this request needs"))
+    with pytest.raises(BudgetTooSmall, match=f"--cache {8 * MB} "):
+        BUDGET.check_cache(8 * MB - 1)
+    BUDGET.check_cache(8 * MB)

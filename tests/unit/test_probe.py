@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moert.experts import probe as module
+from moert.experts.drive import DEFAULT_THREADS, IoSettings, is_direct, open_expert
+from moert.experts.probe import (
+    PROBE_S,
+    Drive,
+    cache_file,
+    choose,
+    drive_key,
+    drive_of,
+    known_drives,
+    probe,
+    read_for,
+    settings_for,
+)
+
+DIRECT = [IoSettings(True, threads) for threads in (1, 2, 4)]
+BUFFERED = [IoSettings(False, threads) for threads in (1, 2, 4)]
+MB = 1e6
+TAKES_DIRECT = module.takes_direct
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"E{number}.safetensors" for number in range(5)]
+    for path in paths:
+        path.write_bytes(os.urandom(2 * 4096))
+    return paths
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "drives.json"
+
+
+class FakeDrive:
+    """Reads so many bytes/s in each way and lets time pass as that takes."""
+
+    def __init__(self, speeds: dict[IoSettings, float], piece: int) -> None:
+        self.speeds, self.piece = speeds, piece
+        self.now, self.asked = 0.0, list[IoSettings]()
+
+    def clock(self) -> float:
+        return self.now
+
+    def measure(self, files: Iterator[Path], way: IoSettings, seconds: float) -> float:
+        self.asked.append(way)
+        speed = self.speeds[way]
+        self.now += max(seconds, way.threads * self.piece / speed)
+        return speed
+
+
+@pytest.fixture(autouse=True)
+def direct_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "takes_direct", lambda path: True)
+
+
+def test_the_fastest_way_is_taken() -> None:
+    assert choose({DIRECT[0]: 1.0, DIRECT[1]: 2.0, BUFFERED[0]: 3.0, BUFFERED[1]: 1.0}) == BUFFERED[0]
+
+
+def test_ties_go_to_fewer_threads_and_then_to_direct() -> None:
+    assert choose({DIRECT[0]: 96.0, BUFFERED[0]: 100.0, BUFFERED[2]: 99.0}) == DIRECT[0]
+    assert choose({DIRECT[0]: 94.0, BUFFERED[0]: 96.0, DIRECT[2]: 100.0}) == BUFFERED[0]
+    assert choose({DIRECT[0]: 94.0, DIRECT[1]: 94.0, DIRECT[2]: 100.0}) == DIRECT[2]
+
+
+def test_a_fast_drive_is_tried_in_every_way_twice(files) -> None:
+    speeds = dict(zip([*DIRECT, *BUFFERED], (500 * MB, 900 * MB, 950 * MB, 400 * MB, 700 * MB, 800 * MB), strict=True))
+    fake = FakeDrive(speeds, 8192)
+    found = probe(files, fake.measure, fake.clock)
+    assert sorted(fake.asked) == sorted([*DIRECT, *BUFFERED] * 2)
+    assert fake.asked == fake.asked[::-1]
+    assert fake.now <= PROBE_S * 1.01
+    assert found == Drive(DIRECT[2], speeds)
+
+
+@pytest.mark.parametrize("speed", [20 * MB, 100 * MB])
+def test_a_slow_drive_is_tried_in_fewer_ways_and_ends_in_time(tmp_path, speed) -> None:
+    large = tmp_path / "large"
+    with large.open("wb") as handle:
+        handle.truncate(50 << 20)
+    fake = FakeDrive(dict.fromkeys([*DIRECT, *BUFFERED], speed), 4 << 20)
+    found = probe([large], fake.measure, fake.clock)
+    assert fake.now <= PROBE_S * 1.01
+    assert found.settings == DIRECT[0]
+    assert {DIRECT[0], BUFFERED[0]} <= set(found.speeds) < {*DIRECT, *BUFFERED}
+
+
+def test_without_direct_reads_only_buffered_ones_are_tried(files, monkeypatch) -> None:
+    monkeypatch.setattr(module, "takes_direct", lambda path: False)
+    fake = FakeDrive(dict.fromkeys(BUFFERED, 100 * MB), 8192)
+    assert probe(files, fake.measure, fake.clock).settings == BUFFERED[0]
+    assert set(fake.asked) == set(BUFFERED)
+
+
+def test_files_that_can_t_be_read_give_the_default(tmp_path) -> None:
+    missing = [tmp_path / "nothing"]
+    found = probe(missing, lambda files, way, seconds: 0.0)
+    assert found == Drive(IoSettings(True, DEFAULT_THREADS), {})
+    assert found.line() == "direct,2 (not measured)"
+    assert read_for(itertools.cycle(missing), IoSettings(False, 2), 0.01) == 0.0
+
+
+def test_direct_reads_must_work_and_not_only_be_promised(files, monkeypatch) -> None:
+    assert TAKES_DIRECT(files[0].with_name("nothing")) is False
+    expected = TAKES_DIRECT(files[0])
+    fd = open_expert(files[0], direct=True)
+    assert is_direct(fd) or not expected
+    os.close(fd)
+
+    def refusing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if is_direct(fd):
+            raise OSError(22, "Invalid argument")
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    assert TAKES_DIRECT(files[0]) is False
+
+
+def test_reading_for_a_while_reads(files) -> None:
+    for way in (DIRECT[1], BUFFERED[0]):
+        assert read_for(itertools.cycle(files), way, 0.01) > 0
+
+
+def measured_once(monkeypatch: pytest.MonkeyPatch, settings: IoSettings) -> list[int]:
+    """Makes probing take no time; each probe adds to the list."""
+    probes: list[int] = []
+
+    def fake(files: list[Path]) -> Drive:
+        probes.append(len(files))
+        return Drive(settings, {settings: 123 * MB, BUFFERED[0]: 100 * MB})
+
+    monkeypatch.setattr(module, "probe", fake)
+    return probes
+
+
+def test_a_drive_is_measured_once_and_remembered(files, cache, monkeypatch) -> None:
+    probes = measured_once(monkeypatch, DIRECT[2])
+    first, second = drive_of(files, cache), drive_of(files[:2], cache)
+    assert first == second
+    assert probes == [5]
+    assert second.line() == "direct,4 (MB/s measured: direct,4 123; buffered,1 100)"
+    assert list(known_drives(cache).values()) == [first]
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+
+
+def test_another_drive_is_measured_and_the_first_kept(files, cache, monkeypatch) -> None:
+    probes = measured_once(monkeypatch, DIRECT[0])
+    drive_of(files, cache)
+    monkeypatch.setattr(module, "drive_key", lambda path, root: "another")
+    drive_of(files, cache)
+    assert len(probes) == len(known_drives(cache)) == 2
+
+
+def good() -> dict:
+    return {"version": 1, "drives": {"other": {"settings": "direct,1", "speeds": {"direct,1": 5.0}}}}
+
+
+DAMAGED = [
+    b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"version": 2, "drives": {}}', b'{"version": 1}',
+    b'{"version": 1, "drives": []}', b'{"version": 1, "drives": {"a": 3}}',
+    *(json.dumps({"version": 1, "drives": {"a": entry}}).encode() for entry in (
+        {"settings": "direct,1"},
+        {"settings": "auto", "speeds": {"auto": 1.0}},
+        {"settings": "direct,1", "speeds": {}},
+        {"settings": "direct,1", "speeds": {"direct,1": -1}},
+        {"settings": "direct,1", "speeds": {"direct,1": float("nan")}},
+        {"settings": "direct,1", "speeds": {"direct,1": "fast"}},
+        {"settings": "direct,999", "speeds": {"direct,999": 1}},
+        {"settings": 7, "speeds": {"direct,1": 1}},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", DAMAGED, ids=lambda body: ascii(body[:60]))
+def test_a_damaged_memory_is_measured_again_and_replaced(files, cache, monkeypatch, body) -> None:
+    probes = measured_once(monkeypatch, DIRECT[1])
+    cache.parent.mkdir()
+    cache.write_text(json.dumps(good()))
+    assert known_drives(cache) == {"other": Drive(DIRECT[0], {DIRECT[0]: 5.0})}
+    cache.write_bytes(body)
+    assert known_drives(cache) == {}
+    assert drive_of(files, cache).settings == drive_of(files, cache).settings == DIRECT[1]
+    assert len(probes) == 1
+
+
+def test_where_nothing_can_be_written_it_measures_each_time(files, tmp_path, monkeypatch) -> None:
+    probes = measured_once(monkeypatch, DIRECT[1])
+    (tmp_path / "file").write_text("in the way")
+    for _ in range(2):
+        assert drive_of(files, tmp_path / "file" / "drives.json").settings == DIRECT[1]
+    monkeypatch.setattr(module, "cache_file", lambda: None)
+    assert settings_for(files) == DIRECT[1]
+    assert len(probes) == 3
+
+
+def test_a_full_disk_leaves_the_old_memory_whole(files, cache, monkeypatch) -> None:
+    measured_once(monkeypatch, DIRECT[1])
+    cache.parent.mkdir()
+    cache.write_text(json.dumps(good()))
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        self.write_bytes(text[:20].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert drive_of(files, cache).settings == DIRECT[1]
+    monkeypatch.undo()
+    assert list(known_drives(cache)) == ["other"]
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+
+
+def test_a_failed_measurement_is_not_remembered(files, cache, monkeypatch) -> None:
+    monkeypatch.setattr(module, "probe", lambda files: Drive(DIRECT[1], {}))
+    assert drive_of(files, cache).settings == DIRECT[1]
+    assert not cache.exists()
+
+
+def test_a_drive_is_named_by_number_file_system_and_what_identifies_it(files, tmp_path) -> None:
+    device = files[0].stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    root = tmp_path / "root"
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/mountinfo").write_text(
+        f"22 1 0:99 / /proc rw - proc proc rw\n27 1 {number} / / rw shared:1 - ext4 /dev/vda rw\nshort line\n"
+    )
+    folder = root / "sys/dev/block" / number
+    (folder / "device").mkdir(parents=True)
+    (folder / "size").write_text("1024\n")
+    (folder / "device/serial").write_text("  S3RIAL \n")
+    assert drive_key(files[0], root) == f"{number} ext4 /dev/vda 1024 S3RIAL"
+    assert drive_key(files[0], tmp_path / "empty") == number
+    assert drive_key(tmp_path / "nothing", root) == ""
+
+
+def test_the_memory_lies_in_the_users_cache_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_file() == tmp_path / "moert/drives.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_file() == tmp_path / "home/.cache/moert/drives.json"
+
+    def homeless() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_file() is None

@@ -1,0 +1,136 @@
+"""The expert cache gives way to keys and values, and to whatever else the process turns out to hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny_packs import SWITCH
+
+from moert.budget import Budget
+from moert.errors import BudgetTooSmall
+from moert.models.activations import activation_bytes
+from moert.models.kv import BLOCK_TOKENS
+from moert.regulator import Regulator, request_bytes
+from tests.bench.shaped import OLMOE
+
+MB = 10**6
+BUDGET = Budget(backbone_bytes=50 * MB, scratch_bytes=0, layer_bytes=8 * MB, token_bytes=30 * MB, expert_bytes=200 * MB)
+
+
+class Process:
+    """What it holds beside the cache, and a cache that is always full."""
+
+    def __init__(self, others_bytes: int) -> None:
+        self.others_bytes, self.held_bytes = others_bytes, 0
+
+    def resize(self, capacity_bytes: int) -> None:
+        self.held_bytes = capacity_bytes
+
+    def measure(self) -> int:
+        return self.others_bytes + self.held_bytes
+
+
+def regulator(process: Process, limit_bytes: int | None = None, cache_bytes: int | None = None) -> Regulator:
+    return Regulator(OLMOE, BUDGET, False, process, limit_bytes, cache_bytes, process.measure)
+
+
+def test_the_cache_shrinks_as_the_context_grows_and_grows_for_the_next_request() -> None:
+    process = Process(250 * MB)
+    limit, rooms = 450 * MB, list[int]()
+    asked = regulator(process, limit)
+    assert asked.before_prompt([100], 900) is None
+    before_prompt = process.held_bytes
+    per_token = OLMOE.decoder.n_layers * 2 * OLMOE.n_kv_heads * OLMOE.head_dim * 4
+    process.others_bytes += per_token * 100
+    for new in range(1, 901):
+        process.others_bytes += per_token
+        asked.after_token([100], new)
+        rooms.append(process.held_bytes)
+        assert process.measure() < limit
+    assert rooms == sorted(rooms, reverse=True)
+    assert len(set(rooms)) == 1 + 900 // BLOCK_TOKENS
+    assert before_prompt > rooms[-1] + 700 * per_token
+    process.others_bytes = 250 * MB
+    asked.before_prompt([100], 900)
+    assert process.held_bytes == before_prompt
+
+
+def test_an_estimate_that_was_too_low_is_made_up_for() -> None:
+    process = Process(250 * MB)
+    asked = regulator(process, 450 * MB)
+    asked.before_prompt([128], 900)
+    asked.after_token([128], 1)
+    before = process.held_bytes
+    process.others_bytes += 60 * MB
+    asked.after_token([128], 2)
+    assert process.held_bytes == before  # until the next block
+    asked.after_token([128], BLOCK_TOKENS + 1)
+    assert before - 80 * MB < process.held_bytes <= before - 60 * MB
+    process.others_bytes += 500 * MB
+    asked.after_token([128], 2 * BLOCK_TOKENS + 1)
+    assert process.held_bytes == BUDGET.layer_bytes  # what a token needs at least
+
+
+def test_a_request_that_will_not_fit_at_its_end_is_refused_at_its_start() -> None:
+    process = Process(250 * MB)
+    asked = regulator(process, 400 * MB)
+    asked.before_prompt([100], 100)
+    with pytest.raises(BudgetTooSmall, match="this request needs --memory") as error:
+        asked.before_prompt([100], 1500)
+    enough = error.value.smallest_bytes
+    assert enough == asked.smallest_memory([100], 1500)
+    regulator(process, enough).before_prompt([100], 1500)
+    with pytest.raises(BudgetTooSmall):
+        regulator(process, enough).check([100, 100], 1500)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+    process = Process(250 * MB)
+    with pytest.raises(BudgetTooSmall, match=r"128 prompt tokens and 128 new ones need .* 62\.58 MB for all weights"):
+        regulator(process, 320 * MB).check_open()
+    regulator(process, 370 * MB).check_open()
+    with pytest.raises(BudgetTooSmall, match="--cache 8000000"):
+        regulator(process, cache_bytes=8 * MB - 1).check_open()
+
+
+def test_a_small_cache_is_warned_of_with_what_would_do() -> None:
+    process = Process(250 * MB)
+    warning = regulator(process, 320 * MB).before_prompt([100], 100)
+    assert warning is not None
+    enough = int(warning.split("--memory ")[1].split()[0])
+    assert regulator(process, enough).before_prompt([100], 100) is None
+    assert regulator(process, enough - 6 * MB).before_prompt([100], 100) is not None
+    assert regulator(process, cache_bytes=30 * MB).before_prompt([100], 100) is None
+    assert "--cache 30000000 avoids" in (regulator(process, cache_bytes=29 * MB).before_prompt([100], 100) or "")
+
+
+def test_without_a_limit_the_cache_is_as_large_as_asked_for() -> None:
+    process = Process(10**12)
+    regulator(process).before_prompt([10**6], 10**6)
+    assert process.held_bytes == BUDGET.expert_bytes
+    regulator(process, cache_bytes=40 * MB).before_prompt([10**6], 10**6)
+    assert process.held_bytes == 40 * MB
+    regulator(process, cache_bytes=40 * MB).after_token([10**6], 1)
+    assert process.held_bytes == 40 * MB
+
+
+@pytest.mark.parametrize("spec", [OLMOE, SWITCH])
+@pytest.mark.parametrize("widened", [False, True])
+def test_longer_requests_need_more(spec, widened) -> None:
+    needs = [
+        request_bytes(spec, widened, [tokens], new) for tokens, new in ((1, 1), (100, 1), (1000, 1), (1000, 10**6))
+    ]
+    assert needs == sorted(set(needs))
+    assert request_bytes(spec, widened, [100, 100], 50) > request_bytes(spec, widened, [100], 50)
+    deep = replace(spec, decoder=replace(spec.decoder, n_layers=100))
+    assert request_bytes(deep, widened, [100], 50) > request_bytes(spec, widened, [100], 50)
+    assert activation_bytes(spec, 2000, widened) > 2000 * 2 * 4 * spec.d_model
+
+
+def test_plenty_is_not_tight() -> None:
+    process = Process(250 * MB)
+    assert regulator(process, 400 * MB).tight
+    assert not regulator(process, 600 * MB).tight
+    assert not regulator(process).tight
+    assert not regulator(process, cache_bytes=8 * MB).tight

@@ -1,0 +1,129 @@
+"""The choice of an eviction policy, on routing recorded from the two reference models (tests/unit/traces)."""
+
+from __future__ import annotations
+
+import lzma
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_packs import DECODER, SWITCH
+
+from moert.experts import selection
+from moert.experts.belady import replay_belady
+from moert.experts.eviction import EVICTION
+from moert.experts.replay import Step, replay
+from moert.experts.selection import CONTESTANTS, DEFAULT, choose_eviction, steps_of
+from moert.experts.succession import Succession
+from moert.pack.model_spec import ExpertKey, ModelSpec, StackSpec
+from moert.pack.trace import Trace, record
+
+TRACES = Path(__file__).parent / "traces"
+FOUR = StackSpec(4, (0, 1, 2, 3))
+SPECS = {
+    "g2p": replace(SWITCH, encoder=FOUR, decoder=FOUR, moe=replace(SWITCH.moe, num_experts=16)),
+    "wiki": replace(
+        DECODER, decoder=StackSpec(8, tuple(range(8))), moe=replace(DECODER.moe, num_experts=32, top_k=4)
+    ),
+}  # fmt: skip
+# Name, share of the experts in memory, hit rate that the chosen policy must reach on held-out text.
+CASES = [("g2p", 0.25, 0.25), ("g2p", 0.5, 0.49), ("wiki", 0.25, 0.38), ("wiki", 0.5, 0.64)]
+
+
+def sizes(spec: ModelSpec) -> dict[ExpertKey, int]:
+    return dict.fromkeys(spec.expert_keys(), 10)
+
+
+@cache
+def recorded(name: str, split: str) -> Trace:
+    trace = Trace.from_bytes(lzma.decompress((TRACES / f"{name}-{split}.safetensors.xz").read_bytes()))
+    trace.check(SPECS[name])
+    return trace
+
+
+@pytest.mark.parametrize(("name", "share", "floor"), CASES)
+def test_what_is_chosen_on_calibration_text_is_among_the_best_on_other_text(name, share, floor) -> None:
+    spec = SPECS[name]
+    capacity = int(share * sum(sizes(spec).values()))
+    known = recorded(name, "calibration")
+    choice = choose_eviction(known, spec, sizes(spec), capacity)
+    steps = list(islice(steps_of(recorded(name, "heldout"), spec), 3000))
+    policies = {policy: make(spec.moe_layers(), Succession.of(known, spec)) for policy, make in EVICTION.items()}
+    rates = {name: replay(steps, sizes(spec), capacity, policy).hit_rate for name, policy in policies.items()}
+    best = replay_belady(steps, sizes(spec), capacity).hit_rate
+    chosen = replay(steps, sizes(spec), capacity, choice.policy).hit_rate
+    assert chosen == rates[choice.name], "the policy comes with all that the trace has to teach"
+    assert rates[choice.name] >= max(rates.values()) - 0.01, (choice.name, rates)
+    assert best > rates[choice.name] > floor, (best, rates)
+    assert choice.best is not None
+    assert abs(choice.best - best) < 0.05, "both texts are of one kind"
+
+
+def test_a_trace_becomes_one_pass_of_the_encoder_and_one_step_a_token() -> None:
+    encoder = [[[2], [0]], [[2], [1]], [[-1], [1]]]  # 3 tokens, 2 layers
+    decoder = [[[1], [1], [-1]], [[0], [1], [5]]]  # 2 tokens, 3 layers
+    sample = {"encoder": np.array(encoder), "decoder": np.array(decoder)}
+    empty = {name: routes[:0] for name, routes in sample.items()}
+    assert list(steps_of(record(6, [sample, empty]), SWITCH)) == [
+        Step("encoder", 0, (2,)), Step("encoder", 1, (0, 1)),
+        Step("decoder", 0, (1,)), Step("decoder", 1, (1,)),
+        Step("decoder", 0, (0,)), Step("decoder", 1, (1,)), Step("decoder", 2, (5,)),
+    ]  # fmt: skip
+
+
+def test_the_first_tokens_of_a_trace_end_where_they_were_asked_to() -> None:
+    sample = {"encoder": np.zeros((2, 2, 1), int), "decoder": np.zeros((3, 3, 1), int)}
+    trace = record(6, [sample] * 3)
+
+    def passes(tokens: int | None) -> list[int]:
+        steps = list(steps_of(trace, SWITCH, tokens))
+        return [sum(step == Step(stack, 0, (0,)) for step in steps) for stack in ("encoder", "decoder")]
+
+    assert [passes(tokens) for tokens in (1, 3, 4, 9, None)] == [[1, 1], [1, 3], [2, 4], [3, 9], [3, 9]]
+
+
+def test_layers_are_those_of_the_stack_and_not_those_with_experts() -> None:
+    trace = record(8, [{"decoder": np.array([[[3, 1], [2, 2], [7, 0]]])}])
+    steps = list(steps_of(trace, DECODER))
+    assert [(step.layer, step.experts) for step in steps] == [(0, (1, 3)), (1, (2,)), (3, (0, 7))]
+
+
+def test_without_a_trace_or_room_for_one_expert_the_default_is_taken() -> None:
+    spec, trace = SPECS["g2p"], recorded("g2p", "calibration")
+    for choice in (
+        choose_eviction(None, spec, sizes(spec), 1000),
+        choose_eviction(trace, spec, sizes(spec), 9),
+        choose_eviction(record(16, [{name: np.zeros((0, 4, 1), int) for name in trace.stacks}]), spec, sizes(spec), 99),
+    ):
+        assert (choice.name, choice.hit_rates, choice.best) == (DEFAULT, {}, None)
+
+
+@pytest.mark.parametrize("capacity", [10, 30, 10_000])
+def test_any_budget_from_one_expert_on_can_be_judged(monkeypatch, capacity: int) -> None:
+    monkeypatch.setattr(selection, "MOST_STEPS", 150)
+    spec = SPECS["g2p"]
+    choice = choose_eviction(recorded("g2p", "calibration"), spec, sizes(spec), capacity)
+    assert set(choice.hit_rates) == set(CONTESTANTS)
+    assert choice.name in EVICTION
+    assert choice.best is not None
+    assert choice.best >= choice.hit_rates[choice.name] == max(choice.hit_rates.values())
+
+
+def test_what_is_replayed_is_bounded(monkeypatch) -> None:
+    seen: list[int] = []
+
+    def spy(steps, nbytes, capacity, policy):
+        seen.append(sum(len(step.experts) for step in steps))
+        assert len(steps) <= 100
+        return replay(steps, nbytes, capacity, policy)
+
+    monkeypatch.setattr(selection, "replay", spy)
+    monkeypatch.setattr(selection, "MOST_STEPS", 100)
+    monkeypatch.setattr(selection, "MOST_DEMANDS", 200)
+    for name, spec in SPECS.items():
+        choose_eviction(recorded(name, "calibration"), spec, sizes(spec), 300)
+    assert len(seen) == 2 * len(CONTESTANTS)
+    assert max(seen) <= 203, "ends with the step that reaches the bound"
