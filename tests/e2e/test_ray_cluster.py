@@ -87,6 +87,7 @@ def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
             found[task] = result
             if len(found) == 10:
                 cluster.remove_node(node, allow_graceful=False)
+    cluster.wait_for_nodes(timeout=120)  # until it is known, the next test may be sent to the lost one
     assert len({pid for pid, *_ in notes(job)}) == 3
     (tmp_path / "alone").mkdir()
     assert found == here(ToyJob(tmp_path / "alone", seconds=0), TASKS)

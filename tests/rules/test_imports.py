@@ -20,7 +20,7 @@ MOERT = [
     ("moert.models",),
     ("moert.generation",),
     ("moert.engine", "moert.backbone", "moert.budget", "moert.regulator", "moert.policies"),
-    ("moert.cli", "moert.bench", "moert.description", "moert.prompts"),
+    ("moert.cli", "moert.options", "moert.bench", "moert.description", "moert.prompts"),
 ]
 STAGES = ("moeconv.sensitivity", "moeconv.allocation", "moeconv.emit", "moeconv.paths", "moeconv.verify",
           "moeconv.report")  # fmt: skip

@@ -11,8 +11,8 @@ from readme_help import README, ROOT, commands, rendered
 
 TEXT = README.read_text(encoding="utf-8")
 COMMANDS = [
-    "moert run", "moert info", "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths",
-    "moeconv verify", "moeconv recipe run",
+    "moert run", "moert bench", "moert info", "moeconv quantize", "moeconv plan", "moeconv report",
+    "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 
 

@@ -18,8 +18,10 @@ from tiny_packs import DECODER, PROMPTS, SWITCH, damage_expert, write_pack
 from moert import __version__, cli
 from moert.engine import Engine
 from moert.experts.eviction import EVICTION
+from moert.experts.selection import AUTO
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library
+from moert.options import Eviction, Predict
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
@@ -176,8 +178,8 @@ def test_threads_do_not_change_the_tokens(moert, pack) -> None:
 
 
 def test_the_choices_offered_are_those_that_exist() -> None:
-    assert [choice.value for choice in cli.Eviction] == list(EVICTION)
-    assert [choice.value for choice in cli.Predict] == list(PREDICTORS)
+    assert {choice.value for choice in Eviction} == {AUTO, *EVICTION}
+    assert {choice.value for choice in Predict} == set(PREDICTORS)
 
 
 def test_text_ends_before_a_stop_string(moert, pack, expected) -> None:
