@@ -1,4 +1,4 @@
-"""Loads everything but the experts: backbone.safetensors and the tokenizer."""
+"""Everything but the experts: loads backbone.safetensors and the tokenizer, and makes ids of a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from moert.errors import TokenizerMissing
+from moert.errors import InputInvalid, TokenizerMissing
 from moert.kernels.backend import StoredWeights
 from moert.memory import drop_mapped
 from moert.pack.codec import QuantizedMatrix
@@ -90,6 +90,19 @@ def load_tokenizer(pack: Pack) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Token ids, with the special tokens that the tokenizer adds. Raises InputInvalid."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
+    try:
+        return list(tokenizer.encode(prompt).ids)
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())
+        raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
 
 
 def _check_checksum(pack: Pack) -> None:

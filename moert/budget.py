@@ -21,7 +21,7 @@ _SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([A-Za-z]*|%)")
 
 
 _UNPACKED = 6  # bytes a weight, in float32 and on the way to that
-_MARGIN_BYTES = 12 << 20  # for code not run yet, page tables and what malloc keeps
+_MARGIN_BYTES = 14 << 20  # for code not run yet, page tables and what malloc keeps
 _MARGIN_PART = 128  # and this part of the limit
 _STARTING_BYTES = 12 << 20  # libraries, threads and buffers that come with the weights (10 MB measured)
 _SLACK_BYTES = 4 << 20  # between two starts of the same command
@@ -37,17 +37,24 @@ class MemoryLimit:
     share: float | None = None
 
     def resolve(self, held_bytes: int, most_bytes: int | None) -> int | None:
-        """Bytes for a process that holds `held_bytes` and can have `most_bytes` in all; None if nobody knows how many,
-        and nobody said. Raises InvalidMemory."""
+        """Bytes for a process that holds `held_bytes` and can have `most_bytes` in all, never more than these; None if
+        nobody knows how many, and nobody said. Raises InvalidMemory."""
         if self.nbytes is not None:
-            return self.nbytes
+            return self.nbytes if most_bytes is None else min(self.nbytes, most_bytes)
         if most_bytes is None:
             if self.share is None:
                 return None
             raise InvalidMemory("this system does not tell how much memory is free: give --memory as a size like 1.5GB")
         if self.share is not None:
             return int(self.share * most_bytes)
-        return most_bytes - (most_bytes - held_bytes) // _FREE_PART
+        return most_bytes - max(0, most_bytes - held_bytes) // _FREE_PART
+
+    def named(self, nbytes: int) -> str:
+        """What it came to, in words."""
+        if self.nbytes is not None and nbytes == self.nbytes:
+            return f"a memory budget of {nbytes} bytes"
+        asked = "what" if self.share is None else f"{100 * self.share:g}% of what"
+        return f"{asked} this process can get ({size(nbytes)})"
 
 
 AUTO = MemoryLimit()
@@ -81,6 +88,8 @@ def _parse(text: str, option: str, more: str) -> tuple[int | None, float | None]
     if match is None or match[2].upper() not in (*_UNITS, "%"):
         raise InvalidMemory(f"{option} {text!r} is not a size: {hint}")
     number, unit = Fraction(match[1]), match[2].upper()
+    if not unit and (0 < number <= 100 or number.denominator > 1):
+        raise InvalidMemory(f"{option} {text!r} is a number of bytes: did you mean {match[1]}GB, or {match[1]}%?")
     if unit == "%":
         if not 0 < number <= 100:
             raise InvalidMemory(f"{option} {text!r} should be more than 0% and at most 100%")
@@ -147,20 +156,19 @@ class Budget:
         return self.left_bytes(limit_bytes, held_bytes, coming_bytes) >= self.layer_bytes
 
     def too_small(
-        self, limit_bytes: int, held_bytes: int, loading_bytes: int, request_bytes: int, who_needs: str
+        self, limit: str, held_bytes: int, loading_bytes: int, request_bytes: int, who_needs: str
     ) -> BudgetTooSmall:
-        """Why a process that holds `held_bytes` can't run a request, and what it could run in.
+        """Why a process that holds `held_bytes` can't run a request in this limit, and what it could run in.
 
         It has `loading_bytes` still to load, and `request_bytes` are for keys, values and activations.
         """
         smallest = self.smallest_bytes(held_bytes, loading_bytes + request_bytes)
         rest = smallest - held_bytes - loading_bytes - request_bytes - self.layer_bytes
         weights = f"{size(loading_bytes)} for all weights but the experts, " if loading_bytes else ""
-        percent = f"; did you mean {limit_bytes}%?" if limit_bytes <= 100 else ""
         return BudgetTooSmall(
-            f"a memory budget of {limit_bytes} bytes is too small: {who_needs} --memory {smallest} ({size(smallest)}): "
+            f"{limit} is too small: {who_needs} --memory {smallest} ({size(smallest)}): "
             f"{size(held_bytes)} that the process holds already, {weights}{size(request_bytes)} for keys, values and "
-            f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare{percent}",
+            f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare",
             smallest,
         )
 
@@ -168,8 +176,8 @@ class Budget:
         """Raises BudgetTooSmall."""
         if cache_bytes < self.layer_bytes:
             raise BudgetTooSmall(
-                f"an expert cache of {cache_bytes} bytes is too small: one token can demand --cache {self.layer_bytes} "
-                f"({size(self.layer_bytes)}) of a layer",
+                f"an expert cache of {cache_bytes} bytes is too small: give at least --cache {self.layer_bytes}, the "
+                "experts that one token can need of a layer",
                 self.layer_bytes,
             )
 

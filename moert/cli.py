@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moert import __version__
+from moert import __version__, console
 from moert.errors import RunError
 from moert.options import (
     CacheOption,
@@ -28,11 +26,12 @@ from moert.options import (
     Predict,
     PredictOption,
     ThreadsOption,
+    limits,
 )
 from moert.pack.errors import PackError
+from moert.prompts import Record, read_prompt
 
 if TYPE_CHECKING:
-    from moert.budget import CacheLimit, MemoryLimit
     from moert.engine import Engine
     from moert.generation.batch import Answer
     from moert.generation.settings import GenerationSettings
@@ -41,9 +40,6 @@ app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     help="Run a model.pack inside a memory budget.",
 )  # fmt: skip
-
-USAGE = 2
-INTERRUPTED = 130
 
 
 def _print_version(wanted: bool) -> None:
@@ -112,13 +108,14 @@ def run(
     if batch != 1 and input_path is None:
         raise RunError(f"--batch {batch} goes with --input: there is one prompt")
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
     engine = _open(pack, memory, cache, eviction, predict, io, threads, kernels)
     to_stderr = stats and not (as_json and input_path is None)
     with engine, _figures(engine, as_json) if to_stderr else nullcontext():
-        if input_path is not None:
-            _run_records(engine, input_path, output, batch, settings, as_json)
+        if input_path is None:
+            _run_prompt(engine, text, settings, as_json)
         else:
-            _run_prompt(engine, prompt, file, settings, as_json)
+            _run_records(engine, input_path, output, batch, settings, as_json)
 
 
 @app.command()
@@ -137,7 +134,7 @@ def bench(
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     plot: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--plot", metavar="DIR", help="Also run what the pictures show, and draw them into this folder."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
@@ -145,7 +142,7 @@ def bench(
     """Measure how fast packs run on this device, and how near that is to what is possible."""
     from moert.experts.drive import parse_io
 
-    (limit, room), reading = _limits(memory, cache), parse_io(io)
+    (limit, room), reading = limits(memory, cache), parse_io(io)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 
@@ -191,16 +188,8 @@ def _settings(
     try:
         return GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
     except InvalidSetting as error:
-        raise RunError(str(error)) from None
-
-
-def _limits(memory: str | None, cache: str | None) -> tuple[MemoryLimit | None, CacheLimit | None]:
-    """Of the process, or of the experts. Raises RunError."""
-    from moert.budget import parse_cache, parse_memory
-
-    if memory is not None and cache is not None:
-        raise RunError("--memory and --cache exclude each other: give the room of the process or that of the experts")
-    return (None, parse_cache(cache)) if cache is not None else (parse_memory(memory or "auto"), None)
+        option = error.name.removesuffix("_strings").replace("_", "-")
+        raise RunError(f"--{option} {error.problem}") from None
 
 
 def _open(
@@ -209,7 +198,7 @@ def _open(
 ) -> Engine:  # fmt: skip
     from moert.experts.drive import parse_io
 
-    (limit, room), reading = _limits(memory, cache), parse_io(io)
+    (limit, room), reading = limits(memory, cache), parse_io(io)
     from moert.engine import Engine
 
     return Engine.open(pack, limit, eviction.value, predict.value, threads, kernels=kernels, io=reading, cache=room)
@@ -217,32 +206,44 @@ def _open(
 
 @contextmanager
 def _figures(engine: Engine, as_json: bool) -> Iterator[None]:
-    """Prints them at the end, also when Ctrl-C brings it."""
-    interrupt = None
+    """Prints them at the end, also if Ctrl-C or an error brings it after a token was made."""
     try:
         yield
-    except KeyboardInterrupt as error:
-        interrupt = error
+    except (KeyboardInterrupt, PackError, RunError):
+        if engine.times.new_tokens:
+            _print_figures(engine, as_json)
+        raise
+    _print_figures(engine, as_json)
+
+
+def _print_figures(engine: Engine, as_json: bool) -> None:
     figures = engine.stats()
     print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
-    if interrupt is not None:
-        raise interrupt
 
 
-def _run_prompt(
-    engine: Engine, prompt: str | None, file: Path | None, settings: GenerationSettings, as_json: bool
-) -> None:
+def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool) -> None:
     from moert.generation.batch import Interrupted
-    from moert.prompts import read_prompt
 
-    text = read_prompt(prompt, file, sys.stdin)
+    begun = False
+
+    def write(piece: str) -> None:
+        nonlocal begun
+        begun = True
+        print(piece, end="", flush=True)
+
     interrupt = None
     try:
-        answer = engine.generate(text, settings, None if as_json else _print_piece)
+        answer = engine.generate(prompt, settings, None if as_json else write)
     except Interrupted as error:
         answer, interrupt = error.answers[0], error
-    as_object = {**_answer(answer), "stats": engine.stats().to_dict()}
-    print(json.dumps(as_object, ensure_ascii=False) if as_json else "", flush=True)
+    except (PackError, RunError):
+        if begun:
+            print(flush=True)  # so that the error has a line for itself
+        raise
+    line = ""
+    if as_json:
+        line = json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False)
+    print(line, flush=True)
     if interrupt is not None:
         raise interrupt
 
@@ -250,22 +251,25 @@ def _run_prompt(
 def _run_records(
     engine: Engine, path: Path, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
 ) -> None:
-    from moert.generation.batch import Interrupted
     from moert.prompts import LineWriter, grouped, read_records
 
     records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
     with LineWriter(output) as writer:
         for group in grouped(records, batch):
-            interrupt = None
-            try:
-                answers = engine.generate_many([record.prompt for record in group], settings)
-            except Interrupted as error:
-                answers, interrupt = error.answers, error
-            for record, answer in zip(group, answers, strict=interrupt is None):
+            for answer, record in zip(_answers(engine, group, settings), group, strict=True):
                 if answer.finished:
                     writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
-            if interrupt is not None:
-                raise interrupt
+
+
+def _answers(engine: Engine, group: Sequence[Record], settings: GenerationSettings) -> Iterator[Answer]:
+    """As they come, also those that Ctrl-C cuts short."""
+    from moert.generation.batch import Interrupted
+
+    try:
+        yield from engine.generate_many([record.prompt for record in group], settings)
+    except Interrupted as interrupt:
+        yield from interrupt.answers
+        raise
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
@@ -277,74 +281,18 @@ def _answer(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _print_piece(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C, 143 after SIGTERM.
 
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
-    signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
-    _prepare_streams()
+    console.prepare()
     sys.exit(_exit_code(arguments))
 
 
-def _terminate(number: int, frame: object) -> None:
-    """Ends the process as if the main thread had asked for it: what is open is closed."""
-    sys.exit(128 + number)
-
-
 def _exit_code(arguments: list[str] | None) -> int:
-    try:
-        code = app(arguments, standalone_mode=False, prog_name="moert")  # 130 after Ctrl-C
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except (PackError, RunError) as error:
-        print(f"moert: {error}", file=sys.stderr)
-        return USAGE
-    except OSError as error:  # files name themselves
-        print(f"moert: {error.filename or 'stdout'}: {error.strerror or error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left unwritten fails no more
-        return USAGE
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
-        if message is None:
-            if _interrupted(error):
-                return INTERRUPTED
-            raise
-        print(_one_line(message()), file=sys.stderr)
-        return USAGE
-
-
-def _interrupted(error: BaseException) -> bool:
-    """True for what breaks because Ctrl-C came in the middle of something else."""
-    before: BaseException | None = error
-    while before is not None and not isinstance(before, KeyboardInterrupt):
-        before = before.__context__
-    return before is not None
-
-
-def _prepare_streams() -> None:
-    """UTF-8 whatever the locale; what the caller closed reads as empty, fails as stdout, and is silent as stderr."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, errors="backslashreplace"))
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-
-
-def _one_line(message: str) -> str:
-    if message.startswith("Usage:"):
-        return message  # no arguments at all: the help
-    text = " ".join(message.split()).replace("Value error, ", "").rstrip(".")
-    return f"moert: {text} (moert --help lists the options)"
+    return console.exit_code(lambda: app(arguments, standalone_mode=False, prog_name="moert"))
 
 
 if __name__ == "__main__":

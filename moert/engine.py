@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from tokenizers import Tokenizer
 
-from moert.backbone import load_backbone, load_tokenizer
+from moert.backbone import encode, load_backbone, load_tokenizer
 from moert.budget import Budget, CacheLimit, MemoryLimit
 from moert.errors import InputInvalid, ThreadsInvalid, memory_shortage
 from moert.experts.ahead import Lookahead
@@ -23,6 +23,7 @@ from moert.experts.eviction import EVICTION
 from moert.experts.executor import CachedExperts
 from moert.experts.probe import settings_for
 from moert.experts.replay import Step
+from moert.experts.selection import AUTO as AUTO_EVICTION
 from moert.experts.selection import DEFAULT
 from moert.experts.store import ExpertStore
 from moert.generation.batch import Answer, Batch, Interrupted
@@ -40,7 +41,7 @@ from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR, eviction_for, pr
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.regulator import Regulator
-from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats
+from moert.stats import PAGE_CACHE, ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats, size
 from moert.system import usable_cores
 
 Notify = Callable[[str], None]
@@ -51,29 +52,21 @@ class Engine:
     """An open pack, ready to run one request or one batch at a time. Close it, or use it in a with block."""
 
     def __init__(
-        self,
-        pack: Pack,
-        backend: Backend,
-        memory: MemoryLimit | None,
-        eviction: str,
-        predictor: Predictor | None,
-        io: IoSettings | None,
-        trace: list[Step] | None,
-        notify: Notify,
-        cache: CacheLimit | None = None,
-        weighed: bool = True,
-    ) -> None:
-        """`predictor` may be any that fits the model; not `weighed`, all is read that it names, whatever that is worth.
-        See `open` for the rest."""
+        self, pack: Pack, backend: Backend, room: MemoryLimit | CacheLimit | None, eviction: str,
+        predictor: Predictor | None, io: IoSettings | None, weighed: bool = True,
+    ) -> None:  # fmt: skip
+        """`room`: of the process or of the experts. `predictor` may be any that fits the model; not `weighed`, all is
+        read that it names, whatever that is worth. See `open` for the rest."""
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
         self.budget = Budget.of(pack.manifest, widened=backend.widens)
         self.counters = ExpertCounters()
         self.times = RequestTimes()
-        self._notify = notify
+        self.notify: Notify = _to_stderr
         self._notes: list[str] = []  # for the first request that runs
         self._warned = self._split = False
+        self._least_room = sys.maxsize  # bytes that experts had while anything ran
         self.eviction, self._streams = eviction, False
         self.recorder = Recorder()
         self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
@@ -82,21 +75,25 @@ class Engine:
         self.cache = ExpertCache(
             self._store, EVICTION[DEFAULT](self.spec.moe_layers()), 0, self.counters, self._store.io.threads
         )
+        limit = room.resolve(held_bytes(), most_bytes()) if isinstance(room, MemoryLimit) else None
         self._regulator = Regulator(
             self.spec,
             self.budget,
             backend.widens,
             self.cache,
-            None if memory is None else memory.resolve(held_bytes(), most_bytes()),
-            None if cache is None else cache.resolve(self.budget.expert_bytes),
+            limit,
+            room.resolve(self.budget.expert_bytes) if isinstance(room, CacheLimit) else None,
+            limit_name=room.named(limit) if isinstance(room, MemoryLimit) and limit is not None else "",
         )
+        if isinstance(room, MemoryLimit) and limit is not None and room.nbytes is not None and limit < room.nbytes:
+            self._notes.append(f"--memory {size(room.nbytes)} is more than {room.named(limit)}: that is used")
         self._regulator.check_open()
         weights = load_backbone(pack)
         self.ahead = None
         if predictor is not None:
             price = Worth() if weighed else None
             self.ahead = Lookahead(self.spec, self._nbytes, self.cache, self.counters, predictor, price)
-        self.runner = CachedExperts(pack, self.cache, backend, self.ahead, self.recorder, trace)
+        self.runner = CachedExperts(pack, self.cache, backend, self.ahead, self.recorder)
         self.model = build_model(self.spec, weights, self.runner, backend)
         del weights
         if self._regulator.tight:
@@ -118,16 +115,21 @@ class Engine:
         io: IoSettings | None = None,
         cache: int | CacheLimit | None = None,
     ) -> Engine:
-        """`memory`: bytes for the whole process; `cache`: bytes for the experts alone. They exclude each other; with
-        neither, experts stay in memory once they were read.
+        """`memory`: bytes for the whole process; `cache`: bytes for the experts alone; with neither, experts stay in
+        memory once they were read.
 
         `eviction`: a name from EVICTION, or "auto", which replays the pack's trace at this budget. `predictor`: a name
-        from PREDICTORS. `io`: how experts are read; None measures what is best for the drive, and remembers it.
+        from PREDICTORS. `io`: how experts are read; None takes what lies in the page cache from there if all of them
+        fit into memory, otherwise it measures what is best for the drive, and remembers it.
         `threads` is for the arithmetic, by default one for each usable core. `trace` collects what every layer demands.
         `notify` gets notes and warnings, which otherwise go to stderr. `kernels`: see `moert.kernels.open_backend`.
-        Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid, BudgetTooSmall or OutOfMemory, and
-        KeyError for unknown names.
+        Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid, BudgetTooSmall or OutOfMemory, KeyError
+        for unknown names, and ValueError for `memory` beside `cache`.
         """
+        if memory is not None and cache is not None:
+            raise ValueError("memory and cache exclude each other: give the room of the process or of the experts")
+        if eviction not in (AUTO_EVICTION, *EVICTION):
+            raise KeyError(eviction)
         pack = Pack.open(path)
         limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
         room = CacheLimit(nbytes=cache) if isinstance(cache, int) else cache
@@ -135,10 +137,9 @@ class Engine:
         with memory_shortage(), ExitStack() as opened:
             backend = open_backend(kernels, _set_threads(threads))
             opened.callback(backend.close)
-            engine = cls(
-                pack, backend, limit, eviction, chosen, io, trace, notify or _to_stderr, room
-            )  # fmt: skip
+            engine = cls(pack, backend, limit or room, eviction, chosen, io)
             opened.pop_all()  # the engine closes it from now on
+        engine.runner.trace, engine.notify = trace, notify or _to_stderr
         slow = missing_note() if kernels == AUTO else None
         engine._notes += [] if slow is None else [slow]
         return engine
@@ -153,16 +154,7 @@ class Engine:
 
         Raises TokenizerMissing, or InputInvalid if the text is none.
         """
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
-        tokenizer = self.tokenizer
-        try:
-            return list(tokenizer.encode(prompt).ids)
-        except Exception as error:  # the library raises plain Exception
-            reason = " ".join(str(error).split())
-            raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
+        return encode(self.tokenizer, prompt)
 
     def check(self, prompt: str, max_new_tokens: int) -> None:
         """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
@@ -180,24 +172,30 @@ class Engine:
 
     def _reserve(self, prompts: Sequence[int], max_new_tokens: int) -> None:
         """The same for prompts of so many tokens that run together."""
-        warning = self._regulator.before_prompt(prompts, max_new_tokens)
+        room, warning = self._regulator.before_prompt(prompts, max_new_tokens)
         if warning is not None and not self._warned:
             self._warned = True
             self._notes.append(warning)
         while self._notes:
-            self._notify(self._notes.pop(0))
-        # With room for all experts, what is read may stay in the system's page cache for the next start.
-        self._store.leaves_page_cache = self.cache.capacity_bytes >= self.budget.expert_bytes
-        if not self._store.leaves_page_cache and not self._streams:
-            self._prepare_to_stream()
+            self.notify(self._notes.pop(0))
+        # What is read once may stay in the system's page cache for the next start, unless the user says how to read.
+        self._store.leaves_page_cache = self._measures_drive
+        self._adapt(room)
 
-    def _prepare_to_stream(self) -> None:
-        """Finds out, once, how this drive is best read, and who should leave at this budget."""
+    def _adapt(self, room_bytes: int) -> None:
+        """To so much room for experts: where it is not enough for all, finds out, once, how this drive is best read,
+        and who should leave."""
+        self._least_room = min(self._least_room, self.cache.capacity_bytes)
+        if room_bytes >= self.budget.expert_bytes:
+            return
+        self._store.leaves_page_cache = False
+        if self._streams:
+            return
         self._streams = True
         if self._measures_drive:
             self._store.io = settings_for(self._store.files())
             self.cache.loaders = self._store.io.threads
-        choice = eviction_for(self.pack, self.eviction, self._nbytes, self.cache.capacity_bytes)
+        choice = eviction_for(self.pack, self.eviction, self._nbytes, room_bytes)
         self.eviction = choice.name
         self.cache.use(choice.policy)
 
@@ -220,26 +218,24 @@ class Engine:
         """The same for token ids; without a detokenizer there is no text and no stop string."""
         return self._run([self._generation(prompt_ids, settings, detokenizer)], on_text)[0]
 
-    def generate_many(self, prompts: Sequence[str], settings: GenerationSettings) -> list[Answer]:
-        """Runs prompts together, so that each expert is read once per layer for all of them.
+    def generate_many(self, prompts: Sequence[str], settings: GenerationSettings) -> Iterator[Answer]:
+        """Runs prompts together, so that each expert is read once per layer for all of them; the answers come in order.
 
         The answers are those of `generate`, on the native kernels bit for bit (see Model). Prompts that do not fit into
-        memory together run in smaller batches, with a note.
+        memory together run in smaller batches, with a note. Raises what `generate` does; Interrupted has what
+        was begun of the answers that were not given yet.
         """
         waiting = [self._generation(self.encode(text), settings, Detokenizer(self.tokenizer)) for text in prompts]
-        answers: list[Answer] = []
         while waiting:
             lengths = [len(generation.prompt_ids) for generation in waiting]
             count = self._regulator.together(lengths, settings.max_new_tokens)
             if count < len(waiting) and not self._split:
                 self._split = True
-                self._notes.append(f"{len(waiting)} prompts at once take too much memory: they run {count} at a time")
-            try:
-                answers += self._run(waiting[:count])
-            except Interrupted as interrupt:
-                raise Interrupted(answers + interrupt.answers) from None
+                self._notes.append(
+                    f"{len(waiting)} prompts at once would take the experts' memory: they run {count} at a time"
+                )
+            yield from self._run(waiting[:count])
             waiting = waiting[count:]
-        return answers
 
     def _generation(
         self, prompt_ids: Sequence[int], settings: GenerationSettings, detokenizer: Detokenizer | None
@@ -259,6 +255,7 @@ class Engine:
                     if on_text is not None and pieces[0].text:
                         on_text(pieces[0].text)
                     self._regulator.after_token(batch.running, batch.turns)
+                    self._adapt(self.cache.capacity_bytes)
         except KeyboardInterrupt:
             raise Interrupted(batch.answers) from None
         finally:
@@ -269,10 +266,12 @@ class Engine:
 
     def stats(self) -> RunStats:
         """All requests since the engine was opened."""
-        room = Room(self._regulator.limit_bytes, self.cache.capacity_bytes, self.budget.expert_bytes)
-        best = headroom(self.recorder, self._nbytes, room.cache_bytes)
+        cache_bytes = self.cache.capacity_bytes
+        least = min(self._least_room, cache_bytes)
+        room = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
+        best = headroom(self.recorder, self._nbytes, cache_bytes)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
-        io = "page cache" if self._store.leaves_page_cache else str(self._store.io)
+        io = PAGE_CACHE if self._store.leaves_page_cache else str(self._store.io)
         return run_stats(self.times, self.counters, ahead, room, self.eviction, io, (best.demands, best.hit_rate))
 
     def close(self) -> None:

@@ -11,15 +11,19 @@ class RunError(Exception):
 
 
 class BudgetTooSmall(RunError):
-    """--memory can't hold what the model needs at least; `smallest_bytes` works."""
+    """--memory or --cache can't hold what the model needs at least; `smallest_bytes` works."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
+    def __reduce__(self) -> tuple[type[BudgetTooSmall], tuple[str, int]]:
+        """So that it comes through from another process."""
+        return type(self), (str(self), self.smallest_bytes)
+
 
 class InvalidMemory(RunError):
-    """A --memory that is no size."""
+    """A --memory or --cache that is no size."""
 
 
 class PathsMissing(RunError):

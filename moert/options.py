@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from moert.errors import RunError
+
+if TYPE_CHECKING:
+    from moert.budget import CacheLimit, MemoryLimit
 
 
 class Eviction(str, Enum):
@@ -53,8 +58,9 @@ CacheOption = Annotated[
 EvictionOption = Annotated[
     Eviction,
     typer.Option(
-        help="Which expert leaves when room is needed; auto: what does best on the pack's recorded trace with this "
-        "room for experts."
+        help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
+        "(used seldom, in a layer that is far), lru (unused longest), lfu (used least), fifo (read first), lifo (read "
+        "last); auto: what does best on the pack's recorded trace with this room for experts."
     ),
 ]
 PredictOption = Annotated[
@@ -86,3 +92,14 @@ KernelsOption = Annotated[
         "or reference (torch: slow, takes more memory, does not round activations to 8 bits)."
     ),
 ]
+
+
+def limits(memory: str | None, cache: str | None) -> tuple[MemoryLimit | None, CacheLimit | None]:
+    """Of the process, or of the experts. Raises RunError."""
+    from moert.budget import parse_cache, parse_memory
+
+    if memory is not None and cache is not None:
+        raise RunError("--memory and --cache exclude each other: give the room of the process or that of the experts")
+    if cache is not None:
+        return None, parse_cache(cache)
+    return parse_memory("auto" if memory is None else memory), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from moert.models.kv import BLOCK_TOKENS, growth_bytes, state_bytes
 from moert.pack.model_spec import ModelSpec
 
 TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
+_SETTLED_BYTES = 6 << 20  # of the budget's margin, what the first requests use up for good
 
 
 class Cache(Protocol):
@@ -39,21 +41,18 @@ class Regulator:
         limit_bytes: int | None = None,
         cache_bytes: int | None = None,
         measure: Callable[[], int] = memory.held_bytes,
+        limit_name: str = "the memory budget",
     ) -> None:
-        """`limit_bytes` bounds the process, or `cache_bytes` the experts; with neither all of them stay."""
-        self.limit_bytes, self.cache_bytes = limit_bytes, cache_bytes
+        """For a process that has its weights still to load. `limit_bytes` bounds it, or `cache_bytes` the experts; with
+        neither all of them stay."""
+        self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
         self._spec, self._budget, self._widened, self._cache = spec, budget, widened, cache
         self._measure = measure
+        self._idle_at_first: int | None = None
+        self.tight = self._is_tight()
+        """Whether a usual request will leave no room for all experts, so that every megabyte is wanted."""
         if self.tight:
             memory.return_early()
-
-    @property
-    def tight(self) -> bool:
-        """Whether a usual request will leave no room for all experts, so that every megabyte is wanted."""
-        if self.limit_bytes is None:
-            return False
-        needed = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
-        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(), needed) < self._budget.expert_bytes
 
     def check_open(self) -> None:
         """For when the weights are still to be loaded: raises BudgetTooSmall if not even one token can be read."""
@@ -63,49 +62,59 @@ class Regulator:
             held, loading = self._measure(), self._budget.loading_bytes
             if not self._budget.fits(self.limit_bytes, held, loading + self._request_bytes([1], 1)):
                 typical = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
-                what = f"{TYPICAL_PROMPT_TOKENS} prompt tokens and {TYPICAL_NEW_TOKENS} new ones need"
-                raise self._budget.too_small(self.limit_bytes, held, loading, typical, what)
+                what = f"a usual request ({TYPICAL_PROMPT_TOKENS} prompt tokens, {TYPICAL_NEW_TOKENS} new ones) needs"
+                raise self._budget.too_small(self._limit_name, held, loading, typical, what)
 
     def check(self, prompts: Sequence[int], max_new_tokens: int) -> None:
         """Raises BudgetTooSmall if a request can't run to its end."""
         if self.limit_bytes is not None:
-            held, needed = self._others_bytes(), self._request_bytes(prompts, max_new_tokens)
+            held, needed = self._idle_bytes(), self._request_bytes(prompts, max_new_tokens)
             if not self._budget.fits(self.limit_bytes, held, needed):
-                raise self._budget.too_small(self.limit_bytes, held, 0, needed, "this request needs")
+                raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs")
 
     def together(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        """How many of the first prompts can run at once, at least one."""
+        """How many of the first prompts should run at once, at least one: where experts all stay in memory for one they
+        do for all of them, and otherwise half of the room that they have beside one is left to them."""
         if self.limit_bytes is None:
             return len(prompts)
         memory.return_freed()
-        count, held = len(prompts), self._others_bytes()
-        while count > 1 and not self._budget.fits(
-            self.limit_bytes, held, self._request_bytes(prompts[:count], max_new_tokens)
-        ):
-            count -= 1
-        return count
+        limit, held = self.limit_bytes, self._idle_bytes()
+
+        def room(count: int) -> int:
+            return self._budget.left_bytes(limit, held, self._request_bytes(prompts[:count], max_new_tokens))
+
+        alone, all_bytes = room(1), self._budget.expert_bytes
+        least = max(self._budget.layer_bytes, all_bytes if alone >= all_bytes else alone // 2)
+
+        def too_many(count: int) -> bool:
+            return room(count) < least
+
+        return max(1, bisect_left(range(1, len(prompts) + 1), True, key=too_many))
 
     def smallest_memory(self, prompts: Sequence[int], max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
-        return self._budget.smallest_bytes(self._others_bytes(), self._request_bytes(prompts, max_new_tokens))
+        return self._budget.smallest_bytes(self._idle_bytes(), self._request_bytes(prompts, max_new_tokens))
 
-    def before_prompt(self, prompts: Sequence[int], max_new_tokens: int) -> str | None:
-        """Makes room for a prompt; gives a warning if each token after it will read experts again.
+    def before_prompt(self, prompts: Sequence[int], max_new_tokens: int) -> tuple[int, str | None]:
+        """Makes room for a prompt. Gives the least bytes that experts will have until the end of the request, and a
+        warning if each token then reads experts again.
 
         Raises BudgetTooSmall.
         """
         if self.limit_bytes is None:
             nbytes = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
             self._cache.resize(nbytes)
-            return self._warning(nbytes, f"--cache {self._budget.token_bytes}")
+            return nbytes, self._warning(nbytes, f"--cache {self._budget.token_bytes}")
         memory.return_freed()
         self.check(prompts, max_new_tokens)
         others = self._others_bytes()
-        self._resize(others, _prompt_bytes(self._spec, self._widened, prompts))
+        coming = _prompt_bytes(self._spec, self._widened, prompts)
+        self._resize(others, coming)
         written = _written_bytes(self._spec, self._widened, prompts, max_new_tokens)
         more = self._budget.token_bytes - self._budget.layer_bytes
         enough = self._budget.smallest_bytes(others, written + more)
-        return self._warning(self._budget.left_bytes(self.limit_bytes, others, written), f"--memory {enough}")
+        left = self._budget.left_bytes(self.limit_bytes, others, max(written, coming))
+        return self._budget.fitting_bytes(left), self._warning(left, f"--memory {enough}")
 
     def after_token(self, prompts: Sequence[int], new_tokens: int) -> None:
         """Gives the experts the room of the prompt's activations, and takes from them, block by block, what keys and
@@ -115,14 +124,27 @@ class Regulator:
             return
         if new_tokens == 1:
             memory.return_freed()
-        step = activation_bytes(self._spec, len(prompts), self._widened)
+        step = activation_bytes(self._spec, len(prompts), self._widened, len(prompts))
         self._resize(self._others_bytes(), step + sum(growth_bytes(self._spec, length) for length in read))
+
+    def _is_tight(self) -> bool:
+        if self.limit_bytes is None:
+            return False
+        coming = self._budget.loading_bytes + self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(), coming) < self._budget.expert_bytes
 
     def _request_bytes(self, prompts: Sequence[int], max_new_tokens: int) -> int:
         return request_bytes(self._spec, self._widened, prompts, max_new_tokens)
 
     def _others_bytes(self) -> int:
         return self._measure() - self._cache.held_bytes
+
+    def _idle_bytes(self) -> int:
+        """The same between two requests. What has come to stay since the first is what the margin was for, as far as
+        it goes: otherwise a request that has run would be refused the next time."""
+        others = self._others_bytes()
+        self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
+        return others - min(others - self._idle_at_first, _SETTLED_BYTES)
 
     def _resize(self, others_bytes: int, coming_bytes: int) -> None:
         assert self.limit_bytes is not None
@@ -145,9 +167,10 @@ def request_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int], max_ne
 
 
 def _prompt_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int]) -> int:
-    return activation_bytes(spec, sum(prompts), widened) + sum(state_bytes(spec, tokens, 1) for tokens in prompts)
+    read = activation_bytes(spec, sum(prompts), widened, len(prompts))
+    return read + sum(state_bytes(spec, tokens, 1) for tokens in prompts)
 
 
 def _written_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int], max_new_tokens: int) -> int:
-    step = activation_bytes(spec, len(prompts), widened)
+    step = activation_bytes(spec, len(prompts), widened, len(prompts))
     return step + sum(state_bytes(spec, tokens, max_new_tokens) for tokens in prompts)

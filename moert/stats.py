@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+PAGE_CACHE = "page cache"
+
 
 @dataclass
 class ExpertCounters:
@@ -85,11 +87,13 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class Room:
-    """The limit of the process if it has one, what of it is for experts, and what all of them would take."""
+    """The limit of the process if it has one, what of it is for experts now, and what all of them would take.
+    `smallest_cache_bytes` is the least that experts have had while anything ran; None: always the same."""
 
     memory_bytes: int | None
     cache_bytes: int
     expert_bytes: int
+    smallest_cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,10 @@ class RunStats:
     `tokens_per_s` counts the tokens after each request's first one, those of a batch together over the time of the
     batch. `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not asked
     for so far; `prefetch_precision` is the share of experts read ahead that were demanded next, `prefetch_recall` the
-    share of what a layer lacked that had been read ahead, `prefetch_on` the share of tokens with reading ahead.
-    `belady_hit_rate` is the most that eviction could have had without prediction, over the first `belady_demands`
-    requests, with the present room for experts.
+    share of what a layer lacked that had been read ahead, `prefetch_on` the share of written tokens with reading ahead.
+    A hit was in memory, or begun to be read, when its layer asked for it. `belady_hit_rate` is the most that eviction
+    could have had without reading ahead, over the first `belady_demands` requests, with the present room for experts.
+    `io` says how experts are read, PAGE_CACHE where what lies in the system's page cache is taken from there.
     """
 
     requests: int
@@ -126,39 +131,52 @@ class RunStats:
     peak_rss_bytes: int
     memory_bytes: int | None
     cache_bytes: int
+    smallest_cache_bytes: int
     expert_bytes: int
     eviction: str
     io: str
     belady_demands: int
     belady_hit_rate: float
 
-    def to_dict(self) -> dict[str, int | float | None]:
+    def to_dict(self) -> dict[str, int | float | str | None]:
         return asdict(self)
-
-    def _eviction_lines(self) -> list[str]:
-        if self.cache_bytes >= self.expert_bytes:
-            return []
-        best = f"the best possible without prediction is {100 * self.belady_hit_rate:.1f}% in memory"
-        return [f"eviction         {self.eviction}; {best} (of {self.belady_demands} requests)"]
 
     def lines(self) -> list[str]:
         """For people: one figure a line."""
-        budget = "none for the process" if self.memory_bytes is None else size(self.memory_bytes)
+        hits = f"{100 * self.hit_rate:.1f}% in memory or on the way"
+        way = "through the system's page cache" if self.io == PAGE_CACHE else f"--io {self.io}"
+        reads = f"{self.reads} reads ({way})" + (f", {self.retries} tried again" if self.retries else "")
         return [
             f"tokens           {self.prompt_tokens} read, {self.new_tokens} written in {self.requests} request(s)",
             f"speed            {self.tokens_per_s:.2f} tokens/s after the first token",
-            f"first token      {self.time_to_first_token_s:.3f} s",
-            f"expert requests  {self.expert_requests}, {100 * self.hit_rate:.1f}% in memory",
+            f"first token      after {self.time_to_first_token_s:.3f} s",
+            f"experts          asked for {self.expert_requests} times, {hits}",
             *self._eviction_lines(),
-            f"read             {size(self.bytes_read)} in {self.reads} reads ({self.io}), {self.evictions} evictions"
-            + (f", {self.retries} tried again" if self.retries else ""),
-            f"stall            {self.stall_s:.3f} s",
-            f"prefetch         {size(self.prefetch_issued_bytes)}, of it {size(self.prefetch_used_bytes)} used, "
-            f"{size(self.prefetch_wasted_bytes)} wasted; precision {100 * self.prefetch_precision:.0f}%, recall "
-            f"{100 * self.prefetch_recall:.0f}%, on for {100 * self.prefetch_on:.0f}% of tokens",
-            f"budget           {budget}; expert cache {size(self.cache_bytes)} of {size(self.expert_bytes)} of experts",
+            f"read from disk   {size(self.bytes_read)} in {reads}; waited {self.stall_s:.3f} s",
+            *self._ahead_lines(),
+            f"room             {self._room_text()}",
             f"peak memory      {size(self.peak_rss_bytes)} (the whole process)",
         ]
+
+    def _eviction_lines(self) -> list[str]:
+        if not self.evictions:
+            return []
+        best = f"without reading ahead at best {100 * self.belady_hit_rate:.1f}% (of the first {self.belady_demands})"
+        return [f"made room        {self.evictions} times, eviction {self.eviction}; {best}"]
+
+    def _ahead_lines(self) -> list[str]:
+        if not self.prefetch_issued_bytes:
+            return []
+        return [
+            f"read ahead       {size(self.prefetch_issued_bytes)}, of it {size(self.prefetch_used_bytes)} used; "
+            f"guesses {100 * self.prefetch_precision:.0f}% right, {100 * self.prefetch_recall:.0f}% complete; "
+            f"on for {100 * self.prefetch_on:.0f}% of written tokens"
+        ]
+
+    def _room_text(self) -> str:
+        process = f"{'no limit' if self.memory_bytes is None else size(self.memory_bytes)} for the process"
+        least = f", once only {size(self.smallest_cache_bytes)}" if self.smallest_cache_bytes < self.cache_bytes else ""
+        return f"{process}; experts have {size(self.cache_bytes)}{least}, all are {size(self.expert_bytes)}"
 
 
 def run_stats(
@@ -190,6 +208,7 @@ def run_stats(
         peak_rss_bytes=peak_rss_bytes(),
         memory_bytes=room.memory_bytes,
         cache_bytes=room.cache_bytes,
+        smallest_cache_bytes=room.cache_bytes if room.smallest_cache_bytes is None else room.smallest_cache_bytes,
         expert_bytes=room.expert_bytes,
         eviction=eviction,
         io=io,

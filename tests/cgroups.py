@@ -13,17 +13,16 @@ MOUNT = Path("/sys/fs/cgroup")
 _NUMBERS = count()
 
 
-def missing(memory: bool = True, reads: bool = False) -> str | None:
-    """Why groups that limit memory, or reads from a disk, can't be made here; None if they can."""
-    wanted = ["memory"] * memory + ["blkio"] * reads
+def missing(reads: Path | None = None) -> str | None:
+    """Why groups that limit memory, and reads from the disk under `reads`, can't be made here; None if they can."""
     if not hasattr(os, "geteuid") or not MOUNT.is_dir():
         return "this system has no control groups"
     if os.geteuid() != 0:
         return "control groups can only be made as root"
-    for controller in wanted:
+    for controller in ("memory", "blkio") if reads else ("memory",):
         if not (_version_1(controller) or _version_2(controller)):
             return f"the controller {controller} is not writable at {MOUNT}"
-    return None
+    return None if reads is None else _unthrottled(reads)
 
 
 class Group:
@@ -44,14 +43,22 @@ class Group:
                 folder = (MOUNT / controller if _version_1(controller) else MOUNT) / name
                 folder.mkdir(exist_ok=True)
                 self._folders[controller] = folder
-        self._set_memory()
-        self._set_reads()
+        try:
+            self._set_memory()
+            self._set_reads()
+        except BaseException:
+            self._remove()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The processes in it must have ended; the system may need a moment to see that."""
+        """The processes in it must have ended."""
+        self._remove()
+
+    def _remove(self) -> None:
+        """The system may need a moment to see that processes have ended."""
         for folder in set(self._folders.values()):
             for _ in range(600):
                 with suppress(FileNotFoundError, OSError):
@@ -120,6 +127,18 @@ class Group:
     def _number(self, controller: str, *names: str) -> int:
         found = (_text(self._folders[controller] / name).strip() for name in names)
         return next((int(text) for text in found if text.isdecimal()), 0)
+
+
+def _unthrottled(path: Path) -> str | None:
+    """Why reads from the disk that a file is on can't be limited; None if they can."""
+    disk = disk_of(path)
+    if not Path(f"/sys/dev/block/{disk}").exists():
+        return f"{path} is on no disk of this machine (device {disk}), and only disks have a limit"
+    try:
+        with Group(read_bps=1 << 40, path=path):
+            return None
+    except OSError as error:
+        return f"reads from the disk {disk} can't be limited ({error.strerror})"
 
 
 def disk_of(path: Path) -> str:

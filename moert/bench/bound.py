@@ -24,14 +24,20 @@ class Unavoidable:
 
 
 def belady(
-    trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], cache_bytes: int, starts: Sequence[int] = (0,)
+    trace: Sequence[Step],
+    nbytes: Mapping[ExpertKey, int],
+    cache_bytes: int,
+    resident: Sequence[ExpertKey] = (),
+    starts: Sequence[int] = (0,),
 ) -> list[Unavoidable]:
-    """Replays the trace from an empty cache, always evicting what is needed again last.
+    """Replays the trace, always evicting what is needed again last (Belady 1966).
 
-    `starts`, ascending, are the steps at which parts begin: one result for each. Exact where all experts have the same
-    size; with mixed sizes a little less could do. Raises ValueError if an expert alone is larger than the cache.
+    `resident` is in memory before it; `starts`, ascending, are the steps at which parts begin: one result for each.
+    Exact where all experts have the same size; with mixed sizes a little less could do. Raises ValueError if an expert
+    alone is larger than the cache.
     """
-    read = unavoidable(trace, nbytes, cache_bytes)
+    held = [Step(key.stack, key.layer, (key.expert,)) for key in resident]  # as if each had been read before
+    read = unavoidable([*held, *trace], nbytes, cache_bytes)[len(held) :]
     ends = [*starts[1:], len(trace)]
     parts = []
     for start, end in zip(starts, ends, strict=True):

@@ -12,8 +12,9 @@ from typing import Any
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchSettings, Measurement, measure
 from moert.bench.summary import summarize, summary_lines
-from moert.errors import InputInvalid
-from moert.pack.reader import MANIFEST
+from moert.errors import DrawingImpossible, InputInvalid
+from moert.pack.reader import MANIFEST, Pack
+from moert.policies import predictor_for
 from moert.prompts import read_records
 from moert.system import system_facts
 
@@ -22,29 +23,50 @@ def bench(
     packs: Sequence[Path],
     settings: BenchSettings,
     texts: Sequence[str] | None = None,
-    plot: Path | None = None,
+    plot: str | Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints for each pack a table and one JSON line, or that line alone. With `plot`, pictures go into that folder,
-    and their figures come first, as tables. Raises PackError, RunError."""
-    if plot is not None:
-        from moert.bench.plot import check_drawing
+    """Prints for each pack a table and one JSON line, or that line alone, as soon as it was measured. With `plot`, the
+    figures follow as tables, and as pictures in that folder. Raises PackError, RunError."""
+    folder = None if plot is None else _folder(plot, packs)
+    for path in packs:
+        predictor_for(Pack.open(path), settings.predictor)
+    measured = []
+    for path in packs:
+        measured.append(measure(path, settings, texts))
+        _show(summary_of(measured[-1]), as_json)
+    if folder is not None:
+        _show_figures(measured, settings, texts, folder, as_json)
 
-        check_drawing(plot, packs)
-    measured = [measure(pack, settings, texts) for pack in packs]
-    if plot is not None:
-        from moert.bench.plot import draw
-        from moert.bench.sweeps import all_figures
 
-        figures = all_figures(measured, settings, texts)
-        paths = [draw(figure, plot) for figure in figures]
-        if not as_json:
-            print("\n\n".join([*map(Figure.table, figures), f"pictures: {', '.join(map(str, paths))}"]), end="\n\n")
-    for each in measured:
-        summary = summary_of(each)
-        if not as_json:
-            print("\n".join(summary_lines(summary)), end="\n\n")
-        print(json.dumps(summary), flush=True)
+def _folder(plot: str | Path, packs: Sequence[Path]) -> Path:
+    """The folder for pictures, checked. Raises DrawingImpossible."""
+    from moert.bench.plot import check_drawing
+
+    if plot == "":
+        raise DrawingImpossible("--plot has no folder: give the name of one, or leave it out")
+    check_drawing(Path(plot), packs)
+    return Path(plot)
+
+
+def _show(summary: dict[str, Any], as_json: bool) -> None:
+    if not as_json:
+        print("\n".join(summary_lines(summary)), end="\n\n")
+    print(json.dumps(summary), flush=True)
+
+
+def _show_figures(
+    measured: Sequence[Measurement], settings: BenchSettings, texts: Sequence[str] | None, folder: Path, as_json: bool
+) -> None:
+    from moert.bench.plot import draw
+    from moert.bench.sweeps import all_figures
+
+    figures = all_figures(measured, settings, texts)
+    if not as_json:
+        print("", "\n\n".join(map(Figure.table, figures)), sep="\n", flush=True)
+    paths = [draw(figure, folder) for figure in figures]
+    if not as_json:
+        print(f"\npictures: {', '.join(map(str, paths))}")
 
 
 def texts_of(prompt: str | None, path: Path | None) -> list[str] | None:
@@ -55,7 +77,8 @@ def texts_of(prompt: str | None, path: Path | None) -> list[str] | None:
         return None if prompt is None else [prompt]
     texts = [record.prompt for record in read_records(path, sys.stdin, lambda text: None)]
     if not texts:
-        raise InputInvalid(f"{path} has no prompts: give a line for each, or leave --input out")
+        name = "stdin" if str(path) == "-" else path
+        raise InputInvalid(f"{name} has no prompts: give a line for each, or leave --input out")
     return texts
 
 

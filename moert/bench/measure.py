@@ -22,10 +22,9 @@ from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR
 from moert.stats import RunStats
 
 if TYPE_CHECKING:
-    from moert.engine import Engine
+    from moert.engine import Engine, Notify
     from moert.generation.detokenize import Detokenizer
 
-WARM_TOKENS = 8
 TEXTS = (
     "The river rises in the hills north of the town and runs south for about thirty miles until it meets the sea.",
     "In the first years after the war the company built small cars, then lorries, and at last engines for aircraft.",
@@ -51,13 +50,13 @@ class BenchSettings:
     kernels: str = "auto"
     new_tokens: int = 32
 
-    def open(self, pack: Path, trace: list[Step]) -> Engine:
+    def open(self, pack: Path, trace: list[Step], notify: Notify | None = None) -> Engine:
         """Raises what Engine.open does."""
         from moert.engine import Engine
 
         return Engine.open(
             pack, memory=self.memory, cache=self.cache, io=self.io, eviction=self.eviction, predictor=self.predictor,
-            threads=self.threads, kernels=self.kernels, trace=trace,
+            threads=self.threads, kernels=self.kernels, trace=trace, notify=notify,
         )  # fmt: skip
 
 
@@ -79,16 +78,19 @@ class Sample:
 class Measurement:
     """What was counted while the samples ran. `best` is what no cache could have avoided reading, `disk_bytes_per_s`
     how fast this drive is read without the engine, `resident_s` the time of the same samples with all experts in
-    memory, None if that was not tried; `eviction` and `io` are what `auto` stood for; `trace` and `nbytes` are for
-    replays."""
+    memory, None if that was not tried. `memory_bytes`, `eviction`, `io`, `threads` and `kernels` are what the settings
+    came to; `eviction` is None where all experts fit. `trace` and `nbytes` are for replays."""
 
     pack: Pack
     settings: BenchSettings
     samples: tuple[Sample, ...]
     bytes_read: int
+    ahead_bytes: int
+    ahead_used_bytes: int
     demands: int
     hits: int
     stall_s: float
+    memory_bytes: int | None
     cache_bytes: int
     expert_bytes: int
     backbone_bytes: int
@@ -96,8 +98,10 @@ class Measurement:
     best: Unavoidable
     disk_bytes_per_s: float
     resident_s: float | None
-    eviction: str
+    eviction: str | None
     io: str
+    threads: int
+    kernels: str
     trace: tuple[Step, ...]
     nbytes: dict[ExpertKey, int]
 
@@ -120,26 +124,38 @@ class TokenTimes:
         return ""
 
 
+def silent(note: str) -> None:
+    """A Notify for runs that no user asked for as they are."""
+
+
 def measure(
-    path: Path, settings: BenchSettings, texts: Sequence[str] | None = None, disk_bytes_per_s: float | None = None
+    path: Path,
+    settings: BenchSettings,
+    texts: Sequence[str] | None = None,
+    disk_bytes_per_s: float | None = None,
+    notify: Notify | None = None,
 ) -> Measurement:
-    """Runs `texts`, or the built-in ones, after a few tokens of warm-up. No expert is in the page cache at the start.
+    """Runs `texts`, or the built-in ones, once the engine is warm (see `_warm`). No expert is in the page cache at the
+    start.
 
     If nobody says how fast the drive is, that is measured at the end, and so is the same run with all experts in
-    memory, where they fit there whatever the settings say. Raises PackError, RunError.
+    memory, where they fit there whatever the settings say. `notify`: see Engine.open. Raises PackError, RunError.
     """
+    import torch
+
     pack = Pack.open(path)
     files = [pack.file(entry.path) for entry in pack.manifest.experts]
     for file in files:
         drop_page_cache(file)
     trace: list[Step] = []
-    with settings.open(path, trace) as engine:
+    with settings.open(path, trace, notify) as engine:
         engine.model.spec = replace(engine.spec, eos_token_ids=())
         prompts = [engine.encode(text) for text in texts] if texts else _built_in(engine, settings.new_tokens)
-        _sample(engine, prompts[0], min(WARM_TOKENS, settings.new_tokens))
-        before, start = engine.stats(), len(trace)
+        _warm(engine, prompts, settings.new_tokens)
+        before, resident = engine.stats(), engine.cache.resident()
+        trace.clear()
         samples = tuple(_sample(engine, ids, settings.new_tokens) for ids in prompts)
-        after = engine.stats()
+        after, threads, kernels = engine.stats(), torch.get_num_threads(), engine.backend.name
     nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
     resident_s = None
     if disk_bytes_per_s is None:
@@ -150,35 +166,49 @@ def measure(
         settings=settings,
         samples=samples,
         **_counted(before, after),
+        memory_bytes=after.memory_bytes,
         cache_bytes=after.cache_bytes,
         expert_bytes=after.expert_bytes,
         backbone_bytes=pack.manifest.files[BACKBONE].nbytes,
         peak_bytes=after.peak_rss_bytes,
-        best=belady(trace, nbytes, after.cache_bytes, [0, start])[1],
+        best=belady(trace, nbytes, after.cache_bytes, resident)[0],
         disk_bytes_per_s=disk_bytes_per_s,
         resident_s=resident_s,
-        eviction=after.eviction,
+        eviction=after.eviction if after.cache_bytes < after.expert_bytes else None,
         io=after.io,
-        trace=tuple(trace[start:]),
+        threads=threads,
+        kernels=kernels,
+        trace=tuple(trace),
         nbytes=nbytes,
     )
 
 
+def _warm(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
+    """Where all experts fit, with the prompts: nothing is left to read then. Elsewhere with another text, as a prompt
+    that has just run finds more in memory than a new one would."""
+    _sample(engine, _built_in(engine, new_tokens)[-1], new_tokens)
+    if engine.cache.capacity_bytes >= engine.budget.expert_bytes:
+        for ids in prompts:
+            _sample(engine, ids, new_tokens)
+
+
 def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]]) -> float | None:
-    """Seconds for all prompts once every expert that they demand is in memory; None if not all experts fit."""
+    """Seconds for all prompts, measured alike, with all experts in memory; None if they don't fit."""
     free, experts = machine_memory().free_bytes, Pack.open(path).manifest.experts
     if free is None or free < _ROOM * sum(entry.file_bytes for entry in experts):
         return None
-    with replace(settings, memory=None, cache=None, predictor="none").open(path, []) as engine:
+    resident = replace(settings, memory=None, cache=None, predictor="none")
+    with resident.open(path, [], silent) as engine:
         engine.model.spec = replace(engine.spec, eos_token_ids=())
-        for ids in prompts:
-            _sample(engine, ids, settings.new_tokens)
+        _warm(engine, prompts, settings.new_tokens)
         return sum(_sample(engine, ids, settings.new_tokens).total_s for ids in prompts)
 
 
 def _counted(before: RunStats, after: RunStats) -> dict[str, Any]:
     return {
         "bytes_read": after.bytes_read - before.bytes_read,
+        "ahead_bytes": after.prefetch_issued_bytes - before.prefetch_issued_bytes,
+        "ahead_used_bytes": after.prefetch_used_bytes - before.prefetch_used_bytes,
         "demands": after.expert_requests - before.expert_requests,
         "hits": after.expert_hits - before.expert_hits,
         "stall_s": after.stall_s - before.stall_s,

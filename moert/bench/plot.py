@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from moert.errors import DrawingImpossible
 
 
 def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
-    """Before anything runs: raises DrawingImpossible without matplotlib, a folder to write to, or a name a pack."""
+    """Before anything runs: raises DrawingImpossible without matplotlib, a folder to write to, or a name for each pack.
+    Makes the folder."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -22,10 +25,33 @@ def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DrawingImpossible(f"--plot {folder} can't be made a folder: {error.strerror or error}") from None
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DrawingImpossible(f"--plot {folder} can't be written to: {error.strerror or error}") from None
 
 
 def draw(figure: Figure, folder: Path) -> Path:
-    """Writes folder/NAME.png."""
+    """Writes folder/NAME.png, whole or not at all. Raises DrawingImpossible."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):  # a pack's name may have a $
+        png = _png(figure)
+    path = folder / f"{figure.name}.png"
+    fresh = path.with_name(f"{path.name}.partial")
+    try:
+        try:
+            fresh.write_bytes(png)
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise DrawingImpossible(f"{path} can't be written: {error.strerror or error}") from None
+    return path
+
+
+def _png(figure: Figure) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -45,6 +71,6 @@ def draw(figure: Figure, folder: Path) -> Path:
     axes.set_ylim(bottom=0)
     if len(figure.series) > 1:
         axes.legend()
-    path = folder / f"{figure.name}.png"
-    canvas.savefig(path, dpi=120)
-    return path
+    drawn = io.BytesIO()
+    canvas.savefig(drawn, dpi=120)
+    return drawn.getvalue()

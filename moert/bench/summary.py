@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from moert.bench.bound import bound_s
 from moert.bench.measure import Measurement
+from moert.budget import CacheLimit, MemoryLimit
 from moert.stats import size
 
 PERCENTILES = (50, 90, 99)
@@ -41,6 +41,8 @@ def summarize(measured: Measurement, hardware: dict[str, Any], pack_sha256: str)
         "sample_latency_s": [sample.total_s for sample in samples],
         "bytes": {
             "disk_read": measured.bytes_read,
+            "read_ahead": measured.ahead_bytes,
+            "read_ahead_used": measured.ahead_used_bytes,
             "cache": measured.cache_bytes,
             "experts": measured.expert_bytes,
             "backbone": measured.backbone_bytes,
@@ -54,31 +56,46 @@ def summarize(measured: Measurement, hardware: dict[str, Any], pack_sha256: str)
 
 
 def _settings(measured: Measurement) -> dict[str, Any]:
-    """With what `auto` stood for."""
-    settings = measured.settings
+    """With what `auto` stood for; no eviction where all experts fit. Limits as they were asked for, and in bytes."""
+    settings, limit, room = measured.settings, measured.settings.memory, measured.settings.cache
     return {
-        "memory": None if settings.memory is None else asdict(settings.memory),
-        "cache": None if settings.cache is None else asdict(settings.cache),
+        "memory": None if limit is None else {"asked": asked(limit), "bytes": measured.memory_bytes},
+        "cache": None if room is None else {"asked": asked(room), "bytes": measured.cache_bytes},
         "io": measured.io,
         "eviction": measured.eviction,
         "predict": settings.predictor,
-        "threads": settings.threads,
-        "kernels": settings.kernels,
+        "threads": measured.threads,
+        "kernels": measured.kernels,
         "new_tokens": settings.new_tokens,
     }
 
 
+def asked(limit: MemoryLimit | CacheLimit) -> str:
+    """What to write behind --memory or --cache to get this limit."""
+    if limit.share is not None:
+        return f"{100 * limit.share:.10g}%"
+    if limit.nbytes is None:
+        return "auto"
+    for unit, scale in (("GB", 10**9), ("MB", 10**6)):
+        if limit.nbytes >= scale and limit.nbytes * 1000 % scale == 0:
+            return f"{limit.nbytes / scale:.12g}{unit}"
+    return str(limit.nbytes)
+
+
 def _bound(measured: Measurement) -> dict[str, Any]:
-    """Computing is what the run takes with all experts in memory, or if that is not known, all but waiting for them."""
-    known = measured.resident_s is not None
-    compute_s = measured.total_s - measured.stall_s if measured.resident_s is None else measured.resident_s
-    least_s = bound_s(compute_s, measured.best.bytes_read, measured.disk_bytes_per_s)
+    """Computing is what the same run took with all experts in memory, or if that was not tried or took no less, what
+    this one took without waiting for them. The speed of the drive was measured at another moment too, and what a run
+    reached is possible: the bound is never above that."""
+    compute_s, compute = measured.total_s - measured.stall_s, "not waiting"
+    if measured.resident_s is not None and measured.resident_s < compute_s:
+        compute_s, compute = measured.resident_s, "in memory"
+    least_s = min(bound_s(compute_s, measured.best.bytes_read, measured.disk_bytes_per_s), measured.total_s)
     return {
         "belady_hit_rate": measured.best.hit_rate,
         "belady_bytes": measured.best.bytes_read,
         "disk_bytes_per_s": measured.disk_bytes_per_s,
         "compute_s": compute_s,
-        "compute": "in memory" if known else "not waiting",
+        "compute": compute,
         "least_s": least_s,
         "total_s": measured.total_s,
         "share": least_s / measured.total_s,
@@ -106,8 +123,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"machine          {hardware['processor']}, {hardware['cores']} cores",
         f"prompts          {summary['samples']} of {summary['prompt_tokens']} tokens in all, "
         f"{summary['prompt_tokens_per_s']:.1f} tokens/s, first token after {summary['time_to_first_token_s']:.3f} s",
-        f"settings         eviction {summary['settings']['eviction']}, predict {summary['settings']['predict']}, "
-        f"io {summary['settings']['io']}",
+        f"settings         eviction {summary['settings']['eviction'] or 'not needed'}, "
+        f"predict {summary['settings']['predict']}, io {summary['settings']['io']}, "
+        f"threads {summary['settings']['threads']}, kernels {summary['settings']['kernels']}",
         f"writing          {summary['tokens_per_s']:.2f} tokens/s",
     ]
     if latency is not None:
@@ -115,7 +133,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"token latency    {each}")
     return [
         *lines,
-        f"read from disk   {size(nbytes['disk_read'])}; waited for it {summary['stall_s']:.3f} s",
+        f"read from disk   {size(nbytes['disk_read'])}, ahead of demand {size(nbytes['read_ahead'])} and of it "
+        f"{size(nbytes['read_ahead_used'])} used; waited {summary['stall_s']:.3f} s",
         f"in memory        cache {size(nbytes['cache'])} of {size(nbytes['experts'])} of experts, "
         f"other weights {size(nbytes['backbone'])}, peak of the process {size(nbytes['peak_process'])}",
         f"in time          {100 * summary['hit_rate']:.1f}% of experts; without preloading at best "

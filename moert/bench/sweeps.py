@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moert.bench import figures
 from moert.bench.figures import Figure, label_of, token_ms
-from moert.bench.measure import BenchSettings, Measurement, measure
+from moert.bench.measure import BenchSettings, Measurement, measure, silent
 from moert.budget import Budget, CacheLimit
 
 BUDGETS = (0.25, 0.5, 0.75, 1.0)
@@ -49,4 +49,4 @@ def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, Bench
 
 
 def _token_ms(measured: Measurement, settings: BenchSettings, texts: Sequence[str] | None) -> float:
-    return token_ms(measure(measured.pack.root, settings, texts, measured.disk_bytes_per_s))
+    return token_ms(measure(measured.pack.root, settings, texts, measured.disk_bytes_per_s, silent))

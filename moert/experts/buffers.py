@@ -39,7 +39,11 @@ class Buffers:
         """Gives pages back until what is held beside the lent pieces fits into `room_bytes`."""
         while self.warm_bytes > room_bytes:
             nbytes = max(size for size, pieces in self._warm.items() if pieces)
+            self.warm_bytes -= nbytes  # first: cut short here, it must not count what is not there
             piece = self._warm[nbytes].pop()
             forget(piece)
             self._cold[nbytes].append(piece)
-            self.warm_bytes -= nbytes
+
+    def recount(self) -> None:
+        """After Ctrl-C has cut something short."""
+        self.warm_bytes = sum(size * len(pieces) for size, pieces in self._warm.items())

@@ -6,12 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from moert.experts.buffers import Buffers
 from moert.experts.eviction import EvictionPolicy
+from moert.experts.lease import Lease, Slot
 from moert.experts.residency import Residency
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
@@ -33,19 +32,6 @@ class Store(Protocol):
     def expert(self, key: ExpertKey, buffer: U8) -> Expert: ...
 
 
-@dataclass(eq=False, slots=True)
-class Slot:
-    """Room for one expert, which is None until it has been read."""
-
-    key: ExpertKey
-    buffer: U8
-    missed: bool  # read because a router asked, and not counted as that yet
-    awaited: bool  # somebody asks for it and it is not read yet
-    expert: Expert = None
-    error: BaseException | None = None
-    leases: int = 0
-
-
 class ExpertCache:
     """Experts in memory, never more than `capacity_bytes` of them, those being read included.
 
@@ -63,6 +49,8 @@ class ExpertCache:
         self._locked: set[ExpertKey] = set()  # leased or being read
         self._queue: deque[Slot] = deque()  # demanded, to be read
         self._waited_for = 0  # demanded, not read yet
+        self._under_way = 0  # what the model's thread has begun and not ended, leases included
+        self._reading = 0  # loaders that read
         self._likely: Sequence[ExpertKey] = ()  # what was predicted for the next layer
         self._predicted: deque[ExpertKey] = deque()  # of that, what may still be read
         self._begun: list[ExpertKey] = []  # predicted, and begun to be read
@@ -89,9 +77,11 @@ class ExpertCache:
 
     @property
     def n_resident(self) -> int:
+        """Experts in memory, those being read included."""
         return len(self._slots)
 
     def resident(self) -> list[ExpertKey]:
+        """Experts that have been read, in order."""
         with self._lock:
             return sorted(key for key, slot in self._slots.items() if slot.expert is not None)
 
@@ -101,23 +91,32 @@ class ExpertCache:
             self._residency.policy = policy
 
     def resize(self, capacity_bytes: int) -> None:
-        """Changes the limit while nothing is leased; what no longer fits leaves at once, and its memory."""
+        """Changes the limit while nothing is leased; what no longer fits leaves at once, and its memory.
+
+        If Ctrl-C has cut something short, nothing stays, since nobody knows then what is half done.
+        """
         with self._lock:
+            if self._under_way:
+                self._begin_anew()
+            self._under_way += 1
             self._expect_nothing()
-            while any(slot.expert is None for slot in self._slots.values()):
-                self._arrived.wait()
+            self._wait_for_loaders()
             self._residency.capacity_bytes = capacity_bytes
             self._evict(self._residency.victims(0, force=True) or [])
             self._buffers.release(capacity_bytes - self._residency.used_bytes)
+            self._under_way -= 1
 
     def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> tuple[list[ExpertKey], int]:
         """The router of `layer` has decided on `experts`: predictions for it are over. Gives the predicted experts that
         were begun to be read, and how many of `experts` are still to be read from the beginning."""
         with self._lock:
+            self._under_way += 1
             self._expect_nothing()
             self._residency.begin_layer(stack, layer, experts)
             begun, self._begun = self._begun, []
-            return begun, sum(ExpertKey(stack, layer, expert) not in self._slots for expert in experts)
+            missing = sum(ExpertKey(stack, layer, expert) not in self._slots for expert in experts)
+            self._under_way -= 1
+        return begun, missing
 
     def absent(self, keys: Sequence[ExpertKey]) -> list[bool]:
         """Which experts are neither in memory nor being read."""
@@ -159,7 +158,11 @@ class ExpertCache:
     def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
         """A lease of each, what is missing on its way."""
         with self._lock:
+            self._under_way += 1
             taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
+            missing = sum(self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None)
+            # Who leaves for all of them together is who would leave for one after the other, but found at once.
+            self._evict(self._residency.victims(missing, self._locked, self._likely) or [])
             try:
                 for place, key in enumerate(keys):
                     if taken[place] is None:
@@ -186,11 +189,13 @@ class ExpertCache:
                     self._residency.done(slot.key)
             if self._predicted:
                 self._wake(1)  # there may be room now
+            self._under_way -= 1
 
     def wait_for(self, slot: Slot) -> Expert:
         """Until it was read; meanwhile this thread reads what is waited for."""
         started = time.perf_counter()
         with self._lock:
+            self._under_way += 1
             while slot.expert is None and slot.error is None:
                 leased = next((queued for queued in self._queue if queued.leases), None)
                 if leased is not None:
@@ -199,6 +204,7 @@ class ExpertCache:
                 else:
                     self._arrived.wait()
             self._counters.stall_s += time.perf_counter() - started
+            self._under_way -= 1
         if slot.error is not None:
             raise slot.error
         return slot.expert
@@ -276,6 +282,23 @@ class ExpertCache:
             self._waited_for -= 1
             self._drop(slot)
 
+    def _wait_for_loaders(self) -> None:
+        while self._reading:
+            self._arrived.wait()
+
+    def _begin_anew(self) -> None:
+        """With nothing in memory but the buffers."""
+        self._predicted.clear()
+        self._queue.clear()
+        self._wait_for_loaders()
+        while self._slots:  # one by one: cut short again, no buffer may be given twice
+            self._buffers.give(self._slots.popitem()[1].buffer)
+        self._buffers.recount()
+        self._locked.clear()
+        self._unused.clear()
+        self._residency = Residency(self.capacity_bytes, self._residency.policy)
+        self._under_way = self._waited_for = 0
+
     def _read_or_wait(self) -> None:
         """Until something has been read: by this thread if nobody else has begun to."""
         if self._queue:
@@ -286,8 +309,8 @@ class ExpertCache:
     def _read(self, slot: Slot) -> None:
         """Fills a slot, without holding the lock meanwhile."""
         expert = error = None
-        self._lock.release()
         try:
+            self._lock.release()
             self._store.read(slot.key, slot.buffer)
             expert = self._store.expert(slot.key, slot.buffer)
         except BaseException as caught:
@@ -327,7 +350,9 @@ class ExpertCache:
                 if slot is None:
                     self._work.wait()
                 else:
+                    self._reading += 1
                     self._read(slot)
+                    self._reading -= 1
 
     def _next_predicted(self) -> Slot | None:
         """Room for the most valuable prediction that is left, if nothing is waited for."""
@@ -348,33 +373,3 @@ class ExpertCache:
             self._begun.append(key)
             return slot
         return None
-
-
-class Lease:
-    """Experts of one layer, lent until the end of a with block; those that were missing arrive meanwhile."""
-
-    def __init__(self, cache: ExpertCache, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
-        self._cache, self._keys, self._following = cache, keys, following
-        self._slots: Sequence[Slot] = ()
-
-    def __enter__(self) -> Lease:
-        self._slots = self._cache.take(self._keys, self._following)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._cache.give_back(self._slots)
-
-    def ready(self) -> list[int]:
-        """Which of the experts are in memory, by their place in the list that was asked for."""
-        return [place for place, slot in enumerate(self._slots) if slot.expert is not None]
-
-    def expert(self, place: int) -> Expert:
-        """Waits for it where it is missing. Raises PackError if it can't be read."""
-        slot = self._slots[place]
-        return slot.expert if slot.expert is not None else self._cache.wait_for(slot)
-
-    def all(self) -> list[Expert]:
-        """In the order asked for, waiting for those that are missing."""
-        return [slot.expert if slot.expert is not None else self._cache.wait_for(slot) for slot in self._slots]

@@ -36,12 +36,12 @@ def parse_io(text: str) -> IoSettings | None:
     mode, comma, count = text.strip().lower().partition(",")
     if mode == "auto" and not comma:
         return None
+    if mode.strip() not in ("direct", "buffered"):
+        raise IoInvalid(f"--io {text[:60]!r} is none of auto, direct, buffered: write direct,4 for 4 threads")
     threads = count.strip() if comma else str(DEFAULT_THREADS)
     sound = threads.isascii() and threads.isdigit() and len(threads) < 4 and 1 <= int(threads) <= MOST_THREADS
-    if mode.strip() not in ("direct", "buffered") or not sound:
-        raise IoInvalid(
-            f"--io {text[:60]!r} is none of auto, direct, buffered: write direct,4 for 4 threads (1 to {MOST_THREADS})"
-        )
+    if not sound:
+        raise IoInvalid(f"--io {text[:60]!r}: {threads[:60]!r} should be a number of threads, 1 to {MOST_THREADS}")
     return IoSettings(mode.strip() == "direct", int(threads))
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moert.experts.ahead import Lookahead
 from moert.experts.belady import Recorder
-from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease
+from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache
+from moert.experts.lease import Lease
 from moert.experts.replay import Step
 from moert.kernels.backend import ROWS, Backend
 from moert.pack.model_spec import ExpertKey, Stack

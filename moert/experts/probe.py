@@ -35,6 +35,7 @@ _FILES = 256
 _TIE = 0.95
 _CACHE = Path("moert", "drives.json")
 _VERSION = 1
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, IoInvalid)
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,6 @@ class Drive:
 
     settings: IoSettings
     speeds: Mapping[IoSettings, float]
-
-    def line(self) -> str:
-        """For people."""
-        if not self.speeds:
-            return f"{self.settings} (not measured)"
-        tried = "; ".join(f"{each} {speed / 1e6:.0f}" for each, speed in sorted(self.speeds.items(), reverse=True))
-        return f"{self.settings} (MB/s measured: {tried})"
 
 
 Measure = Callable[[Iterator[Path], IoSettings, float], float]
@@ -115,13 +109,14 @@ def takes_direct(path: Path) -> bool:
 
 
 def read_for(files: Iterator[Path], settings: IoSettings, seconds: float) -> float:
-    """See Measure. Threads begin no read after `seconds`."""
+    """See Measure. Threads begin no read after `seconds`. Where the system allows fewer threads than the settings
+    name, they can't be had: 0."""
     lock, total = threading.Lock(), 0
     started = time.perf_counter()
 
     def read() -> None:
         nonlocal total
-        with suppress(OSError):
+        with suppress(OSError, MemoryError):
             while time.perf_counter() - started < seconds:
                 with lock:
                     path = next(files)
@@ -129,12 +124,15 @@ def read_for(files: Iterator[Path], settings: IoSettings, seconds: float) -> flo
                 with lock:
                     total += found
 
-    readers = [threading.Thread(target=read) for _ in range(settings.threads)]
-    for reader in readers:
-        reader.start()
+    readers: list[threading.Thread] = []
+    with suppress(RuntimeError):
+        for _ in range(settings.threads):
+            reader = threading.Thread(target=read)
+            reader.start()
+            readers.append(reader)
     for reader in readers:
         reader.join()
-    return total / (time.perf_counter() - started)
+    return total / (time.perf_counter() - started) if len(readers) == settings.threads else 0.0
 
 
 def _read_cold(path: Path, direct: bool) -> int:
@@ -199,16 +197,17 @@ def cache_file() -> Path | None:
 
 
 def known_drives(cache: Path | None) -> dict[str, Drive]:
-    """Drives that were measured before, by key; none if the file is damaged or not there."""
-    if cache is None:
-        return {}
-    try:
-        document = json.loads(cache.read_bytes())
-        if document["version"] != _VERSION:
-            return {}
-        return {str(key): _parsed(found) for key, found in document["drives"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, IoInvalid):
-        return {}
+    """Drives that were measured before, by key; without those whose entry is damaged, and none if the whole file is, or
+    is not there."""
+    known: dict[str, Drive] = {}
+    with suppress(OSError, *_DAMAGED):
+        if cache is not None and cache.is_file():  # of anything else a read may not end
+            document = json.loads(cache.read_bytes())
+            if document["version"] == _VERSION:
+                for key, found in document["drives"].items():
+                    with suppress(*_DAMAGED):
+                        known[key] = _parsed(found)
+    return known
 
 
 def _parsed(found: Mapping[str, Any]) -> Drive:
@@ -235,13 +234,13 @@ def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
         for key, drive in drives.items()
     }
     fresh = cache.with_name(f"{cache.name}.{os.getpid()}.partial")
-    try:
+    with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({"version": _VERSION, "drives": body}, indent=1), encoding="utf-8")
-        fresh.replace(cache)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink()
+        try:
+            fresh.write_text(json.dumps({"version": _VERSION, "drives": body}, indent=1), encoding="utf-8")
+            fresh.replace(cache)
+        finally:
+            fresh.unlink(missing_ok=True)
 
 
 def _text(path: Path) -> str:

@@ -37,14 +37,6 @@ class Residency:
     def __iter__(self) -> Iterator[ExpertKey]:
         return (self._usage.keys[row] for row in self._resident.values())
 
-    def __len__(self) -> int:
-        return len(self._resident)
-
-    @property
-    def clock(self) -> int:
-        """Demands so far."""
-        return self._usage.clock
-
     def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> None:
         """The router has decided: `experts` are what this layer needs."""
         self._present = (stack, layer)
@@ -78,6 +70,7 @@ class Residency:
         self._smallest = max(1, min(self._smallest, nbytes))
 
     def remove(self, key: ExpertKey) -> None:
+        """Raises KeyError if it is not resident."""
         row = self._resident.pop(key)
         self._is_resident[row] = 0
         self.used_bytes -= self._nbytes[row]

@@ -47,7 +47,8 @@ class ExpertStore:
         return self._pack.entry(key).file_bytes
 
     def read(self, key: ExpertKey, into: U8) -> None:
-        """Fills `into`, uint8 [nbytes], page-aligned. Raises a PackError if the file is not what the manifest says."""
+        """Fills `into`, uint8 [nbytes], page-aligned. Raises a PackError if the file does not begin with what the
+        manifest promises; what has been added behind that is not looked at."""
         for pause_s in (*_PAUSES_S, None):
             started = time.perf_counter()
             try:

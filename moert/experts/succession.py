@@ -38,10 +38,6 @@ class Succession:
             for index, layer in enumerate(spec.decoder.moe_layers)
         })  # fmt: skip
 
-    @property
-    def nbytes(self) -> int:
-        return sum(share.nbytes for share in self._shares.values())
-
     def after(self, place: int, experts: Collection[int]) -> F64 | None:
         """[num_experts]: how likely the layer selects each at its next visit, if it selected `experts` at this one.
 

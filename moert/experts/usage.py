@@ -70,10 +70,6 @@ class Usage:
         self._visits, self._visited_at, self._interval = array("q"), array("d"), array("d")  # by place
         self._latest: dict[int, tuple[int, ...]] = {}
 
-    def find(self, key: tuple[Stack, int, int]) -> int | None:
-        """The row of an expert, None if it was never loaded."""
-        return self._rows.get(key)
-
     def load(self, key: ExpertKey) -> int:
         """The expert comes into memory; returns its row."""
         row = self._rows.get(key)
@@ -113,6 +109,7 @@ class Usage:
         self.clock += 1
 
     def candidates(self, rows: I64) -> Candidates:
+        """What is known of these rows [n]."""
         place = _view(self._place)[rows]
         visits, interval = _view(self._visits), _real(self._interval)
         wait = np.maximum(_real(self._visited_at) + interval - self.steps, 0.5)

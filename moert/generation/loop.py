@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,9 +45,9 @@ class GenerationResult:
 
 
 class Generation:
-    """One running generation: iterate over it for pieces, ask for `result` at any time.
+    """One generation, which `advance` runs, alone or together with others; ask for `result` at any time.
 
-    An iteration that is left early leaves the stop reason "interrupted". `advance` runs several together.
+    Before its end the stop reason is "interrupted".
     """
 
     def __init__(
@@ -69,9 +69,6 @@ class Generation:
     @property
     def result(self) -> GenerationResult:
         return GenerationResult(list(self.tokens), self.text, self.stop_reason)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return (piece for pieces in advance(self.model, [self]) for piece in pieces)
 
     def take(self, logits: torch.Tensor) -> Piece:
         """Chooses the next token from its logits [vocab]; `ended` tells whether it is the last."""
@@ -126,21 +123,6 @@ def advance(model: Model, generations: Sequence[Generation]) -> Iterator[list[Pi
         if not running:
             return
         logits = model.step_many([state for _, state in running], [generation.tokens[-1] for generation, _ in running])
-
-
-def generate(
-    model: Model,
-    prompt_ids: list[int],
-    settings: GenerationSettings,
-    on_token: Callable[[Piece], None] | None = None,
-    detokenizer: TextSource | None = None,
-) -> GenerationResult:
-    """Runs a generation to its end; `on_token` sees each piece as it is made. Raises PromptError."""
-    generation = Generation(model, prompt_ids, settings, detokenizer)
-    for piece in generation:
-        if on_token is not None:
-            on_token(piece)
-    return generation.result
 
 
 def room(model: Model, prompt_ids: list[int]) -> int | None:

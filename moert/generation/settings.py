@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 
 class InvalidSetting(ValueError):
-    """A setting is out of its range. The message is one line, fit to be shown to a user."""
+    """A setting is out of its range. The message is one line, fit to be shown to a user: the name, then the problem."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,16 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise InvalidSetting(f"max_new_tokens is {self.max_new_tokens}: it should be at least 1")
+            raise InvalidSetting("max_new_tokens", f"is {self.max_new_tokens}: it should be at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidSetting(f"temperature is {self.temperature}: it should be 0 (greedy) or more")
+            raise InvalidSetting("temperature", f"is {self.temperature}: it should be 0 (greedy) or more")
         if self.top_k < 0:
-            raise InvalidSetting(f"top_k is {self.top_k}: it should be 0 (no limit) or more")
+            raise InvalidSetting("top_k", f"is {self.top_k}: it should be 0 (no limit) or more")
         if not 0 < self.top_p <= 1:
-            raise InvalidSetting(f"top_p is {self.top_p}: it should be above 0 and at most 1")
+            raise InvalidSetting("top_p", f"is {self.top_p}: it should be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
-            raise InvalidSetting(f"min_p is {self.min_p}: it should be between 0 and 1")
+            raise InvalidSetting("min_p", f"is {self.min_p}: it should be between 0 and 1")
         if not 0 <= self.seed < 1 << 63:
-            raise InvalidSetting(f"seed is {self.seed}: it should be between 0 and 2**63 - 1")
+            raise InvalidSetting("seed", f"is {self.seed}: it should be between 0 and 2**63 - 1")
         if any(not text for text in self.stop_strings):
-            raise InvalidSetting("a stop string is empty: it would stop before the first letter")
+            raise InvalidSetting("stop_strings", "has an empty stop string: no text would get a first letter")

@@ -116,16 +116,12 @@ class Backend(Protocol):
         `mix` gives."""
         ...
 
-    def run(self, expert: Expert, tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
-        """Many tokens: out[tokens] += weights[:, None] * expert(x[tokens]); tokens int64 [n], weights [n]; each token
-        comes once."""
-        ...
-
     def run_all(
         self, experts: Sequence[Expert], counts: Sequence[int], tokens: Tensor, weights: Tensor, x: Tensor,
         out: Tensor, moe: MoeSpec,
     ) -> None:  # fmt: skip
-        """`run` for one expert after the other, each with the next `counts` of the tokens and weights."""
+        """Many tokens, one expert after the other, each with the next `counts` of the tokens (int64 [n]) and weights
+        [n]: out[tokens] += weights[:, None] * expert(x[tokens]). No token comes twice to an expert."""
         ...
 
     def close(self) -> None: ...

@@ -130,10 +130,6 @@ class NativeBackend:
             self._first_token.data_ptr(), weights, x, out,
         )  # fmt: skip
 
-    def run(self, expert: NativeExpert, tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
-        rows, starts = tokens.to(torch.int32), (c_int32 * 2)(0, len(tokens))
-        self._mixture(moe, 1, (c_void_p * 1)(expert.address), addressof(starts), rows.data_ptr(), weights, x, out)
-
     def run_all(
         self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: Tensor, weights: Tensor, x: Tensor,
         out: Tensor, moe: MoeSpec,

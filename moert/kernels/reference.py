@@ -98,19 +98,13 @@ class ReferenceBackend:
         for part, weight in zip(parts, weights.tolist(), strict=True):
             out += part * weight
 
-    def run(
-        self, expert: Callable[[], Mapping[str, Tensor]], tokens: Tensor, weights: Tensor, x: Tensor, out: Tensor,
-        moe: MoeSpec,
-    ) -> None:  # fmt: skip
-        out.index_add_(0, tokens, ffn(expert(), x[tokens], moe) * weights[:, None])
-
     def run_all(
         self, experts: Sequence[Callable[[], Mapping[str, Tensor]]], counts: Sequence[int], tokens: Tensor,
         weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec,
     ) -> None:  # fmt: skip
         parts = torch.split(tokens, list(counts)), torch.split(weights, list(counts))
         for expert, rows, factors in zip(experts, *parts, strict=True):
-            self.run(expert, rows, factors, x, out, moe)
+            out.index_add_(0, rows, ffn(expert(), x[rows], moe) * factors[:, None])
 
     def close(self) -> None:
         pass

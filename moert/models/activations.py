@@ -11,10 +11,17 @@ _ROUNDED = 16
 quarter more, as their scratch grows ahead."""
 _PADDED = 256  # numbers of a row are rounded to whole multiples of this
 _REFERENCE_COPIES = 4  # of each number that an expert makes, in torch
+_LOGITS = 3  # for each sequence: the last ones, the present ones, and those put together
+_DRAWN = 10  # the same numbers sorted, filtered and so on, of one sequence
 
 
-def activation_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
-    """Upper bound for `tokens` tokens that are read in one pass. `widened`: as of Backend.widens."""
+def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int = 1) -> int:
+    """Upper bound for `tokens` tokens of `sequences` that are read in one pass, and for what is done with the logits.
+    `widened`: as of Backend.widens."""
+    return _layer_bytes(spec, tokens, widened) + 4 * spec.vocab_size * (_LOGITS * sequences + _DRAWN)
+
+
+def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
     rows = min(tokens, ROWS)
     whole = tokens * _whole_row_bytes(spec) + _mixture_bytes(spec, tokens, widened)
     return whole + rows * _projection_row_bytes(spec) + _score_bytes(spec, tokens, rows)

@@ -78,7 +78,7 @@ class DistanceBias:
 
     def __init__(self, by_offset: Tensor, keys: int) -> None:
         """by_offset [heads, n + keys - 1]: the first is that of the last query for the first key."""
-        self.by_offset = by_offset
+        self.by_offset, self.keys = by_offset, keys
         self._windows = by_offset.unfold(1, keys, 1)  # [heads, n, keys], a view; the last query comes first
         self._latest: tuple[int, int, Tensor] | None = None  # layers ask for the same block one after the other
 

@@ -125,7 +125,7 @@ class DenseFfn:
         for rows in torch.split(x, ROWS):
             n = len(rows)
             hidden = rms_norm(rows, self._norm, self._eps)
-            self._backend.run(self._ffn, torch.arange(n), torch.ones(n), hidden, rows, self._moe)
+            self._backend.run_all([self._ffn], [n], torch.arange(n), torch.ones(n), hidden, rows, self._moe)
 
     def step(self, x: Tensor) -> None:
         """One token, x [1, d_model]."""

@@ -114,11 +114,13 @@ class SwitchModel:
     def _encode(self, prompts: Sequence[list[int]]) -> Sequence[Tensor]:
         """→ [tokens, d_model] for each prompt."""
         lengths = [len(ids) for ids in prompts]
-        biases = {n: self.encoder_bias.both_ways(n) for n in lengths}
+        bias = self.encoder_bias.both_ways(lengths[0])
         x = self.backend.rows(self.embed, [token for ids in prompts for token in ids])
         for layer in self.encoder:
             for part, n in zip(torch.split(x, lengths), lengths, strict=True):
-                layer.attn.biased(part, None, biases[n])
+                if bias.keys != n:  # one at a time, since each keeps what it has made
+                    bias = self.encoder_bias.both_ways(n)
+                layer.attn.biased(part, None, bias)
             layer.ffn(x, lengths)
         return torch.split(rms_norm(x, self.encoder_norm, self.spec.norm_eps), lengths)
 

@@ -17,6 +17,7 @@ _PRIOR = 8  # observations that a predictor's own claim counts for
 _MEMORY = 256  # observations of a bucket after which old ones fade
 _WASTE = 0.25  # of a read: what its room was worth to the expert that had to leave
 _HASTE = 0.1  # of a read: what it saves at least if begun just before the router speaks
+_PACE = 1e-9  # seconds per byte, until the drive was heard of
 _WINDOW_RATE, _DRIVE_RATE, _MISSED_RATE = 1 / 16, 1 / 8, 1 / 64
 
 
@@ -26,11 +27,10 @@ class Worth:
     After each token: `drive`, `token`. Where it is not on, the predictor need not be asked, and `observe` does nothing.
     """
 
-    def __init__(self, seconds_per_byte: float = 1e-9) -> None:
-        """`seconds_per_byte` of the drive, until `drive` has told better."""
+    def __init__(self) -> None:
         self.figures = ReadAhead()
         self._switch = Switch()
-        self._pace = seconds_per_byte
+        self._pace: float | None = None
         self._window_s: float | None = None
         self._missed = 0.5  # share of layers that still read something when the router has spoken
         self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
@@ -53,7 +53,7 @@ class Worth:
             return []
         self._asked = asked = ranked[:_MOST]
         self._nbytes = nbytes
-        window, rates, pace, missed = self._window_s or 0.0, self._rates, self._pace, self._missed
+        window, rates, pace, missed = self._window_s or 0.0, self._rates, self._pace or _PACE, self._missed
         chosen, start = [], 0.0
         for expert, claim in asked:
             rate, takes = rates[int(claim * _BUCKETS)], nbytes[expert] * pace
@@ -98,7 +98,8 @@ class Worth:
     def drive(self, nbytes: int, seconds: float) -> None:
         """Some reads brought so many bytes and took so long, added up."""
         if nbytes:
-            self._pace += _DRIVE_RATE * (seconds / nbytes - self._pace)
+            pace = seconds / nbytes
+            self._pace = pace if self._pace is None else self._pace + _DRIVE_RATE * (pace - self._pace)
 
     def token(self, seconds: float) -> None:
         """One token was generated."""

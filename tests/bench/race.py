@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from moert.memory import drop_page_cache
 from tests.bench.contenders import Contender
 from tests.bench.runner import Runner
 from tests.bench.shaped import OLMOE
@@ -18,7 +18,6 @@ from tests.bench.streamed import Segment, Setting, beginnings
 from tests.cgroups import Group
 
 LEAST_TOKENS = 2
-_NO_LIMIT = 1 << 40  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class Outcome:
 @dataclass(frozen=True)
 class Entry:
     """A program in a race. `warm` lets it work before anything counts, `turn` for some seconds, `end` asks for the rest
-    of its outcome. `reads`: a pack or a file, of which nothing is in the page cache at the start."""
+    of its outcome. `reads`: a pack or a file, of which nothing is in the page cache at the start. `memory_bytes`: None
+    for what holds everything in memory; neither that nor how it is loaded is limited."""
 
     name: str
     command: Sequence[str]
@@ -69,7 +69,7 @@ def race(device: Device, entries: Sequence[Entry], seconds: float, rounds: int) 
         for path in {entry.reads for entry in entries}:
             forget(path)
         groups = [
-            stack.enter_context(Group(entry.memory_bytes or _NO_LIMIT, device.read_bps, entry.reads))
+            stack.enter_context(Group(entry.memory_bytes, device.read_bps if entry.memory_bytes else None, entry.reads))
             for entry in entries
         ]
         seats = [
@@ -83,7 +83,7 @@ def race(device: Device, entries: Sequence[Entry], seconds: float, rounds: int) 
                 outcomes[entry.name].segments.append(entry.turn(runner, seconds))
         for (entry, runner), group in zip(seats, groups, strict=True):
             entry.end(runner, outcomes[entry.name])
-            outcomes[entry.name].group_bytes = group.peak_bytes
+            outcomes[entry.name].group_bytes = group.peak_bytes if entry.memory_bytes else 0
     return outcomes
 
 
@@ -102,8 +102,8 @@ def of_setting(
     def end(runner: Runner, outcome: Outcome) -> None:
         if prompt_tokens:
             outcome.prompt = Segment(**runner.ask("read", prompt_tokens))
-        outcome.unavoidable = runner.ask("unavoidable")[1 : 1 + len(outcome.segments)]
         outcome.facts = runner.ask("facts")
+        outcome.unavoidable = runner.ask("unavoidable")[: len(outcome.segments)]
 
     return Entry(
         name, setting.command(), Path(setting.pack), memory_bytes,
@@ -133,8 +133,7 @@ def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None) -> 
 def forget(path: Path) -> None:
     """Takes a file, or all files of a folder, out of the page cache."""
     for file in _files(path):
-        with open(file, "rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_page_cache(file)
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -27,7 +27,7 @@ from tests.bench import race as races
 from tests.bench.contenders import BUDGETED, IN_MEMORY, MOERT, RESIDENT, UNBUDGETED
 from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
-from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.result import Row, context, table, write
 from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped
 from tests.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
 from tests.bench.streamed import PIECE, THREADS
@@ -43,6 +43,7 @@ PROMPTS_ON = "ssd"  # on a slower device a prompt takes a baseline a minute
 SAME_AS_Q2_K = "Q2_K"
 PROCESS_BYTES = 300_000_000  # Python, torch, keys and values, activations: what a budget gets beside the weights
 LLAMA_SHARE = 0.5
+DEPTHS = (2, 4, 16)  # reads at once
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,22 @@ def memory_bytes(packs: Packs, share: float) -> int:
 
 
 def disk_bytes_per_s(packs: Packs) -> float:
-    """How fast experts of mixed widths are read here without a limit; small ones come slower than large ones."""
-    from moert.experts.drive import parse_io
+    """How fast experts of mixed widths are read here without a limit, many at once if that is faster; small ones come
+    slower than large ones."""
+    from moert.experts.drive import IoSettings
     from moert.experts.probe import read_for
 
-    pack, settings = Pack.open(packs.mixed), parse_io("direct")
-    assert settings is not None
-    return read_for(itertools.cycle([pack.file(entry.path) for entry in pack.manifest.experts]), settings, 2.0)
+    pack = Pack.open(packs.mixed)
+    files = itertools.cycle([pack.file(entry.path) for entry in pack.manifest.experts])
+    return max(read_for(files, IoSettings(True, threads), 1.0) for threads in DEPTHS)
 
 
 def streaming(device: Device, packs: Packs, sizes: Sizes, seconds: float) -> dict[str, Outcome]:
-    """Ours and the baselines under a budget, at every budget, and those that have none."""
+    """Ours and the baselines under a budget, at every budget, those that have none, and all in memory."""
     prompt = sizes.prompt if device.name == PROMPTS_ON and packs.routing else 0
     most = memory_bytes(packs, max(sizes.shares))
-    entries = [races.ours(each, packs, None, most, prompt) for each in UNBUDGETED]
+    entries = [races.ours(each, packs, None, None) for each in IN_MEMORY]
+    entries += [races.ours(each, packs, None, most, prompt) for each in UNBUDGETED]
     for share in sizes.shares:
         entries += [races.ours(each, packs, share, memory_bytes(packs, share), prompt) for each in BUDGETED]
     return race(device, entries, seconds, sizes.rounds)
@@ -84,10 +87,8 @@ def streaming(device: Device, packs: Packs, sizes: Sizes, seconds: float) -> dic
 
 def model_rows(packs: Packs, devices: Sequence[Device], sizes: Sizes) -> list[Row]:
     seconds = sizes.seconds if packs.routing else sizes.reference_seconds
-    unlimited = Device("in memory", None)
-    resident = race(unlimited, [races.ours(each, packs, None, None) for each in IN_MEMORY], seconds, sizes.rounds)
-    disk, compute = disk_bytes_per_s(packs), row_of_runs("", resident[RESIDENT.name].speeds, "").value
-    rows = [Row(f"{packs.name}: disk without a limit", disk / 1e6, "MB/s"), *speed_rows(packs.name, resident)]
+    disk = disk_bytes_per_s(packs)
+    rows = [Row(f"{packs.name}: disk without a limit", disk / 1e6, "MB/s")]
     report(rows)
     for device in devices:
         where = f"{packs.name}, {device.name}"
@@ -95,9 +96,10 @@ def model_rows(packs: Packs, devices: Sequence[Device], sizes: Sizes) -> list[Ro
         added = [*speed_rows(where, outcomes), *against_rows(where, device, outcomes, sizes.shares)]
         for share in sizes.shares:
             mine = f"{MOERT.name} {share:.0%}"
-            added += bound_rows(f"{where}: {mine}", outcomes[mine], compute, min(disk, device.read_bps or disk))
+            bandwidth = min(disk, device.read_bps or disk)
+            added += bound_rows(f"{where}: {mine}", outcomes[mine], outcomes[RESIDENT.name], bandwidth)
         if device.name == "ssd" and packs.routing:  # next to Python and torch, the reference models are nothing
-            added += memory_rows(where, outcomes, resident["IO-FREE"], sizes.shares)
+            added += memory_rows(where, outcomes, sizes.shares)
         report(added)
         rows += added
     return rows
@@ -142,7 +144,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=Sizes.seconds, help="of a turn")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds)
     arguments = parser.parse_args()
-    if lacking := missing(reads=True):
+    if lacking := missing(reads=Path(__file__)):
         raise SystemExit(f"bench-stream imitates devices with control groups, but {lacking}")
     if not (DEMO / "summary.json").exists():
         raise SystemExit("bench-stream runs the demo's packs, and they are missing: run `make demo`")
@@ -162,7 +164,7 @@ def main() -> None:
             **asdict(sizes),
             "threads": THREADS,
             "failed": failed,
-            "seconds": round(time.perf_counter() - started),
+            "took_s": round(time.perf_counter() - started),
         }
         print(f"written to {write('stream', context(settings), rows)}")
     if failed:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moert.budget import Budget
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, is_pack
@@ -44,11 +45,7 @@ def expert_bytes(pack: Path) -> int:
 
 def layer_bytes(pack: Path) -> int:
     """The most that one token can demand of one layer."""
-    manifest = Pack.open(pack).manifest
-    top_k, layers = manifest.model.moe.top_k, dict[tuple[str, int], list[int]]()
-    for entry in manifest.experts:
-        layers.setdefault((entry.key.stack, entry.key.layer), []).append(entry.file_bytes)
-    return max(sum(sorted(sizes)[-top_k:]) for sizes in layers.values())
+    return Budget.of(Pack.open(pack).manifest).layer_bytes
 
 
 # The model of OLMoE's shape -------------------------------------------------------------------------------------------

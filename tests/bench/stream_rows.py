@@ -55,39 +55,44 @@ def against_rows(where: str, device: Device, outcomes: Mapping[str, Outcome], sh
     return rows
 
 
-def bound_rows(where: str, outcome: Outcome, resident_speed: float, bytes_per_s: float) -> list[Row]:
-    """How near a run came to the most that computing and Belady's misses allow. `resident_speed`: tokens per second of
-    the same pack all in memory."""
-    shares = [
-        bound_s(segment.tokens / resident_speed, unavoidable, bytes_per_s) / segment.seconds
-        for segment, unavoidable in zip(outcome.segments, outcome.unavoidable, strict=True)
-    ]
-    read = sum(segment.bytes_read for segment in outcome.segments)
-    tokens = sum(segment.tokens for segment in outcome.segments)
+def bound_rows(where: str, outcome: Outcome, resident: Outcome, bytes_per_s: float) -> list[Row]:
+    """How near a run came to the most that computing and Belady's misses allow, and first, to what computing and the
+    bytes that it did read allow: what is missing there is the engine's, the rest is due to who was evicted. `resident`:
+    the same pack all in memory, in the same rounds."""
+    read = [segment.bytes_read for segment in outcome.segments]
+    unavoidable, tokens = outcome.unavoidable, sum(segment.tokens for segment in outcome.segments)
+
+    def shares(nbytes: Sequence[int]) -> list[float]:
+        return [
+            bound_s(segment.tokens / speed, count, bytes_per_s) / segment.seconds
+            for segment, speed, count in zip(outcome.segments, resident.speeds, nbytes, strict=True)
+        ]
+
+    unit = "of the possible speed"
     return [
-        Row(f"{where}: read for a token", read / tokens / 1e6, "MB"),
-        Row(f"{where}: unavoidable for a token", sum(outcome.unavoidable) / tokens / 1e6, "MB"),
-        row_of_runs(f"{where}: share of the bound", shares, "of the possible speed").at_least(BOUND_AIM),
+        Row(f"{where}: read for a token", sum(read) / tokens / 1e6, "MB"),
+        Row(f"{where}: unavoidable for a token", sum(unavoidable) / tokens / 1e6, "MB"),
+        row_of_runs(f"{where}: share of the bound with what it read", shares(read), unit),
+        row_of_runs(f"{where}: share of the bound", shares(unavoidable), unit).at_least(BOUND_AIM),
     ]
 
 
-def memory_rows(where: str, outcomes: Mapping[str, Outcome], free: Outcome, shares: Sequence[float]) -> list[Row]:
+def memory_rows(where: str, outcomes: Mapping[str, Outcome], shares: Sequence[float]) -> list[Row]:
     """Ours beside all 16-bit experts in memory; last, the best speed among the budgets that need little enough."""
-    rows, small_enough = [], [0.0]
-    free_speed = row_of_runs("", free.speeds, "").value
+    rows, small_enough, free = [], [0.0], outcomes["IO-FREE"]
     for share in shares:
         mine = outcomes[f"moert {share:.0%}"]
         whole = free.facts["peak_bytes"] / mine.facts["peak_bytes"]
         model = model_bytes(free) / model_bytes(mine)
-        speed = row_of_runs("", mine.speeds, "").value / free_speed
         what = f"{where}: moert {share:.0%} to IO-FREE"
+        speed = row_of_runs(f"{what}: speed", ratios(mine, free), "of its speed")
         rows += [
             Row(f"{what}: memory of the process", whole, "× less"),
             Row(f"{what}: bytes of the model", model, "× less"),
-            Row(f"{what}: speed", speed, "of its speed"),
+            speed,
         ]
         if whole >= MEMORY_AIM:
-            small_enough.append(speed)
+            small_enough.append(speed.value)
     best = Row(f"{where}: best speed with {MEMORY_AIM:g} × less memory", max(small_enough), "of IO-FREE's speed")
     return [*rows, best.at_least(SPEED_AIM)]
 

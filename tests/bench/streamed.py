@@ -19,6 +19,7 @@ from tests.bench.runner import serve
 
 if TYPE_CHECKING:
     from moert.experts.replay import Step
+    from moert.pack.model_spec import ExpertKey
 
 THREADS = 2
 PIECE = 64  # tokens of a request where no prompt says how many
@@ -99,7 +100,8 @@ class Streamed:
         from tests.bench.routing import ReplayedRouting
 
         self._trace: list[Step] = []
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # of segments, in the trace
+        self._held: list[ExpertKey] = []  # in memory after the first segment, which is there to warm up
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
             io=parse_io(setting.io), eviction=setting.eviction, predictor=setting.predictor, threads=THREADS,
@@ -136,12 +138,15 @@ class Streamed:
         return self._measured(work)
 
     def unavoidable(self) -> list[int]:
-        """Bytes that the best choice of victims would have read in each segment so far; see moert.bench.bound."""
+        """Bytes that the best choice of victims would have read in each segment after the first, starting with what was
+        in memory then; see moert.bench.bound."""
         from moert.bench.bound import belady
 
         nbytes = {entry.key: entry.file_bytes for entry in self._engine.pack.manifest.experts}
         cache_bytes = self._engine.stats().cache_bytes
-        return [part.bytes_read for part in belady(self._trace, nbytes, cache_bytes, self._starts)]
+        first, *_ = starts = self._starts[1:]
+        parts = belady(self._trace[first:], nbytes, cache_bytes, self._held, [start - first for start in starts])
+        return [part.bytes_read for part in parts]
 
     def facts(self) -> dict[str, int]:
         """Bytes: of the cache, of the weights that always stay, and the most that the process held."""
@@ -155,6 +160,8 @@ class Streamed:
         }
 
     def _measured(self, work: Callable[[], int]) -> dict[str, Any]:
+        if len(self._starts) == 1:
+            self._held = self._engine.cache.resident()
         self._starts.append(len(self._trace))
         before, started = self._engine.stats(), time.perf_counter()
         tokens = work()

@@ -18,6 +18,7 @@ from tiny_packs import DECODER, PROMPTS, write_pack
 from moert import cli
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
+from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 
 ROOT = Path(cli.__file__).parent.parent
@@ -170,11 +171,17 @@ def test_experts_that_are_damaged_between_two_prompts(
     assert said in lines[0]
 
 
-def test_damage_to_what_nobody_asks_for_again_changes_nothing(pack: Path, expected: dict[str, list[int]], run) -> None:
-    process = run(pack, "--input", "-", "--json", "--max-new-tokens", NEW, "--predict", "none", "--cache", "100%", *IO)
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_damage_to_what_nobody_asks_for_again_changes_nothing(
+    pack: Path, expected: dict[str, list[int]], run, kernels: str
+) -> None:
+    """All of it: nothing that is computed with is a view of a mapped file."""
+    arguments = ("--max-new-tokens", NEW, "--predict", "none", "--cache", "100%", "--kernels", kernels, *IO)
+    process = run(pack, "--input", "-", "--json", *arguments)
     process.ask(PROMPTS[0])
     assert process.answer() == expected[PROMPTS[0]]
     shutil.rmtree(pack / "experts")
+    os.truncate(pack / BACKBONE, 0)
     process.ask(PROMPTS[0])
     assert process.answer() == expected[PROMPTS[0]]
     assert process.end() == (0, "", "")

@@ -44,7 +44,7 @@ class MemoryRunner:
         for key, expert in self.experts.items():
             if key[:2] == (stack, layer) and (tokens := (experts == key.expert).any(1).nonzero()[:, 0]).numel():
                 share = weights[experts == key.expert]
-                self.backend.run(expert, tokens, share, hidden, out, self.moe)
+                self.backend.run_all([expert], [len(tokens)], tokens, share, hidden, out, self.moe)
 
     def run_one(
         self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor

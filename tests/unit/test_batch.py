@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moert.engine import Engine
 from moert.errors import InputInvalid
 from moert.generation.batch import Interrupted
 from moert.generation.settings import GenerationSettings
+from moert.models.layers import DistanceBias, RelativeBias
 from moert.models.moe import select
 from moert.prompts import Record, grouped
 from moert.regulator import Regulator
@@ -89,7 +91,7 @@ def test_answers_are_those_of_each_prompt_alone_and_take_fewer_reads(packs, smal
         assert len({len(result.tokens) for result in alone}) > 1
         assert settings != "stop strings" or "stop_string" in {result.stop_reason for result in alone}
     with Engine.open(packs[name], predictor="none", cache=smallest[name]) as batched:
-        answers = batched.generate_many(PROMPTS, SETTINGS[settings])
+        answers = list(batched.generate_many(PROMPTS, SETTINGS[settings]))
         assert [answer.result for answer in answers] == alone
         assert batched.counters.bytes_read < 0.8 * engine.counters.bytes_read
         figures, before = batched.stats(), engine.stats()
@@ -119,10 +121,10 @@ def test_what_does_not_fit_together_runs_in_smaller_batches(packs, monkeypatch) 
         real = engine.model.prefill_many
         monkeypatch.setattr(engine._regulator, "together", lambda prompts, max_new_tokens: min(2, len(prompts)))
         monkeypatch.setattr(engine.model, "prefill_many", lambda ids: (sizes.append(len(ids)), real(ids))[1])
-        answers = engine.generate_many(PROMPTS[:5], SETTINGS["greedy"])
+        answers = list(engine.generate_many(PROMPTS[:5], SETTINGS["greedy"]))
     assert [answer.result for answer in answers] == alone[:5]
     assert sizes == [2, 2, 1]
-    assert notes == ["5 prompts at once take too much memory: they run 2 at a time"]
+    assert notes == ["5 prompts at once would take the experts' memory: they run 2 at a time"]
 
 
 def test_as_many_as_fit_run_together_and_at_least_one(packs) -> None:
@@ -172,11 +174,46 @@ def test_ctrl_c_keeps_what_there_is(packs, interrupted_after_three) -> None:
         Engine.open(packs["decoder"], predictor="none") as engine,
         pytest.raises(Interrupted) as stop,
     ):
-        engine.generate_many(PROMPTS, SETTINGS["greedy"])
+        list(engine.generate_many(PROMPTS, SETTINGS["greedy"]))
     for answer, alone in zip(stop.value.answers, interrupted_after_three, strict=True):
         assert answer.result.tokens == alone.tokens[:4]
         assert answer.finished == (len(alone.tokens) <= 4)
     assert engine.stats().new_tokens == sum(len(answer.result.tokens) for answer in stop.value.answers)
+
+
+def test_ctrl_c_between_two_batches_keeps_the_first(packs, monkeypatch) -> None:
+    with Engine.open(packs["decoder"], predictor="none") as engine:
+        left = [2, 2]
+
+        def together(prompts, max_new_tokens):
+            if not left:
+                raise KeyboardInterrupt
+            return left.pop()
+
+        monkeypatch.setattr(engine._regulator, "together", together)
+        answers = []
+        with pytest.raises(KeyboardInterrupt):
+            answers.extend(engine.generate_many(PROMPTS, SETTINGS["greedy"]))
+    assert [answer.finished for answer in answers] == [True] * 4
+
+
+def test_biases_of_one_length_at_a_time_are_in_memory(packs, monkeypatch) -> None:
+    """Each keeps scores for a block of queries."""
+    alive: WeakSet[DistanceBias] = WeakSet()
+    made: list[int] = []
+
+    def both_ways(self: RelativeBias, n: int, real=RelativeBias.both_ways) -> DistanceBias:
+        assert len(alive) <= 1
+        made.append(n)
+        bias = real(self, n)
+        alive.add(bias)
+        return bias
+
+    monkeypatch.setattr(RelativeBias, "both_ways", both_ways)
+    with Engine.open(packs["switch"], predictor="none") as engine:
+        engine.reserve(40, 1)
+        engine.model.prefill_many(IDS)
+    assert set(made) == {len(ids) for ids in IDS}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, object]], str]:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moert.bench import figures, sweeps
+from moert.bench import command
 from moert.bench.bound import Unavoidable, belady, bound_s
 from moert.bench.command import bench, summary_of, texts_of
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchSettings, Measurement, Sample, measure
-from moert.bench.plot import check_drawing, draw
-from moert.bench.summary import percentile, summarize, summary_lines, tokens_sha256
-from moert.budget import Budget, CacheLimit
-from moert.errors import DrawingImpossible, InputInvalid
+from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
+from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.engine import Engine
+from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
 from moert.experts.drive import IoSettings
 from moert.experts.replay import Step
+from moert.generation.batch import Answer
+from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack
+from moert.system import usable_cores
 from tests import tiny_packs
 
 SETTINGS = BenchSettings(
@@ -57,7 +61,16 @@ def test_unavoidable_bytes_are_counted_part_by_part() -> None:
     whole = belady(trace, nbytes, 60)
     assert whole == [Unavoidable(6, 3, 60)]
     assert whole[0].hit_rate == 0.5
-    assert belady(trace, nbytes, 60, [0, 2]) == [Unavoidable(2, 2, 30), Unavoidable(4, 1, 30)]
+    assert belady(trace, nbytes, 60, starts=[0, 2]) == [Unavoidable(2, 2, 30), Unavoidable(4, 1, 30)]
+
+
+def test_what_was_in_memory_before_need_not_be_read_but_takes_its_room() -> None:
+    trace = [Step("decoder", 0, (expert,)) for expert in (0, 1, 0, 2)]
+    keys = [ExpertKey("decoder", 0, expert) for expert in range(4)]
+    nbytes = dict.fromkeys(keys, 10)
+    assert belady(trace, nbytes, 20, [keys[0], keys[3]]) == [Unavoidable(4, 2, 20)]
+    assert belady(trace, nbytes, 20, [keys[2], keys[1]], [0, 3]) == [Unavoidable(3, 1, 10), Unavoidable(1, 1, 10)]
+    assert belady(trace, nbytes, 40, keys) == [Unavoidable(4, 0, 0)]
 
 
 def test_the_bound_is_the_slower_of_both() -> None:
@@ -78,10 +91,48 @@ def test_every_sample_has_the_length_that_was_asked_for(measured: Measurement) -
 def test_only_the_samples_count_not_the_warm_up(measured: Measurement) -> None:
     assert measured.demands == sum(len(step.experts) for step in measured.trace) == measured.best.demands
     assert len(measured.trace) == 2 * 3 * 3  # samples, passes, layers
+    assert measured.ahead_bytes == measured.ahead_used_bytes == 0
     assert measured.cache_bytes == measured.expert_bytes // 2
     assert 0 < measured.best.bytes_read <= measured.bytes_read
     assert measured.resident_s is not None
     assert measured.resident_s > 0
+
+
+def test_with_all_experts_in_memory_nothing_is_read_and_nothing_has_to_leave(pack: Path) -> None:
+    asked = replace(SETTINGS, cache=None, memory=MemoryLimit(nbytes=10**9), io=None, eviction="auto", threads=None)
+    whole = measure(pack, asked, ["one small step", "hello", "zigzag"], disk_bytes_per_s=1e6)
+    assert (whole.bytes_read, whole.hits, whole.best.bytes_read) == (0, whole.demands, 0)
+    found = summary_of(whole)["settings"]
+    assert found["eviction"] is None
+    assert found["memory"] == {"asked": "1GB", "bytes": 10**9}
+    assert found["threads"] == usable_cores()
+    assert found["kernels"] != "auto"
+
+
+def test_prompts_run_before_they_are_measured_only_where_all_experts_fit(
+    pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[list[int]] = []
+    generate = Engine.generate_ids
+
+    def noted(self: Engine, ids: list[int], *rest: Any, **named: Any) -> Answer:
+        runs.append(ids)
+        return generate(self, ids, *rest, **named)
+
+    monkeypatch.setattr(Engine, "generate_ids", noted)
+    measure(pack, SETTINGS, ["one small step", "hello"], disk_bytes_per_s=1e9)
+    assert [len(ids) for ids in runs] == [24, 14, 5]
+    del runs[:]
+    measure(pack, replace(SETTINGS, cache=None), ["one small step", "hello"], disk_bytes_per_s=1e9)
+    assert [len(ids) for ids in runs] == [24, 14, 5, 14, 5]
+
+
+def test_what_is_read_ahead_is_counted(pack: Path) -> None:
+    ahead = measure(pack, replace(SETTINGS, predictor="transitions", new_tokens=60), ["hello"], disk_bytes_per_s=1e9)
+    assert 0 < ahead.ahead_used_bytes <= ahead.bytes_read
+    assert ahead.ahead_bytes > 0
+    nbytes = summary_of(ahead)["bytes"]
+    assert (nbytes["read_ahead"], nbytes["read_ahead_used"]) == (ahead.ahead_bytes, ahead.ahead_used_bytes)
 
 
 def test_without_prompts_there_are_built_in_ones(pack: Path, tmp_path: Path) -> None:
@@ -103,8 +154,11 @@ def test_the_json_line_has_every_figure(measured: Measurement) -> None:
         "bound", "tokens_sha256",
     }  # fmt: skip
     assert len(found["pack"]["sha256"]) == len(found["tokens_sha256"]) == 64
-    assert found["settings"]["cache"] == {"nbytes": None, "share": 0.5}
-    assert set(found["bytes"]) == {"disk_read", "cache", "experts", "backbone", "peak_process"}
+    assert found["settings"]["cache"] == {"asked": "50%", "bytes": measured.expert_bytes // 2}
+    assert (found["settings"]["memory"], found["settings"]["threads"]) == (None, 1)
+    assert set(found["bytes"]) == {
+        "disk_read", "read_ahead", "read_ahead_used", "cache", "experts", "backbone", "peak_process",
+    }  # fmt: skip
     assert set(found["token_latency_s"]) == {"p50", "p90", "p99"}
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
@@ -119,6 +173,29 @@ def test_speeds_and_the_bound_follow_from_the_times(measured: Measurement) -> No
     assert found["bound"]["share"] == pytest.approx(0.6)
     unknown = summarize(replace(known, resident_s=None), {}, "")["bound"]
     assert (unknown["compute_s"], unknown["compute"], unknown["least_s"]) == (4.0, "not waiting", 4.0)
+
+
+def test_a_run_is_never_faster_than_its_bound(measured: Measurement) -> None:
+    for resident_s, disk in ((1e6, 1e9), (1e-9, 1e-3)):
+        bound = summarize(replace(measured, resident_s=resident_s, disk_bytes_per_s=disk), {}, "")["bound"]
+        assert bound["least_s"] <= measured.total_s
+        assert bound["compute_s"] == min(resident_s, measured.total_s - measured.stall_s)
+    assert (bound["share"], bound["least_s"]) == (1.0, measured.total_s)
+
+
+@pytest.mark.parametrize("text", ["auto", "50%", "33.3%", "1.5GB", "800MB", "1.234MB", "16GB", "512MiB", "600kB"])
+def test_limits_are_said_as_they_were_asked_for(text: str) -> None:
+    said = asked(parse_memory(text))
+    assert said == {"512MiB": "536870912", "600kB": "600000"}.get(text, text)
+    assert parse_memory(said) == parse_memory(text)
+    if text != "auto":
+        assert asked(parse_cache(text)) == said
+
+
+def test_the_lines_say_that_eviction_was_not_needed(measured: Measurement) -> None:
+    hardware = {"processor": "x", "cores": 1}
+    lines = summary_lines(summarize(replace(measured, eviction=None), hardware, ""))
+    assert any(line.startswith("settings") and "eviction not needed" in line and "threads 1," in line for line in lines)
 
 
 def test_one_token_each_has_no_latency_of_later_ones(measured: Measurement) -> None:
@@ -165,66 +242,41 @@ def test_prompts_come_from_one_place(tmp_path: Path) -> None:
         texts_of(None, lines)
 
 
-def test_pictures_come_with_their_tables(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_stdin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(InputInvalid, match="stdin has no prompts"):
+        texts_of(None, Path("-"))
+
+
+def test_all_packs_are_looked_at_before_the_first_is_measured(
+    pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "measure", lambda *rest: pytest.fail("measured"))
+    with pytest.raises(ManifestMissing):
+        bench([pack, tmp_path / "nothing"], SETTINGS)
+    without = tiny_packs.write_pack(tmp_path / "without.pack", tiny_packs.DECODER, paths=False)
+    with pytest.raises(PathsMissing):
+        bench([pack, without], replace(SETTINGS, predictor="transitions"))
+
+
+def test_what_was_measured_is_printed_before_anything_else_can_fail(
+    pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = shutil.copytree(pack, tmp_path / "damaged.pack")
+    backbone = damaged / "backbone.safetensors"
+    backbone.write_bytes(bytes(backbone.stat().st_size))
+    with pytest.raises(PackError):
+        bench([pack, damaged], SETTINGS, ["hello"], as_json=True)
+    assert json.loads(capsys.readouterr().out)["pack"]["path"] == str(pack)
+
+    def fails(*rest: object) -> None:
+        raise DrawingImpossible("full")
+
     pytest.importorskip("matplotlib")
-    shutil.copytree(pack, tmp_path / "other.pack")
-    bench([pack, tmp_path / "other.pack"], SETTINGS, ["hello"], plot=tmp_path / "new" / "folder")
+    monkeypatch.setattr("moert.bench.plot.draw", fails)
+    monkeypatch.setattr("moert.bench.sweeps.all_figures", lambda *rest: [Figure("a", "Title", "x", "y", "lines", {})])
+    with pytest.raises(DrawingImpossible):
+        bench([pack], SETTINGS, ["hello"], plot=tmp_path / "pictures")
     out = capsys.readouterr().out
-    pictures = {path.name for path in (tmp_path / "new/folder").iterdir()}
-    names = ("latencies", "hit-rates-tiny.pack", "hit-rates-other.pack", "budgets", "ablation", "targets")
-    assert pictures == {f"{name}.png" for name in names}
-    assert all((tmp_path / "new/folder" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
-    for title in ("Time of a sample", "Hit rate", "part by part", "target"):
-        assert title in out
-
-
-def test_pictures_without_matplotlib_or_a_folder_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DrawingImpossible, match="can't be made a folder"):
-        check_drawing(tmp_path / "file", [])
-    with pytest.raises(DrawingImpossible, match="two have the same"):
-        check_drawing(tmp_path / "fine", [tmp_path / "a/my.pack", tmp_path / "b/my.pack"])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DrawingImpossible, match="pip install"):
-        check_drawing(tmp_path, [])
-
-
-# Figures --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_table_has_a_line_for_each_place() -> None:
-    figure = Figure("name", "Title", "cache", "ms", "lines", {"a": [("25%", 1.5), ("50%", 1.0)], "b": [("50%", 20.0)]})
-    assert figure.table().splitlines() == ["Title (ms)", "cache    a   b", "25%    1.5    ", "50%      1  20"]
-
-
-def test_bars_and_lines_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for kind in ("lines", "bars"):
-        figure = Figure(kind, "Title", "x", "y", kind, {"a": [("1", 1.0)], "b": [("1", 2.0)]})  # type: ignore[arg-type]
-        assert draw(figure, tmp_path).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_hit_rates_grow_with_the_cache_and_stay_below_the_best(measured: Measurement) -> None:
-    series = figures.hit_rates(measured).series
-    best = [value for _, value in series["best possible"]]
-    assert best == sorted(best)
-    assert {"paper", "lru", "lfu", "fifo"} < set(series)
-    assert all(
-        value <= top + 1e-9 for name in ("lru", "lfu") for (_, value), top in zip(series[name], best, strict=True)
-    )
-
-
-def test_targets_are_named_by_their_loss_or_else_their_bits(measured: Measurement) -> None:
-    assert figures.target_of(measured) == f"{measured.pack.manifest.effective_bits():.2f} bits"
-    samples = [replace(measured, samples=(Sample(1, (1, 2), 9.0, (0.002,)),))]
-    assert figures.targets(samples).series["time"][0][1] == pytest.approx(2)
-
-
-def test_each_step_of_the_ablation_adds_one_part(pack: Path) -> None:
-    layer = Budget.of(Pack.open(pack).manifest).layer_bytes
-    settings = BenchSettings(eviction="auto", predictor="transitions")
-    first, second, third = sweeps.ablation_steps(settings, layer).values()
-    assert (first.cache, first.predictor) == (CacheLimit(nbytes=layer), "none")
-    assert (second.cache, second.predictor) == (CacheLimit(nbytes=2 * layer), "transitions")
-    assert third == replace(settings, cache=CacheLimit(share=0.5))
-    assert sweeps.ablation_steps(SETTINGS, layer)["+ cache"].cache == SETTINGS.cache
+    assert '"tokens_sha256"' in out
+    assert "Title" in out

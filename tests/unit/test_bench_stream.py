@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from moert.pack.codec import QuantizedMatrix
 from moert.pack.reader import Pack
-from tests import tiny_packs
+from tests import cgroups, tiny_packs
 from tests.bench import contenders, stream, stream_packs, stream_rows
 from tests.bench.contenders import Contender
 from tests.bench.race import Device, Outcome, forget, of_llama
@@ -119,8 +120,8 @@ def test_a_session_writes_reads_and_knows_what_it_could_not_avoid(pack: Path, tm
     assert first.requests == 5 * 3 * 2
     assert first.bytes_read > 0
     unavoidable = session.unavoidable()
-    assert len(unavoidable) == 3
-    assert all(0 < least <= part.bytes_read for least, part in zip(unavoidable, (first, second, prompt), strict=True))
+    assert len(unavoidable) == 2  # the first warms up
+    assert 0 < sum(unavoidable) <= second.bytes_read + prompt.bytes_read
     assert session.facts()["cache_bytes"] == 2 * layer
 
 
@@ -198,9 +199,10 @@ def test_ratios_are_taken_round_by_round_and_have_the_devices_aims() -> None:
 
 
 def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
-    reading = stream_rows.bound_rows("m", outcome(2), resident_speed=100, bytes_per_s=10)
-    assert reading[-1].value == pytest.approx(3 / 5)  # 30 bytes at 10 a second; it took 5 s
-    computing = stream_rows.bound_rows("m", outcome(2), resident_speed=2.5, bytes_per_s=1000)
+    *_, engine, whole = stream_rows.bound_rows("m", outcome(2), outcome(100), bytes_per_s=10)
+    assert whole.value == pytest.approx(3 / 5)  # 30 bytes at 10 a second; it took 5 s
+    assert engine.value == pytest.approx(5 / 5)  # it read 50
+    computing = stream_rows.bound_rows("m", outcome(2), outcome(2.5), bytes_per_s=1000)
     assert computing[-1].value == pytest.approx(4 / 5)
     assert computing[-1].aim == "≥ 0.8"
     assert computing[-1].met
@@ -208,7 +210,8 @@ def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
 
 def test_memory_counts_the_whole_process_for_the_aim() -> None:
     outcomes = {"moert 25%": outcome(4, peak=200), "moert 50%": outcome(9, peak=300)}
-    rows = stream_rows.memory_rows("m", outcomes, outcome(10, peak=1000, model=100), (0.25, 0.5))
+    outcomes["IO-FREE"] = outcome(10, peak=1000, model=100)
+    rows = stream_rows.memory_rows("m", outcomes, (0.25, 0.5))
     assert rows[-1].value == pytest.approx(0.4)  # the faster one needs too much
     assert not rows[-1].met
     assert next(row.value for row in rows if row.name == "m: moert 50% to IO-FREE: bytes of the model") == 10
@@ -247,3 +250,12 @@ def test_without_groups_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(SystemExit, match="only be made as root") as ended:
         stream.main()
     assert "\n" not in str(ended.value)
+
+
+def test_a_place_on_no_disk_has_no_limit_and_leaves_no_group() -> None:
+    if lacking := cgroups.missing(reads=Path(__file__)):
+        pytest.skip(lacking)
+    assert "on no disk" in str(cgroups.missing(reads=Path("/proc")))
+    with pytest.raises(OSError, match="No such device"), cgroups.Group(10**9, 10**6, Path("/proc")):
+        pass
+    assert not list(cgroups.MOUNT.glob(f"**/moert-test-{os.getpid()}-*"))

@@ -140,12 +140,22 @@ def test_settings_are_parsed() -> None:
     assert parse_io("buffered,64") == IoSettings(False, 64)
 
 
+@pytest.mark.parametrize("text", ["", ",", "auto,2", "mmap", "4"])
+def test_other_ways_to_read_are_refused_in_one_line(text) -> None:
+    refused(text, r"--io .* is none of auto, direct, buffered")
+
+
 @pytest.mark.parametrize(
-    "text", ["", ",", "direct,", "direct,0", "direct,65", "direct,-1", "direct,1.5", "direct,4,4", "auto,2", "mmap",
-             "4", "direct,²", "direct," + "9" * 5000]
+    ("count", "found"),
+    [("", "''"), ("0", "'0'"), ("65", "'65'"), ("-1", "'-1'"), ("1.5", "'1.5'"), ("4,4", "'4,4'"), ("²", "'²'"),
+     ("9" * 5000, "'9+'")],
 )  # fmt: skip
-def test_other_settings_are_refused_in_one_line(text) -> None:
-    with pytest.raises(drive.IoInvalid, match=r"--io .* is none of auto, direct, buffered") as error:
+def test_other_numbers_of_threads_are_refused_in_one_line(count, found) -> None:
+    refused(f"direct,{count}", rf"--io .*: {found} should be a number of threads, 1 to 64")
+
+
+def refused(text, says) -> None:
+    with pytest.raises(drive.IoInvalid, match=says) as error:
         parse_io(text)
     assert isinstance(error.value, RunError)
     assert "\n" not in str(error.value)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, ru
 from moert.budget import Budget, CacheLimit
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, TokenizerMissing
-from moert.experts.drive import IoSettings
+from moert.experts import store
+from moert.experts.drive import IoSettings, open_expert
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
 from moert.generation.settings import GenerationSettings
@@ -105,6 +107,7 @@ def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(pac
     assert error.value.smallest_bytes == least
     assert f"--cache {least}" in str(error.value)
     assert "\n" not in str(error.value)
+    assert pickle.loads(pickle.dumps(error.value)).smallest_bytes == least
     with Engine.open(packs[name], kernels=kernels, notify=lambda note: None, cache=least) as engine:
         assert engine.generate("hello", settings).result.tokens == expected
         assert sum(engine.pack.entry(key).file_bytes for key in engine.cache.resident()) <= least
@@ -137,6 +140,61 @@ def test_a_cache_below_one_tokens_demand_warns_once(packs) -> None:
     with Engine.open(packs["decoder"], notify=notes.append, cache=enough) as engine:
         engine.generate(PROMPTS[1], GenerationSettings(max_new_tokens=2))
     assert notes == []
+
+
+def test_what_cannot_be_meant_is_said_at_once(packs) -> None:
+    with pytest.raises(KeyError, match="belady"):
+        Engine.open(packs["decoder"], eviction="belady")
+    with pytest.raises(KeyError, match="guess"):
+        Engine.open(packs["decoder"], predictor="guess")
+    with pytest.raises(ValueError, match="exclude each other"):
+        Engine.open(packs["decoder"], 10**9, cache=10**6)
+
+
+@pytest.mark.parametrize(
+    ("io", "used"), [(IoSettings(False, 1), "buffered,1"), (IoSettings(True, 3), "direct,3"), (None, "page cache")]
+)
+def test_a_way_of_reading_that_was_asked_for_is_used_though_all_experts_fit(packs, monkeypatch, io, used) -> None:
+    ways = set()
+
+    def opened(path, direct):
+        ways.add(direct)
+        return open_expert(path, direct)
+
+    monkeypatch.setattr(store, "open_expert", opened)
+    with Engine.open(packs["decoder"], predictor="none", io=io) as engine:
+        engine.generate("abc", GenerationSettings(max_new_tokens=2))
+        assert engine.stats().io == used
+    assert ways == {io.direct} if io else ways
+
+
+@pytest.mark.parametrize("when", ["foreseen", "met"])
+def test_a_cache_that_shrinks_in_the_middle_of_a_request_is_read_for_as_one_that_streams(
+    packs, monkeypatch, when
+) -> None:
+    settings = GenerationSettings(max_new_tokens=8)
+    with Engine.open(packs["decoder"], predictor="none", eviction="auto") as engine:
+        expected = engine.generate(PROMPTS[0], settings).result.tokens
+        assert engine.stats().evictions == 0
+    with Engine.open(packs["decoder"], predictor="none", eviction="auto", notify=lambda note: None) as engine:
+        regulator, everything, least = engine._regulator, engine.budget.expert_bytes, engine.budget.layer_bytes
+        prepare, steps = engine._adapt, []
+
+        def before_prompt(prompts, max_new_tokens):
+            engine.cache.resize(everything)
+            return (least if when == "foreseen" else everything), None
+
+        def after_token(prompts, new_tokens):
+            if new_tokens == 2:
+                engine.cache.resize(least)
+
+        monkeypatch.setattr(regulator, "before_prompt", before_prompt)
+        monkeypatch.setattr(regulator, "after_token", after_token)
+        monkeypatch.setattr(engine, "_adapt", lambda room: (prepare(room), steps.append(engine.stats().io)))
+        assert engine.generate(PROMPTS[0], settings).result.tokens == expected
+        assert steps[0] == steps[1] != "page cache" if when == "foreseen" else steps[1] == "page cache" != steps[2]
+        assert engine.stats().evictions > 0
+        assert engine.eviction != "auto"
 
 
 def test_a_share_of_the_experts_leaves_room_for_exactly_that(packs) -> None:
@@ -172,7 +230,7 @@ def test_a_perfect_prediction_is_never_wasted(packs) -> None:
         tokens, _ = run_greedy(engine, ids, N_TOKENS)
     steps = [(step.stack, step.layer, step.experts) for step in trace]  # all layers of this model have experts
     room, io = CacheLimit(share=0.4), IoSettings(True, 2)
-    with Engine(pack, open_backend(), None, "paper", Oracle(steps), io, None, print, room, False) as engine:
+    with Engine(pack, open_backend(), room, "paper", Oracle(steps), io, weighed=False) as engine:
         assert run_greedy(engine, ids, N_TOKENS)[0] == tokens
         counters = engine.counters
         assert counters.prefetch_issued >= counters.prefetch_used > 0
@@ -194,7 +252,7 @@ def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name)
 
     pack = Pack.open(packs[name])
     room, io = CacheLimit(share=0.5), IoSettings(True, 2)
-    with Engine(pack, open_backend(), None, "paper", Listener(), io, None, print, room, False) as engine:
+    with Engine(pack, open_backend(), room, "paper", Listener(), io, weighed=False) as engine:
         run, run_one = engine.runner.run, engine.runner.run_one
 
         def listened(stack, layer, hidden, experts, weights, out):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moert.generation import greedy, sampling
 from moert.generation.detokenize import Detokenizer
-from moert.generation.loop import Generation, PromptError, generate
+from moert.generation.loop import Generation, GenerationResult, PromptError, advance
 from moert.generation.settings import GenerationSettings, InvalidSetting
 
 EOS, VOCAB = 256, 257
@@ -61,13 +61,22 @@ class Script:
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.steps]), VOCAB).float()
 
 
+def generate(
+    model: Any, ids: list[int], settings: GenerationSettings, pieces: list[str] | None = None,
+    detokenizer: Detokenizer | None = None,
+) -> GenerationResult:  # fmt: skip
+    generation = Generation(model, ids, settings, detokenizer)
+    for (piece,) in advance(model, [generation]):
+        if pieces is not None:
+            pieces.append(piece.text)
+    return generation.result
+
+
 def run(tokenizer: Tokenizer, text: str, **settings: Any) -> tuple[list[str], Any]:
     """The model writes `text`, then the end token → the pieces, the result."""
     script = Script([*tokenizer.encode(text).ids, EOS])
     pieces: list[str] = []
-    result = generate(
-        script, [1], GenerationSettings(**settings), lambda piece: pieces.append(piece.text), Detokenizer(tokenizer)
-    )
+    result = generate(script, [1], GenerationSettings(**settings), pieces, Detokenizer(tokenizer))
     assert "".join(pieces) == result.text
     return pieces, result
 
@@ -135,9 +144,10 @@ def test_full_context_and_prompts_that_do_not_fit() -> None:
             generate(Script([5], max_positions=5), prompt, GenerationSettings())
 
 
-def test_an_iteration_left_early_is_interrupted() -> None:
-    generation = Generation(Script([5, 6, EOS]), [1], GenerationSettings())
-    next(iter(generation))
+def test_a_run_left_early_is_interrupted() -> None:
+    script = Script([5, 6, EOS])
+    generation = Generation(script, [1], GenerationSettings())
+    next(advance(script, [generation]))
     assert (generation.result.tokens, generation.result.stop_reason) == ([5], "interrupted")
 
 

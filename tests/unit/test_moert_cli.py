@@ -17,10 +17,12 @@ from tiny_packs import DECODER, PROMPTS, SWITCH, damage_expert, write_pack
 
 from moert import __version__, cli
 from moert.engine import Engine
+from moert.errors import RunError
 from moert.experts.eviction import EVICTION
 from moert.experts.selection import AUTO
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library
+from moert.models.switch import SwitchModel
 from moert.options import Eviction, Predict
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
@@ -128,7 +130,7 @@ def test_json_for_one_prompt_is_one_object(moert, pack, expected) -> None:
 def test_stats_go_to_stderr(moert, pack, expected) -> None:
     assert moert("run", pack, PROMPTS[1], "--stats", *NEW) == 0
     assert moert.out == expected[PROMPTS[1]] + "\n"
-    assert "expert requests" in moert.err
+    assert "asked for " in moert.err
     assert "peak memory" in moert.err
 
 
@@ -201,7 +203,7 @@ def test_a_seed_repeats_a_drawn_text(moert, pack, expected) -> None:
 def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
     for option, too_little in (("--memory", "1kB"), ("--cache", "1kB")):
         line = moert.refuses("run", pack, PROMPTS[0], option, too_little, *NEW)
-        least = int(line.split(f"{option} ")[1].split()[0])
+        least = int(re.findall(rf"{option} (\d+)", line)[-1])
         assert moert("run", pack, PROMPTS[0], option, least, *NEW) == 0
         assert moert.out == expected[PROMPTS[0]] + "\n"
     assert f"--cache {least}" in moert.refuses("run", pack, PROMPTS[0], "--cache", least - 1, *NEW)
@@ -214,17 +216,22 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
     ("arguments", "says"),
     [
         (["--memory", "1.5XB"], "1.5XB"),
+        (["--memory", ""], "--memory '' is not a size"),
+        (["--cache", ""], "--cache '' is not a size"),
+        (["--io", "direct,999"], "'999' should be a number of threads, 1 to 64"),
         (["--memory", "-5MB"], "-5MB"),
         (["--memory", "120%"], "at most 100%"),
         (["--cache", "auto"], "--cache 'auto'"),
         (["--eviction", "random"], "'paper', 'lru', 'lfu', 'fifo'"),
         (["--predict", "luck"], "'transitions'"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (["--temperature", "-1"], "temperature is -1"),
-        (["--top-p", "2"], "top_p is 2"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--max-new-tokens", "x"], "'x'"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--top-p", "nan"], "--top-p is nan"),
         (["--seed", "x"], "--seed"),
-        (["--stop", ""], "stop string is empty"),
-        (["--threads", "0"], "--threads"),
+        (["--stop", ""], "--stop has an empty stop string"),
+        (["--threads", "0"], "found '0' (see moert run --help)"),
+        (["--batch", "-1"], "found '-1' (see moert run --help)"),
         (["--kernels", "mmx"], "mmx"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--file", "words.txt"], "PROMPT and --file exclude each other"),
@@ -233,6 +240,19 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
 )
 def test_wrong_options_are_one_line(moert, pack, arguments, says) -> None:
     assert says in moert.refuses("run", pack, "abc", *arguments)
+
+
+def test_help_is_named_that_helps(moert) -> None:
+    assert "(see moert --help)" in moert.refuses("frobnicate")
+    assert "(see moert bench --help)" in moert.refuses("bench")
+    assert "(see moert info --help)" in moert.refuses("info", "a.pack", "b.pack")
+
+
+def test_a_prompt_that_is_missing_is_said_before_anything_is_loaded(moert, pack, monkeypatch) -> None:
+    monkeypatch.setattr(Engine, "open", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "no prompt: give one" in moert.refuses("run", pack)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +319,7 @@ def test_more_threads_than_cores_are_refused(moert, pack) -> None:
 
 
 def test_fifty_bytes_are_meant_as_a_share(moert, pack) -> None:
-    assert "did you mean 50%?" in moert.refuses("run", pack, "abc", "--memory", "50")
+    assert "did you mean 50GB, or 50%?" in moert.refuses("run", pack, "abc", "--memory", "50")
     assert "did you mean" not in moert.refuses("run", pack, "abc", "--memory", "1000")
 
 
@@ -425,18 +445,21 @@ def test_ctrl_c_leaves_whole_lines_and_their_figures(endless, tmp_path) -> None:
     assert json.loads(errors)["requests"] in (len(answers), len(answers) + 1)
 
 
-def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> None:
-    from moert.models.switch import SwitchModel
-
-    real, left = SwitchModel.step, [None] * 4  # the first is that of the start token
+def fail_after(steps: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the decoder make so many steps, the first that of the start token."""
+    real, left = SwitchModel.step, [None] * steps
 
     def step(self: SwitchModel, state: object, token: int) -> torch.Tensor:
         if not left:
-            raise KeyboardInterrupt
+            raise error
         left.pop()
         return real(self, state, token)
 
     monkeypatch.setattr(SwitchModel, "step", step)
+
+
+def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> None:
+    fail_after(4, KeyboardInterrupt(), monkeypatch)
     assert moert("run", endless, "abc", "--predict", "none", "--json") == 130
     answer = json.loads(moert.out)
     assert answer["stop_reason"] == "interrupted"
@@ -444,11 +467,28 @@ def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> No
     assert moert.err == ""
 
 
+def test_an_error_while_writing_has_a_line_for_itself_and_the_figures_so_far(moert, endless, monkeypatch) -> None:
+    fail_after(4, RunError("the disk is gone"), monkeypatch)
+    assert moert("run", endless, "abc", "--predict", "none", "--stats") == 2
+    assert moert.out.strip()
+    assert moert.out.endswith("\n")
+    figures, last = moert.err.splitlines()[:-1], moert.err.splitlines()[-1]
+    assert figures[0].endswith("read, 4 written in 1 request(s)")
+    assert last == "moert: the disk is gone"
+
+
+def test_an_error_before_the_first_token_is_its_line_alone(moert, endless, monkeypatch) -> None:
+    fail_after(0, RunError("the disk is gone"), monkeypatch)
+    assert moert.refuses("run", endless, "abc", "--predict", "none", "--stats") == "moert: the disk is gone\n"
+
+
 SHELL = {
     "closed pipe": ("run {endless} abc --predict none --max-new-tokens 3000 | head -c 5", 141, ".....", ""),
     "stdin closed": ("run {pack} <&-", 2, "", "moert: the prompt has no tokens: give some text\n"),
     "stdout closed": ("run {pack} abc --max-new-tokens 2 >&-", 2, "", "moert: stdout: Bad file descriptor\n"),
     "stdout full": ("run {pack} abc --max-new-tokens 2 >/dev/full", 2, "", "moert: stdout: No space left on device\n"),
+    "stderr full": ("run {pack} 2>/dev/full </dev/null", 2, "", ""),
+    "figures full": ("run {pack} '{prompt}' --max-new-tokens 6 --stats 2>/dev/full", 2, "{expected}\n", ""),
     "help full": ("--help >/dev/full", 2, "", "moert: stdout: No space left on device\n"),
     "stderr closed": ("run {pack} '{prompt}' --max-new-tokens 6 --stats 2>&-", 0, "{expected}\n", ""),
     "byte order mark": ("run {pack} --max-new-tokens 6 <{marked}", 0, "{expected}\n", ""),

@@ -165,7 +165,7 @@ def test_not_a_number_and_infinity_stay_with_their_token(backends: Backends) -> 
                 assert not found[2].isfinite()[found[2] != 0].any()
                 expert, moe = backend.dense(None, matrix, backend.matrix(torch.ones(75, 9))), replace(MOE, gated=False)
                 out = torch.zeros(5, 75)
-                backend.run(expert, torch.arange(5), torch.ones(5), x, out, moe)
+                backend.run_all([expert], [5], torch.arange(5), torch.ones(5), x, out, moe)
                 assert out[others].isfinite().all()
 
 
@@ -241,7 +241,7 @@ def test_experts_add_the_weighted_feed_forward(
     for backend in backends.values():
         out, held = before.clone(), [opened(backend, expert) for expert in experts]
         for expert, weights, rows in zip(held, share, chosen, strict=True):
-            backend.run(expert, rows, weights[rows], x, out, moe)
+            backend.run_all([expert], [len(rows)], rows, weights[rows], x, out, moe)
         assert (np.abs(out.numpy() - expected) <= bound + 1e-7).all(), backend.name
         if tokens == 1:
             at_once = before.clone()
@@ -269,9 +269,9 @@ def test_experts_give_a_token_the_same_alone_in_company_and_from_several_threads
             held = [opened(backend, expert) for expert in experts]
             together, mixed, alone = before.clone(), before.clone(), before.clone()
             for e, expert in enumerate(held):
-                backend.run(expert, torch.arange(9), share[e], x, together, moe)
+                backend.run_all([expert], [9], torch.arange(9), share[e], x, together, moe)
                 for t in range(9):
-                    backend.run(expert, torch.tensor([t]), share[e, t : t + 1], x, alone, moe)
+                    backend.run_all([expert], [1], torch.tensor([t]), share[e, t : t + 1], x, alone, moe)
             for t in range(9):
                 backend.mix(held, share[:, t].contiguous(), x[t : t + 1], mixed[t : t + 1], moe)
             found += [together, mixed, alone]
@@ -285,11 +285,11 @@ def test_floats_are_those_of_the_reference(backends: Backends) -> None:
     for widths in (["F16"] * 3, ["BF16"] * 3, ["F32"] * 3):
         expert = random_expert(rng, True, 130, 90, None, list(widths))
         expected = torch.zeros_like(x)
-        reference.run(reference.dense(*map(reference.matrix, expert.values())), torch.arange(6), torch.ones(6), x,
-                      expected, MOE)  # fmt: skip
+        dense = reference.dense(*map(reference.matrix, expert.values()))
+        reference.run_all([dense], [6], torch.arange(6), torch.ones(6), x, expected, MOE)
         for backend in backends.values():
             found = torch.zeros_like(x)
-            backend.run(opened(backend, expert), torch.arange(6), torch.ones(6), x, found, MOE)
+            backend.run_all([opened(backend, expert)], [6], torch.arange(6), torch.ones(6), x, found, MOE)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 

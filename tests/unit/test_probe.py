@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,6 @@ def test_files_that_can_t_be_read_give_the_default(tmp_path) -> None:
     missing = [tmp_path / "nothing"]
     found = probe(missing, lambda files, way, seconds: 0.0)
     assert found == Drive(IoSettings(True, DEFAULT_THREADS), {})
-    assert found.line() == "direct,2 (not measured)"
     assert read_for(itertools.cycle(missing), IoSettings(False, 2), 0.01) == 0.0
 
 
@@ -132,6 +133,28 @@ def test_reading_for_a_while_reads(files) -> None:
         assert read_for(itertools.cycle(files), way, 0.01) > 0
 
 
+def test_what_takes_more_threads_or_memory_than_the_system_allows_is_not_chosen(files, monkeypatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def one_only(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", one_only)
+    assert read_for(itertools.cycle(files), BUFFERED[1], 0.01) == 0.0
+    assert not started.pop().is_alive()
+    assert read_for(itertools.cycle(files), BUFFERED[0], 0.01) > 0
+    monkeypatch.undo()
+
+    def no_memory(nbytes: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(module, "_aligned", no_memory)
+    assert read_for(itertools.cycle(files), BUFFERED[0], 0.01) == 0.0
+
+
 def measured_once(monkeypatch: pytest.MonkeyPatch, settings: IoSettings) -> list[int]:
     """Makes probing take no time; each probe adds to the list."""
     probes: list[int] = []
@@ -149,7 +172,6 @@ def test_a_drive_is_measured_once_and_remembered(files, cache, monkeypatch) -> N
     first, second = drive_of(files, cache), drive_of(files[:2], cache)
     assert first == second
     assert probes == [5]
-    assert second.line() == "direct,4 (MB/s measured: direct,4 123; buffered,1 100)"
     assert list(known_drives(cache).values()) == [first]
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
 
@@ -178,6 +200,7 @@ DAMAGED = [
         {"settings": "direct,1", "speeds": {"direct,1": "fast"}},
         {"settings": "direct,999", "speeds": {"direct,999": 1}},
         {"settings": 7, "speeds": {"direct,1": 1}},
+        {"settings": "direct,1", "speeds": {"direct,1": 10**400}},
     )),
 ]  # fmt: skip
 
@@ -194,6 +217,23 @@ def test_a_damaged_memory_is_measured_again_and_replaced(files, cache, monkeypat
     assert len(probes) == 1
 
 
+@pytest.mark.parametrize("entry", [3, {"settings": "direct,1", "speeds": {"direct,1": 10**400}}], ids=["3", "10**400"])
+def test_a_damaged_entry_does_not_take_the_other_drives_with_it(cache, entry) -> None:
+    cache.parent.mkdir()
+    cache.write_text(json.dumps({"version": 1, "drives": {"before": entry, **good()["drives"], "after": entry}}))
+    assert list(known_drives(cache)) == ["other"]
+
+
+def test_what_is_no_plain_file_is_not_read_but_replaced(files, cache, monkeypatch) -> None:
+    measured_once(monkeypatch, DIRECT[1])
+    cache.parent.mkdir()
+    os.mkfifo(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda self: pytest.fail("waits for ever"))
+        assert drive_of(files, cache).settings == DIRECT[1]
+    assert len(known_drives(cache)) == 1
+
+
 def test_where_nothing_can_be_written_it_measures_each_time(files, tmp_path, monkeypatch) -> None:
     probes = measured_once(monkeypatch, DIRECT[1])
     (tmp_path / "file").write_text("in the way")
@@ -204,17 +244,19 @@ def test_where_nothing_can_be_written_it_measures_each_time(files, tmp_path, mon
     assert len(probes) == 3
 
 
-def test_a_full_disk_leaves_the_old_memory_whole(files, cache, monkeypatch) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_a_full_disk_or_ctrl_c_leaves_the_old_memory_whole_and_no_other_file(files, cache, monkeypatch, error) -> None:
     measured_once(monkeypatch, DIRECT[1])
     cache.parent.mkdir()
     cache.write_text(json.dumps(good()))
 
-    def full(self: Path, text: str, encoding: str) -> int:
+    def cut_short(self: Path, text: str, encoding: str) -> int:
         self.write_bytes(text[:20].encode())
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr(Path, "write_text", full)
-    assert drive_of(files, cache).settings == DIRECT[1]
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        assert drive_of(files, cache).settings == DIRECT[1]
     monkeypatch.undo()
     assert list(known_drives(cache)) == ["other"]
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]

@@ -88,13 +88,13 @@ def test_experts_add_their_share_to_the_tokens_they_run(tokens: int) -> None:
     expected = before + sum(share[e][:, None] * ffn(matrices[e], x, MOE) for e in range(3))
     one_by_one = before.clone()
     for expert, by in zip(experts, share, strict=True):
-        backend.run(expert, torch.arange(tokens), by, x, one_by_one, MOE)
+        backend.run_all([expert], [tokens], torch.arange(tokens), by, x, one_by_one, MOE)
     torch.testing.assert_close(one_by_one, expected, atol=1e-6, rtol=1e-5)
     if tokens == 1:
         at_once = before.clone()
         backend.mix(experts, share[:, 0], x, at_once, MOE)
         assert torch.equal(at_once, one_by_one)
     some = before.clone()
-    backend.run(experts[0], torch.tensor([tokens - 1]), torch.tensor([2.0]), x, some, MOE)
+    backend.run_all(experts[:1], [1], torch.tensor([tokens - 1]), torch.tensor([2.0]), x, some, MOE)
     assert torch.equal(some[:-1], before[:-1])
     torch.testing.assert_close(some[-1], before[-1] + 2 * ffn(matrices[0], x[-1:], MOE)[0])

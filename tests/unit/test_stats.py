@@ -1,4 +1,4 @@
-"""The figures of a run that come from the system."""
+"""The figures of a run: those that come from the system, and how all of them are said."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moert import stats
+from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = "from moert.stats import peak_rss_bytes; print(peak_rss_bytes())"
@@ -39,3 +40,45 @@ def test_the_peak_without_a_status_file(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(stats.Path, "read_text", missing)
     assert stats.peak_rss_bytes() >= 0.5 * known
+
+
+def figures(io: str = "direct,2", **room: int | None) -> RunStats:
+    counters = ExpertCounters(requests=200, hits=50, evictions=140, reads=160, bytes_read=8_000_000, stall_s=0.5,
+                              prefetch_issued_bytes=4_000_000, prefetch_used_bytes=1_000_000)  # fmt: skip
+    times = RequestTimes(requests=1, prompt_tokens=3, new_tokens=11, first_token_s=0.25, decode_s=2.0)
+    ahead = ReadAhead(read=80, used=20, missed=60, tokens_on=1, tokens_off=3)
+    held = Room(**{"memory_bytes": None, "cache_bytes": 3_000_000, "expert_bytes": 9_000_000, **room})  # type: ignore[arg-type]
+    return run_stats(times, counters, ahead, held, "lru", io, (100, 0.125))
+
+
+def test_the_figures_in_words() -> None:
+    *lines, peak = figures(memory_bytes=200_000_000, smallest_cache_bytes=1_000_000).lines()
+    assert lines == [
+        "tokens           3 read, 11 written in 1 request(s)",
+        "speed            5.00 tokens/s after the first token",
+        "first token      after 0.250 s",
+        "experts          asked for 200 times, 25.0% in memory or on the way",
+        "made room        140 times, eviction lru; without reading ahead at best 12.5% (of the first 100)",
+        "read from disk   8.00 MB in 160 reads (--io direct,2); waited 0.500 s",
+        "read ahead       4.00 MB, of it 1.00 MB used; guesses 25% right, 25% complete; on for 25% of written tokens",
+        "room             200.00 MB for the process; experts have 3.00 MB, once only 1.00 MB, all are 9.00 MB",
+    ]
+    assert peak.startswith("peak memory ")
+
+
+def test_the_least_room_is_said_only_where_it_was_less() -> None:
+    for least in (None, 3_000_000):
+        run = figures(smallest_cache_bytes=least)
+        assert "room             no limit for the process; experts have 3.00 MB, all are 9.00 MB" in run.lines()
+        assert run.to_dict()["smallest_cache_bytes"] == 3_000_000
+
+
+def test_the_page_cache_is_named_in_words() -> None:
+    assert any("160 reads (through the system's page cache)" in line for line in figures(stats.PAGE_CACHE).lines())
+
+
+def test_what_did_not_happen_is_not_said() -> None:
+    idle = run_stats(RequestTimes(), ExpertCounters(), ReadAhead(), Room(None, 9, 9), "auto", "direct,2", (0, 0.0))
+    words = "\n".join(idle.lines())
+    assert "read ahead" not in words
+    assert "made room" not in words

@@ -80,10 +80,17 @@ def test_a_change_of_mind_comes_within_a_pause_and_the_pauses_grow() -> None:
     assert all(later > 1.8 * sooner for sooner, later in pairwise(pauses))
 
 
+def of_a_drive(seconds_per_expert: float) -> Worth:
+    """After the first reads from a drive that takes so long for one expert."""
+    worth = Worth()
+    worth.drive(NBYTES[0], seconds_per_expert)
+    return worth
+
+
 def simulated(predict: Predict, n_tokens: int, window_s: float, seed: int = 0) -> tuple[list[float], Worth]:
     """Seconds of each token of a small model: half of the experts are in memory, the drive reads one after the other,
     a read under way is not given up, one in four that were wrong pushes out what is read again later."""
-    rng, worth, times = random.Random(seed), Worth(READ_S / NBYTES[0]), []
+    rng, worth, times = random.Random(seed), of_a_drive(READ_S), []
     for _ in range(n_tokens):
         token_s = 0.0
         for _ in range(LAYERS):
@@ -157,7 +164,7 @@ def window(worth: Worth, seconds: float) -> Worth:
 
 def test_short_windows_ask_for_surer_predictions_than_long_ones() -> None:
     def least(seconds: float) -> float:
-        worth = window(Worth(READ_S / NBYTES[0]), seconds)
+        worth = window(of_a_drive(READ_S), seconds)
         return min(claim for claim in (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95)
                    if worth.wanted([(0, claim)], NBYTES))  # fmt: skip
 
@@ -166,16 +173,30 @@ def test_short_windows_ask_for_surer_predictions_than_long_ones() -> None:
     assert needed[0] < 0.3 < 0.8 < needed[-1]
 
 
+def test_the_first_reads_tell_how_fast_the_drive_is_and_later_ones_only_a_little() -> None:
+    ranked = [(expert, 0.45) for expert in range(8)]
+
+    def reads(*seconds_per_expert: float) -> int:
+        worth = window(Worth(), 0.01)
+        for seconds in seconds_per_expert:
+            worth.drive(NBYTES[0], seconds)
+        return len(worth.wanted(ranked, NBYTES))
+
+    slow, quick = 0.05, 0.0001
+    assert reads(quick) == 8
+    assert reads(slow) == reads(slow, quick) < 8
+
+
 def test_reads_queue_up_in_the_window_by_their_bytes() -> None:
     small, large = [500] * EXPERTS, [4000] * EXPERTS
     ranked = [(expert, 0.55) for expert in range(8)]
-    worth = window(Worth(READ_S / 1000), 2 * READ_S)
+    worth = window(of_a_drive(READ_S), 2 * READ_S)
     assert len(worth.wanted(ranked, small)) > len(worth.wanted(ranked, NBYTES)) > len(worth.wanted(ranked, large))
     assert worth.wanted(ranked, small) == sorted(worth.wanted(ranked, small))
 
 
 def test_figures_are_those_of_the_layer_that_was_read_for() -> None:
-    worth = Worth(READ_S / 1000)
+    worth = of_a_drive(READ_S)
     for _ in range(2):
         worth.wanted([(3, 1.0), (5, 1.0), (7, 1.0)], NBYTES)
         worth.observe([3, 4, 9], [3, 5], missed=1, window_s=0.01)

@@ -1,0 +1,94 @@
+"""A command line as a process: its streams, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from moert.errors import RunError
+from moert.pack.errors import PackError
+
+USAGE = 2
+INTERRUPTED = 130
+
+
+def prepare() -> None:
+    """SIGTERM closes what is open; the streams are UTF-8 whatever the locale, and a reader of stdout that goes away
+    ends the process by SIGPIPE.
+
+    What the caller closed reads as empty, fails as stdout, and is silent as stderr.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, errors="backslashreplace"))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def exit_code(command: Callable[[], Any]) -> int:
+    """Runs it: 0, 2 for a user's mistake, which is one line on stderr, 130 after Ctrl-C. Other errors are raised."""
+    try:
+        code = command()  # 130 after Ctrl-C
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (PackError, RunError) as error:
+        _complain(f"moert: {error}")
+        return USAGE
+    except OSError as error:  # files name themselves
+        _complain(f"moert: {error.filename or 'stdout'}: {error.strerror or error}")
+        _silence(sys.stdout)
+        return USAGE
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a mistake in the command line, as the parser saw it
+            _complain(_one_line(error))
+            return USAGE
+        if _interrupted(error):
+            return INTERRUPTED
+        raise
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Ends the process as if the main thread had asked for it."""
+    sys.exit(128 + number)
+
+
+def _complain(line: str) -> None:
+    """Says it where that can be said: a broken stderr does not change how the process ends."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """What is left unwritten fails no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _interrupted(error: BaseException) -> bool:
+    """True for what breaks because Ctrl-C came in the middle of something else."""
+    before: BaseException | None = error
+    while before is not None and not isinstance(before, KeyboardInterrupt):
+        before = before.__context__
+    return before is not None
+
+
+def _one_line(error: Any) -> str:
+    """A mistake in the command line, with what was found and where to look."""
+    message = error.format_message()
+    if message.startswith("Usage:"):
+        return str(message)  # no arguments at all: the help
+    text = " ".join(message.split()).replace("Value error, ", "").rstrip(".")
+    for problem in getattr(error.__cause__, "errors", list)():  # some versions of the parser leave the value out
+        if repr(problem["input"]) not in text:
+            text += f", found {problem['input']!r}"
+    return f"moert: {text} (see {error.ctx.command_path if error.ctx else 'moert'} --help)"

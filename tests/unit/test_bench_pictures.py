@@ -1,0 +1,149 @@
+"""The pictures of `moert bench --plot`: the runs behind them, their tables, and drawing. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moert.bench import figures, sweeps
+from moert.bench.command import bench
+from moert.bench.figures import Figure
+from moert.bench.measure import BenchSettings, Measurement, Sample, measure
+from moert.bench.plot import check_drawing, draw
+from moert.budget import Budget, CacheLimit
+from moert.errors import DrawingImpossible
+from moert.experts.drive import IoSettings
+from moert.pack.reader import Pack
+from tests import tiny_packs
+
+SETTINGS = BenchSettings(
+    cache=CacheLimit(share=0.5), io=IoSettings(False, 1), eviction="lru", predictor="none", threads=1, new_tokens=3
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_look_at_the_drive() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moert.bench.measure._DISK_S", 0.02)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_packs.write_pack(tmp_path_factory.mktemp("packs") / "tiny.pack", tiny_packs.DECODER)
+
+
+@pytest.fixture(scope="module")
+def measured(pack: Path) -> Measurement:
+    return measure(pack, SETTINGS, ["one small step", "hello"])
+
+
+def test_pictures_come_with_their_tables(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    shutil.copytree(pack, tmp_path / "other.pack")
+    bench([pack, tmp_path / "other.pack"], SETTINGS, ["hello"], plot=tmp_path / "new" / "folder")
+    out = capsys.readouterr().out
+    pictures = {path.name for path in (tmp_path / "new/folder").iterdir()}
+    names = ("latencies", "hit-rates-tiny.pack", "hit-rates-other.pack", "budgets", "ablation", "targets")
+    assert pictures == {f"{name}.png" for name in names}
+    assert all((tmp_path / "new/folder" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
+    assert [json.loads(line)["samples"] for line in out.splitlines() if line.startswith("{")] == [1, 1]
+    for title in ("Time of a sample", "Hit rate", "part by part", "target"):
+        assert title in out
+
+
+def test_pictures_without_matplotlib_or_a_folder_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DrawingImpossible, match="can't be made a folder"):
+        check_drawing(tmp_path / "file", [])
+    with pytest.raises(DrawingImpossible, match="two have the same"):
+        check_drawing(tmp_path / "fine", [tmp_path / "a/my.pack", tmp_path / "b/my.pack"])
+    with pytest.raises(DrawingImpossible, match="/proc can't be written to"):
+        check_drawing(Path("/proc"), [])
+    check_drawing(tmp_path / "fine", [])
+    assert not list((tmp_path / "fine").iterdir())
+    with pytest.raises(DrawingImpossible, match="has no folder"):
+        bench([], SETTINGS, plot="")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DrawingImpossible, match="pip install"):
+        check_drawing(tmp_path, [])
+
+
+def test_a_table_has_a_line_for_each_place() -> None:
+    figure = Figure("name", "Title", "cache", "ms", "lines", {"a": [("25%", 1.5), ("50%", 1.0)], "b": [("50%", 20.0)]})
+    assert figure.table().splitlines() == ["Title (ms)", "cache    a   b", "25%    1.5    ", "50%      1  20"]
+
+
+def test_bars_and_lines_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for kind in ("lines", "bars"):
+        figure = Figure(kind, "Title", "x", "y", kind, {"a": [("1", 1.0)], "b": [("1", 2.0)]})  # type: ignore[arg-type]
+        assert draw(figure, tmp_path).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_that_can_t_be_written_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    figure = Figure("a", "Title", "x", "y", "lines", {"a $b$ \\frac": [("1", 1.0)], "c$^$": [("1", 1.0)]})
+    old = draw(figure, tmp_path).read_bytes()
+
+    def cut_short(self: Path, body: bytes) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", cut_short)
+        with pytest.raises(DrawingImpossible, match=r"a\.png can't be written: No space left"):
+            draw(figure, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_bytes() == old
+    (tmp_path / "b.png").mkdir()
+    with pytest.raises(DrawingImpossible, match=r"b\.png can't be written"):
+        draw(replace(figure, name="b"), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "b.png"}
+
+
+def test_runs_behind_the_pictures_say_nothing(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = Budget.of(Pack.open(pack).manifest).layer_bytes
+    small = sweeps.with_cache(SETTINGS, layer)
+    assert measure(pack, small, ["hello"], 1e9).cache_bytes == layer
+    assert "moert: " in capsys.readouterr().err  # what a user who asked for it is told
+    measure(pack, small, ["hello"])
+    assert capsys.readouterr().err.count("moert: ") == 1  # not again for the run in memory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeps, "BUDGETS", (0.01,))
+        sweeps.all_figures([measure(pack, SETTINGS, ["hello"], 1e9)], SETTINGS, ["hello"])
+    assert capsys.readouterr().err == ""
+
+
+def test_hit_rates_grow_with_the_cache_and_stay_below_the_best(measured: Measurement) -> None:
+    series = figures.hit_rates(measured).series
+    best = [value for _, value in series["best possible"]]
+    assert best == sorted(best)
+    assert {"paper", "lru", "lfu", "fifo"} < set(series)
+    assert all(
+        value <= top + 1e-9 for name in ("lru", "lfu") for (_, value), top in zip(series[name], best, strict=True)
+    )
+
+
+def test_targets_are_named_by_their_loss_or_else_their_bits(measured: Measurement) -> None:
+    assert figures.target_of(measured) == f"{measured.pack.manifest.effective_bits():.2f} bits"
+    samples = [replace(measured, samples=(Sample(1, (1, 2), 9.0, (0.002,)),))]
+    assert figures.targets(samples).series["time"][0][1] == pytest.approx(2)
+
+
+def test_each_step_of_the_ablation_adds_one_part(pack: Path) -> None:
+    layer = Budget.of(Pack.open(pack).manifest).layer_bytes
+    settings = BenchSettings(eviction="auto", predictor="transitions")
+    first, second, third = sweeps.ablation_steps(settings, layer).values()
+    assert (first.cache, first.predictor) == (CacheLimit(nbytes=layer), "none")
+    assert (second.cache, second.predictor) == (CacheLimit(nbytes=2 * layer), "transitions")
+    assert third == replace(settings, cache=CacheLimit(share=0.5))
+    assert sweeps.ablation_steps(SETTINGS, layer)["+ cache"].cache == SETTINGS.cache
