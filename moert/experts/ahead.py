@@ -60,7 +60,12 @@ class Lookahead:
         self, stack: Stack, layer: int, demanded: Collection[int], begun: Sequence[ExpertKey], missing: int
     ) -> None:
         """The router has decided. `begun`: reads that were begun ahead; `missing`: how many are still to be read."""
-        if self._worth is None or self._asked_about != (stack, layer):
+        if self._worth is None:
+            return
+        nbytes = self._nbytes[stack, layer]
+        came_early = sum(nbytes[key.expert] for key in begun if key.expert in demanded)
+        self._worth.lacked(came_early + missing * nbytes[0])
+        if self._asked_about != (stack, layer):
             return
         self._asked_about = None
         window_s = time.perf_counter() - self._asked_s - (self._counters.stall_s - self._asked_stall_s)
@@ -73,8 +78,9 @@ class Lookahead:
         if place == self._first[stack]:
             self._history = []
             self._time_token(stack, len(experts))
-        if self._cache.n_resident == self._n_experts or (self._worth is not None and not self._worth.on):
+        if self._cache.n_resident == self._n_experts or (self._worth is not None and not self._worth.asks()):
             return
+        started = time.perf_counter()
         self._history = [*self._history[-1:], experts]
         following = place + 1 if place + 1 < len(self._order) else self._first.get("decoder", 0)
         next_stack, next_layer = at = self._order[following]
@@ -94,6 +100,8 @@ class Lookahead:
             wanted = self._worth.wanted(ranked, self._nbytes[at])
             self._asked_about, self._asked_s, self._asked_stall_s = at, time.perf_counter(), self._counters.stall_s
         self._cache.predict([ExpertKey(next_stack, next_layer, expert) for expert in wanted])
+        if self._worth is not None and len(experts) == 1:
+            self._worth.asked(time.perf_counter() - started)
 
     def _scores(self, at: tuple[Stack, int], x: Tensor) -> F64 | None:
         guess = self.guesses.get(at)

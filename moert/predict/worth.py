@@ -19,12 +19,14 @@ _WASTE = 0.25  # of a read: what its room was worth to the expert that had to le
 _HASTE = 0.1  # of a read: what it saves at least if begun just before the router speaks
 _PACE = 1e-9  # seconds per byte, until the drive was heard of
 _WINDOW_RATE, _DRIVE_RATE, _MISSED_RATE = 1 / 16, 1 / 8, 1 / 64
+_LACKING_RATE, _ASKING_RATE = 1 / 8, 1 / 16
 
 
 class Worth:
-    """For each layer of each token, in this order: is it `on`? what is `wanted`? `observe` what the router says.
+    """For each layer of each token, in this order: does it pay to ask (`asks`)? what is `wanted`? how long has that
+    taken (`asked`)? `observe` what the router says, and tell what the layer `lacked`.
 
-    After each token: `drive`, `token`. Where it is not on, the predictor need not be asked, and `observe` does nothing.
+    After each token: `drive`, `token`. Where the predictor was not asked, `observe` does nothing.
     """
 
     def __init__(self) -> None:
@@ -32,15 +34,29 @@ class Worth:
         self._switch = Switch()
         self._pace: float | None = None
         self._window_s: float | None = None
+        self._asking_s = 0.0  # what a question takes
+        self._lacking_bytes: float | None = None  # of a layer, when it would be asked about
         self._missed = 0.5  # share of layers that still read something when the router has spoken
         self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
         self._seen = [_PRIOR] * (_BUCKETS + 1)
         self._asked: Sequence[tuple[int, float]] | None = None
         self._nbytes: Sequence[int] = ()
 
-    @property
-    def on(self) -> bool:
-        return self._switch.on
+    def asks(self) -> bool:
+        """Whether a question can pay: reading what the next layer is likely to lack must take longer than asking."""
+        if not self._switch.on:
+            return False
+        lacking = self._lacking_bytes
+        return lacking is None or lacking * (self._pace or _PACE) > self._asking_s
+
+    def asked(self, seconds: float) -> None:
+        """A question took so long."""
+        self._asking_s = self._asking_s + _ASKING_RATE * (seconds - self._asking_s) if self._asking_s else seconds
+
+    def lacked(self, nbytes: int) -> None:
+        """Of what a layer demands, so many bytes were not in memory when it would have been asked about."""
+        known = self._lacking_bytes
+        self._lacking_bytes = nbytes if known is None else known + _LACKING_RATE * (nbytes - known)
 
     def wanted(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int]) -> list[int]:
         """Which to read ahead, in this order.

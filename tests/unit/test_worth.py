@@ -97,7 +97,7 @@ def simulated(predict: Predict, n_tokens: int, window_s: float, seed: int = 0) -
             demanded = rng.sample(range(EXPERTS), TOP_K)
             absent = {expert for expert in range(EXPERTS) if rng.random() < 0.5}
             wanted: list[int] = []
-            if worth.on:
+            if worth.asks():
                 wanted = worth.wanted([each for each in predict(rng, demanded) if each[0] in absent], NBYTES)
             begun = wanted[: -int(-window_s // READ_S)]  # one begins at 0, READ_S, ... before the window ends
             busy_s = len(begun) * READ_S
@@ -132,7 +132,7 @@ def silent(rng: random.Random, demanded: list[int]) -> list[tuple[int, float]]:
 def test_a_useful_predictor_stays_on_and_saves_time(window_s) -> None:
     times, worth = simulated(skilled, 3000, window_s)
     without, _ = simulated(silent, 3000, window_s)
-    assert worth.on
+    assert worth.asks()
     assert worth.figures.tokens_off < 0.05 * 3000
     assert sum(times) < 0.9 * sum(without)
     assert 0.7 < worth.figures.precision < 0.85
@@ -143,7 +143,7 @@ def test_a_useful_predictor_stays_on_and_saves_time(window_s) -> None:
 def test_a_control_that_is_sure_and_wrong_is_found_out_and_costs_little(window_s) -> None:
     times, worth = simulated(boastful, 3000, window_s)
     without, _ = simulated(silent, 3000, window_s)
-    assert not worth.on
+    assert not worth.asks()
     assert worth.figures.tokens_on <= 32 + 240
     assert sum(times) < 1.01 * sum(without)
     assert sum(times[:200]) < 1.1 * sum(without[:200])
@@ -211,3 +211,16 @@ def test_without_any_reads_there_are_no_figures_and_no_division_by_zero() -> Non
     worth = Worth()
     worth.drive(0, 0.0)
     assert (worth.figures.precision, worth.figures.recall) == (0.0, 0.0)
+
+
+def test_nothing_is_asked_where_asking_takes_longer_than_what_could_be_saved() -> None:
+    worth = Worth()
+    worth.drive(10**6, 1e-3)  # a kilobyte takes a microsecond
+    assert worth.asks()
+    for _ in range(50):
+        worth.asked(100e-6)
+        worth.lacked(50_000)
+    assert not worth.asks()
+    for _ in range(50):
+        worth.lacked(150_000)
+    assert worth.asks()
