@@ -42,7 +42,8 @@ def summarize(measured: Measurement, hardware: dict[str, Any], pack_sha256: str)
         "bytes": {
             "disk_read": measured.bytes_read,
             "read_ahead": measured.ahead_bytes,
-            "read_ahead_used": measured.ahead_used_bytes,
+            # Some of what is used now may have been read ahead while the engine was warmed.
+            "read_ahead_used": min(measured.ahead_used_bytes, measured.ahead_bytes),
             "cache": measured.cache_bytes,
             "experts": measured.expert_bytes,
             "backbone": measured.backbone_bytes,
