@@ -75,18 +75,7 @@ class Engine:
         self.cache = ExpertCache(
             self._store, EVICTION[DEFAULT](self.spec.moe_layers()), 0, self.counters, self._store.io.threads
         )
-        limit = room.resolve(held_bytes(), most_bytes()) if isinstance(room, MemoryLimit) else None
-        self._regulator = Regulator(
-            self.spec,
-            self.budget,
-            backend.widens,
-            self.cache,
-            limit,
-            room.resolve(self.budget.expert_bytes) if isinstance(room, CacheLimit) else None,
-            limit_name=room.named(limit) if isinstance(room, MemoryLimit) and limit is not None else "",
-        )
-        if isinstance(room, MemoryLimit) and limit is not None and room.nbytes is not None and limit < room.nbytes:
-            self._notes.append(f"--memory {size(room.nbytes)} is more than {room.named(limit)}: that is used")
+        self._regulator = self._regulated(room)
         self._regulator.check_open()
         weights = load_backbone(pack)
         self.ahead = None
@@ -100,6 +89,17 @@ class Engine:
             drop_page_cache(pack.file(BACKBONE))
         if self.ahead is not None:
             self.ahead.guesses = self.model.guesses()
+
+    def _regulated(self, room: MemoryLimit | CacheLimit | None) -> Regulator:
+        limit = room_bytes = None
+        name = ""
+        if isinstance(room, CacheLimit):
+            room_bytes = room.resolve(self.budget.expert_bytes)
+        elif room is not None and (limit := room.resolve(held_bytes(), most_bytes())) is not None:
+            name = room.named(limit)
+            if room.nbytes is not None and limit < room.nbytes:
+                self._notes.append(f"--memory {size(room.nbytes)} is more than {name}: that is used")
+        return Regulator(self.spec, self.budget, self.backend.widens, self.cache, limit, room_bytes, limit_name=name)
 
     @classmethod
     def open(

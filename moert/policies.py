@@ -24,14 +24,24 @@ def eviction_for(pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacit
 
     Raises PackError if the pack's trace is damaged, and KeyError for an unknown name.
     """
-    spec, trace = pack.manifest.model, None
-    if TRACE in pack.manifest.files:
-        trace = Trace.from_bytes(pack.read_file(TRACE))
-        trace.check(spec)
+    spec = pack.manifest.model
     if name == AUTO:
-        return choose_eviction(trace, spec, nbytes, capacity_bytes)
-    known = None if trace is None else Succession.of(trace, spec)
-    return Choice(name, EVICTION[name](spec.moe_layers(), known), {}, None)
+        return choose_eviction(_trace_of(pack), spec, nbytes, capacity_bytes)
+    return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack)), {}, None)
+
+
+def succession_of(pack: Pack) -> Succession | None:
+    """What the pack's trace teaches; None without one. Raises PackError if it is damaged."""
+    trace = _trace_of(pack)
+    return None if trace is None else Succession.of(trace, pack.manifest.model)
+
+
+def _trace_of(pack: Pack) -> Trace | None:
+    if TRACE not in pack.manifest.files:
+        return None
+    trace = Trace.from_bytes(pack.read_file(TRACE))
+    trace.check(pack.manifest.model)
+    return trace
 
 
 def predictor_for(pack: Pack, name: str) -> Predictor | None:

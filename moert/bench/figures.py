@@ -11,7 +11,7 @@ from moert.bench.measure import Measurement
 from moert.bench.summary import percentile
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
-from moert.policies import eviction_for
+from moert.policies import succession_of
 
 Points = Sequence[tuple[str, float]]
 
@@ -74,12 +74,12 @@ def latencies(measured: Sequence[Measurement]) -> Figure:
 
 def hit_rates(measured: Measurement) -> Figure:
     """Of every policy and the best possible, over cache sizes (Fig. 13), by replaying what the run demanded."""
+    order, known = measured.pack.manifest.model.moe_layers(), succession_of(measured.pack)
     largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
     for share in CACHE_SHARES:
         room, place = max(largest, int(share * measured.expert_bytes)), f"{100 * share:g}%"
-        for name in EVICTION:
-            policy = eviction_for(measured.pack, name, measured.nbytes, room).policy
-            found = replay(measured.trace, measured.nbytes, room, policy)
+        for name, policy in EVICTION.items():
+            found = replay(measured.trace, measured.nbytes, room, policy(order, known))
             series.setdefault(name, []).append((place, 100 * found.hit_rate))
         best = belady(measured.trace, measured.nbytes, room)[0]
         series.setdefault("best possible", []).append((place, 100 * best.hit_rate))

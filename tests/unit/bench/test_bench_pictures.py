@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,30 +17,8 @@ from moert.bench.measure import BenchSettings, Measurement, Sample, measure
 from moert.bench.plot import check_drawing, draw
 from moert.budget import Budget, CacheLimit
 from moert.errors import DrawingImpossible
-from moert.experts.drive import IoSettings
 from moert.pack.reader import Pack
-from tests import tiny_packs
-
-SETTINGS = BenchSettings(
-    cache=CacheLimit(share=0.5), io=IoSettings(False, 1), eviction="lru", predictor="none", threads=1, new_tokens=3
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_look_at_the_drive() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moert.bench.measure._DISK_S", 0.02)
-        yield
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_packs.write_pack(tmp_path_factory.mktemp("packs") / "tiny.pack", tiny_packs.DECODER)
-
-
-@pytest.fixture(scope="module")
-def measured(pack: Path) -> Measurement:
-    return measure(pack, SETTINGS, ["one small step", "hello"])
+from tests.tiny_bench import SETTINGS
 
 
 def test_pictures_come_with_their_tables(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

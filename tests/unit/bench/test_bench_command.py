@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,40 +16,18 @@ from moert.bench import command
 from moert.bench.bound import Unavoidable, belady, bound_s
 from moert.bench.command import bench, summary_of, texts_of
 from moert.bench.figures import Figure
-from moert.bench.measure import BenchSettings, Measurement, Sample, measure
+from moert.bench.measure import Measurement, Sample, measure
 from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
-from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget import MemoryLimit, parse_cache, parse_memory
 from moert.engine import Engine
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
-from moert.experts.drive import IoSettings
 from moert.experts.replay import Step
 from moert.generation.batch import Answer
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey
 from moert.system import usable_cores
 from tests import tiny_packs
-
-SETTINGS = BenchSettings(
-    cache=CacheLimit(share=0.5), io=IoSettings(False, 1), eviction="lru", predictor="none", threads=1, new_tokens=3
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_look_at_the_drive() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moert.bench.measure._DISK_S", 0.02)
-        yield
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_packs.write_pack(tmp_path_factory.mktemp("packs") / "tiny.pack", tiny_packs.DECODER)
-
-
-@pytest.fixture(scope="module")
-def measured(pack: Path) -> Measurement:
-    return measure(pack, SETTINGS, ["one small step", "hello"])
-
+from tests.tiny_bench import SETTINGS
 
 # The bound ------------------------------------------------------------------------------------------------------------
 
