@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from moert.pack.manifest import Measured
+from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 SCHEMA = 2
@@ -36,7 +36,7 @@ class Probe(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Summary:
     """One evaluation over a list of samples, in a few figures.
 
     `value` is that of the metric, `loss` its loss against the unquantised model. `nll` is the mean negative
@@ -62,7 +62,7 @@ class SensitivityTable:
     """
 
     base_bits: int
-    base: Measurement
+    base: Summary
     costs: Mapping[Probe, tuple[float, float, float]]
     coverage: Mapping[ExpertKey, int]
 
@@ -135,7 +135,7 @@ class DenseReport:
     bits: Mapping[str, int]
     nbytes: int
     source_nbytes: int
-    alone: Measured
+    alone: LossEstimate
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class ConversionReport:
     target: Target
     margin: float
     confidence: float | None
-    calibration: Measured | None
+    calibration: LossEstimate | None
     upper_bound: float | None
-    heldout: Measured | None
+    heldout: LossEstimate | None
     bits_histogram: Mapping[int, int]
     effective_bits: float
     expert_bytes: Mapping[str, int]

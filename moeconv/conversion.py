@@ -15,7 +15,7 @@ from typing import Any
 
 from moeconv.allocation.curve import curve
 from moeconv.allocation.problem import Plan
-from moeconv.allocation.search import Judged, Judgement, search
+from moeconv.allocation.search import MeasuredPlan, search
 from moeconv.artifacts import ConversionReport, SensitivityTable, Step, SweepCost, uniform
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
@@ -23,8 +23,9 @@ from moeconv.coder import ORIGINAL, ExpertCoder
 from moeconv.delivery import Outcome, deliver
 from moeconv.dense import DenseCoder, dense_of, width_text
 from moeconv.errors import SettingsError, TargetMissed
+from moeconv.evaluation import Evaluation
 from moeconv.examples import side_by_side
-from moeconv.judging import Judge, check_reference, measured
+from moeconv.judging import Judge, check_reference, estimate
 from moeconv.material import RANKING_SHARE, TOKENIZER, Material
 from moeconv.measure import Measure
 from moeconv.moments import Moments, collect, moments_bytes
@@ -32,13 +33,12 @@ from moeconv.planning import Inputs, Question, check_budget
 from moeconv.probes.memory import blocks_for
 from moeconv.probes.worker import SweepJob
 from moeconv.quantizers import QUANTIZERS, Quantizer
-from moeconv.records import Record
 from moeconv.runners import runner_for
 from moeconv.sensitivity import BASE_BITS, Bar, RaceRules, Sweep, probes_for
 from moeconv.settings import Settings
 from moeconv.trial import Trial
 from moeconv.workdir import INPUTS, WorkDir
-from moert.pack.manifest import Manifest, Measured
+from moert.pack.manifest import LossEstimate, Manifest
 from moert.pack.writer import check_target
 
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
@@ -54,9 +54,9 @@ class Conversion:
     def __init__(self, settings: Settings, say: Callable[[str], None], progress: Progress) -> None:
         self.settings, self.say, self.progress = settings, say, progress
         self.steps: list[Step] = []
-        self.tried: dict[int, Record] = {}  # uniform widths
-        self.judged: list[Judged] = []
-        self.dense_alone: Measured | None = None
+        self.tried: dict[int, Evaluation] = {}  # uniform widths
+        self.judged: list[MeasuredPlan] = []
+        self.dense_alone: LossEstimate | None = None
 
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
@@ -160,22 +160,22 @@ class Conversion:
             return
         widths, judge = width_text(self.dense.dense.bits), self.judge
         with self._step("dense matrices"):
-            record = judge.measure(uniform(self.checkpoint.spec, ORIGINAL), "dense matrices alone")
-            found = measured(judge.measure, record, self.material.judged.groups, self.settings.seed)
+            evaluation = judge.measure(uniform(self.checkpoint.spec, ORIGINAL), "dense matrices alone")
+            found = estimate(judge.measure, evaluation, self.material.judged.groups, self.settings.seed)
         self.say(
             f"dense matrices at {widths}, experts unquantised: loss {found.loss:.2%} (95% interval {found.low:+.2%} to "
             f"{found.high:+.2%})"
         )
         self.dense_alone = found
-        if self.settings.target.kind == "loss" and not judge.holds(record):
+        if self.settings.target.kind == "loss" and not judge.holds(evaluation):
             raise TargetMissed(
-                f"with unquantised experts and the dense matrices at {widths}: {judge.text(record)}; the target of "
+                f"with unquantised experts and the dense matrices at {widths}: {judge.text(evaluation)}; the target of "
                 f"{self.settings.planned_loss:.2%} is missed before any expert is quantised: "
-                f"{self._advice(record, 'give wider --dense-bits')}, or a larger --loss"
+                f"{self._advice(evaluation, 'give wider --dense-bits')}, or a larger --loss"
             )
 
-    def _advice(self, missed: Record, wider: str) -> str:
-        """What to do where this record does not hold."""
+    def _advice(self, missed: Evaluation, wider: str) -> str:
+        """What to do where this evaluation does not hold."""
         only_bound = self.judge.loss(missed) <= self.settings.planned_loss
         return "give more text, or ask for less --confidence" if only_bound else wider
 
@@ -203,7 +203,7 @@ class Conversion:
             )
         return widths[: len(tried) + 1]  # single experts may still want more than all together
 
-    def _say_if_too_little(self, tried: Sequence[Record]) -> None:
+    def _say_if_too_little(self, tried: Sequence[Evaluation]) -> None:
         needed = self.judge.needed(tried)
         if needed is None:
             return
@@ -273,20 +273,19 @@ class Conversion:
         """(predicted cost, measured loss) of the uniform widths that were tried. Other plans that the journal may know
         are left out: the same command ends in the same plan, whatever was measured before."""
         points = []
-        for width, record in self.tried.items():
+        for width, evaluation in self.tried.items():
             with suppress(KeyError):  # a width that the problem does not have
                 cost = question.problem.priced(uniform(self.checkpoint.spec, width)).cost
-                points.append((cost, self.judge.loss(record)))
+                points.append((cost, self.judge.loss(evaluation)))
         return points
 
-    def _judged(self, plan: Plan) -> Judgement:
-        record = self._record(self.judge.measure, plan)
-        self.say(f"a plan of {plan.nbytes / 1e6:,.2f} MB: {self.judge.text(record)}")
-        loss, bound = self.judge.loss(record), self.judge.bound(record)
-        self.judged.append(Judged(plan.nbytes, plan.cost, loss, bound))
-        return Judgement(loss, loss if bound is None else bound)
+    def _judged(self, plan: Plan) -> MeasuredPlan:
+        evaluation = self._evaluated(self.judge.measure, plan)
+        self.say(f"a plan of {plan.nbytes / 1e6:,.2f} MB: {self.judge.text(evaluation)}")
+        self.judged.append(MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation)))
+        return self.judged[-1]
 
-    def _record(self, measure: Measure, plan: Plan) -> Record:
+    def _evaluated(self, measure: Measure, plan: Plan) -> Evaluation:
         return measure(plan.assignment, f"plan of {plan.nbytes} bytes")
 
     # Delivery ---------------------------------------------------------------------------------------------------------
@@ -294,14 +293,14 @@ class Conversion:
     def _deliver(
         self, table: SensitivityTable, cost: SweepCost, plan: Plan, question: Question
     ) -> tuple[Manifest, ConversionReport]:
-        accepted, seed = self._record(self.judge.measure, plan), self.settings.seed
+        accepted, seed = self._evaluated(self.judge.measure, plan), self.settings.seed
         with self._step("held-out"):
-            heldout = measured(self.heldout, self._record(self.heldout, plan), self.material.heldout.groups, seed)
+            heldout = estimate(self.heldout, self._evaluated(self.heldout, plan), self.material.heldout.groups, seed)
             shown = side_by_side(self.material, lambda: self.trial, self.journal, plan.assignment)
         outcome = Outcome(
             widths=plan.assignment,
             metric=self.material.metric_name,
-            calibration=measured(self.judge.measure, accepted, self.material.judged.groups, seed),
+            calibration=estimate(self.judge.measure, accepted, self.material.judged.groups, seed),
             upper_bound=self.judge.bound(accepted),
             heldout=heldout,
             splits=self.material.splits,

@@ -25,10 +25,10 @@ from moeconv.calibration import Splits
 from moeconv.coder import ExpertCoder
 from moeconv.dense import DenseCoder
 from moeconv.emit import emit
+from moeconv.evaluation import Evaluation
 from moeconv.planning import uniform_bytes, weights_of
-from moeconv.records import Record
 from moeconv.settings import Settings
-from moert.pack.manifest import Manifest, Measured, Quality
+from moert.pack.manifest import LossEstimate, Manifest, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 
@@ -38,17 +38,17 @@ class Outcome:
 
     widths: Assignment
     metric: str = ""
-    calibration: Measured | None = None
+    calibration: LossEstimate | None = None
     upper_bound: float | None = None
-    heldout: Measured | None = None
+    heldout: LossEstimate | None = None
     splits: Splits | None = None
     table: SensitivityTable | None = None
     sweep_cost: SweepCost | None = None
     curve: tuple[CurvePoint, ...] = ()
     steps: tuple[Step, ...] = ()
     samples: tuple[Mapping[str, str], ...] = ()
-    evaluations: tuple[Record, ...] = ()
-    dense_alone: Measured | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+    dense_alone: LossEstimate | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -123,7 +123,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
     )
 
 
-def _dense_report(coder: DenseCoder, alone: Measured | None) -> DenseReport | None:
+def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport | None:
     if coder.dense is None:
         return None
     assert alone is not None, "what dense widths lose is always measured"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeconv.errors import SettingsError
+from moeconv.evaluation import Evaluation
 from moeconv.material import Material
 from moeconv.measure import Measure
 from moeconv.promise import Groups, Needed, interval, samples_needed, upper_bound
-from moeconv.records import Record
-from moert.pack.manifest import Measured
+from moert.pack.manifest import LossEstimate
 
 LARGEST_REFERENCE = 1e30
 
@@ -23,37 +23,38 @@ class Judge:
         self.confidence = material.settings.confidence
         self._bounds: dict[tuple[tuple[float, ...], ...], float] = {}  # each costs thousands of draws
 
-    def loss(self, record: Record) -> float:
-        return self.measure.figures(record).loss
+    def loss(self, evaluation: Evaluation) -> float:
+        return self.measure.summary(evaluation).loss
 
-    def bound(self, record: Record) -> float | None:
+    def bound(self, evaluation: Evaluation) -> float | None:
         """What the held-out loss stays under with the confidence; None without one."""
         if self.confidence is None:
             return None
-        if record.scores not in self._bounds:
-            self._bounds[record.scores] = upper_bound(
-                self.material.metric, self.measure.reference.columns(), record.columns(), confidence=self.confidence,
+        if evaluation.scores not in self._bounds:
+            self._bounds[evaluation.scores] = upper_bound(
+                self.material.metric, self.measure.reference.columns(), evaluation.columns(),
+                confidence=self.confidence,
                 heldout_samples=self.material.heldout.samples, seed=self.material.settings.seed,
                 groups=self.material.judged.groups,
             )  # fmt: skip
-        return self._bounds[record.scores]
+        return self._bounds[evaluation.scores]
 
-    def holds(self, record: Record) -> bool:
-        bound = self.bound(record)
-        return (self.loss(record) if bound is None else bound) <= self.material.settings.planned_loss
+    def holds(self, evaluation: Evaluation) -> bool:
+        bound = self.bound(evaluation)
+        return (self.loss(evaluation) if bound is None else bound) <= self.material.settings.planned_loss
 
-    def text(self, record: Record) -> str:
+    def text(self, evaluation: Evaluation) -> str:
         """The loss, and the bound that goes with the confidence."""
-        bound = self.bound(record)
+        bound = self.bound(evaluation)
         promised = "" if bound is None else f", under {bound:.2%} at {self.confidence:.0%}"
-        return f"loss {self.loss(record):.2%}{promised}"
+        return f"loss {self.loss(evaluation):.2%}{promised}"
 
-    def needed(self, tried: Sequence[Record]) -> Needed | None:
+    def needed(self, tried: Sequence[Evaluation]) -> Needed | None:
         """How many samples the promise takes; None where there is enough, or nothing is promised."""
         if self.confidence is None:
             return None
         found = samples_needed(
-            self.material.metric, self.measure.reference.columns(), [record.columns() for record in tried],
+            self.material.metric, self.measure.reference.columns(), [evaluation.columns() for evaluation in tried],
             target=self.material.settings.planned_loss, confidence=self.confidence,
             heldout_samples=self.material.heldout.samples, seed=self.material.settings.seed,
             groups=self.material.judged.groups,
@@ -61,13 +62,13 @@ class Judge:
         return None if found.enough else found
 
 
-def measured(measure: Measure, record: Record, groups: Groups | None, seed: int) -> Measured:
-    """A record's figures, with a 95% interval of the loss. `groups` [samples] says which samples belong together."""
+def estimate(measure: Measure, evaluation: Evaluation, groups: Groups | None, seed: int) -> LossEstimate:
+    """The loss, with a 95% interval. `groups` [samples] says which samples belong together."""
     reference = measure.reference
-    low, high = interval(measure.metric, reference.columns(), record.columns(), seed=seed, groups=groups)
-    figures = measure.figures(record)
+    low, high = interval(measure.metric, reference.columns(), evaluation.columns(), seed=seed, groups=groups)
+    figures = measure.summary(evaluation)
     before = measure.metric.value(reference.columns())
-    return Measured(before, figures.value, figures.loss, low, high, len(record.nats))
+    return LossEstimate(before, figures.value, figures.loss, low, high, len(evaluation.nats))
 
 
 def check_reference(name: str, value: float, what: str) -> None:

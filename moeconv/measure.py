@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from moeconv.artifacts import Assignment, Measurement
+from moeconv.artifacts import Assignment, Summary
+from moeconv.evaluation import Evaluation
 from moeconv.journal import Journal, identity
 from moeconv.metrics import Metric
-from moeconv.records import Record
 from moeconv.scorers import Scorer
 from moeconv.trial import Trial
 from moert.pack.model_spec import ExpertKey
@@ -30,13 +30,13 @@ class Measure:
     ) -> None:
         self.metric = metric
         self.samples_id = samples_id
-        self.used: dict[str, Record] = {}  # what this run asked for, measured now or before
+        self.used: dict[str, Evaluation] = {}  # what this run asked for, measured now or before
         self._trial, self._make_scorer, self._journal = trial, scorer, journal
         self._scorer: Scorer | None = None
 
     @cached_property
-    def reference(self) -> Record:
-        """The unquantised model's record."""
+    def reference(self) -> Evaluation:
+        """The unquantised model's evaluation."""
         found = unquantised(self._journal, self.samples_id)
         if found is None:
             self.scorer()
@@ -48,14 +48,14 @@ class Measure:
         if self._scorer is None:
             scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
             trial.restore()
-            record = self._scored(scorer, "unquantised", as_reference=True)
+            evaluation = self._scored(scorer, "unquantised", as_reference=True)
             if self._journal.get(name) is None:
-                self._journal.add(name, record.to_json())
+                self._journal.add(name, evaluation.to_json())
             self._scorer = scorer
         return self._scorer
 
-    def __call__(self, widths: Assignment, what: str) -> Record:
-        """The record of an assignment (all experts given), from the journal or measured now."""
+    def __call__(self, widths: Assignment, what: str) -> Evaluation:
+        """The evaluation of an assignment (all experts given), from the journal or measured now."""
         name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())])
 
         def measured() -> dict[str, Any]:
@@ -64,28 +64,30 @@ class Measure:
             about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
             return {**self._scored(scorer, what).to_json(), **about}
 
-        self.used[name] = Record.from_json(self._journal.remember(name, measured))
+        self.used[name] = Evaluation.from_json(self._journal.remember(name, measured))
         return self.used[name]
 
-    def figures(self, record: Record) -> Measurement:
-        return record.measured(self.metric, self.reference)
+    def summary(self, evaluation: Evaluation) -> Summary:
+        return evaluation.summary(self.metric, self.reference)
 
-    def _scored(self, scorer: Scorer, what: str, *, as_reference: bool = False) -> Record:
+    def _scored(self, scorer: Scorer, what: str, *, as_reference: bool = False) -> Evaluation:
         calls, started = self._trial().calls, time.perf_counter()
         rows = calls.rows
         scores = scorer.score(as_reference=as_reference)
-        return Record.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
+        return Evaluation.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
 
 
-def unquantised(journal: Journal, samples_id: str) -> Record | None:
-    """The unquantised model's record, if it was measured."""
+def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
+    """The unquantised model's evaluation, if it was measured."""
     found = journal.get(identity(samples_id, None))
-    return None if found is None else Record.from_json(found)
+    return None if found is None else Evaluation.from_json(found)
 
 
-def known_plans(journal: Journal, samples_id: str, keys: Sequence[ExpertKey]) -> Iterator[tuple[Assignment, Record]]:
+def known_plans(
+    journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
+) -> Iterator[tuple[Assignment, Evaluation]]:
     """Every assignment that was measured on these samples. `keys` are all experts."""
     for entry in journal.entries():
         if entry.get("samples") == samples_id:
             widths = [tuple(bits) for bits in entry["widths"]]
-            yield dict(zip(sorted(keys), widths, strict=True)), Record.from_json(entry)
+            yield dict(zip(sorted(keys), widths, strict=True)), Evaluation.from_json(entry)

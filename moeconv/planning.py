@@ -15,8 +15,8 @@ from moeconv.allocation.curve import curve
 from moeconv.allocation.frontier import Frontier
 from moeconv.allocation.lossmap import LossMap
 from moeconv.allocation.problem import Plan, Problem, layout_bytes, problem
-from moeconv.allocation.search import Judged
-from moeconv.artifacts import CurvePoint, Measurement, Probe, SensitivityTable, Target
+from moeconv.allocation.search import MeasuredPlan
+from moeconv.artifacts import CurvePoint, Probe, SensitivityTable, Summary, Target
 from moeconv.checkpoint import Checkpoint
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.journal import Journal
@@ -72,7 +72,7 @@ class Inputs:
             raise ValueError("a width that there is not")
         if group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"a group size of {group_size!r}")
-        table = SensitivityTable(base_bits, Measurement(*map(number, values["base"])), costs, {})
+        table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, {})
         texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
         return cls(group_size=group_size, table=table, dense=dense, **texts)
 
@@ -116,19 +116,19 @@ class Question:
         largest = sum(options[-1].nbytes for options in self.problem.units.values())
         return plan_within(self.problem, allocation, min(budget, largest))  # no number of bytes is too large to count
 
-    def measured(self) -> list[Judged]:
+    def measured(self) -> list[MeasuredPlan]:
         """Plans that were measured, of the widths that the problem has."""
         reference = unquantised(self._journal, self._inputs.samples)
         if reference is None:
             return []
         found = []
-        for assignment, record in known_plans(self._journal, self._inputs.samples, self.spec.expert_keys()):
+        for assignment, evaluation in known_plans(self._journal, self._inputs.samples, self.spec.expert_keys()):
             try:
                 priced = self.problem.priced(assignment)
             except KeyError:
                 continue
-            loss = record.measured(self._metric, reference).loss
-            found.append(Judged(priced.nbytes, priced.cost, loss, None))
+            loss = evaluation.summary(self._metric, reference).loss
+            found.append(MeasuredPlan(priced.nbytes, priced.cost, loss, None))
         return found
 
     def known_points(self) -> list[tuple[float, float]]:

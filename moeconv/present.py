@@ -8,7 +8,7 @@ from moeconv.artifacts import ConversionReport, CurvePoint, Target
 from moeconv.dense import width_text
 from moeconv.paths import PathFigures
 from moeconv.planning import Planned
-from moert.pack.manifest import Measured
+from moert.pack.manifest import LossEstimate
 
 
 def conversion_table(report: ConversionReport, out: str) -> str:
@@ -135,7 +135,7 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:.{digits}%}"
 
 
-def _measured_line(name: str, measured: Measured) -> str:
+def _measured_line(name: str, measured: LossEstimate) -> str:
     interval = f"{measured.low:+.2%} to {measured.high:+.2%}"
     return (
         f"  {name:12} {measured.reference:>10.4f} {measured.value:>10.4f} {measured.loss:>8.2%}   {interval:18}  "

@@ -11,11 +11,11 @@ import numpy as np
 from moeconv.artifacts import Bits, Probe, SensitivityTable, SweepCost
 from moeconv.calibration import samples_digest
 from moeconv.errors import SettingsError
+from moeconv.evaluation import Evaluation, joined
 from moeconv.journal import Journal, identity
 from moeconv.metrics import F64, Metric
 from moeconv.probes.worker import SweepJob, Task
 from moeconv.racing import Race
-from moeconv.records import Record, joined
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 BASE_BITS = 4
@@ -131,13 +131,13 @@ class Sweep:
     def table(self) -> SensitivityTable:
         blocks = range(self.job.blocks)
         base = joined([self._base(block) for block in blocks])
-        measured = base.measured(self.metric, joined([self._reference(block) for block in blocks]))
+        measured = base.summary(self.metric, joined([self._reference(block) for block in blocks]))
         costs = {probe: self._cost(probe) for probe in self.probes}
         return SensitivityTable(self.job.base_bits, measured, costs, self._coverage())
 
     def cost(self) -> SweepCost:
         """What was spent, now or before, beside full evaluations of every probe on all samples."""
-        found = {probe: [self._record(block, probe) for block in self._blocks_of[probe]] for probe in self.probes}
+        found = {probe: [self._evaluation(block, probe) for block in self._blocks_of[probe]] for probe in self.probes}
         blocks = [(self._reference(block), self._base(block)) for block in range(self.job.blocks)]
         spent = [record for records in found.values() for record in records] + [base for _, base in blocks]
         coverage = self._coverage()
@@ -159,13 +159,13 @@ class Sweep:
         """In the order of SIGNALS."""
         blocks = self._blocks_of[probe]
         reference = joined([self._reference(block) for block in blocks])
-        base = joined([self._base(block) for block in blocks]).measured(self.metric, reference)
-        found = joined([self._record(block, probe) for block in blocks]).measured(self.metric, reference)
+        base = joined([self._base(block) for block in blocks]).summary(self.metric, reference)
+        found = joined([self._evaluation(block, probe) for block in blocks]).summary(self.metric, reference)
         return found.loss - base.loss, found.nll - base.nll, found.kl - base.kl
 
     def _rises(self, block: int, probe: Probe, signal: str) -> F64:
         """The signal of each sample above the base's. [samples]"""
-        base, found = self._base(block), self._record(block, probe)
+        base, found = self._base(block), self._evaluation(block, probe)
         if signal == "metric":
             rise = found.columns()[:, 0] - base.columns()[:, 0]
             return -rise if self.metric.higher_is_better else rise
@@ -181,14 +181,14 @@ class Sweep:
                 totals[key] += entry["rows"][f"{key.stack[0].upper()}{key.layer:02d}"][key.expert]
         return totals
 
-    def _base(self, block: int) -> Record:
-        return Record.from_json(self._known(block)["base"])
+    def _base(self, block: int) -> Evaluation:
+        return Evaluation.from_json(self._known(block)["base"])
 
-    def _reference(self, block: int) -> Record:
-        return Record.from_json(self._known(block)["reference"])
+    def _reference(self, block: int) -> Evaluation:
+        return Evaluation.from_json(self._known(block)["reference"])
 
-    def _record(self, block: int, probe: Probe) -> Record:
-        return Record.from_json(self._known(block, probe))
+    def _evaluation(self, block: int, probe: Probe) -> Evaluation:
+        return Evaluation.from_json(self._known(block, probe))
 
     def _known(self, block: int, probe: Probe | None = None) -> dict[str, Any]:
         entry = self._get(block, probe)

@@ -57,7 +57,7 @@ class MemoryLimit:
         return f"{asked} this process can get ({size(nbytes)})"
 
 
-AUTO = MemoryLimit()
+AUTO_MEMORY = MemoryLimit()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CacheLimit:
 
 def parse_memory(text: str) -> MemoryLimit:
     """'1.5GB', '800MB', '512MiB', '123456' (bytes), '50%' or 'auto'. Raises InvalidMemory."""
-    return AUTO if text.strip().lower() == "auto" else MemoryLimit(*_parse(text, "--memory", " or auto"))
+    return AUTO_MEMORY if text.strip().lower() == "auto" else MemoryLimit(*_parse(text, "--memory", " or auto"))
 
 
 def parse_cache(text: str) -> CacheLimit:

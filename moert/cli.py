@@ -29,7 +29,7 @@ from moert.options import (
     limits,
 )
 from moert.pack.errors import PackError
-from moert.prompts import Record, read_prompt
+from moert.prompts import PromptRecord, read_prompt
 
 if TYPE_CHECKING:
     from moert.engine import Engine
@@ -261,7 +261,7 @@ def _run_records(
                     writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
 
 
-def _answers(engine: Engine, group: Sequence[Record], settings: GenerationSettings) -> Iterator[Answer]:
+def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:
     """As they come, also those that Ctrl-C cuts short."""
     from moert.generation.batch import Interrupted
 

@@ -11,7 +11,7 @@ from moert.errors import TokenizerMissing
 from moert.kernels import library
 from moert.memory import held_bytes
 from moert.pack.errors import PackError
-from moert.pack.manifest import BACKBONE, Dense, Measured
+from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
@@ -133,7 +133,7 @@ def _quality_lines(pack: Pack) -> list[str]:
     return lines
 
 
-def _measured(measured: Measured | None) -> str:
+def _measured(measured: LossEstimate | None) -> str:
     if measured is None:
         return "not measured"
     return (

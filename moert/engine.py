@@ -23,14 +23,13 @@ from moert.experts.eviction import EVICTION
 from moert.experts.executor import CachedExperts
 from moert.experts.probe import settings_for
 from moert.experts.replay import Step
-from moert.experts.selection import AUTO as AUTO_EVICTION
-from moert.experts.selection import DEFAULT
+from moert.experts.selection import AUTO_EVICTION, DEFAULT
 from moert.experts.store import ExpertStore
 from moert.generation.batch import Answer, Batch, Interrupted
 from moert.generation.detokenize import Detokenizer
 from moert.generation.loop import Generation, PromptError
 from moert.generation.settings import GenerationSettings
-from moert.kernels import AUTO, open_backend
+from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
 from moert.memory import drop_page_cache, held_bytes, most_bytes
@@ -111,7 +110,7 @@ class Engine:
         threads: int | None = None,
         trace: list[Step] | None = None,
         notify: Notify | None = None,
-        kernels: str = AUTO,
+        kernels: str = AUTO_KERNELS,
         io: IoSettings | None = None,
         cache: int | CacheLimit | None = None,
     ) -> Engine:
@@ -140,7 +139,7 @@ class Engine:
             engine = cls(pack, backend, limit or room, eviction, chosen, io)
             opened.pop_all()  # the engine closes it from now on
         engine.runner.trace, engine.notify = trace, notify or _to_stderr
-        slow = missing_note() if kernels == AUTO else None
+        slow = missing_note() if kernels == AUTO_KERNELS else None
         engine._notes += [] if slow is None else [slow]
         return engine
 

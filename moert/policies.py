@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moert.errors import PathsMissing
 from moert.experts.eviction import EVICTION
-from moert.experts.selection import AUTO, Choice, choose_eviction
+from moert.experts.selection import AUTO_EVICTION, Choice, choose_eviction
 from moert.experts.succession import Succession
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
@@ -15,7 +15,7 @@ from moert.pack.trace import TRACE, Trace
 from moert.predict import NEED_TABLES, PREDICTORS
 from moert.predict.predictor import Predictor
 
-DEFAULT_EVICTION = AUTO
+DEFAULT_EVICTION = AUTO_EVICTION
 DEFAULT_PREDICTOR = "gate"
 
 
@@ -25,7 +25,7 @@ def eviction_for(pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacit
     Raises PackError if the pack's trace is damaged, and KeyError for an unknown name.
     """
     spec = pack.manifest.model
-    if name == AUTO:
+    if name == AUTO_EVICTION:
         return choose_eviction(_trace_of(pack), spec, nbytes, capacity_bytes)
     return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack)), {}, None)
 

@@ -19,7 +19,7 @@ PROMPT_FIELDS = ("prompt", "input", "text")
 
 
 @dataclass(frozen=True)
-class Record:
+class PromptRecord:
     """One line of a JSONL input: its prompt, and all its fields as they were."""
 
     prompt: str
@@ -47,7 +47,7 @@ def read_text(path: Path) -> str:
         raise InputInvalid(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Iterator[Record]:
+def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Iterator[PromptRecord]:
     """JSON lines; '-' is stdin, read line by line. A file is checked whole before its first line is handed out.
 
     `check` raises InputInvalid or BudgetTooSmall for a prompt that can't run. Raises InputInvalid with the number of a
@@ -58,9 +58,9 @@ def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Ite
     return iter(list(_parse(read_text(path).split("\n"), str(path), check)))
 
 
-def grouped(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
+def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptRecord]]:
     """`size` at a time, the last with what is left. Those before a bad line come before its error is raised."""
-    group: list[Record] = []
+    group: list[PromptRecord] = []
     try:
         for record in records:
             group.append(record)
@@ -75,7 +75,7 @@ def grouped(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
         yield group
 
 
-def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[Record]:
+def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[PromptRecord]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             record = _record(line, f"{name} line {number}")
@@ -86,7 +86,7 @@ def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Ite
             yield record
 
 
-def _record(line: str, where: str) -> Record:
+def _record(line: str, where: str) -> PromptRecord:
     try:
         fields = json.loads(line)
         json.dumps(fields, allow_nan=False)  # the answer repeats them, and NaN is not JSON
@@ -100,7 +100,7 @@ def _record(line: str, where: str) -> Record:
     prompt = fields[found[0]]
     if not isinstance(prompt, str):
         raise InputInvalid(f"{where}: {found[0]} should be text, found {type(prompt).__name__}")
-    return Record(prompt, fields)
+    return PromptRecord(prompt, fields)
 
 
 def _lines(stdin: TextIO) -> Iterator[str]:

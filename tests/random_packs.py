@@ -11,7 +11,7 @@ import numpy as np
 
 from moert.pack.codec import QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
-from moert.pack.manifest import Manifest, Measured, Quality, Quantization, seal
+from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
 from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter
@@ -36,7 +36,7 @@ ENCODER_DECODER = replace(
 SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER}
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
-    metric="exact_match", target_loss=0.05, calibration=Measured(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
+    metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
     calibration_sha256="0" * 64, heldout_sha256="a" * 64,
 )  # fmt: skip
 FILES = {"backbone.safetensors": bytes(range(256)) * 3, "config.json": b'{"model_type": "tiny"}\n'}

@@ -15,15 +15,15 @@ from tiny_packs import SWITCH as TINY
 from moeconv.artifacts import (
     ConversionReport,
     CurvePoint,
-    Measurement,
     Probe,
     SensitivityTable,
     Step,
+    Summary,
     SweepCost,
     Target,
     to_json,
 )
-from moert.pack.manifest import Measured, Quantization
+from moert.pack.manifest import LossEstimate, Quantization
 from moert.pack.model_spec import ModelSpec, MoeSpec, StackSpec
 from moert.pack.paths import PATHS, build
 from moert.pack.writer import PackWriter
@@ -61,12 +61,12 @@ def full_report(spec: ModelSpec, seed: int = 0) -> ConversionReport:
     return ConversionReport(
         model="switch-tiny <8>", calibration_source="g2p", heldout_source=None, fields=None, seed=0, metric="rouge2",
         quantizer="group", group_size=64, allocation="knapsack", signal="kl", target=Target("loss", 0.05), margin=0.0,
-        confidence=0.95, calibration=Measured(0.82, 0.795, 0.031, 0.018, 0.045, 600), upper_bound=0.043,
-        heldout=Measured(0.81, 0.782, 0.0346, 0.021, 0.049, 1000), bits_histogram={2: 41, 3: 60, 4: 20, 8: 7},
+        confidence=0.95, calibration=LossEstimate(0.82, 0.795, 0.031, 0.018, 0.045, 600), upper_bound=0.043,
+        heldout=LossEstimate(0.81, 0.782, 0.0346, 0.021, 0.049, 1000), bits_histogram={2: 41, 3: 60, 4: 20, 8: 7},
         effective_bits=3.19,
         expert_bytes={"pack": 4_980_000, "int4": 8_300_000, "int8": 16_000_000, "fp16": 31_000_000},
         context=256, evaluations=14, evaluation_seconds=61.5, seconds=312.0,
-        sensitivity=SensitivityTable(4, Measurement(0.82, 0.002, 0.27, 0.004), costs, coverage),
+        sensitivity=SensitivityTable(4, Summary(0.82, 0.002, 0.27, 0.004), costs, coverage),
         sweep_cost=SweepCost(len(keys), 1, 1.0, 8 * 10**11, 10**13, 190.0, 2), fallbacks=("E00/E000 up",),
         curve=(*predicted, *measured),
         steps=tuple(Step(name, seconds) for name, seconds in zip(steps, (22.0, 190.0, 61.5, 30.1, 4.2), strict=True)),

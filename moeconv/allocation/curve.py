@@ -9,14 +9,14 @@ import numpy as np
 from moeconv.allocation.frontier import Frontier
 from moeconv.allocation.lossmap import LossMap
 from moeconv.allocation.problem import Plan
-from moeconv.allocation.search import Judged
+from moeconv.allocation.search import MeasuredPlan
 from moeconv.artifacts import CurvePoint
 
 POINTS = 40
 
 
 def curve(
-    frontier: Frontier, judged: Sequence[Judged], chosen: Plan | None, known: Iterable[tuple[float, float]] = ()
+    frontier: Frontier, judged: Sequence[MeasuredPlan], chosen: Plan | None, known: Iterable[tuple[float, float]] = ()
 ) -> tuple[CurvePoint, ...]:
     """By rising bytes: about POINTS plans at even steps of size, all `judged` plans, and the `chosen` one.
 

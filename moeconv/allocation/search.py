@@ -14,21 +14,23 @@ from moeconv.errors import TargetMissed
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """The measured `loss` of a plan, and `upper`, a bound of it (or itself): that is what must not pass the target."""
-
-    loss: float
-    upper: float
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A plan that was measured: its bytes, its predicted cost, and what came out; `upper` is None without a promise."""
+class MeasuredPlan:
+    """A plan that was measured: its bytes, its predicted cost, the `loss` that came out, and `upper`, the bound of that
+    loss that the promise rests on (None without a promise)."""
 
     nbytes: int
     cost: float
     loss: float
     upper: float | None
+
+    @classmethod
+    def of(cls, plan: Plan, loss: float, upper: float | None = None) -> MeasuredPlan:
+        return cls(plan.nbytes, plan.cost, loss, upper)
+
+    @property
+    def decisive(self) -> float:
+        """What must not pass the target: the bound, or without one the loss itself."""
+        return self.loss if self.upper is None else self.upper
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,18 @@ class Found:
 
     index: int
     plan: Plan
-    judged: tuple[Judged, ...]
+    judged: tuple[MeasuredPlan, ...]
 
 
 def search(
     frontier: Frontier,
-    judge: Callable[[Plan], Judgement],
+    judge: Callable[[Plan], MeasuredPlan],
     target: float,
     known: Iterable[tuple[float, float]] = (),
     resolution: float = 0.005,
 ) -> Found:
-    """The smallest plan with `upper` <= `target`; the next smaller one tried (within `resolution` of its bytes) fails.
+    """The smallest plan whose decisive figure is at most `target`; the next smaller one tried (within `resolution`
+    of its bytes) fails.
 
     `known` are (cost, loss) from elsewhere, such as the sweep's base at cost 0; they only serve the first guess. Each
     guess is the smallest plan that should do by what was measured so far; after one that did not halve the range of
@@ -58,15 +61,11 @@ def search(
     bracket = _Bracket(frontier, target, tuple(known), resolution)
     while not bracket.closed():
         index = bracket.guess()
-        judgement = judge(frontier[index])
-        bracket.add(index, judgement)
+        measured = judge(frontier[index])
+        bracket.add(index, measured)
         if bracket.low == len(frontier) - 1:
-            raise TargetMissed(_missed(frontier, judgement, target))
-    judged = (
-        Judged(int(frontier.sizes[index]), float(frontier.costs[index]), one.loss, one.upper)
-        for index, one in bracket.judged.items()
-    )
-    return Found(bracket.high, frontier[bracket.high], tuple(judged))
+            raise TargetMissed(_missed(frontier, measured, target))
+    return Found(bracket.high, frontier[bracket.high], tuple(bracket.judged.values()))
 
 
 class _Bracket:
@@ -78,7 +77,7 @@ class _Bracket:
         self.sizes, self.costs = frontier.sizes, frontier.costs
         self.target, self.known, self.resolution = target, known, resolution
         self.low, self.high = -1, len(frontier)
-        self.judged: dict[int, Judgement] = {}
+        self.judged: dict[int, MeasuredPlan] = {}
         self.last = -1
         self.stuck = 0  # guesses in a row that did not halve the range
 
@@ -87,10 +86,10 @@ class _Bracket:
             return False
         return self.high - self.low == 1 or (self.low >= 0 and self._range() <= self.resolution * self._upper_size())
 
-    def add(self, index: int, judgement: Judgement) -> None:
+    def add(self, index: int, measured: MeasuredPlan) -> None:
         before = self._range()
-        self.judged[index] = judgement
-        if judgement.upper <= self.target:
+        self.judged[index] = measured
+        if measured.decisive <= self.target:
             self.high = index
         else:  # also what is no number
             self.low = index
@@ -126,12 +125,12 @@ class _Bracket:
         return index
 
     def _margin(self, losses: np.ndarray) -> float:
-        """By how much `upper` is above the loss, as at the judged plan whose loss is nearest to the target."""
-        finite = [(index, one) for index, one in self.judged.items() if np.isfinite(one.upper - one.loss)]
+        """What the promise adds to the loss, as at the judged plan whose loss is nearest to the target."""
+        finite = [(index, one) for index, one in self.judged.items() if np.isfinite(one.decisive - one.loss)]
         if not finite:
             return 0.0
         _, nearest = min(finite, key=lambda item: abs(float(losses[item[0]]) - self.target))
-        return nearest.upper - nearest.loss
+        return nearest.decisive - nearest.loss
 
     def _inside(self, index: int) -> int:
         return min(max(index, self.low + 1), self.high - 1)
@@ -146,9 +145,9 @@ class _Bracket:
         return self._upper_size() - self._lower_size()
 
 
-def _missed(frontier: Frontier, judgement: Judgement, target: float) -> str:
-    bound = f" (upper bound {judgement.upper:.2%})" if judgement.upper != judgement.loss else ""
+def _missed(frontier: Frontier, measured: MeasuredPlan, target: float) -> str:
+    bound = f" (upper bound {measured.upper:.2%})" if measured.upper is not None else ""
     return (
-        f"the largest plan, {frontier.sizes[-1] / 1e6:,.2f} MB, has a loss of {judgement.loss:.2%}{bound}, above the "
+        f"the largest plan, {frontier.sizes[-1] / 1e6:,.2f} MB, has a loss of {measured.loss:.2%}{bound}, above the "
         f"target of {target:.2%}: allow wider experts with --bits, or a larger --loss"
     )

@@ -18,6 +18,7 @@ from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder, batches
 from moeconv.dense import DenseCoder
 from moeconv.errors import ConversionError
+from moeconv.evaluation import Evaluation
 from moeconv.material import TOKENIZER
 from moeconv.metrics import find_metric
 from moeconv.moments import Moments
@@ -25,7 +26,6 @@ from moeconv.probes import Prober
 from moeconv.probes.generated import Seq2SeqProber
 from moeconv.probes.text import TextProber
 from moeconv.quantizers import QUANTIZERS
-from moeconv.records import Record
 from moeconv.scorers import Scores
 from moeconv.scorers.build import build_scorers, load_tokenizer
 from moeconv.scorers.head import ReferenceRows
@@ -72,14 +72,14 @@ class SweepWorker:
             self.trial, load_tokenizer(self.trial.checkpoint.path / TOKENIZER), job.samples, find_metric(job.metric),
             limit=job.limit, context=job.context, max_new_tokens=job.max_new_tokens, blocks=job.blocks,
         )  # fmt: skip
-        self._references: dict[int, Record] = {}  # by block: scores of the unquantised model
+        self._references: dict[int, Evaluation] = {}  # by block: scores of the unquantised model
         self._files: dict[int, IO[bytes]] = {}  # by block: what divergences are measured against; kept on disk
         self._block: int | None = None
         self._prober: Prober | None = None
-        self._base: Record
+        self._base: Evaluation
 
     def measure(self, task: Task) -> list[dict[str, Any]]:
-        """For each probe a Record as JSON; without probes one entry: reference, base, and rows of every expert."""
+        """For each probe an Evaluation as JSON; without probes one entry: reference, base, and rows of every expert."""
         self._enter(task.block)
         assert self._prober is not None
         if not task.probes:
@@ -90,7 +90,9 @@ class SweepWorker:
         self._prepare_layer(task.probes)
         answers = self._prober.probe(task.probes)
         seconds = (time.perf_counter() - started) / len(answers)
-        return [Record.of(str(one.probe), one.scores, seconds, one.flops, one.near_ties).to_json() for one in answers]
+        return [
+            Evaluation.of(str(one.probe), one.scores, seconds, one.flops, one.near_ties).to_json() for one in answers
+        ]
 
     def _prepare_layer(self, probes: Sequence[Probe]) -> None:
         for batch in batches(self.trial.spec, probes):
@@ -122,11 +124,11 @@ class SweepWorker:
         for scorer in self.scorers:
             scorer.reference = None
 
-    def _timed(self, what: str, run: Callable[[], Scores]) -> Record:
+    def _timed(self, what: str, run: Callable[[], Scores]) -> Evaluation:
         started, rows = time.perf_counter(), self.trial.calls.rows
         scores = run()
         flops = self.trial.calls.flops(self.trial.calls.rows - rows)
-        return Record.of(what, scores, time.perf_counter() - started, flops)
+        return Evaluation.of(what, scores, time.perf_counter() - started, flops)
 
 
 def _written(rows: ReferenceRows) -> IO[bytes]:

@@ -14,15 +14,15 @@ from moeconv.artifacts import (
     ConversionReport,
     CurvePoint,
     DenseReport,
-    Measurement,
     Probe,
     SensitivityTable,
     Step,
+    Summary,
     SweepCost,
     Target,
 )
 from moeconv.errors import ConversionError
-from moert.pack.manifest import Measured
+from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 
@@ -77,8 +77,8 @@ def _report(document: dict[str, Any]) -> ConversionReport:
     return ConversionReport(**{name: read[name](document[name]) if name in read else document[name] for name in names})
 
 
-def _measured(value: dict[str, Any] | None) -> Measured | None:
-    return None if value is None else Measured(**value)
+def _measured(value: dict[str, Any] | None) -> LossEstimate | None:
+    return None if value is None else LossEstimate(**value)
 
 
 def _sensitivity(value: dict[str, Any] | None) -> SensitivityTable | None:
@@ -86,7 +86,7 @@ def _sensitivity(value: dict[str, Any] | None) -> SensitivityTable | None:
         return None
     return SensitivityTable(
         base_bits=int(value["base_bits"]),
-        base=Measurement(**{name: _number(figure) for name, figure in value["base"].items()}),
+        base=Summary(**{name: _number(figure) for name, figure in value["base"].items()}),
         costs={_probe(text): _three(costs) for text, costs in value["costs"].items()},
         coverage={_expert(text): int(tokens) for text, tokens in value["coverage"].items()},
     )

@@ -12,7 +12,7 @@ from importlib.resources import files
 from moeconv.artifacts import ConversionReport
 from moeconv.report.chart import Chart
 from moeconv.report.units import percent, size
-from moert.pack.manifest import Measured
+from moert.pack.manifest import LossEstimate
 
 GENERATOR = "moeconv report"
 MARK = (
@@ -121,7 +121,7 @@ def _aim(report: ConversionReport) -> str:
     return f"a size of {size(value)}" if report.target.kind == "size" else f"{value:.3g} bits a weight"
 
 
-def interval_text(found: Measured) -> str:
+def interval_text(found: LossEstimate) -> str:
     return (
         f"{percent(found.loss, 2)} (95% interval {percent(found.low, 2)} to {percent(found.high, 2)}, "
         f"{found.samples:,} samples)"

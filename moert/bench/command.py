@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.bench.figures import Figure
-from moert.bench.measure import BenchSettings, Measurement, measure
+from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
 from moert.errors import DrawingImpossible, InputInvalid
 from moert.pack.reader import MANIFEST, Pack
@@ -56,7 +56,7 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_figures(
-    measured: Sequence[Measurement], settings: BenchSettings, texts: Sequence[str] | None, folder: Path, as_json: bool
+    measured: Sequence[BenchRun], settings: BenchSettings, texts: Sequence[str] | None, folder: Path, as_json: bool
 ) -> None:
     from moert.bench.plot import draw
     from moert.bench.sweeps import all_figures
@@ -82,7 +82,7 @@ def texts_of(prompt: str | None, path: Path | None) -> list[str] | None:
     return texts
 
 
-def summary_of(measured: Measurement) -> dict[str, Any]:
+def summary_of(measured: BenchRun) -> dict[str, Any]:
     manifest = (measured.pack.root / MANIFEST).read_bytes()
     facts = system_facts()
     hardware = {

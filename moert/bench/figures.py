@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moert.bench.bound import belady
-from moert.bench.measure import Measurement
+from moert.bench.measure import BenchRun
 from moert.bench.summary import percentile
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
@@ -44,18 +44,18 @@ class Figure:
         return "\n".join([f"{self.title} ({self.y})", *lines])
 
 
-def token_ms(measured: Measurement) -> float:
+def token_ms(measured: BenchRun) -> float:
     """Mean time of a token after the first, or of the first where there is no other."""
     later = [seconds for sample in measured.samples for seconds in sample.later_s]
     times = later or [sample.first_s for sample in measured.samples]
     return 1000 * sum(times) / len(times)
 
 
-def label_of(measured: Measurement) -> str:
+def label_of(measured: BenchRun) -> str:
     return measured.pack.root.resolve().name
 
 
-def target_of(measured: Measurement) -> str:
+def target_of(measured: BenchRun) -> str:
     """The loss that the conversion aimed at, or where it aimed at none, the bits."""
     manifest = measured.pack.manifest
     if manifest.quality is not None and manifest.quality.target_loss is not None:
@@ -63,7 +63,7 @@ def target_of(measured: Measurement) -> str:
     return f"{manifest.effective_bits():.2f} bits"
 
 
-def latencies(measured: Sequence[Measurement]) -> Figure:
+def latencies(measured: Sequence[BenchRun]) -> Figure:
     """How long samples take (EdgeMoE Fig. 12)."""
     series = {}
     for each in measured:
@@ -72,7 +72,7 @@ def latencies(measured: Sequence[Measurement]) -> Figure:
     return Figure("latencies", "Time of a sample", "share of samples within", "s", "lines", series)
 
 
-def hit_rates(measured: Measurement) -> Figure:
+def hit_rates(measured: BenchRun) -> Figure:
     """Of every policy and the best possible, over cache sizes (Fig. 13), by replaying what the run demanded."""
     order, known = measured.pack.manifest.model.moe_layers(), succession_of(measured.pack)
     largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
@@ -92,7 +92,7 @@ def budgets(runs: Mapping[str, Points]) -> Figure:
     return Figure("budgets", "Time of a token", "cache, of the experts", "ms", "lines", runs)
 
 
-def targets(measured: Sequence[Measurement]) -> Figure:
+def targets(measured: Sequence[BenchRun]) -> Figure:
     """Over what the conversions aimed at (Fig. 15)."""
     points = [(f"{target_of(each)} ({label_of(each)})", token_ms(each)) for each in measured]
     return Figure("targets", "Time of a token", "target", "ms", "bars", {"time": points})

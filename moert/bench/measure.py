@@ -75,7 +75,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BenchRun:
     """What was counted while the samples ran. `best` is what no cache could have avoided reading, `disk_bytes_per_s`
     how fast this drive is read without the engine, `resident_s` the time of the same samples with all experts in
     memory, None if that was not tried. `memory_bytes`, `eviction`, `io`, `threads` and `kernels` are what the settings
@@ -134,7 +134,7 @@ def measure(
     texts: Sequence[str] | None = None,
     disk_bytes_per_s: float | None = None,
     notify: Notify | None = None,
-) -> Measurement:
+) -> BenchRun:
     """Runs `texts`, or the built-in ones, once the engine is warm (see `_warm`). No expert is in the page cache at the
     start.
 
@@ -161,7 +161,7 @@ def measure(
     if disk_bytes_per_s is None:
         disk_bytes_per_s = read_for(itertools.cycle(files), settings.io or settings_for(files), _DISK_S)
         resident_s = _resident_s(path, settings, prompts)
-    return Measurement(
+    return BenchRun(
         pack=pack,
         settings=settings,
         samples=samples,

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from moert.bench.bound import bound_s
-from moert.bench.measure import Measurement
+from moert.bench.measure import BenchRun
 from moert.budget import CacheLimit, MemoryLimit
 from moert.stats import size
 
 PERCENTILES = (50, 90, 99)
 
 
-def summarize(measured: Measurement, hardware: dict[str, Any], pack_sha256: str) -> dict[str, Any]:
+def summarize(measured: BenchRun, hardware: dict[str, Any], pack_sha256: str) -> dict[str, Any]:
     """Seconds, bytes and shares of 1. `pack_sha256` is of manifest.json, which has a hash of every other file."""
     samples = measured.samples
     first_s, later_s = sum(sample.first_s for sample in samples), [s for sample in samples for s in sample.later_s]
@@ -56,7 +56,7 @@ def summarize(measured: Measurement, hardware: dict[str, Any], pack_sha256: str)
     }
 
 
-def _settings(measured: Measurement) -> dict[str, Any]:
+def _settings(measured: BenchRun) -> dict[str, Any]:
     """With what `auto` stood for; no eviction where all experts fit. Limits as they were asked for, and in bytes."""
     settings, limit, room = measured.settings, measured.settings.memory, measured.settings.cache
     return {
@@ -83,7 +83,7 @@ def asked(limit: MemoryLimit | CacheLimit) -> str:
     return str(limit.nbytes)
 
 
-def _bound(measured: Measurement) -> dict[str, Any]:
+def _bound(measured: BenchRun) -> dict[str, Any]:
     """Computing is what the same run took with all experts in memory, or if that was not tried or took no less, what
     this one took without waiting for them. The speed of the drive was measured at another moment too, and what a run
     reached is possible: the bound is never above that."""

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from moert.bench import figures
 from moert.bench.figures import Figure, label_of, token_ms
-from moert.bench.measure import BenchSettings, Measurement, measure, silent
+from moert.bench.measure import BenchRun, BenchSettings, measure, silent
 from moert.budget import Budget, CacheLimit
 
 BUDGETS = (0.25, 0.5, 0.75, 1.0)
 _HALF = CacheLimit(share=0.5)
 
 
-def all_figures(measured: Sequence[Measurement], settings: BenchSettings, texts: Sequence[str] | None) -> list[Figure]:
+def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Sequence[str] | None) -> list[Figure]:
     """Every figure of these packs; `measured` are their runs at `settings`."""
     found = [figures.latencies(measured), *map(figures.hit_rates, measured)]
     over, steps = {}, {}
@@ -48,5 +48,5 @@ def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, Bench
     return {"low bits, on demand": on_demand, "+ preload": preloading, "+ cache": caching}
 
 
-def _token_ms(measured: Measurement, settings: BenchSettings, texts: Sequence[str] | None) -> float:
+def _token_ms(measured: BenchRun, settings: BenchSettings, texts: Sequence[str] | None) -> float:
     return token_ms(measure(measured.pack.root, settings, texts, measured.disk_bytes_per_s, silent))

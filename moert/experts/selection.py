@@ -16,7 +16,7 @@ from moert.experts.succession import Succession
 from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
 from moert.pack.trace import DROPPED, Trace
 
-AUTO = "auto"
+AUTO_EVICTION = "auto"
 DEFAULT = "expected"
 """Without a trace to judge by."""
 CONTESTANTS = ("expected", "paper", "lfu", "lru")

@@ -11,25 +11,27 @@ if TYPE_CHECKING:
     from moert.kernels.backend import Backend
 
 REFERENCE = "reference"
-AUTO = "auto"
+AUTO_KERNELS = "auto"
 
 
-def open_backend(name: str = AUTO, threads: int = 1) -> Backend:
+def open_backend(name: str = AUTO_KERNELS, threads: int = 1) -> Backend:
     """`name`: "reference", an instruction set of the native kernels, or "auto" for the best of them, and the reference
     where they are missing. Raises InstructionSetInvalid.
     """
     found = None if name == REFERENCE else library.load()
     sets = [] if found is None else [each.name for each in found.instruction_sets if each.runs]
-    if name not in (AUTO, REFERENCE, *sets):
+    if name not in (AUTO_KERNELS, REFERENCE, *sets):
         if found is None:
             why, others = f"there are no native kernels ({library.missing()}): ", f", or {library.advice()}"
         else:
             why, others = "", f", or one of {', '.join(sets)}"
-        raise InstructionSetInvalid(f"--kernels {name!r} does not run here: {why}use {AUTO} or {REFERENCE}{others}")
+        raise InstructionSetInvalid(
+            f"--kernels {name!r} does not run here: {why}use {AUTO_KERNELS} or {REFERENCE}{others}"
+        )
     if found is not None:
         from moert.kernels.native import NativeBackend
 
-        return NativeBackend(found, found.choose(None if name == AUTO else name), threads)
+        return NativeBackend(found, found.choose(None if name == AUTO_KERNELS else name), threads)
     from moert.kernels.reference import ReferenceBackend
 
     return ReferenceBackend()

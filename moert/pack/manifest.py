@@ -50,7 +50,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LossEstimate:
     """One measured value of the metric and the loss it means, with a 95% interval of the loss (fractions)."""
 
     reference: float
@@ -68,8 +68,8 @@ class Quality:
 
     metric: str
     target_loss: float | None
-    calibration: Measured | None
-    heldout: Measured | None
+    calibration: LossEstimate | None
+    heldout: LossEstimate | None
     calibration_sha256: str
     heldout_sha256: str
 

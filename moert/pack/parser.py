@@ -16,8 +16,8 @@ from moert.pack.manifest import (
     Dense,
     ExpertEntry,
     FileEntry,
+    LossEstimate,
     Manifest,
-    Measured,
     Quality,
     Quantization,
     minor_of,
@@ -159,12 +159,12 @@ def _dense(fields: Fields) -> Dense:
     )
 
 
-def _measured(fields: Fields, name: str) -> Measured | None:
+def _measured(fields: Fields, name: str) -> LossEstimate | None:
     if fields.get(name) is None:
         return None
     inner = fields.fields(name)
     values = {field: inner.number(field) for field in ("reference", "value", "loss", "low", "high")}
-    return Measured(**values, samples=inner.integer("samples", 0, MAX_COUNT))
+    return LossEstimate(**values, samples=inner.integer("samples", 0, MAX_COUNT))
 
 
 def _quality(fields: Fields) -> Quality:

@@ -31,7 +31,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Likelihoods:
     """Of each sample the sum of nats and of divergences, and the tokens that they are of; all [samples]."""
 
     nats: npt.NDArray[np.float64]
@@ -85,7 +85,7 @@ def run(model: Any, batches: Sequence[Batch]) -> None:
 
 
 @torch.inference_mode()
-def judge(model: Any, text: Text) -> Judged:
+def judge(model: Any, text: Text) -> Likelihoods:
     """The first call sets the reference that the divergences of later ones are measured against."""
     first = not text.reference
     nats, kls, tokens = [], [], []
@@ -98,7 +98,7 @@ def judge(model: Any, text: Text) -> Judged:
         nats.append(-logs.gather(2, labels[..., None]).squeeze(2).double().sum(1))
         kls.append((was.exp() * (was - logs)).sum(-1).double().sum(1))
         tokens.append(torch.full((len(labels),), labels.shape[1], dtype=torch.float64))
-    return Judged(*(torch.cat(part).numpy() for part in (nats, kls, tokens)))
+    return Likelihoods(*(torch.cat(part).numpy() for part in (nats, kls, tokens)))
 
 
 def logits_of(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moert.pack.codec import F32, dequantize
 from tests.bench import quant_speed
-from tests.bench.likelihood import Judged
+from tests.bench.likelihood import Likelihoods
 from tests.bench.peers import K_QUANTS, Coded, Ggml, hqq, hqq_group_size, import_peers
 from tests.bench.result import Row, context, table, write
 from tests.bench.subject import SIZES, SPLITS, Quantized, Result, Subject
@@ -144,7 +144,7 @@ def duels(results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def _resampled(judged: Judged, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _resampled(judged: Likelihoods, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Means a token over RESAMPLES draws of samples, which are the same draws in each call."""
     count = len(judged.tokens)
     chosen = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))

@@ -17,7 +17,7 @@ from moeconv.quantizers import Inputs
 from moeconv.scorers.experts import ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
-from tests.bench.likelihood import Batch, Judged, Text, judge, pairs, run, windows
+from tests.bench.likelihood import Batch, Likelihoods, Text, judge, pairs, run, windows
 from tests.bench.peers import Coded
 
 SPLITS = ("calibration", "heldout")
@@ -47,7 +47,7 @@ class Result:
     name: str
     bits: float
     error: float
-    judged: Mapping[str, Judged]
+    judged: Mapping[str, Likelihoods]
 
 
 class Subject:

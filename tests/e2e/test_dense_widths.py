@@ -15,7 +15,7 @@ from moeconv.checkpoint import Checkpoint
 from moeconv.cli import _exit_code
 from moeconv.coder import ORIGINAL
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.judging import measured
+from moeconv.judging import estimate
 from moeconv.packed import PackedModel
 from moeconv.profile import profile_paths
 from moeconv.report.document import read_report
@@ -62,7 +62,7 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
 
     judge = done.conversion.judge
     alone = judge.measure(uniform(trial.spec, ORIGINAL), "dense matrices alone")
-    assert report.dense.alone == measured(judge.measure, alone, material.judged.groups, settings.seed)
+    assert report.dense.alone == estimate(judge.measure, alone, material.judged.groups, settings.seed)
     assert report.dense.alone.loss != 0
     plain = Done(settings_for(sources, family, tmp_path, loss=0.3, quantizer="channel", out=tmp_path / "plain.pack"))
     assert plain.report.dense is None

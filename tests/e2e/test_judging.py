@@ -13,7 +13,7 @@ from moeconv.allocation.frontier import Frontier
 from moeconv.allocation.search import Found
 from moeconv.artifacts import Target, uniform
 from moeconv.errors import TargetMissed
-from moeconv.judging import Judge, measured
+from moeconv.judging import Judge, estimate
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def test_intervals_know_which_samples_belong_together(done: Done) -> None:
     judge = done.conversion.judge
     record = judge.measure(uniform(done.conversion.checkpoint.spec, 2), "all at 2")
     count = len(record.nats)
-    alone = measured(judge.measure, record, None, seed=0)
-    halves = measured(judge.measure, record, np.arange(count) // max(1, count // 4), seed=0)
+    alone = estimate(judge.measure, record, None, seed=0)
+    halves = estimate(judge.measure, record, np.arange(count) // max(1, count // 4), seed=0)
     assert halves.loss == alone.loss
     assert (halves.low, halves.high) != (alone.low, alone.high)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moert.pack.codec import QuantizedMatrix, pack_codes
-from moert.pack.manifest import Measured, Quality, Quantization
+from moert.pack.manifest import LossEstimate, Quality, Quantization
 from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
@@ -25,7 +25,7 @@ SPEC = ModelSpec(
     attention_scale=0.5, qk_norm=False, clip_qkv=None, tied_head=True, logit_scale=1.0, max_positions=None,
     bos_token_id=None, eos_token_ids=(1, 3), pad_token_id=0, decoder_start_token_id=None,
 )  # fmt: skip
-QUALITY = Quality("perplexity", 0.05, Measured(8.0, 8.2, 0.025, 0.02, 0.03, 50), None, "1" * 64, "2" * 64)
+QUALITY = Quality("perplexity", 0.05, LossEstimate(8.0, 8.2, 0.025, 0.02, 0.03, 50), None, "1" * 64, "2" * 64)
 # Neither a safetensors file nor anything else: the format only promises that these bytes come back.
 FILES = {"backbone.safetensors": b"backbone\n", "config.json": b"{}\n"}
 WIDTHS = {0: {"gate": 2, "up": 3, "down": 4}, 1: {"gate": 8, "up": 16, "down": 16}}

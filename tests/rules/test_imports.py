@@ -29,7 +29,7 @@ MOECONV = [
     ("moeconv.artifacts", "moeconv.journal", "moeconv.archs", "moeconv.calibration", "moeconv.metrics",
      "moeconv.quantizers", "moeconv.racing", "moeconv.cluster"),
     ("moeconv.checkpoint", "moeconv.workdir", "moeconv.scorers", "moeconv.promise", "moeconv.allocation"),
-    ("moeconv.settings", "moeconv.moments", "moeconv.records", "moeconv.packed"),
+    ("moeconv.settings", "moeconv.moments", "moeconv.evaluation", "moeconv.packed"),
     ("moeconv.coder", "moeconv.dense"),
     ("moeconv.trial",),
     ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging"),

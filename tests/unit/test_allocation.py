@@ -15,13 +15,13 @@ from moeconv.allocation import ALLOCATORS, plan_within
 from moeconv.allocation.chains import greedy, uniform
 from moeconv.allocation.isotonic import falling, rising
 from moeconv.allocation.problem import Option, Problem, Unit, layout_bytes, options, problem
-from moeconv.artifacts import Measurement, Probe, SensitivityTable
+from moeconv.artifacts import Probe, SensitivityTable, Summary
 from moeconv.errors import SettingsError, TargetMissed, WeightsUnusable
 from moert.pack.layout import expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
 
 KEYS = [ExpertKey("decoder", 0, expert) for expert in range(4)]
-BASE = Measurement(1.0, 0.02, 0.5, 0.01)
+BASE = Summary(1.0, 0.02, 0.5, 0.01)
 
 
 def spec(gated: bool = True) -> ModelSpec:

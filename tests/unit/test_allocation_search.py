@@ -17,28 +17,28 @@ from moeconv.allocation.frontier import Frontier
 from moeconv.allocation.knapsack import hulls
 from moeconv.allocation.lossmap import LossMap
 from moeconv.allocation.problem import Plan, Problem
-from moeconv.allocation.search import Found, Judgement, search
+from moeconv.allocation.search import Found, MeasuredPlan, search
 from moeconv.errors import TargetMissed
 
 TARGET = 0.05
-Judge = Callable[[Plan], Judgement]
+Judge = Callable[[Plan], MeasuredPlan]
 
 
 def judge_by(frontier: Frontier, loss_of: Callable[[float], float], margin: float = 0.0) -> Judge:
     """`loss_of` takes the predicted cost above that of the largest plan."""
 
-    def judge(plan: Plan) -> Judgement:
+    def judge(plan: Plan) -> MeasuredPlan:
         loss = loss_of(max(plan.cost - float(frontier.costs[-1]), 0.0))
-        return Judgement(loss, loss + margin)
+        return MeasuredPlan.of(plan, loss, loss + margin)
 
     return judge
 
 
 def check(frontier: Frontier, found: Found, target: float = TARGET) -> None:
     """The chosen plan was accepted, no smaller one was, and a smaller one was refused unless there is none."""
-    accepted = [one.nbytes for one in found.judged if one.upper <= target]
+    accepted = [one.nbytes for one in found.judged if one.decisive <= target]
     assert found.plan.nbytes == frontier.sizes[found.index] == min(accepted)
-    refused = [one.nbytes for one in found.judged if not one.upper <= target and one.nbytes <= found.plan.nbytes]
+    refused = [one.nbytes for one in found.judged if not one.decisive <= target and one.nbytes <= found.plan.nbytes]
     before = frontier.sizes[max(found.index - 1, 0)]
     assert found.index == 0 or max(refused) >= min(before, 0.995 * found.plan.nbytes)
 
@@ -88,7 +88,9 @@ def test_whatever_the_judge_says_the_result_was_accepted(problem: Problem, rando
         frontier = allocate(problem)
         try:
             found = search(
-                frontier, lambda plan: Judgement(random.random(), random.choice([0.0, 1.0, math.nan])), TARGET
+                frontier,
+                lambda plan: MeasuredPlan.of(plan, random.random(), random.choice([0.0, 1.0, math.nan])),
+                TARGET,
             )
         except TargetMissed:
             continue
@@ -121,7 +123,7 @@ def test_the_upper_bound_decides_and_not_the_loss() -> None:
 
 def test_the_smallest_plan_may_do() -> None:
     frontier = greedy(heavy_tailed(16, 1, seed=0))
-    found = search(frontier, lambda plan: Judgement(-0.01, -0.01), TARGET)
+    found = search(frontier, lambda plan: MeasuredPlan.of(plan, -0.01, -0.01), TARGET)
     assert found.index == 0
     assert len(found.judged) <= 10
 
@@ -129,7 +131,7 @@ def test_the_smallest_plan_may_do() -> None:
 def test_only_the_largest_plan_may_do() -> None:
     frontier = greedy(heavy_tailed(16, 1, seed=0))
     largest = frontier.sizes[-1]
-    found = search(frontier, lambda plan: Judgement(0.0, 0.04 if plan.nbytes == largest else 0.9), TARGET)
+    found = search(frontier, lambda plan: MeasuredPlan.of(plan, 0.0, 0.04 if plan.nbytes == largest else 0.9), TARGET)
     assert found.plan.nbytes == largest
     check(frontier, found)
 
@@ -138,9 +140,9 @@ def test_a_hopeless_target_is_said_in_one_line_after_few_measurements() -> None:
     frontier = hulls(heavy_tailed(64, 3, seed=0))
     asked: list[Plan] = []
 
-    def judge(plan: Plan) -> Judgement:
+    def judge(plan: Plan) -> MeasuredPlan:
         asked.append(plan)
-        return Judgement(0.07, 0.08)
+        return MeasuredPlan.of(plan, 0.07, 0.08)
 
     with pytest.raises(
         TargetMissed, match=r"loss of 7\.00% \(upper bound 8\.00%\), above the target of 5\.00%: allow"
@@ -153,9 +155,9 @@ def test_a_hopeless_target_is_said_in_one_line_after_few_measurements() -> None:
 
 def test_one_plan_only() -> None:
     frontier = uniform(make_problem([[(4, 40, 0.0)]]))
-    assert search(frontier, lambda plan: Judgement(0.01, 0.01), TARGET).index == 0
+    assert search(frontier, lambda plan: MeasuredPlan.of(plan, 0.01, 0.01), TARGET).index == 0
     with pytest.raises(TargetMissed, match=r"0\.00 MB"):
-        search(frontier, lambda plan: Judgement(math.nan, math.nan), TARGET)
+        search(frontier, lambda plan: MeasuredPlan.of(plan, math.nan, math.nan), TARGET)
 
 
 def test_the_map_from_cost_to_loss() -> None:

@@ -18,7 +18,7 @@ from moert.generation.batch import Interrupted
 from moert.generation.settings import GenerationSettings
 from moert.models.layers import DistanceBias, RelativeBias
 from moert.models.moe import select
-from moert.prompts import Record, grouped
+from moert.prompts import PromptRecord, grouped
 from moert.regulator import Regulator
 from moert.stats import RequestTimes
 
@@ -255,7 +255,7 @@ def test_a_batch_needs_a_file_and_a_size(packs, source, capsys) -> None:
 
 def test_lines_before_a_bad_one_are_run() -> None:
     def records():
-        yield from [Record(str(number), {}) for number in range(5)]
+        yield from [PromptRecord(str(number), {}) for number in range(5)]
         raise InputInvalid("bad")
 
     seen: list[list[str]] = []
@@ -263,7 +263,7 @@ def test_lines_before_a_bad_one_are_run() -> None:
     with pytest.raises(InputInvalid, match="bad"):
         seen.extend(groups)
     assert seen == [["0", "1", "2"], ["3", "4"]]
-    assert [len(group) for group in grouped(iter([Record("", {})] * 4), 2)] == [2, 2]
+    assert [len(group) for group in grouped(iter([PromptRecord("", {})] * 4), 2)] == [2, 2]
 
 
 def test_the_time_of_a_batch_counts_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moert.budget import AUTO, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget import AUTO_MEMORY, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import BudgetTooSmall, InvalidMemory
 
 MB = 10**6
@@ -29,7 +29,7 @@ def test_shares(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["auto", " AUTO "])
 def test_auto(text: str) -> None:
-    assert parse_memory(text) is AUTO
+    assert parse_memory(text) is AUTO_MEMORY
     with pytest.raises(InvalidMemory, match="--cache"):
         parse_cache(text)
 
@@ -48,10 +48,10 @@ def test_what_is_no_size(text: str) -> None:
 def test_a_limit_in_bytes() -> None:
     assert MemoryLimit(nbytes=7).resolve(5, None) == 7
     assert MemoryLimit(nbytes=400 * MB).resolve(100 * MB, 300 * MB) == 300 * MB
-    assert AUTO.resolve(400 * MB, 300 * MB) == 300 * MB
+    assert AUTO_MEMORY.resolve(400 * MB, 300 * MB) == 300 * MB
     assert MemoryLimit(share=0.5).resolve(100 * MB, 400 * MB) == 200 * MB
-    assert 350 * MB < AUTO.resolve(100 * MB, 400 * MB) < 400 * MB
-    assert AUTO.resolve(100 * MB, None) is None
+    assert 350 * MB < AUTO_MEMORY.resolve(100 * MB, 400 * MB) < 400 * MB
+    assert AUTO_MEMORY.resolve(100 * MB, None) is None
     with pytest.raises(InvalidMemory, match="as a size"):
         MemoryLimit(share=0.5).resolve(100 * MB, None)
     assert CacheLimit(share=0.25).resolve(1000) == 250
@@ -62,7 +62,7 @@ def test_a_limit_says_where_it_comes_from() -> None:
     assert MemoryLimit(nbytes=7).named(7) == "a memory budget of 7 bytes"
     assert MemoryLimit(nbytes=7 * MB).named(5 * MB) == "what this process can get (5.00 MB)"
     assert MemoryLimit(share=0.5).named(5 * MB) == "50% of what this process can get (5.00 MB)"
-    assert AUTO.named(5 * MB) == "what this process can get (5.00 MB)"
+    assert AUTO_MEMORY.named(5 * MB) == "what this process can get (5.00 MB)"
 
 
 def test_experts_get_what_is_left_but_never_less_than_a_layer_or_more_than_there_are() -> None:

@@ -9,14 +9,14 @@ from moeconv.allocation import plan_within
 from moeconv.allocation.chains import uniform
 from moeconv.allocation.curve import curve
 from moeconv.allocation.knapsack import hulls
-from moeconv.allocation.search import Judged, Judgement, search
+from moeconv.allocation.search import MeasuredPlan, search
 from moeconv.artifacts import CurvePoint
 from moeconv.present import curve_table
 
 
 def test_a_searched_curve() -> None:
     frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
-    found = search(frontier, lambda plan: Judgement(0.3 * (plan.cost - frontier.costs[-1]), 0.049), 0.05)
+    found = search(frontier, lambda plan: MeasuredPlan.of(plan, 0.3 * (plan.cost - frontier.costs[-1]), 0.049), 0.05)
     points = curve(frontier, found.judged, found.plan)
     assert 30 <= len(points) <= 40 + len(found.judged)
     assert [p.nbytes for p in points] == sorted(p.nbytes for p in points)
@@ -34,7 +34,7 @@ def test_a_plan_beside_the_frontier_has_its_place() -> None:
     problem = heavy_tailed(8, 3, seed=3)
     frontier = hulls(problem)
     plan = plan_within(problem, "knapsack", (int(frontier.sizes[10]) + int(frontier.sizes[11])) // 2 * 2 - 1)
-    points = curve(frontier, [Judged(plan.nbytes, plan.cost, 0.1, 0.2)], plan)
+    points = curve(frontier, [MeasuredPlan(plan.nbytes, plan.cost, 0.1, 0.2)], plan)
     (chosen,) = [p for p in points if p.chosen]
     assert (chosen.nbytes, chosen.loss, chosen.upper) == (plan.nbytes, 0.1, 0.2)
 
@@ -60,7 +60,7 @@ def test_the_table() -> None:
 
 def test_the_table_of_plans_without_a_promise_has_no_column_for_its_bound() -> None:
     frontier = uniform(make_problem([[(2, 20, 1.0), (4, 40, 0.0)]]))
-    points = curve(frontier, [Judged(40, 0.0, 0.02, None)], frontier[1])
+    points = curve(frontier, [MeasuredPlan(40, 0.0, 0.02, None)], frontier[1])
     assert points == (CurvePoint(20, 1.02, None, None, False), CurvePoint(40, 0.02, 0.02, None, True))
     assert curve_table(points, weights=80, int4_bytes=40).splitlines() == [
         "          MB   bits  of INT4  predicted  measured",

@@ -21,8 +21,8 @@ from moert.pack.manifest import (
     BACKBONE,
     Dense,
     ExpertEntry,
+    LossEstimate,
     Manifest,
-    Measured,
     Quality,
     dump_manifest,
     expert_path,
@@ -152,7 +152,7 @@ def test_dump_and_parse(document: dict[str, Any]) -> None:
 
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
-measured = st.none() | st.builds(Measured, finite, finite, finite, finite, finite, st.integers(0, 1 << 20))
+measured = st.none() | st.builds(LossEstimate, finite, finite, finite, finite, finite, st.integers(0, 1 << 20))
 line = st.text(st.characters(blacklist_categories=("C", "Z")), max_size=20)
 
 

@@ -70,10 +70,10 @@ def test_an_assignment_is_measured_once(trial: Trial, scorer: Counting, tmp_path
 def test_figures_are_against_the_unquantised_model(trial: Trial, scorer: Counting, tmp_path: Path) -> None:
     measure = measure_of(trial, scorer, tmp_path / "j")
     trial.assign(uniform(trial.spec, 2))  # whatever the model was before
-    assert measure.figures(measure.reference).loss == 0
-    assert abs(measure.figures(measure.reference).kl) < 1e-5
-    found = measure.figures(measure(uniform(trial.spec, 2), "all at 2"))
-    nearly = measure.figures(measure(uniform(trial.spec, 8), "all at 8"))
+    assert measure.summary(measure.reference).loss == 0
+    assert abs(measure.summary(measure.reference).kl) < 1e-5
+    found = measure.summary(measure(uniform(trial.spec, 2), "all at 2"))
+    nearly = measure.summary(measure(uniform(trial.spec, 8), "all at 8"))
     assert found.kl > 10 * abs(nearly.kl) > 0
     assert found.loss == pytest.approx(found.value / measure.metric.value(measure.reference.columns()) - 1)
     trial.restore()

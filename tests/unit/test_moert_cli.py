@@ -19,7 +19,7 @@ from moert import __version__, cli
 from moert.engine import Engine
 from moert.errors import RunError
 from moert.experts.eviction import EVICTION
-from moert.experts.selection import AUTO
+from moert.experts.selection import AUTO_EVICTION
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library
 from moert.models.switch import SwitchModel
@@ -180,7 +180,7 @@ def test_threads_do_not_change_the_tokens(moert, pack) -> None:
 
 
 def test_the_choices_offered_are_those_that_exist() -> None:
-    assert {choice.value for choice in Eviction} == {AUTO, *EVICTION}
+    assert {choice.value for choice in Eviction} == {AUTO_EVICTION, *EVICTION}
     assert {choice.value for choice in Predict} == set(PREDICTORS)
 
 

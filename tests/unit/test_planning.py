@@ -14,7 +14,7 @@ import pytest
 from tiny import tiny_olmoe
 from trials import running
 
-from moeconv.artifacts import SIGNALS, Measurement, Probe, SensitivityTable, Target
+from moeconv.artifacts import SIGNALS, Probe, SensitivityTable, Summary, Target
 from moeconv.checkpoint import Checkpoint
 from moeconv.conversion import Conversion
 from moeconv.errors import SettingsError, TargetMissed
@@ -62,7 +62,7 @@ def lines(work: Path) -> list[Any]:
 def test_inputs_come_back_from_json() -> None:
     keys = [ExpertKey("encoder", 0, 1), ExpertKey("decoder", 1, 3)]
     costs = {Probe(key, bits): (0.1, -0.2, 0.3) for key in keys for bits in ((2, 4), (8, 8))}
-    table = SensitivityTable(4, Measurement(3.0, 0.1, 2.0, 0.01), costs, {})
+    table = SensitivityTable(4, Summary(3.0, 0.1, 2.0, 0.01), costs, {})
     inputs = Inputs("m", "group", 64, "rouge2", "acceptance/all", table, {"attention": 4, "head": 8})
     assert Inputs.from_json(json.loads(json.dumps(inputs.to_json()))) == inputs
 

@@ -20,7 +20,7 @@ from moeconv.report.routing import path_shares, prediction, top_share
 from moeconv.report.tables import marked
 from moeconv.report.units import duration, percent, size
 from moeconv.report.writer import write_report
-from moert.pack.manifest import Measured
+from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import build
 from moert.pack.reader import Pack
@@ -80,7 +80,7 @@ def test_page_says_the_result(written: Path) -> None:
 
 def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
     dense = DenseReport("group", 64, {"attention": 4, "head": 8}, 500_000, 1_600_000,
-                        Measured(0.82, 0.81, 0.0123, 0.004, 0.021, 600))  # fmt: skip
+                        LossEstimate(0.82, 0.81, 0.0123, 0.004, 0.021, 600))  # fmt: skip
     report = replace(full_report(SWITCH), dense=dense)
     pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
     assert read_report(pack) == report

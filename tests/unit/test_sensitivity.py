@@ -16,11 +16,11 @@ from trials import pairs, questions, running, scorers, trial_of
 from moeconv.artifacts import SIGNALS, SensitivityTable
 from moeconv.calibration import Sample
 from moeconv.errors import SettingsError
+from moeconv.evaluation import Evaluation
 from moeconv.journal import Journal
 from moeconv.metrics import find_metric
 from moeconv.probes.memory import batch_bytes, blocks_for, kept_bytes
 from moeconv.probes.worker import SweepJob, SweepWorker, Task
-from moeconv.records import Record
 from moeconv.scorers.build import Volume, volume
 from moeconv.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
 from moeconv.trial import Trial
@@ -172,17 +172,17 @@ def test_costs_are_rises_above_the_base(olmoe: Trial, tmp_path: Path) -> None:
     assert runner.worker is not None
     [scorer] = runner.worker.scorers
     olmoe.restore()
-    reference = Record.of("", scorer.score(as_reference=True), 0, 0)
+    reference = Evaluation.of("", scorer.score(as_reference=True), 0, 0)
     olmoe.assign(dict.fromkeys(olmoe.spec.expert_keys(), (4, 4, 4)))
     rows = olmoe.calls.rows
-    base = Record.of("", scorer.score(), 0, 0)
+    base = Evaluation.of("", scorer.score(), 0, 0)
     naive_rows = olmoe.calls.rows - rows
     metric = find_metric("perplexity")
     for probe in sweep.probes[::7]:
         olmoe.assign({probe.key: probe.bits})
         after, before = (
-            Record.of("", scorer.score(), 0, 0).measured(metric, reference),
-            base.measured(metric, reference),
+            Evaluation.of("", scorer.score(), 0, 0).summary(metric, reference),
+            base.summary(metric, reference),
         )
         olmoe.assign({probe.key: (4, 4, 4)})
         rises = (after.loss - before.loss, after.nll - before.nll, after.kl - before.kl)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moert.bench.measure import Measurement, measure
+from moert.bench.measure import BenchRun, measure
 from tests import tiny_packs
 from tests.tiny_bench import SETTINGS
 
@@ -25,5 +25,5 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(pack: Path) -> Measurement:
+def measured(pack: Path) -> BenchRun:
     return measure(pack, SETTINGS, ["one small step", "hello"])

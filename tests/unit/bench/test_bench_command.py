@@ -16,7 +16,7 @@ from moert.bench import command
 from moert.bench.bound import Unavoidable, belady, bound_s
 from moert.bench.command import bench, summary_of, texts_of
 from moert.bench.figures import Figure
-from moert.bench.measure import Measurement, Sample, measure
+from moert.bench.measure import BenchRun, Sample, measure
 from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
 from moert.budget import MemoryLimit, parse_cache, parse_memory
 from moert.engine import Engine
@@ -59,13 +59,13 @@ def test_the_bound_is_the_slower_of_both() -> None:
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_sample_has_the_length_that_was_asked_for(measured: Measurement) -> None:
+def test_every_sample_has_the_length_that_was_asked_for(measured: BenchRun) -> None:
     assert [sample.prompt_tokens for sample in measured.samples] == [14, 5]
     assert [(len(sample.tokens), len(sample.later_s)) for sample in measured.samples] == [(3, 2), (3, 2)]
     assert all(sample.first_s > 0 for sample in measured.samples)
 
 
-def test_only_the_samples_count_not_the_warm_up(measured: Measurement) -> None:
+def test_only_the_samples_count_not_the_warm_up(measured: BenchRun) -> None:
     assert measured.demands == sum(len(step.experts) for step in measured.trace) == measured.best.demands
     assert len(measured.trace) == 2 * 3 * 3  # samples, passes, layers
     assert measured.ahead_bytes == measured.ahead_used_bytes == 0
@@ -123,7 +123,7 @@ def test_without_prompts_there_are_built_in_ones(pack: Path, tmp_path: Path) -> 
 # The summary ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_json_line_has_every_figure(measured: Measurement) -> None:
+def test_the_json_line_has_every_figure(measured: BenchRun) -> None:
     found = summary_of(measured)
     assert set(found) == {
         "hardware", "pack", "settings", "samples", "prompt_tokens", "new_tokens", "prompt_tokens_per_s",
@@ -140,7 +140,7 @@ def test_the_json_line_has_every_figure(measured: Measurement) -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_speeds_and_the_bound_follow_from_the_times(measured: Measurement) -> None:
+def test_speeds_and_the_bound_follow_from_the_times(measured: BenchRun) -> None:
     samples = (Sample(10, (1, 2, 3), 2.0, (0.5, 0.5)), Sample(30, (4,), 2.0, ()))
     known = replace(measured, samples=samples, stall_s=1.0, best=Unavoidable(4, 1, 300), disk_bytes_per_s=100.0)
     found = summarize(replace(known, resident_s=2.5), {}, "")
@@ -152,7 +152,7 @@ def test_speeds_and_the_bound_follow_from_the_times(measured: Measurement) -> No
     assert (unknown["compute_s"], unknown["compute"], unknown["least_s"]) == (4.0, "not waiting", 4.0)
 
 
-def test_a_run_is_never_faster_than_its_bound(measured: Measurement) -> None:
+def test_a_run_is_never_faster_than_its_bound(measured: BenchRun) -> None:
     for resident_s, disk in ((1e6, 1e9), (1e-9, 1e-3)):
         bound = summarize(replace(measured, resident_s=resident_s, disk_bytes_per_s=disk), {}, "")["bound"]
         assert bound["least_s"] <= measured.total_s
@@ -169,13 +169,13 @@ def test_limits_are_said_as_they_were_asked_for(text: str) -> None:
         assert asked(parse_cache(text)) == said
 
 
-def test_the_lines_say_that_eviction_was_not_needed(measured: Measurement) -> None:
+def test_the_lines_say_that_eviction_was_not_needed(measured: BenchRun) -> None:
     hardware = {"processor": "x", "cores": 1}
     lines = summary_lines(summarize(replace(measured, eviction=None), hardware, ""))
     assert any(line.startswith("settings") and "eviction not needed" in line and "threads 1," in line for line in lines)
 
 
-def test_one_token_each_has_no_latency_of_later_ones(measured: Measurement) -> None:
+def test_one_token_each_has_no_latency_of_later_ones(measured: BenchRun) -> None:
     found = summarize(replace(measured, samples=(Sample(3, (1,), 1.0, ()),)), {"processor": "x", "cores": 1}, "")
     assert found["token_latency_s"] is None
     assert not any(line.startswith("token latency") for line in summary_lines(found))

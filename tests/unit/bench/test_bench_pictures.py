@@ -13,7 +13,7 @@ import pytest
 from moert.bench import figures, sweeps
 from moert.bench.command import bench
 from moert.bench.figures import Figure
-from moert.bench.measure import BenchSettings, Measurement, Sample, measure
+from moert.bench.measure import BenchRun, BenchSettings, Sample, measure
 from moert.bench.plot import check_drawing, draw
 from moert.budget import Budget, CacheLimit
 from moert.errors import DrawingImpossible
@@ -100,7 +100,7 @@ def test_runs_behind_the_pictures_say_nothing(pack: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
-def test_hit_rates_grow_with_the_cache_and_stay_below_the_best(measured: Measurement) -> None:
+def test_hit_rates_grow_with_the_cache_and_stay_below_the_best(measured: BenchRun) -> None:
     series = figures.hit_rates(measured).series
     best = [value for _, value in series["best possible"]]
     assert best == sorted(best)
@@ -110,7 +110,7 @@ def test_hit_rates_grow_with_the_cache_and_stay_below_the_best(measured: Measure
     )
 
 
-def test_targets_are_named_by_their_loss_or_else_their_bits(measured: Measurement) -> None:
+def test_targets_are_named_by_their_loss_or_else_their_bits(measured: BenchRun) -> None:
     assert figures.target_of(measured) == f"{measured.pack.manifest.effective_bits():.2f} bits"
     samples = [replace(measured, samples=(Sample(1, (1, 2), 9.0, (0.002,)),))]
     assert figures.targets(samples).series["time"][0][1] == pytest.approx(2)

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from moeconv.evaluation import Evaluation, joined
 from moeconv.metrics import METRICS
-from moeconv.records import Record, joined
 from moeconv.scorers import Scores
 
 
@@ -19,8 +19,8 @@ def scores(seed: int, count: int = 4) -> Scores:
 
 
 def test_a_record_comes_back_from_json_as_it_was() -> None:
-    record = Record.of("all at 4", scores(0), 1.23456789, 10**12, 3)
-    again = Record.from_json({"widths": [[2, 4]], "samples": "x", **json.loads(json.dumps(record.to_json()))})
+    record = Evaluation.of("all at 4", scores(0), 1.23456789, 10**12, 3)
+    again = Evaluation.from_json({"widths": [[2, 4]], "samples": "x", **json.loads(json.dumps(record.to_json()))})
     assert again == record
     assert (again.what, again.flops, again.near_ties, again.seconds) == ("all at 4", 10**12, 3, 1.2346)
     assert again.columns().shape == (4, 2)
@@ -30,12 +30,12 @@ def test_a_record_comes_back_from_json_as_it_was() -> None:
 @pytest.mark.parametrize("values", [{}, {"what": "x"}])
 def test_values_that_are_no_record_are_refused(values: dict[str, str]) -> None:
     with pytest.raises((KeyError, TypeError)):
-        Record.from_json(values)
+        Evaluation.from_json(values)
 
 
 def test_figures_are_over_all_samples() -> None:
-    before, after = Record.of("reference", scores(1), 0.0, 0), Record.of("changed", scores(2), 0.0, 0)
-    found, expected = after.measured(METRICS["rouge1"], before), scores(2)
+    before, after = Evaluation.of("reference", scores(1), 0.0, 0), Evaluation.of("changed", scores(2), 0.0, 0)
+    found, expected = after.summary(METRICS["rouge1"], before), scores(2)
     first, second = scores(1).scores[:, 0].mean(), expected.scores[:, 0].mean()
     assert found.value == pytest.approx(second, abs=1e-6)
     assert found.loss == pytest.approx((first - second) / first, abs=1e-5)
@@ -44,7 +44,7 @@ def test_figures_are_over_all_samples() -> None:
 
 
 def test_joined_records_are_one_over_all_their_samples() -> None:
-    parts = [Record.of("x", scores(seed, 3), 1.5, 100, seed) for seed in (1, 2)]
+    parts = [Evaluation.of("x", scores(seed, 3), 1.5, 100, seed) for seed in (1, 2)]
     whole = joined(parts)
     assert whole.scores == parts[0].scores + parts[1].scores
     assert whole.nats == parts[0].nats + parts[1].nats
