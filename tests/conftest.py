@@ -1,9 +1,10 @@
-"""Settings for all tests: no network, one thread, the same random examples in each run."""
+"""Settings for all tests: no network, one thread, the same random examples in each run, another order in each."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +20,21 @@ _CACHE = tempfile.TemporaryDirectory(prefix="moert-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # drives are remembered there
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Says which order the tests run in: pytest -q keeps that to itself."""
+    seed, plugins = session.config.getoption("randomly_seed", None), session.config.pluginmanager
+    if seed is not None and (terminal := plugins.get_plugin("terminalreporter")) is not None:
+        terminal.write_line(f"random order: again with pytest --randomly-seed={seed}")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Engines tell torch how many threads to use; the next test begins with one again."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from moeconv.allocation.frontier import Frontier
 from moeconv.allocation.search import Found
 from moeconv.artifacts import Target, uniform
 from moeconv.errors import TargetMissed
+from moeconv.evaluation import Evaluation
 from moeconv.judging import Judge, estimate
 
 
@@ -36,14 +39,27 @@ def test_a_bound_goes_with_a_confidence_only(done: Done) -> None:
 
 
 def test_intervals_know_which_samples_belong_together(done: Done) -> None:
-    """Samples that were all doubled say no more than one of each pair."""
-    judge = done.conversion.judge
-    record = judge.measure(uniform(done.conversion.checkpoint.spec, 2), "all at 2")
-    count = len(record.nats)
-    alone = estimate(judge.measure, record, None, seed=0)
-    halves = estimate(judge.measure, record, np.arange(count) // max(1, count // 4), seed=0)
-    assert halves.loss == alone.loss
-    assert (halves.low, halves.high) != (alone.low, alone.high)
+    """Samples that were all doubled say no more than one of each pair; taken for new ones, they seem to."""
+    measure = done.conversion.judge.measure
+    evaluation = measure(uniform(done.conversion.checkpoint.spec, 2), "all at 2")
+    alone = estimate(measure, evaluation, None, seed=0)
+    twice = copy(measure)
+    twice.reference = doubled(measure.reference)
+    pairs = np.repeat(np.arange(len(evaluation.nats)), 2)
+    together = estimate(twice, doubled(evaluation), pairs, seed=0)
+    assert [together.loss, together.low, together.high] == pytest.approx([alone.loss, alone.low, alone.high])
+    apart = estimate(twice, doubled(evaluation), None, seed=0)
+    assert apart.loss == pytest.approx(alone.loss)
+    assert apart.high - apart.low < 0.85 * (alone.high - alone.low)  # about 1 / sqrt(2)
+
+
+def doubled(evaluation: Evaluation) -> Evaluation:
+    """Of each sample and its copy, one after the other."""
+    columns = {
+        name: tuple(value for value in getattr(evaluation, name) for _ in range(2))
+        for name in ("scores", "nats", "tokens", "kls")
+    }
+    return replace(evaluation, **columns)
 
 
 @pytest.mark.parametrize("misled", ["finds nothing", "finds a larger one"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -22,16 +23,36 @@ def test_make_alone_lists_every_target() -> None:
     assert shown >= TARGETS
 
 
-@pytest.mark.parametrize(("pytest_status", "ok", "says"), [(5, True, True), (0, True, False), (1, False, False)])
-def test_slow_tests_may_be_none(tmp_path: Path, pytest_status: int, ok: bool, says: bool) -> None:
+@pytest.mark.parametrize("status", [0, 1, 5])
+def test_slow_tests_fail_where_pytest_does_and_where_there_are_none(tmp_path: Path, status: int) -> None:
     """pytest ends with 5 where it selected no test."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nexit {pytest_status}\n")
-    program.chmod(0o755)
+    program = script(tmp_path / "python", f"exit {status}")
     command = ["make", "-s", "-C", str(ROOT), "--old-file=setup", "test-slow", f"PY={program}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == ok
-    assert ("no test is marked slow" in done.stdout) == says
+    assert (done.returncode == 0) == (status == 0)
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+FAST, SLOW = "3 passed, 2 skipped in 61.20s (0:01:01)", "7 passed, 3 deselected in 100.00s (0:01:40)"
+
+
+@pytest.mark.parametrize("fails", ["", "test", "test-slow", "recipes-ci"])
+def test_what_is_merged_has_passed_all_tests_and_says_so_at_its_end(tmp_path: Path, fails: str) -> None:
+    """.ci/run with a make that only prints."""
+    for name in ("chromium", "aarch64-linux-gnu-gcc", "qemu-aarch64"):
+        script(tmp_path / name, "exit 0")
+    said = f"test) echo '{FAST}';; test-slow) echo '{SLOW}';; *) echo '9 passed';;"
+    script(tmp_path / "make", f"echo '+ {FAST}'\ncase \"$1\" in {said} esac\ntest \"$1\" != '{fails}'")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci/run"], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode == 0) == (fails == ""), done.stderr
+    if not fails:
+        assert done.stdout.splitlines()[-3:] == [f"make test-slow: {SLOW}", "make test:", FAST]
 
 
 def test_the_report_builds_what_it_reads_and_covers_both_models() -> None:
