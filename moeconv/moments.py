@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from moeconv.errors import ConversionError
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.scorers.experts import Call, ExpertCalls
 from moert.pack.codec import F32
+from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
 
 SCHEMA = "1"
@@ -73,14 +73,10 @@ class Moments:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        part = path.with_name(f".{path.name}.part")
         try:
-            save_file(self._arrays, part, self._about)
-            with part.open("rb") as stream:
-                os.fsync(stream.fileno())
-            os.replace(part, path)
+            with atomic_write(path) as fresh:
+                save_file(self._arrays, fresh, self._about)
         except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
             raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
 
     @property

@@ -15,11 +15,11 @@ from moeconv.metrics import find_metric
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import DENSE_ROLES
+from moert.pack.sizes import NotASize, parse_size
 
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
 DEFAULT_TARGET = Target("loss", 0.05)
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 _OF_TEXT = (
     "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
@@ -212,14 +212,11 @@ def parse_confidence(text: str, option: str = "--confidence") -> float | None:
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """'120MB' or '1.5GiB' → bytes. Raises SettingsError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?I?B|)\s*", text.upper())
-    if match is None or match[2] not in _UNITS:
-        raise SettingsError(f"{option} {text!r}: expected a size such as 120MB or 1.5GB")
-    nbytes = float(match[1]) * _UNITS[match[2]]
-    if not math.isfinite(nbytes):
-        raise SettingsError(f"{option}: a size of {len(match[1])} digits is none: expected one such as 120MB or 1.5GB")
-    return int(nbytes)
+    """A size as moert takes it too: '120MB', '2G' or '1.5GiB' → bytes. Raises SettingsError."""
+    try:
+        return parse_size(text)
+    except NotASize as error:
+        raise SettingsError(f"{option} {error}") from None
 
 
 def parse_bits(text: str) -> tuple[int, ...]:

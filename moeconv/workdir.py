@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import IO, Any
 from moeconv.artifacts import SCHEMA, to_json
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.journal import Journal
+from moert.pack.files import write_atomically
 
 try:
     import fcntl
@@ -61,16 +60,7 @@ class WorkDir:
     def save_bytes(self, name: str, body: bytes) -> None:
         """Writes a file, whole or not at all."""
         with self._writing():
-            descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{name}.")
-            try:
-                with os.fdopen(descriptor, "wb") as stream:
-                    stream.write(body)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                os.replace(temporary, self.path / name)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            write_atomically(self.path / name, body)
 
     def load(self, name: str) -> dict[str, Any] | None:
         """An artefact as it was saved; None where there is none. Raises ConversionError for one that is damaged."""

@@ -10,15 +10,10 @@ from math import prod
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import backbone_tensors
+from moert.pack.sizes import NotASize, parse_size
 from moert.stats import size
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
-}
-_SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([A-Za-z]*|%)")
-
+_SHARE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*%")
 
 _UNPACKED = 6  # bytes a weight, in float32 and on the way to that
 _MARGIN_BYTES = 14 << 20  # for code not run yet, page tables and what malloc keeps
@@ -83,21 +78,16 @@ def parse_cache(text: str) -> CacheLimit:
 
 def _parse(text: str, option: str, more: str) -> tuple[int | None, float | None]:
     """Bytes or a share."""
-    hint = f"expected a size like 1.5GB, 800MB or 512MiB, a share like 50%{more}"
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2].upper() not in (*_UNITS, "%"):
-        raise InvalidMemory(f"{option} {text!r} is not a size: {hint}")
-    number, unit = Fraction(match[1]), match[2].upper()
-    if not unit and (0 < number <= 100 or number.denominator > 1):
-        raise InvalidMemory(f"{option} {text!r} is a number of bytes: did you mean {match[1]}GB, or {match[1]}%?")
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise InvalidMemory(f"{option} {text!r} should be more than 0% and at most 100%")
-        return None, float(number / 100)
-    nbytes = int(number * _UNITS[unit])
-    if not 0 < nbytes < 1 << 62:
-        raise InvalidMemory(f"{option} {text!r} is not a size that a machine can have: {hint}")
-    return nbytes, None
+    match = _SHARE.fullmatch(text.strip())
+    if match is None:
+        try:
+            return parse_size(text), None
+        except NotASize as error:
+            raise InvalidMemory(f"{option} {error}, or a share like 50%{more}") from None
+    percent = Fraction(match[1])
+    if not 0 < percent <= 100:
+        raise InvalidMemory(f"{option} {text!r} should be more than 0% and at most 100%")
+    return None, float(percent / 100)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moert.bench.figures import Figure
 from moert.errors import DrawingImpossible
+from moert.pack.files import write_atomically
 
 
 def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
@@ -39,13 +40,8 @@ def draw(figure: Figure, folder: Path) -> Path:
     with matplotlib.rc_context({"text.parse_math": False}):  # a pack's name may have a $
         png = _png(figure)
     path = folder / f"{figure.name}.png"
-    fresh = path.with_name(f"{path.name}.partial")
     try:
-        try:
-            fresh.write_bytes(png)
-            fresh.replace(path)
-        finally:
-            fresh.unlink(missing_ok=True)
+        write_atomically(path, png)
     except OSError as error:
         raise DrawingImpossible(f"{path} can't be written: {error.strerror or error}") from None
     return path

@@ -27,6 +27,7 @@ from moert.experts.drive import (
     parse_io,
     read_into,
 )
+from moert.pack.files import write_atomically
 
 PROBE_S = 0.5
 _THREADS = (1, 2, 4)
@@ -233,14 +234,9 @@ def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
         key: {"settings": str(drive.settings), "speeds": {str(way): speed for way, speed in drive.speeds.items()}}
         for key, drive in drives.items()
     }
-    fresh = cache.with_name(f"{cache.name}.{os.getpid()}.partial")
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            fresh.write_text(json.dumps({"version": _VERSION, "drives": body}, indent=1), encoding="utf-8")
-            fresh.replace(cache)
-        finally:
-            fresh.unlink(missing_ok=True)
+        write_atomically(cache, json.dumps({"version": _VERSION, "drives": body}, indent=1).encode())
 
 
 def _text(path: Path) -> str:

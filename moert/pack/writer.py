@@ -6,10 +6,9 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from mmap import ACCESS_READ, mmap
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from moert.pack.codec import QuantizedMatrix, to_bfloat16
 from moert.pack.errors import WriteFailed
+from moert.pack.files import fsync, write_atomically, write_in_order
 from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
@@ -102,7 +102,7 @@ class PackWriter:
         path = self.partial / relative
         with _writing(path):
             shutil.copymode(self.partial / _JOURNAL, path)  # a library may have made it for its owner alone
-            _fsync(path)
+            fsync(path)
             with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as body:
                 self._files[relative] = file_entry(body)
 
@@ -128,7 +128,7 @@ class PackWriter:
                 os.rename(self.out, replaced)
             os.rename(self.partial, self.out)
             _remove_pack(replaced)
-            _fsync(self.out.parent)
+            fsync(self.out.parent)
         self._lock.release()
         return manifest
 
@@ -201,7 +201,7 @@ def add_files(root: Path, manifest: Manifest, bodies: Mapping[str, bytes]) -> Ma
     with _writing(root / next(iter(bodies))):
         for name in bodies:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-        _write_in_order(steps)
+        write_in_order(steps)
     return changed
 
 
@@ -271,38 +271,6 @@ def _prune(root: Path, keep: Collection[Path]) -> None:
                     path.rmdir()
             elif path not in keep:
                 path.unlink()
-
-
-def write_atomically(path: Path, body: bytes | bytearray) -> None:
-    """After a crash `path` holds either its old bytes or the new ones. Raises OSError, and then the old ones."""
-    _write_in_order([(path, body)])
-
-
-def _write_in_order(files: Sequence[tuple[Path, bytes | bytearray]]) -> None:
-    """Writes every file beside its place first, so that a full disk changes nothing; then renames them in order."""
-    staged: list[tuple[Path, Path]] = []
-    try:
-        for path, body in files:
-            temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-            staged.append((temporary, path))
-            with open(temporary, "xb") as handle:
-                handle.write(body)
-                handle.flush()
-                os.fsync(handle.fileno())
-        for temporary, path in staged:
-            os.replace(temporary, path)
-    except BaseException:
-        for temporary, _ in staged:
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

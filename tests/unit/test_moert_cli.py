@@ -319,7 +319,7 @@ def test_more_threads_than_cores_are_refused(moert, pack) -> None:
 
 
 def test_fifty_bytes_are_meant_as_a_share(moert, pack) -> None:
-    assert "did you mean 50GB, or 50%?" in moert.refuses("run", pack, "abc", "--memory", "50")
+    assert "did you mean 50GB, or a share like 50%" in moert.refuses("run", pack, "abc", "--memory", "50")
     assert "did you mean" not in moert.refuses("run", pack, "abc", "--memory", "1000")
 
 

@@ -250,11 +250,10 @@ def test_a_full_disk_or_ctrl_c_leaves_the_old_memory_whole_and_no_other_file(fil
     cache.parent.mkdir()
     cache.write_text(json.dumps(good()))
 
-    def cut_short(self: Path, text: str, encoding: str) -> int:
-        self.write_bytes(text[:20].encode())
+    def cut_short(descriptor: int) -> None:
         raise error
 
-    monkeypatch.setattr(Path, "write_text", cut_short)
+    monkeypatch.setattr(os, "fsync", cut_short)
     with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
         assert drive_of(files, cache).settings == DIRECT[1]
     monkeypatch.undo()

@@ -105,7 +105,7 @@ def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
         ("memory = 0", "memory 0: expected more than 0 bytes"),
         (f"memory = {10**400}", "memory = 1000"),
         ("max_new_tokens = 0", "max_new_tokens 0: expected 1 or more"),
-        ('size = "much"', "expected a size"),
+        ('size = "much"', "is not a size"),
         ('target = "5%"', "as loss, size or bits_per_weight"),
         ('confidence = "30%"', "confidence 0.3"),
         ("confidence = true", "confidence"),

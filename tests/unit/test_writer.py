@@ -29,8 +29,9 @@ from safetensors import safe_open
 
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import FileMissing, WriteFailed
+from moert.pack.files import write_atomically
 from moert.pack.reader import Pack, bits_histogram, projection_weights
-from moert.pack.writer import PackWriter, add_files, add_to_pack, check_target, write_atomically
+from moert.pack.writer import PackWriter, add_files, add_to_pack, check_target
 
 
 def everything(root: Path) -> dict[str, bytes]:
