@@ -63,6 +63,8 @@ class Checkpoint:
             spec = arch.spec(config, generation_config)
         except UnsupportedModel as error:
             raise CheckpointError(f"{path}: {error}") from None
+        except ModuleNotFoundError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{path / 'config.json'} is not a valid {arch.model_type} config: {_line(error)}"
