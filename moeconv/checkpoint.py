@@ -17,7 +17,7 @@ import torch
 
 from moeconv.archs import ARCHS, Arch, UnsupportedModel
 from moeconv.errors import ConversionError
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, ModelSpec, contradictions
 
 F32 = npt.NDArray[np.float32]
 
@@ -63,6 +63,8 @@ class Checkpoint:
             spec = arch.spec(config, generation_config)
         except UnsupportedModel as error:
             raise CheckpointError(f"{path}: {error}") from None
+        except ModuleNotFoundError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{path / 'config.json'} is not a valid {arch.model_type} config: {_line(error)}"
@@ -70,6 +72,8 @@ class Checkpoint:
         counts = (spec.vocab_size, spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim)
         if min(*counts, spec.moe.num_experts, spec.moe.top_k, spec.moe.d_ff) < 1:
             raise CheckpointError(f"{path / 'config.json'}: every size and count in it should be at least 1")
+        if (contradiction := next(contradictions(spec), None)) is not None:
+            raise CheckpointError(f"{path / 'config.json'} can't be converted: {contradiction}")
         if not spec.moe_layers():
             raise CheckpointError(f"{path}: the model has no layer with experts, so there is nothing to convert")
         checkpoint = cls(path, config, generation_config, arch, spec, _tensor_files(path))

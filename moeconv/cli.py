@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit_code(arguments: list[str] | None) -> int:
-    from moeconv.errors import ConversionError, TargetMissed
+    from moeconv.errors import ConversionError, TargetMissed, missing_extra
     from moert.pack.errors import PackError
 
     try:
@@ -331,6 +331,12 @@ def _exit_code(arguments: list[str] | None) -> int:
     except (ConversionError, PackError) as error:
         print(f"moeconv: {error}", file=sys.stderr)
         return EXIT_MISSED if isinstance(error, TargetMissed) else EXIT_USER
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error)
+        if advice is None:
+            raise
+        print(f"moeconv: {advice}", file=sys.stderr)
+        return EXIT_USER
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

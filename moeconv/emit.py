@@ -1,4 +1,4 @@
-"""Checkpoint and widths → pack: one expert in memory at a time, and a killed run goes on where it stopped."""
+"""Checkpoint and widths → pack: a few experts of a layer at a time, and a killed run goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeconv.artifacts import Assignment
 from moeconv.checkpoint import Checkpoint, CheckpointError
-from moeconv.coder import ExpertCoder
+from moeconv.coder import ExpertCoder, batches
 from moeconv.dense import DenseCoder
 from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names
@@ -45,9 +45,11 @@ def emit(
     dense = dense or DenseCoder(checkpoint, None)
     quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed, dense.dense)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
-    for key in checkpoint.spec.expert_keys():
-        if not writer.has(key):
-            writer.write_expert(key, coder.code(key, widths[key]), None if importance is None else importance.get(key))
+    left = [(key, widths[key]) for key in checkpoint.spec.expert_keys() if not writer.has(key)]
+    for batch in batches(checkpoint.spec, left):
+        coder.prepare(batch)
+        for key, bits in batch:
+            writer.write_expert(key, coder.code(key, bits), None if importance is None else importance.get(key))
     _write_backbone(dense, coder.dtype16, writer)
     for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
         if (checkpoint.path / name).is_file():

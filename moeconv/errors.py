@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+_EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "convert": (
+        "datasets", "evaluate", "huggingface_hub", "jinja2", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
+        "transformers",
+    ),
+    "report": ("matplotlib",),
+    "cluster": ("ray",),
+}  # fmt: skip
+"""Extra of the distribution → the packages that come with it."""
+
 
 class ConversionError(Exception):
     """The base of all of them. The message is one line that says what was wrong and what to do."""
@@ -25,3 +37,10 @@ class WeightsUnusable(ConversionError):
 
 class VerifyFailed(ConversionError):
     """A pack that does not hold what its source says it should."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """One line that says what to install; None where the package comes with no extra: then it is our own bug."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((name for name, packages in _EXTRAS.items() if package in packages), None)
+    return extra and f"this needs the package {package}, which is not installed: run pip install 'moert[{extra}]'"

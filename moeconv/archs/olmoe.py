@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeconv.archs.errors import UnsupportedModel
+from moeconv.archs.errors import UnsupportedModel, refuse_limit
 from moeconv.archs.tokens import token_id, token_ids
 from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, Stack, StackSpec
 
@@ -27,6 +27,7 @@ class Olmoe:
 
         c: Any = OlmoeConfig.from_dict(dict(config))
         _refuse(c)
+        refuse_limit(config)
         head_dim = c.hidden_size // c.num_attention_heads
         return ModelSpec(
             family=self.model_type,
@@ -135,6 +136,12 @@ def _refuse(c: Any) -> None:
         raise UnsupportedModel(
             f"config.json sets {c.num_attention_heads} heads (head_dim {head_dim}) for hidden_size {c.hidden_size}: "
             "heads must fill the hidden size exactly"
+        )
+    if c.hidden_size // c.num_attention_heads % 2:
+        raise UnsupportedModel(
+            f"config.json sets num_attention_heads {c.num_attention_heads} for hidden_size {c.hidden_size}, so that a "
+            f"head has {c.hidden_size // c.num_attention_heads} features: rotary positions turn pairs of them, the "
+            "number should be even"
         )
     if getattr(c, "sliding_window", None):
         raise UnsupportedModel("config.json sets sliding_window: windowed attention can't be packed")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeconv.archs.errors import UnsupportedModel
+from moeconv.archs.errors import UnsupportedModel, refuse_limit
 from moeconv.archs.tokens import token_id, token_ids
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec, MoeSpec, Stack, StackSpec
 
@@ -28,6 +28,7 @@ class SwitchTransformers:
 
         c: Any = SwitchTransformersConfig.from_dict(dict(config))
         _refuse(c)
+        refuse_limit(config)
         start = token_id("decoder_start_token_id", config, generation_config)
         if start is None:
             raise UnsupportedModel("config.json has no decoder_start_token_id: an encoder–decoder model needs one")

@@ -142,13 +142,19 @@ class ExpertCalls:
 
 
 def expert_ffn(x: Tensor, weights: Weights, moe: MoeSpec) -> Tensor:
-    """y = down(act(up(x))), or y = down(act(gate(x)) * up(x)). x [rows, d_model] → [rows, d_model]."""
+    """y = down(act(up(x))), or y = down(act(gate(x)) * up(x)), clamped as `moe.activation_limit` says
+    (moert/pack/SPEC.md, section 5). x [rows, d_model] → [rows, d_model]."""
     return nn.functional.linear(_inner(x, weights, moe), weights[-1])
 
 
 def _inner(x: Tensor, weights: Weights, moe: MoeSpec) -> Tensor:
-    inner = _ACTIVATIONS[moe.activation](nn.functional.linear(x, weights[0]))
-    return inner * nn.functional.linear(x, weights[1]) if moe.gated else inner
+    act, limit = _ACTIVATIONS[moe.activation], moe.activation_limit
+    first = nn.functional.linear(x, weights[0])
+    inner = act(first if limit is None else first.clamp(max=limit))
+    if not moe.gated:
+        return inner
+    up = nn.functional.linear(x, weights[1])
+    return inner * (up if limit is None else up.clamp(-limit, limit))
 
 
 def _substituted(chosen: Tensor, substitute: Substitute, num_experts: int) -> Tensor:

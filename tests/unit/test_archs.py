@@ -150,6 +150,9 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("olmoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
         ("olmoe", {"head_dim": 12}, "head_dim"),
         ("olmoe", {"sliding_window": 8}, "sliding_window"),
+        ("olmoe", {"hidden_size": 100}, "num_attention_heads 4 for hidden_size 100, so that a head has 25 features"),
+        ("olmoe", {"swiglu_limit": 7.0}, "swiglu_limit 7.0"),
+        ("switch_transformers", {"activation_limit": 7.0}, "activation_limit 7.0"),
     ],
 )
 def test_what_a_pack_cannot_say_is_refused(family: str, change: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe
 
+from moeconv import coder
 from moeconv.artifacts import Bits, uniform
 from moeconv.checkpoint import Checkpoint, CheckpointError
 from moeconv.coder import ExpertCoder
@@ -36,12 +37,13 @@ class Rounding:
     wants: Wants = "nothing"
 
     def __init__(self, most: int | None = None) -> None:
-        self.calls, self.most = 0, most
+        self.calls, self.batches, self.most = 0, 0, most
 
     def too_few(self, rows: int, in_features: int) -> bool:
         return False
 
     def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        self.batches += 1
         return [self._matrix(weight, bits) for weight in weights]
 
     def _matrix(self, weight: F32, bits: int) -> QuantizedMatrix:
@@ -138,15 +140,32 @@ def test_a_pack_holds_what_was_tried(original: Path, tmp_path: Path) -> None:
 
 def test_a_run_cut_short_goes_on_and_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        write(original, tmp_path / "p", Rounding(most=13))
+        write(original, tmp_path / "p", Rounding(most=16))  # the first layer has 15 and is written
     assert not (tmp_path / "p").exists()
     quantizer, untouched = Rounding(), Rounding()
     write(original, tmp_path / "p", quantizer)
     write(original, tmp_path / "q", untouched)
-    assert untouched.calls - 13 <= quantizer.calls < untouched.calls
+    assert quantizer.calls == untouched.calls - 15
     names = sorted(path.relative_to(tmp_path / "q") for path in (tmp_path / "q").rglob("*") if path.is_file())
     assert names == sorted(path.relative_to(tmp_path / "p") for path in (tmp_path / "p").rglob("*") if path.is_file())
     assert all((tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes() for name in names)
+
+
+def test_experts_are_quantised_together_however_small_the_cache(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two experts fit a batch and three the cache, of a layer of six: what the search had cached is long gone."""
+    checkpoint = Checkpoint.open(original)
+    monkeypatch.setattr(coder, "BATCH_BYTES", 2 * 4 * checkpoint.spec.weights_per_expert())
+    monkeypatch.setattr(coder, "CACHE_BYTES", checkpoint.spec.weights_per_expert())
+    quantizer, widths = Rounding(), uniform(checkpoint.spec, 2)
+    mine = ExpertCoder(checkpoint, quantizer, None)
+    for batch in coder.batches(checkpoint.spec, widths.items()):
+        mine.prepare(batch)
+    quantizer.calls = quantizer.batches = 0
+    emit(mine, widths, tmp_path / "p", seed=0, creator="tests")
+    n = 3 * len(checkpoint.spec.expert_keys())
+    assert (quantizer.calls, quantizer.batches) == (n, n / 2)
 
 
 @pytest.mark.parametrize("change", ["seed", "widths"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.errors import CalibrationError
 from moeconv.scorers.build import dealt, load_tokenizer, spread, volume
-from moeconv.scorers.experts import Call, Place, Substitute
+from moeconv.scorers.experts import Call, Place, Substitute, expert_ffn
 from moeconv.scorers.head import Head
 from moeconv.scorers.seq2seq import Seq2Seq
 from moeconv.scorers.text import choices_of, windows_of
 from moeconv.trial import Trial
-from moert.pack.model_spec import ExpertKey
+from moert.kernels.reference import ffn
+from moert.pack.model_spec import ExpertKey, MoeSpec
 
 TinyModel = Callable[[str, str], Path]
 VARIANTS = [("switch", name) for name in SWITCH_VARIANTS] + [("olmoe", name) for name in OLMOE_VARIANTS]
@@ -54,6 +56,20 @@ def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny
         decoder_tokens = 3 * (9 if spec.encoder is None else 5)
         assert trial.calls.rows == spec.moe.top_k * (n_encoder * 27 + len(spec.decoder.moe_layers) * decoder_tokens)
     assert trial.calls.flops(3) == 3 * 2 * spec.weights_per_expert()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.5, 7.0])
+def test_an_expert_is_clamped_as_the_runtime_clamps_it(gated: bool, limit: float | None) -> None:
+    moe = MoeSpec(5, 2, 10, "silu", gated, norm_topk=False, capacity=None, activation_limit=limit)
+    shapes = [(10, 6)] * (1 + gated) + [(6, 10)]
+    chance = torch.Generator().manual_seed(0)
+    weights = tuple(3 * torch.randn(*shape, generator=chance) for shape in shapes)
+    x = torch.randn(8, 6, generator=chance)
+    expected = ffn(dict(zip(moe.projections, weights, strict=True)), x, moe)
+    assert torch.equal(expert_ffn(x, weights, moe), expected)
+    unlimited = expert_ffn(x, weights, replace(moe, activation_limit=None))
+    assert torch.equal(unlimited, expected) == (limit is None), "the limit was never reached: nothing was tested"
 
 
 @torch.inference_mode()
