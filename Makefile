@@ -16,7 +16,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream readme clean
+.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream readme clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -71,12 +71,14 @@ lint: setup  ## ruff (rules and format) and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-data: setup  ## build the calibration sets from their public sources, where they are not there
+data: setup  ## build the calibration sets of g2p and wiki from their public sources, where they are not there
 	$(PY) calib_data/g2p.py
 	$(PY) calib_data/wiki.py
 
-recipes: data  ## convert every recipe and check what must come out
+data-docline: setup  ## the same for docline: some 130 MB of packages are downloaded
 	$(PY) calib_data/docline.py
+
+recipes: data data-docline  ## convert every recipe and check what must come out
 	$(VENV)/bin/moeconv recipe run $(RECIPES) recipes/docline.toml
 
 recipes-ci: data  ## the same for the recipes that continuous integration runs
@@ -90,11 +92,10 @@ report: setup  ## baselines and routing of the reference models
 	$(PY) -m recipes.train.routing g2p
 	$(PY) -m recipes.train.routing wiki
 
-bench-sweep: data  ## the exact sweep beside full evaluations: the same result, at what share of the cost
-	$(PY) calib_data/docline.py
+bench-sweep: data data-docline  ## the exact sweep beside full evaluations: the same result, at what share of the cost
 	$(PY) -m tests.bench.sweep
 
-bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
+bench-quant: data data-docline $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
 	$(PY) -m tests.bench.quant
 
 bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target

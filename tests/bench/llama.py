@@ -1,7 +1,8 @@
 """llama.cpp as a peer, run by the Python of build/peers/llama: writes the OLMoE-shaped GGUF files and times them.
 
-`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama FILE [--no-repack]` runs one as a
-session of tests/bench/runner.py.
+`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama FILE [--no-repack] [--no-mmap]` runs
+one as a session of tests/bench/runner.py. A file that is mapped comes into memory page by page as it is used; without,
+all of it is read at the start.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors
 from tests.bench.runner import serve
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, projection, weight
 
-MODELS = {"Q4_K_M": 15, "Q2_K": 10}  # llama.cpp's numbers of its file types
+MODELS = {"Q4_K": 12, "Q2_K": 10}
+"""The type of the experts → its number in ggml; all other matrices are Q4_K. llama.cpp's own mixtures (Q4_K_M, Q2_K)
+would give some of the experts' matrices more bits, and the comparison is at equal bits."""
+_MOSTLY_Q4_K = 15  # llama.cpp's number of the file type
 CONTEXT = 1024
 BATCH = 512
 
@@ -102,7 +106,7 @@ def _tensors(spec: ModelSpec) -> Iterator[F16 | F32]:
 
 
 def make(folder: Path = FOLDER) -> None:
-    """Writes folder/Q4_K_M.gguf and folder/Q2_K.gguf by llama.cpp's own quantiser, where they are not there."""
+    """Writes the file of each of MODELS by llama.cpp's own quantiser, where it is not there."""
     import llama_cpp
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +117,10 @@ def make(folder: Path = FOLDER) -> None:
     write_half(half)
     for name, kind in missing.items():
         settings = llama_cpp.llama_model_quantize_default_params()
-        settings.ftype, settings.nthread = kind, THREADS
+        experts = (llama_cpp.llama_model_tensor_override * 2)()  # the last is empty and ends the list
+        experts[0].pattern, experts[0].type = b"ffn_(gate|up|down)_exps", kind
+        settings.ftype, settings.pure, settings.nthread = _MOSTLY_Q4_K, True, THREADS
+        settings.tt_overrides = experts
         part = folder / "part.gguf"
         if llama_cpp.llama_model_quantize(str(half).encode(), str(part).encode(), ctypes.byref(settings)):
             raise SystemExit(f"llama.cpp could not make {name}")
@@ -123,7 +130,7 @@ def make(folder: Path = FOLDER) -> None:
 
 def file_of(name: str, folder: Path = FOLDER) -> Path:
     """The file of one model; its name has the seed, so that another seed makes another file."""
-    return folder / f"{name}-{SEED}.gguf"
+    return folder / f"{name}-equal-{SEED}.gguf"
 
 
 def bytes_per_token(path: Path, spec: ModelSpec = OLMOE) -> int:
@@ -139,10 +146,18 @@ def bytes_per_token(path: Path, spec: ModelSpec = OLMOE) -> int:
     return round(total)
 
 
+def expert_bits(path: Path) -> float:
+    """Bits of an expert's weight, scales counted."""
+    from gguf import GGUFReader
+
+    experts = [tensor for tensor in GGUFReader(path).tensors if "_exps" in tensor.name]
+    return 8 * sum(int(tensor.n_bytes) for tensor in experts) / sum(int(tensor.n_elements) for tensor in experts)
+
+
 class Llama:
     """A session (see tests/bench/runner.py) of llama.cpp's own C functions, without the package's Python loop."""
 
-    def __init__(self, path: Path, repack: bool) -> None:
+    def __init__(self, path: Path, repack: bool, mmap: bool) -> None:
         import llama_cpp
 
         self._c = llama_cpp
@@ -151,15 +166,18 @@ class Llama:
         llama_cpp.llama_backend_init()
         loading = llama_cpp.llama_model_default_params()
         loading.use_extra_bufts = repack
+        loading.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
+        if not self._model:
+            raise SystemExit(f"llama.cpp can't load {path}")
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT, BATCH, BATCH
         settings.n_threads = settings.n_threads_batch = THREADS
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._context:
-            raise SystemExit(f"llama.cpp can't load {path}")
+            raise SystemExit(f"llama.cpp has no memory to run {path}")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._path = path
+        self._path, self._mmap = path, mmap
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
         started = time.perf_counter()
@@ -173,6 +191,14 @@ class Llama:
     def logits(self, ids: list[int]) -> list[float]:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), False)
         return [float(value) for value in self._forward(ids)]
+
+    def fill(self) -> None:
+        """Nothing is left to be read, if the file is not mapped."""
+        if self._mmap:
+            raise SystemExit("a file that is mapped comes into memory as it is used: load it with --no-mmap")
+
+    def expert_bits(self) -> float:
+        return expert_bits(self._path)
 
     def bytes_per_token(self) -> int:
         return bytes_per_token(self._path)
@@ -189,7 +215,8 @@ def main() -> None:
     if sys.argv[1:] == ["make"]:
         make()
     else:
-        serve(lambda: Llama(Path(sys.argv[1]), repack="--no-repack" not in sys.argv))
+        path, options = Path(sys.argv[1]), sys.argv[2:]
+        serve(lambda: Llama(path, repack="--no-repack" not in options, mmap="--no-mmap" not in options))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,16 @@ class Ours:
         self._engine.reserve(len(ids), 1)
         return [float(value) for value in self._engine.model.prefill(ids)[1]]
 
+    def fill(self) -> None:
+        """Reads every expert; the rest was read at the start."""
+        self._engine.reserve(1, 1)
+        for key in self._engine.spec.expert_keys():
+            with self._engine.cache.lease([key]) as lease:
+                lease.all()
+
+    def expert_bits(self) -> float:
+        return self._engine.pack.manifest.effective_bits()
+
     def bytes_per_token(self) -> int:
         """Experts by their mean, top_k a layer, and all of the backbone but the embeddings; a tied head is read."""
         from safetensors import safe_open

@@ -15,12 +15,28 @@ $(PEERS_DIR)/.built: tests/bench/peers.txt tests/bench/ggml/sdist.txt tests/benc
 	cmake --build $(PEERS_DIR)/ggml --target ggml-base --parallel 2
 	@touch $@
 
-# llama.cpp whole, for `make bench-peers`: compiled for this machine with its package's own settings.
-$(PEERS_DIR)/llama/.built: tests/bench/peers-llama.txt .ci/constraints.txt
-	@echo 'building llama.cpp in $(PEERS_DIR)/llama: about ten minutes on two cores'
-	rm -rf $(PEERS_DIR)/llama
-	$(PYTHON) -m venv $(PEERS_DIR)/llama
-	$(PEERS_DIR)/llama/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r tests/bench/peers-llama.txt
+# llama.cpp whole, for `make bench-peers` and `make bench-stream`: the package's own library and bindings, compiled for
+# this processor with the options that tests/bench/llama_flags.py chooses; options.txt keeps them for the bench.
+LLAMA_DIR := $(PEERS_DIR)/llama
+
+$(LLAMA_DIR)/.built: tests/bench/peers-llama.txt tests/bench/ggml/sdist.txt tests/bench/llama_flags.py .ci/constraints.txt
+	@command -v cmake >/dev/null || { echo 'llama.cpp is built with cmake and a C++ compiler: install them'; exit 1; }
+	@echo 'building llama.cpp in $(LLAMA_DIR): about ten minutes on two cores'
+	rm -rf $(LLAMA_DIR)
+	$(PYTHON) -m venv $(LLAMA_DIR)
+	mkdir $(LLAMA_DIR)/src
+	$(PYTHON) tests/bench/llama_flags.py >$(LLAMA_DIR)/options.txt
+	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(LLAMA_DIR)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+	    -c .ci/constraints.txt -r tests/bench/peers-llama.txt
+	$(LLAMA_DIR)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+	    --dest $(LLAMA_DIR) -r tests/bench/ggml/sdist.txt
+	tar -xzf $(LLAMA_DIR)/llama_cpp_python-*.tar.gz --strip-components=3 -C $(LLAMA_DIR)/src --wildcards '*/vendor/llama.cpp'
+	cmake -S $(LLAMA_DIR)/src -B $(LLAMA_DIR)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_CCACHE=OFF \
+	    -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_APP=OFF $$(cat $(LLAMA_DIR)/options.txt)
+	cmake --build $(LLAMA_DIR)/build --target llama --parallel 2
+	package=$$(echo $(LLAMA_DIR)/lib/python3*/site-packages/llama_cpp) && mkdir -p "$$package/lib" && \
+	    cp -a $(LLAMA_DIR)/build/bin/lib*.so* "$$package/lib"
+	$(LLAMA_DIR)/bin/python -c 'import gguf, llama_cpp'
 	@touch $@
 
 # onnxruntime, for `make bench-kernels`.
@@ -30,5 +46,5 @@ $(PEERS_DIR)/kernels/.built: tests/bench/peers-kernels.txt | $(STAMP)
 	@touch $@
 
 # The packs of the reference models, which `make bench-peers` compares with their sources.
-build/demo/summary.json: | $(STAMP)
+build/demo/summary.json: | setup
 	$(PY) recipes/demo.py

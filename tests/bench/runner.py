@@ -3,13 +3,16 @@
 A session is a loaded model; between commands it does nothing. Its methods are the commands:
 - generate(ids, new_tokens) → new tokens, seconds to the first of them, seconds to the last; greedy;
 - logits(ids) → [vocab] after the last token;
-- bytes_per_token() → bytes of weights that one token reads, scales counted, embeddings not: they are looked up.
+- fill() → None; all weights are in memory afterwards;
+- bytes_per_token() → bytes of weights that one token reads, scales counted, embeddings not: they are looked up;
+- expert_bits() → bits of an expert's weight, scales counted.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,21 @@ def serve(load: Callable[[], object]) -> None:
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         print(json.dumps(getattr(session, name)(*arguments)), file=answers, flush=True)
+
+
+class ProgramEnded(RuntimeError):
+    """A program that was asked for something and ended; the message has its command and how it ended."""
+
+
+def ending(status: int) -> str:
+    """How a process ended, from its return code."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "a signal without a name"
+    return f"ended with status {status} ({name})"
 
 
 class Runner:
@@ -49,7 +67,7 @@ class Runner:
         return self._process.pid
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Calls a method of the session. Raises RuntimeError if the program has ended."""
+        """Calls a method of the session. Raises ProgramEnded."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -59,7 +77,7 @@ class Runner:
             pass
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(self.command)} ended with status {self._process.wait()}")
+            raise ProgramEnded(f"{' '.join(self.command)} {ending(self._process.wait())}")
         return json.loads(line)
 
     def __enter__(self) -> Runner:

@@ -1,208 +1,220 @@
 """`make bench-peers`: the runtime beside llama.cpp on one model of OLMoE's shape, and beside transformers on our own.
 
-Both programs are loaded at once, each in a process of its own, and work in turns; what is quoted is the median of the
-ratios of neighbouring runs. Writes build/bench/peers.json.
+The programs are loaded at once, each in a process of its own, and work in turns on the same token ids. llama.cpp runs
+twice, with its weights laid out anew when they are loaded (its default) and as they lie in the file; what is quoted is
+the median of our ratios to the better one, round by round. Experts have the same effective bits on both sides, and all
+weights are in memory before anything is timed. A program that ends loses its own rows; they are named at the end, and
+the exit status is then 1. Takes about ten minutes, and five more when the model's files are made first.
+
+Writes build/bench/peers.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from tests.bench.bandwidth import read_bandwidth
+from tests.bench.llama import file_of
 from tests.bench.result import Row, context, row_of_runs, table, write
-from tests.bench.runner import Runner
+from tests.bench.runner import Runner, ending
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, write_pack
+from tests.bench.sides import OURS, Measure, Sides, alternate, compared
 
-LLAMA = Path("build/peers/llama/bin/python")
+LLAMA_FOLDER = Path("build/peers/llama")
+LLAMA = LLAMA_FOLDER / "bin/python"
 DEMO = Path("build/demo")
-
-T = TypeVar("T")
-Measure = Callable[[Runner], float]
-Pairs = Sequence[tuple[float, float]]
-"""Ours and the peer's, one pair a round."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is run: rounds that count, tokens of the short and the long prompt, tokens written."""
-
-    rounds: int = 9
-    prompt: int = 16
-    new_tokens: int = 96
-    prefill: int = 512
-    busy_rounds: int = 5
-    busy_tokens: int = 24  # beside a busy process llama.cpp can fall to a token a second
-
-
-@dataclass(frozen=True)
-class Level:
-    """The same model at about the same size on both sides, and what our speed should be of the peer's.
-
-    By default llama.cpp lays weights out anew when it loads them; without, it starts and reads prompts faster and
-    decodes slower.
-    """
-
-    name: str
-    bits: int
-    model: str
-    decode: float | None = None
-    prefill: float | None = None
-    repack: bool = True
-
-    @property
-    def peer(self) -> str:
-        return self.model if self.repack else f"{self.model}, not repacked"
-
-    def ours(self) -> list[str]:
-        """The command that runs our side; makes the pack where it is missing."""
-        pack = FOLDER / f"{self.bits}bits.pack"
-        write_pack(pack, self.bits, {"attention": 4, "router": 16, "head": 4, "embed": 4})
-        return [sys.executable, "-m", "tests.bench.ours", str(pack)]
-
-    def theirs(self) -> list[str]:
-        options = [] if self.repack else ["--no-repack"]
-        return [str(LLAMA), "-m", "tests.bench.llama", str(FOLDER / f"{self.model}-{SEED}.gguf"), *options]
-
-
-LEVELS = {
-    "4bits": Level("4.5 bits", 4, "Q4_K_M", decode=1.15, prefill=1.0),
-    "2bits": Level("2.6 bits", 2, "Q2_K", decode=1.5),
-    "plain": Level("4.5 bits", 4, "Q4_K_M", repack=False),
-}
+DENSE = {"attention": 4, "router": 16, "head": 4, "embed": 4}
+CORRELATION = 0.8  # of logits of the same weights, rounded in two ways
 BUSY_SHARE = 0.45
 REFERENCES = {"g2p": 24, "wiki": 32}  # tokens written
 REFERENCE_RATIO = 5
 
 
-def decode_speed(ids: Sequence[int], new_tokens: int) -> Measure:
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run: rounds that count, tokens of the prompts, tokens written."""
+
+    rounds: int = 9
+    prompt: int = 16
+    new_tokens: int = 96
+    first: int = 128
+    prefill: int = 512
+    busy_rounds: int = 5
+    busy_tokens: int = 24  # beside a busy process llama.cpp can fall to a token a second
+
+
+QUICK = Sizes(rounds=1, new_tokens=8, busy_rounds=1, busy_tokens=4)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The same model at the same bits on both sides, and what our speed should be of the peer's best.
+
+    Every `every`-th expert of ours has `more` bits, so that the mean is the peer's.
+    """
+
+    name: str
+    bits: int
+    peer: str
+    decode: float
+    prefill: float | None = None
+    more: int = 0
+    every: int = 0
+    busy: bool = False
+
+    @property
+    def pack(self) -> Path:
+        return FOLDER / f"{self.peer}-equal.pack"
+
+    def make(self) -> None:
+        """Writes our pack where it is not there."""
+        widths = dict.fromkeys(OLMOE.expert_keys(), self.bits)
+        if self.every:
+            widths |= {key: self.more for key in widths if key.expert % self.every == 0}
+        write_pack(self.pack, widths, DENSE)
+
+    def commands(self, *options: str) -> dict[str, list[str]]:
+        """By the names of their rows: ours, and the peer's two settings with the options of tests/bench/llama.py."""
+        theirs = [str(LLAMA), "-m", "tests.bench.llama", str(file_of(self.peer)), *options]
+        return {
+            OURS: [sys.executable, "-m", "tests.bench.ours", str(self.pack)],
+            self.peer: theirs,
+            f"{self.peer}, not repacked": [*theirs, "--no-repack"],
+        }
+
+
+LEVELS = {
+    "4bits": Level("4.5 bits", 4, "Q4_K", decode=1.15, prefill=1.0, busy=True),
+    "2bits": Level("2.6 bits", 2, "Q2_K", decode=1.5, more=3, every=8),  # 2.625 on both sides
+}
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    """The token ids of a round: the same for everyone, others in each round."""
+    ids: list[int] = np.random.default_rng([SEED, number, tokens]).integers(0, OLMOE.vocab_size, tokens).tolist()
+    return ids
+
+
+def decode_speed(tokens: int, new_tokens: int) -> Measure[float]:
     """Tokens per second after the first."""
 
-    def measure(runner: Runner) -> float:
-        tokens, first_s, total_s = runner.ask("generate", list(ids), new_tokens)
-        return (len(tokens) - 1) / float(total_s - first_s)
+    def measure(runner: Runner, number: int) -> float:
+        written, first_s, total_s = runner.ask("generate", prompt(number, tokens), new_tokens)
+        return (len(written) - 1) / float(total_s - first_s)
 
     return measure
 
 
-def prefill_speed(ids: Sequence[int]) -> Measure:
+def first_token_s(tokens: int) -> Measure[float]:
+    """Seconds to the first token after a prompt."""
+    return lambda runner, number: float(runner.ask("generate", prompt(number, tokens), 1)[1])
+
+
+def prefill_speed(tokens: int) -> Measure[float]:
     """Tokens of the prompt per second, to the first new one."""
-    return lambda runner: len(ids) / float(runner.ask("generate", list(ids), 1)[1])
+    seconds = first_token_s(tokens)
+    return lambda runner, number: tokens / seconds(runner, number)
 
 
-def whole_speed(prompts: Sequence[Sequence[int]], new_tokens: int) -> Measure:
+def whole_speed(prompts: Sequence[Sequence[int]], new_tokens: int) -> Measure[float]:
     """New tokens per second over some requests, their prompts included."""
 
-    def measure(runner: Runner) -> float:
+    def measure(runner: Runner, number: int) -> float:
         seconds = [runner.ask("generate", list(ids), new_tokens)[2] for ids in prompts]
         return len(prompts) * new_tokens / float(sum(seconds))
 
     return measure
 
 
-def beside_busy_process(measure: Measure, runner: Runner) -> tuple[float, float]:
+def beside_busy_process(measure: Measure[float]) -> Measure[tuple[float, float]]:
     """The speed when all is quiet, and right after it beside another process of the same priority that never sleeps."""
-    quiet = measure(runner)
-    with busy_process():
-        return quiet, measure(runner)
+
+    def both(runner: Runner, number: int) -> tuple[float, float]:
+        quiet = measure(runner, number)
+        with busy_process():
+            return quiet, measure(runner, number)
+
+    return both
 
 
-def alternate(rounds: int, ours: Callable[[], T], theirs: Callable[[], T]) -> list[tuple[T, T]]:
-    """Both in turns, now one first, now the other; a first round warms up and does not count."""
-    ours(), theirs()
-    pairs = []
-    for count in range(rounds):
-        if count % 2:
-            peer, mine = theirs(), ours()
-        else:
-            mine, peer = ours(), theirs()
-        pairs.append((mine, peer))
-    return pairs
-
-
-def compared(what: str, peer: str, pairs: Pairs, unit: str = "tokens/s") -> list[Row]:
-    """Both sides' rows, and last the ratio, ours to the peer's."""
-    return [
-        row_of_runs(f"{what}: moert", [mine for mine, _ in pairs], unit),
-        row_of_runs(f"{what}: {peer}", [other for _, other in pairs], unit),
-        row_of_runs(f"{what}: ratio", [mine / other for mine, other in pairs], "× the peer's"),
-    ]
-
-
-def level_rows(level: Level, sizes: Sizes, bandwidth: float) -> list[Row]:
-    """Everything that is asked of two loaded models."""
-    random = np.random.default_rng(SEED)
-    short, long = (random.integers(0, OLMOE.vocab_size, n).tolist() for n in (sizes.prompt, sizes.prefill))
-    decode, prefill = decode_speed(short, sizes.new_tokens), prefill_speed(long)
-    with Runner(level.ours()) as ours, Runner(level.theirs()) as theirs:
-
-        def turns(measure: Measure) -> Pairs:
-            return alternate(sizes.rounds, lambda: measure(ours), lambda: measure(theirs))
-
-        same = np.corrcoef(ours.ask("logits", short), theirs.ask("logits", short))[0, 1]
-        rows = [Row(f"{level.name}: correlation of the logits", float(same), "with the peer's").at_least(0.8)]
-        prefills = turns(prefill)  # first: it brings nearly all experts into memory
-        *both, ratio = compared(f"{level.name}: prefill of {sizes.prefill}", level.peer, prefills)
-        rows += [*both, ratio if level.prefill is None else ratio.at_least(level.prefill)]
-        quiet = turns(decode)
-        *both, ratio = compared(f"{level.name}: decode", level.peer, quiet)
-        rows += [*both, ratio if level.decode is None else ratio.at_least(level.decode)]
-        rows += traffic_rows(level, ours, theirs, quiet, bandwidth)
-        if level.prefill is not None:
-            shorter = decode_speed(short, sizes.busy_tokens)
-            both_sides = [partial(beside_busy_process, shorter, runner) for runner in (ours, theirs)]
-            rows += busy_rows(level, alternate(sizes.busy_rounds, *both_sides))
+def level_rows(level: Level, sizes: Sizes, bandwidth: float, failures: list[str]) -> list[Row]:
+    """Everything that is asked of loaded models."""
+    level.make()
+    with Sides(level.name, level.commands("--no-mmap"), failures) as sides:
+        sides.once("fill")
+        rows = same_rows(level, sides, sizes)
+        whole = sides.turns("prefill", prefill_speed(sizes.prefill), sizes.rounds)
+        aim = None if level.prefill is None else partial(Row.at_least, limit=level.prefill)
+        rows += compared(f"{level.name}: prefill of {sizes.prefill}", whole, aim=aim)
+        first = sides.turns("first token", first_token_s(sizes.first), sizes.rounds)
+        rows += compared(f"{level.name}: first token after {sizes.first}", first, "s")
+        decode = sides.turns("decode", decode_speed(sizes.prompt, sizes.new_tokens), sizes.rounds)
+        rows += compared(f"{level.name}: decode", decode, aim=partial(Row.at_least, limit=level.decode))
+        rows += traffic_rows(level, sides, decode, bandwidth)
+        if level.busy:
+            shorter = beside_busy_process(decode_speed(sizes.prompt, sizes.busy_tokens))
+            rows += busy_rows(level, sides.turns("busy", shorter, sizes.busy_rounds, (OURS, level.peer)))
     return rows
 
 
-def traffic_rows(level: Level, ours: Runner, theirs: Runner, decode: Pairs, bandwidth: float) -> list[Row]:
+def same_rows(level: Level, sides: Sides, sizes: Sizes) -> list[Row]:
+    """That the programs run the same weights, in as many bits."""
+    bits, logits = sides.once("expert_bits"), sides.once("logits", prompt(0, sizes.prompt))
+    rows = [Row(f"{level.name}: effective bits of an expert's weight: {name}", bits[name], "") for name in bits]
+    for name in logits:
+        if name != OURS and OURS in logits:
+            same = float(np.corrcoef(logits[OURS], logits[name])[0, 1])
+            rows.append(Row(f"{level.name}: correlation of the logits: {name}", same, "").at_least(CORRELATION))
+    return rows
+
+
+def traffic_rows(level: Level, sides: Sides, decode: Mapping[str, Sequence[float]], bandwidth: float) -> list[Row]:
     """Bytes of weights that a token reads, and at what share of the bandwidth they came."""
-    rows = []
-    for side, runner, name in ((0, ours, "moert"), (1, theirs, level.peer)):
-        nbytes = float(runner.ask("bytes_per_token"))
-        shares = [100 * pair[side] * nbytes / bandwidth for pair in decode]
-        rows.append(Row(f"{level.name}: read for each token: {name}", nbytes / 1e6, "MB"))
+    rows, read = [], sides.once("bytes_per_token")
+    for name in (name for name in decode if name in read):
+        shares = [100 * speed * read[name] / bandwidth for speed in decode[name]]
+        rows.append(Row(f"{level.name}: read for each token: {name}", read[name] / 1e6, "MB"))
         rows.append(row_of_runs(f"{level.name}: decode: bandwidth: {name}", shares, "% of what can be read"))
     return rows
 
 
-def busy_rows(level: Level, runs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> list[Row]:
-    """`runs`: ours and the peer's, each its quiet speed and the one beside another process."""
+def busy_rows(level: Level, runs: Mapping[str, Sequence[tuple[float, float]]]) -> list[Row]:
+    """`runs`: of each side its quiet speed and the one beside another process, in each round."""
     what = f"{level.name}: decode with one busy process"
-    rows = compared(what, level.peer, [(ours[1], theirs[1]) for ours, theirs in runs])
-    shares = [[busy / quiet for quiet, busy in side] for side in zip(*runs, strict=True)]
-    rows.append(row_of_runs(f"{what}: moert, of its quiet speed", shares[0], "").at_least(BUSY_SHARE))
-    rows.append(row_of_runs(f"{what}: {level.peer}, of its quiet speed", shares[1], ""))
+    rows = compared(what, {name: [busy for _, busy in speeds] for name, speeds in runs.items()})
+    for name, speeds in runs.items():
+        share = row_of_runs(f"{what}: {name}, of its quiet speed", [busy / quiet for quiet, busy in speeds], "")
+        rows.append(share.at_least(BUSY_SHARE) if name == OURS else share)
     return rows
 
 
-def start_rows(level: Level, sizes: Sizes) -> list[Row]:
-    """From the start of the process to its first token, files in the page cache."""
-    ids = np.random.default_rng(SEED).integers(0, OLMOE.vocab_size, sizes.prompt).tolist()
+def start_rows(level: Level, sizes: Sizes, failures: list[str]) -> list[Row]:
+    """From the start of the process to its first token, files in the page cache; llama.cpp maps its file."""
+    level.make()
 
-    def start(command: Sequence[str]) -> float:
+    def start(command: Sequence[str], number: int) -> float:
         started = time.perf_counter()
         with Runner(command) as runner:
-            runner.ask("generate", ids, 1)
+            runner.ask("generate", prompt(number, sizes.prompt), 1)
             return time.perf_counter() - started
 
-    ours, theirs = level.ours(), level.theirs()
-    pairs = alternate(sizes.rounds, lambda: start(ours), lambda: start(theirs))
-    *both, ratio = compared(f"{level.name}: start to first token", level.peer, pairs, "s")
-    return [*both, ratio.at_most(1) if level.repack else ratio]
+    what = f"{level.name}: start to first token"
+    starts = {name: partial(start, command) for name, command in level.commands().items()}
+    return compared(what, alternate(what, starts, sizes.rounds, failures), "s", partial(Row.at_most, limit=1))
 
 
-def reference_rows(name: str, new_tokens: int, sizes: Sizes) -> list[Row]:
+def reference_rows(name: str, new_tokens: int, sizes: Sizes, failures: list[str]) -> list[Row]:
     """A converted model beside its source in transformers, one stream, greedy, the same prompts."""
     from tokenizers import Tokenizer
 
@@ -210,14 +222,14 @@ def reference_rows(name: str, new_tokens: int, sizes: Sizes) -> list[Row]:
     tokenizer = Tokenizer.from_file(f"{checkpoint}/tokenizer.json")
     lines = (DEMO / f"{name}-prompts.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
-    measure = whole_speed(prompts, new_tokens)
-    with (
-        Runner([sys.executable, "-m", "tests.bench.ours", str(pack)]) as ours,
-        Runner([sys.executable, "-m", "tests.bench.source", checkpoint]) as theirs,
-    ):
-        pairs = alternate(sizes.rounds, lambda: measure(ours), lambda: measure(theirs))
-    *both, ratio = compared(f"{name}: {new_tokens} tokens after a prompt", "transformers", pairs)
-    return [*both, ratio.at_least(REFERENCE_RATIO)]
+    commands = {
+        OURS: [sys.executable, "-m", "tests.bench.ours", str(pack)],
+        "transformers": [sys.executable, "-m", "tests.bench.source", checkpoint],
+    }
+    what = f"{new_tokens} tokens after a prompt"
+    with Sides(name, commands, failures) as sides:
+        runs = sides.turns(what, whole_speed(prompts, new_tokens), sizes.rounds)
+    return compared(f"{name}: {what}", runs, aim=partial(Row.at_least, limit=REFERENCE_RATIO))
 
 
 @contextmanager
@@ -231,26 +243,56 @@ def busy_process() -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
+def make_peers_files(failures: list[str]) -> None:
+    """The GGUF files; without them llama.cpp's rows fail, and the others' do not."""
+    made = subprocess.run([str(LLAMA), "-m", "tests.bench.llama", "make"], capture_output=True, text=True)
+    if made.returncode:
+        failures.append(f"making llama.cpp's files {ending(made.returncode)}: {made.stderr.strip()[-500:]}")
+
+
+def settings(sizes: Sizes, failures: Sequence[str], seconds: float) -> dict[str, object]:
+    """What the figures depend on, llama.cpp's build among it."""
+    options = (LLAMA_FOLDER / "options.txt").read_text(encoding="utf-8").split()
+    return {
+        **asdict(sizes),
+        "threads": THREADS,
+        "seconds": round(seconds),
+        "llama_cpp_python": "0.3.36",
+        "llama_cpp_options": [option.removeprefix("-DGGML_") for option in options],
+        "failed": list(failures),
+    }
+
+
 def main() -> None:
     if not LLAMA.exists() or not (DEMO / "summary.json").exists():
         raise SystemExit("llama.cpp or the demo's packs are missing: run `make bench-peers`")
-    subprocess.run([str(LLAMA), "-m", "tests.bench.llama", "make"], check=True, capture_output=True)
-    started, sizes, bandwidth = time.perf_counter(), Sizes(), read_bandwidth(THREADS)
-    rows = [Row("read bandwidth", bandwidth / 1e9, "GB/s")]
-    parts: dict[str, Callable[[], list[Row]]] = {
-        **{name: partial(level_rows, level, sizes, bandwidth) for name, level in LEVELS.items()},
-        "start": partial(start_rows, LEVELS["4bits"], sizes),
-        "plain-start": partial(start_rows, LEVELS["plain"], sizes),
-        **{name: partial(reference_rows, name, new_tokens, sizes) for name, new_tokens in REFERENCES.items()},
+    failures: list[str] = []
+    parts: dict[str, Callable[[Sizes, float], list[Row]]] = {
+        name: lambda sizes, bandwidth, level=level: level_rows(level, sizes, bandwidth, failures)
+        for name, level in LEVELS.items()
     }
-    chosen = sys.argv[1:] or list(parts)
-    for name in chosen:
-        rows += parts[name]()
+    parts["start"] = lambda sizes, _: start_rows(LEVELS["4bits"], sizes, failures)
+    for name, new in REFERENCES.items():
+        parts[name] = lambda sizes, _, name=name, new=new: reference_rows(name, new, sizes, failures)
+    parser = argparse.ArgumentParser(description="The runtime beside llama.cpp and transformers.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; by default all")
+    parser.add_argument("--quick", action="store_true", help="one round: does it run, not how fast; writes no file")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.parts if name not in parts]:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(parts)}")
+    started, sizes = time.perf_counter(), QUICK if arguments.quick else Sizes()
+    make_peers_files(failures)
+    bandwidth = read_bandwidth(THREADS)
+    rows = [Row("read bandwidth", bandwidth / 1e9, "GB/s")]
+    for name in arguments.parts or parts:
+        rows += parts[name](sizes, bandwidth)
         print(table(rows), end="\n\n", file=sys.stderr, flush=True)
     print(table(rows))
-    if chosen == list(parts):
-        settings = {"threads": THREADS, "seconds": round(time.perf_counter() - started), "llama_cpp_python": "0.3.36"}
-        print(f"written to {write('peers', context(settings), rows)}")
+    if not arguments.parts and not arguments.quick:
+        where = context(settings(sizes, failures, time.perf_counter() - started))
+        print(f"written to {write('peers', where, rows)}")
+    if failures:
+        raise SystemExit("\n".join(["these rows are missing, because a program ended:", *failures]))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +17,12 @@ from moert.generation.settings import GenerationSettings
 from moert.pack.codec import dequantize
 from moert.pack.model_spec import ExpertKey, StackSpec
 from tests.bench import bandwidth, llama, speed
+from tests.bench.llama_flags import options, processor_flags
 from tests.bench.ours import Ours
-from tests.bench.runner import Runner
+from tests.bench.result import Row
+from tests.bench.runner import ProgramEnded, Runner, ending
 from tests.bench.shaped import OLMOE, projection, quantize, weight, write_pack
+from tests.bench.sides import OURS, Sides, alternate, compared
 
 TINY = replace(
     OLMOE,
@@ -32,7 +37,7 @@ TINY = replace(
 )
 HALF = {"attention": 16, "router": 16, "head": 16, "embed": 16}
 ECHO = """
-import os, sys
+import os, signal, sys
 from tests.bench.runner import serve
 class Echo:
     def __init__(self):
@@ -44,7 +49,20 @@ class Echo:
         return sorted(name for name in os.environ if "OMP" in name)
     def fail(self):
         sys.exit(3)
-serve(Echo)
+    def fill(self):
+        pass
+    def logits(self, ids):
+        return [float(i % 7) for i in ids]
+    def expert_bits(self):
+        return 4.5
+    def bytes_per_token(self):
+        return 1000
+class Mortal(Echo):  # ends with a signal at a prompt of many tokens
+    def generate(self, ids, new_tokens):
+        if len(ids) > 100:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().generate(ids, new_tokens)
+serve(Mortal if "mortal" in sys.argv else Echo)
 """
 
 
@@ -105,35 +123,151 @@ def test_a_runner_answers_through_the_noise_of_libraries(monkeypatch: pytest.Mon
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with Runner([sys.executable, "-c", ECHO]) as runner:
         assert runner.ask("generate", [7, 8], 3) == [[7, 7, 7], 0.5, 0.75]
-        assert speed.decode_speed([7], 9)(runner) == 8
-        assert speed.prefill_speed([7] * 10)(runner) == 20
-        assert speed.whole_speed([[7], [8]], 5)(runner) == 5
+        assert speed.decode_speed(1, 9)(runner, 0) == 8
+        assert speed.first_token_s(10)(runner, 0) == 0.5
+        assert speed.prefill_speed(10)(runner, 0) == 20
+        assert speed.whole_speed([[7], [8]], 5)(runner, 0) == 5
         assert runner.ask("variables") == []
-        with pytest.raises(RuntimeError, match="status 3"):
+        with pytest.raises(ProgramEnded, match="status 3"):
             runner.ask("fail")
+
+
+def test_how_a_program_ended_names_the_signal() -> None:
+    assert ending(3) == "ended with status 3"
+    assert ending(-11) == "ended with status -11 (SIGSEGV)"
+    assert ending(-9) == "ended with status -9 (SIGKILL)"
+
+
+def test_a_round_has_the_same_prompt_for_everyone_and_another_one_than_the_next() -> None:
+    assert speed.prompt(3, 16) == speed.prompt(3, 16)
+    assert speed.prompt(3, 16) != speed.prompt(4, 16)
+    assert len(speed.prompt(0, 512)) == 512
+    assert all(0 <= token < OLMOE.vocab_size for token in speed.prompt(0, 512))
 
 
 def test_runs_alternate_and_the_first_round_does_not_count() -> None:
     order: list[str] = []
 
-    def run(side: str) -> float:
-        order.append(side)
-        return float(len(order))
+    def run(side: str) -> Callable[[int], float]:
+        def measure(number: int) -> float:
+            order.append(f"{side} {number}")
+            return float(len(order))
 
-    pairs = speed.alternate(2, lambda: run("ours"), lambda: run("theirs"))
-    assert order == ["ours", "theirs", "ours", "theirs", "theirs", "ours"]
-    assert pairs == [(3.0, 4.0), (6.0, 5.0)]
+        return measure
+
+    runs = alternate("speed", {OURS: run("ours"), "peer": run("theirs")}, 2, [])
+    assert order == ["ours 0", "theirs 0", "ours 1", "theirs 1", "theirs 2", "ours 2"]
+    assert runs == {OURS: [3.0, 6.0], "peer": [4.0, 5.0]}
 
 
-def test_the_ratio_is_the_median_of_ratios() -> None:
-    rows = speed.compared("decode", "peer", [(2.0, 1.0), (9.0, 3.0), (8.0, 8.0)])
-    assert [row.value for row in rows] == [8.0, 3.0, 2.0]
+def test_the_ratio_is_the_median_of_ratios_to_the_best_setting() -> None:
+    rows = compared("decode", {OURS: [2.0, 9.0, 8.0], "peer": [1.0, 3.0, 8.0], "peer, plain": [1.0, 2.0, 9.0]})
+    assert [row.name for row in rows] == ["decode: moert", "decode: peer", "decode: peer, plain", "decode: ratio"]
+    assert [row.value for row in rows] == [8.0, 3.0, 2.0, 2.0]
+    fewest = compared("start", {OURS: [1.0], "slow": [9.0], "fast": [4.0]}, "s", lambda row: row.at_most(0.2))
+    assert (fewest[-1].value, fewest[-1].met) == (0.25, False)
+
+
+def test_without_one_side_there_is_no_ratio() -> None:
+    assert [row.name for row in compared("decode", {OURS: [1.0]})] == ["decode: moert"]
+    assert [row.name for row in compared("decode", {"peer": [1.0]})] == ["decode: peer"]
+    assert compared("decode", {}) == []
+
+
+def test_a_program_that_ends_loses_its_own_rows_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's first setting dies of the first long prompt; ours, the second one and the rows before it stay."""
+    fake = {"moert": [], "Q4_K": ["mortal"], "Q4_K, not repacked": []}
+    commands = {name: [sys.executable, "-c", ECHO, *arguments] for name, arguments in fake.items()}
+    monkeypatch.setattr(speed.Level, "commands", lambda self, *options: commands)
+    monkeypatch.setattr(speed.Level, "make", lambda self: None)
+    failures: list[str] = []
+    rows = speed.level_rows(replace(speed.LEVELS["4bits"], busy=False), speed.QUICK, 1e9, failures)
+    names = {row.name for row in rows}
+    assert "4.5 bits: effective bits of an expert's weight: Q4_K" in names
+    for what in ("prefill of 512", "first token after 128", "decode"):
+        assert f"4.5 bits: {what}: Q4_K" not in names
+        assert {f"4.5 bits: {what}: {side}" for side in ("moert", "Q4_K, not repacked", "ratio")} <= names
+    assert len(names) == len(rows)
+    assert failures
+    assert all(line.startswith("4.5 bits: ") and "Q4_K: " in line and "(SIGSEGV)" in line for line in failures)
+
+
+def test_the_bench_goes_on_writes_what_failed_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir(parents=True)
+    (tmp_path / "bin/python").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "bin/python").chmod(0o755)
+    (tmp_path / "options.txt").write_text("-DGGML_NATIVE=OFF -DGGML_AVX2=ON\n")
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr(speed, "LLAMA_FOLDER", tmp_path)
+    monkeypatch.setattr(speed, "LLAMA", tmp_path / "bin/python")
+    monkeypatch.setattr(speed, "DEMO", tmp_path)
+    monkeypatch.setattr(speed, "LEVELS", {"4bits": speed.LEVELS["4bits"]})
+    monkeypatch.setattr(speed, "REFERENCES", {})
+    monkeypatch.setattr(speed, "read_bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(speed, "level_rows", lambda *arguments: [Row("4.5 bits: decode: moert", 2.0, "tokens/s")])
+    monkeypatch.setattr(speed, "start_rows", lambda *arguments: [])
+    monkeypatch.setattr(sys, "argv", ["speed"])
+    written = {}
+
+    def write(name: str, where: dict[str, object], rows: list[Row]) -> Path:
+        written[name] = (where, rows)
+        return tmp_path / f"{name}.json"
+
+    monkeypatch.setattr(speed, "write", write)
+    with pytest.raises(SystemExit, match="status 9") as ended:
+        speed.main()
+    assert ended.value.code != 0
+    where, rows = written["peers"]
+    found = json.loads(json.dumps(where))["settings"]
+    assert found["llama_cpp_options"] == ["NATIVE=OFF", "AVX2=ON"]
+    assert [line for line in found["failed"] if "status 9" in line]
+    assert [row.name for row in rows] == ["read bandwidth", "4.5 bits: decode: moert"]
+    assert "decode: moert" in capsys.readouterr().out
+
+
+def test_the_answers_of_one_command_are_of_each_side() -> None:
+    with Sides("here", {"a": [sys.executable, "-c", ECHO]}, []) as sides:
+        assert sides.once("expert_bits") == {"a": 4.5}
 
 
 def test_shares_are_of_the_quiet_run_before() -> None:
-    rows = speed.busy_rows(speed.LEVELS["4bits"], [((10.0, 6.0), (20.0, 2.0)), ((20.0, 8.0), (20.0, 2.0))])
+    runs = {OURS: [(10.0, 6.0), (20.0, 8.0)], "Q4_K": [(20.0, 2.0), (20.0, 2.0)]}
+    rows = speed.busy_rows(speed.LEVELS["4bits"], runs)
     assert [row.value for row in rows] == [7.0, 2.0, 3.5, 0.5, 0.1]
     assert [row.met for row in rows] == [None, None, None, True, None]
+
+
+def test_both_sides_have_the_same_bits() -> None:
+    """A group of 64 has 32 bits of scale and minimum; blocks of 256 of K-quants: 84 and 144 bytes."""
+    blocks = {"Q2_K": 84, "Q4_K": 144}
+    for level in speed.LEVELS.values():
+        share = 1 / level.every if level.every else 0.0
+        bits = level.bits * (1 - share) + level.more * share + 32 / 64
+        assert bits == 8 * blocks[level.peer] / 256
+        assert level.peer in llama.MODELS
+
+
+def test_llama_cpp_is_built_without_amx_and_with_all_else_that_the_processor_has() -> None:
+    old = "flags\t\t: fpu sse4_2 avx avx2 fma f16c bmi2"
+    new = f"{old} avx_vnni avx512f avx512cd avx512vl avx512dq avx512bw avx512_vnni amx_tile amx_int8 amx_bf16"
+    few, many = (options("x86_64", processor_flags(f"processor : 0\n{text}\n")) for text in (old, new))
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512=OFF", "-DGGML_AMX_INT8=OFF"} <= {*few}
+    assert {"-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON", "-DGGML_AVX512_BF16=OFF", "-DGGML_AMX_TILE=OFF"} <= {*many}
+    assert not [each for each in (*few, *many) if "AMX" in each and each.endswith("ON")]
+    assert options("aarch64", set()) == ["-DGGML_NATIVE=ON"]
+
+
+def test_every_expert_of_ours_can_be_read_at_once(tmp_path: Path) -> None:
+    write_pack(tmp_path / "a.pack", 4, HALF, TINY)
+    ours = Ours(tmp_path / "a.pack")
+    ours.fill()
+    assert ours._engine.cache.resident() == sorted(TINY.expert_keys())
+    read = ours._engine.stats().bytes_read
+    ours.generate([5, 17, 80, 3], 5)
+    assert ours._engine.stats().bytes_read == read
+    assert ours.expert_bits() == 4.5
 
 
 def test_the_busy_process_ends() -> None:
