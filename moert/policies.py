@@ -27,7 +27,7 @@ def eviction_for(pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacit
     spec = pack.manifest.model
     if name == AUTO_EVICTION:
         return choose_eviction(_trace_of(pack), spec, nbytes, capacity_bytes)
-    return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack)), {}, None)
+    return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack)), {})
 
 
 def succession_of(pack: Pack) -> Succession | None:
@@ -46,8 +46,6 @@ def _trace_of(pack: Pack) -> Trace | None:
 
 def predictor_for(pack: Pack, name: str) -> Predictor | None:
     """None if nothing is to be predicted. Raises PackError, PathsMissing, and KeyError for an unknown name."""
-    if name == "none":
-        return None
     if name not in NEED_TABLES:
         return PREDICTORS[name](None)
     if PATHS not in pack.manifest.files:

@@ -15,13 +15,15 @@ PAGE_CACHE = "page cache"
 class ExpertCounters:
     """What the expert cache and the prefetcher did since the engine was opened.
 
-    A request is one layer asking for one expert once, for all its tokens. `stall_s` is the time that the model waited
-    for experts, `read_s` the time of all reads, also of those at the same time; `retries` are reads that failed and
-    were tried again. Prefetched bytes are used once a router asks for them.
+    A request is one layer asking for one expert once, for all its tokens. `hits` had not to be read from the beginning:
+    they were in memory, or, `hits_in_flight` of them, still being read ahead. `stall_s` is the time that the model
+    waited for experts, `read_s` the time of all reads, also of those at the same time; `retries` are reads that failed
+    and were tried again. Prefetched bytes are used once a router asks for them.
     """
 
     requests: int = 0
     hits: int = 0
+    hits_in_flight: int = 0
     evictions: int = 0
     reads: int = 0
     bytes_read: int = 0
@@ -104,8 +106,10 @@ class RunStats:
     batch. `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not asked
     for so far; `prefetch_precision` is the share of experts read ahead that were demanded next, `prefetch_recall` the
     share of what a layer lacked that had been read ahead, `prefetch_on` the share of written tokens with reading ahead.
-    A hit was in memory, or begun to be read, when its layer asked for it. `belady_hit_rate` is the most that eviction
-    could have had without reading ahead, over the first `belady_demands` requests, with the present room for experts.
+    A hit was in memory when its layer asked for it, or else on its way: `expert_hits_in_flight` of the `expert_hits`
+    were still being read ahead then, and were waited for. `hit_rate` counts both. `belady_hit_rate` is what evicting
+    whoever is needed again last would have hit without reading ahead, over the first `belady_demands` requests, with
+    the present room for experts: the most that eviction can where all experts have one size.
     `io` says how experts are read, PAGE_CACHE where what lies in the system's page cache is taken from there.
     """
 
@@ -116,6 +120,7 @@ class RunStats:
     time_to_first_token_s: float
     expert_requests: int
     expert_hits: int
+    expert_hits_in_flight: int
     hit_rate: float
     evictions: int
     reads: int
@@ -143,7 +148,8 @@ class RunStats:
 
     def lines(self) -> list[str]:
         """For people: one figure a line."""
-        hits = f"{100 * self.hit_rate:.1f}% in memory or on the way"
+        asked, late = max(1, self.expert_requests), self.expert_hits_in_flight
+        hits = f"{100 * (self.expert_hits - late) / asked:.1f}% in memory, {100 * late / asked:.1f}% on the way"
         way = "through the system's page cache" if self.io == PAGE_CACHE else f"--io {self.io}"
         reads = f"{self.reads} reads ({way})" + (f", {self.retries} tried again" if self.retries else "")
         return [
@@ -161,8 +167,9 @@ class RunStats:
     def _eviction_lines(self) -> list[str]:
         if not self.evictions:
             return []
-        best = f"without reading ahead at best {100 * self.belady_hit_rate:.1f}% (of the first {self.belady_demands})"
-        return [f"made room        {self.evictions} times, eviction {self.eviction}; {best}"]
+        best = f"{100 * self.belady_hit_rate:.1f}% (of the first {self.belady_demands})"
+        made = f"{self.evictions} times, eviction {self.eviction}"
+        return [f"made room        {made}; knowing the future, without reading ahead: {best}"]
 
     def _ahead_lines(self) -> list[str]:
         if not self.prefetch_issued_bytes:
@@ -193,6 +200,7 @@ def run_stats(
         time_to_first_token_s=times.first_token_s / times.requests if times.requests else 0.0,
         expert_requests=counters.requests,
         expert_hits=counters.hits,
+        expert_hits_in_flight=counters.hits_in_flight,
         hit_rate=counters.hits / counters.requests if counters.requests else 0.0,
         evictions=counters.evictions,
         reads=counters.reads,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ def _show_figures(
     from moert.bench.plot import draw
     from moert.bench.sweeps import all_figures
 
-    figures = all_figures(measured, settings, texts)
+    facts = system_facts()
+    machine = f"Machine: {facts['processor']}, {facts['cores']['usable']} cores."
+    figures = [
+        replace(figure, caption=f"{figure.caption} {machine}") for figure in all_figures(measured, settings, texts)
+    ]
     if not as_json:
         print("", "\n\n".join(map(Figure.table, figures)), sep="\n", flush=True)
     paths = [draw(figure, folder) for figure in figures]

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moert.bench.bound import belady
+from moert.bench.bound import furthest_first
 from moert.bench.measure import BenchRun
 from moert.bench.summary import percentile
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
 from moert.policies import succession_of
+from moert.stats import size
 
 Points = Sequence[tuple[str, float]]
+Kind = Literal["lines", "bars", "shares"]
 
 CACHE_SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 _LATENCY_STEPS = (10, 25, 50, 75, 90, 95, 100)
@@ -21,19 +23,24 @@ _LATENCY_STEPS = (10, 25, 50, 75, 90, 95, 100)
 
 @dataclass(frozen=True)
 class Figure:
-    """Series of (place on the x axis, value), all with the same places where they have any."""
+    """Series of (place, value), all with the same places where they have any; `places` and `values` say what they are.
+
+    Lines have percentages for places, on the x axis; bars have names. Where places are shares of all values ("shares"),
+    values lie along the x axis and shares grow upwards. `caption`: what is seen, of which packs, on which machine.
+    """
 
     name: str
     title: str
-    x: str
-    y: str
-    kind: Literal["lines", "bars"]
+    places: str
+    values: str
+    kind: Kind
     series: Mapping[str, Points]
+    caption: str = ""
 
     def table(self) -> str:
         places = list(dict.fromkeys(place for points in self.series.values() for place, _ in points))
         values = {name: dict(points) for name, points in self.series.items()}
-        rows = [(self.x, *values)]
+        rows = [(self.places, *values)]
         for place in places:
             rows.append((place, *(f"{one[place]:.4g}" if place in one else "" for one in values.values())))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -41,7 +48,7 @@ class Figure:
             "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
             for row in rows
         ]
-        return "\n".join([f"{self.title} ({self.y})", *lines])
+        return "\n".join([f"{self.title} ({self.values})", *lines, *filter(None, [self.caption])])
 
 
 def token_ms(measured: BenchRun) -> float:
@@ -53,6 +60,21 @@ def token_ms(measured: BenchRun) -> float:
 
 def label_of(measured: BenchRun) -> str:
     return measured.pack.root.resolve().name
+
+
+def pack_of(measured: BenchRun) -> str:
+    """For captions."""
+    bits = measured.pack.manifest.effective_bits()
+    return f"{label_of(measured)}: {size(measured.expert_bytes)} of experts at {bits:.2f} bits"
+
+
+def _packs_of(measured: Sequence[BenchRun]) -> str:
+    return "; ".join(map(pack_of, measured))
+
+
+def _work_of(measured: BenchRun) -> str:
+    count = len(measured.samples)
+    return f"{count} prompt{'s' * (count != 1)}, {measured.settings.new_tokens} tokens written after each"
 
 
 def target_of(measured: BenchRun) -> str:
@@ -69,11 +91,14 @@ def latencies(measured: Sequence[BenchRun]) -> Figure:
     for each in measured:
         seconds = [sample.total_s for sample in each.samples]
         series[label_of(each)] = [(f"{step}%", percentile(seconds, step)) for step in _LATENCY_STEPS]
-    return Figure("latencies", "Time of a sample", "share of samples within", "s", "lines", series)
+    seen = f"Share of samples that were done after so long, prompt and all ({_work_of(measured[0])})"
+    caption = f"{seen}. {_packs_of(measured)}."
+    return Figure("latencies", "Time of a sample", "share of samples within", "s", "shares", series, caption)
 
 
 def hit_rates(measured: BenchRun) -> Figure:
-    """Of every policy and the best possible, over cache sizes (Fig. 13), by replaying what the run demanded."""
+    """Of every policy, and of Belady's rule, which knows the future, over cache sizes (Fig. 13), by replaying what the
+    run demanded."""
     order, known = measured.pack.manifest.model.moe_layers(), succession_of(measured.pack)
     largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
     for share in CACHE_SHARES:
@@ -81,23 +106,34 @@ def hit_rates(measured: BenchRun) -> Figure:
         for name, policy in EVICTION.items():
             found = replay(measured.trace, measured.nbytes, room, policy(order, known))
             series.setdefault(name, []).append((place, 100 * found.hit_rate))
-        best = belady(measured.trace, measured.nbytes, room)[0]
-        series.setdefault("best possible", []).append((place, 100 * best.hit_rate))
+        best = furthest_first(measured.trace, measured.nbytes, room)
+        series.setdefault("furthest-first", []).append((place, 100 * best.hit_rate))
     label = label_of(measured)
-    return Figure(f"hit-rates-{label}", f"Hit rate, {label}", "cache, of the experts", "%", "lines", series)
+    caption = (
+        "Demands that found their expert in memory, replayed from one run, nothing in memory at first and nothing read "
+        f"ahead ({_work_of(measured)}); furthest-first knows the future. {pack_of(measured)}."
+    )
+    name, title = f"hit-rates-{label}", f"Hit rate, {label}"
+    return Figure(name, title, "cache, of the experts' bytes", "% of demands", "lines", series, caption)
 
 
-def budgets(runs: Mapping[str, Points]) -> Figure:
+def budgets(measured: Sequence[BenchRun], runs: Mapping[str, Points]) -> Figure:
     """Over cache sizes (Fig. 14); `runs`: pack → (share, ms)."""
-    return Figure("budgets", "Time of a token", "cache, of the experts", "ms", "lines", runs)
+    seen = f"Mean time of a token after the first, by how much room experts have ({_work_of(measured[0])})"
+    caption = f"{seen}. {_packs_of(measured)}."
+    return Figure("budgets", "Time of a token", "cache, of the experts' bytes", "ms", "lines", runs, caption)
 
 
 def targets(measured: Sequence[BenchRun]) -> Figure:
     """Over what the conversions aimed at (Fig. 15)."""
     points = [(f"{target_of(each)} ({label_of(each)})", token_ms(each)) for each in measured]
-    return Figure("targets", "Time of a token", "target", "ms", "bars", {"time": points})
+    seen = f"Mean time of a token after the first, by what the conversion aimed at ({_work_of(measured[0])})"
+    caption = f"{seen}. {_packs_of(measured)}."
+    return Figure("targets", "Time of a token", "target", "ms", "bars", {"time": points}, caption)
 
 
-def ablation(runs: Mapping[str, Points]) -> Figure:
+def ablation(measured: Sequence[BenchRun], runs: Mapping[str, Points]) -> Figure:
     """What each part brings (Fig. 16); `runs`: pack → (step, ms)."""
-    return Figure("ablation", "Time of a token, part by part", "step", "ms", "bars", runs)
+    seen = f"Mean time of a token after the first, each step with all that comes before it ({_work_of(measured[0])})"
+    caption = f"{seen}. {_packs_of(measured)}."
+    return Figure("ablation", "Time of a token, part by part", "step", "ms", "bars", runs, caption)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from moert.bench.bound import Unavoidable, belady
+from moert.bench.bound import FurthestFirst, furthest_first
+from moert.bench.pfoo import least_bytes
 from moert.budget import CacheLimit, MemoryLimit
 from moert.experts.drive import IoSettings
 from moert.experts.probe import read_for, settings_for
@@ -32,6 +33,8 @@ TEXTS = (
     "The oldest part of the church is its tower, which was begun in the twelfth century and never quite finished.",
 )
 """What is read where no prompt is given."""
+WARM_TEXT = "Copper was mined on the island for two centuries, and the old shafts are still open to anyone with a lamp."
+"""What is read before anything is measured, and never measured itself."""
 _TEXT_TOKENS = 24  # of each, and of made-up ones where the pack has no tokenizer
 _DISK_S = 1.0
 _ROOM = 1.5  # free memory, as a multiple of the experts, in which everything else finds room too
@@ -62,12 +65,14 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt: `first_s` to the first token, `later_s` for each one after it."""
+    """One prompt: `first_s` to the first token, `later_s` for each one after it. `room_bytes`: the most that experts
+    had meanwhile."""
 
     prompt_tokens: int
     tokens: tuple[int, ...]
     first_s: float
     later_s: tuple[float, ...]
+    room_bytes: int = 0
 
     @property
     def total_s(self) -> float:
@@ -76,10 +81,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What was counted while the samples ran. `best` is what no cache could have avoided reading, `disk_bytes_per_s`
-    how fast this drive is read without the engine, `resident_s` the time of the same samples with all experts in
-    memory, None if that was not tried. `memory_bytes`, `eviction`, `io`, `threads` and `kernels` are what the settings
-    came to; `eviction` is None where all experts fit. `trace` and `nbytes` are for replays."""
+    """What was counted while the samples ran. `hits_in_flight` of the `hits` were still being read when they were
+    demanded. `least_bytes` is what no policy could have avoided reading, `furthest_first` what Belady's rule reads,
+    `disk_bytes_per_s` how fast this drive is read without the engine, `resident_s` the time of the same samples with
+    all experts in memory, None if that was not tried.
+
+    `open_s` is the time to open the pack, and `first_request_s` that to the first token of the first request of all:
+    with the look at the drive and the choice of an eviction policy, and nothing in memory. `memory_bytes`, `eviction`,
+    `io`, `threads` and `kernels` are what the settings came to; `eviction` is None where all experts fit. `trace` and
+    `nbytes` are for replays."""
 
     pack: Pack
     settings: BenchSettings
@@ -89,15 +99,19 @@ class BenchRun:
     ahead_used_bytes: int
     demands: int
     hits: int
+    hits_in_flight: int
     stall_s: float
     memory_bytes: int | None
     cache_bytes: int
     expert_bytes: int
     backbone_bytes: int
     peak_bytes: int
-    best: Unavoidable
+    least_bytes: int
+    furthest_first: FurthestFirst
     disk_bytes_per_s: float
     resident_s: float | None
+    open_s: float
+    first_request_s: float
     eviction: str | None
     io: str
     threads: int
@@ -111,13 +125,16 @@ class BenchRun:
 
 
 class TokenTimes:
-    """In the place of a detokenizer: looks at the clock at each token."""
+    """In the place of a detokenizer: looks at the clock at each token, and at the room for experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.times: list[float] = []
+        self.room_bytes = 0  # the most that experts had
+        self._engine = engine
 
     def push(self, token: int) -> str:
         self.times.append(time.perf_counter())
+        self.room_bytes = max(self.room_bytes, self._engine.cache.capacity_bytes)
         return ""
 
     def flush(self) -> str:
@@ -148,11 +165,13 @@ def measure(
     for file in files:
         drop_page_cache(file)
     trace: list[Step] = []
+    started = time.perf_counter()
     with settings.open(path, trace, notify) as engine:
+        open_s = time.perf_counter() - started
         engine.model.spec = replace(engine.spec, eos_token_ids=())
-        prompts = [engine.encode(text) for text in texts] if texts else _built_in(engine, settings.new_tokens)
-        _warm(engine, prompts, settings.new_tokens)
-        before, resident = engine.stats(), engine.cache.resident()
+        prompts = [engine.encode(text) for text in texts] if texts else _tokens(engine, TEXTS, settings.new_tokens)
+        first_request_s = _warm(engine, settings.new_tokens).first_s
+        before, held = engine.stats(), engine.cache.resident()
         trace.clear()
         samples = tuple(_sample(engine, ids, settings.new_tokens) for ids in prompts)
         after, threads, kernels = engine.stats(), torch.get_num_threads(), engine.backend.name
@@ -161,6 +180,7 @@ def measure(
     if disk_bytes_per_s is None:
         disk_bytes_per_s = read_for(itertools.cycle(files), settings.io or settings_for(files), _DISK_S)
         resident_s = _resident_s(path, settings, prompts)
+    room_bytes = max(sample.room_bytes for sample in samples)
     return BenchRun(
         pack=pack,
         settings=settings,
@@ -171,9 +191,12 @@ def measure(
         expert_bytes=after.expert_bytes,
         backbone_bytes=pack.manifest.files[BACKBONE].nbytes,
         peak_bytes=after.peak_rss_bytes,
-        best=belady(trace, nbytes, after.cache_bytes, resident)[0],
+        least_bytes=least_bytes(trace, nbytes, room_bytes, held),
+        furthest_first=furthest_first(trace, nbytes, room_bytes, held),
         disk_bytes_per_s=disk_bytes_per_s,
         resident_s=resident_s,
+        open_s=open_s,
+        first_request_s=first_request_s,
         eviction=after.eviction if after.cache_bytes < after.expert_bytes else None,
         io=after.io,
         threads=threads,
@@ -183,13 +206,15 @@ def measure(
     )
 
 
-def _warm(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
-    """Where all experts fit, with the prompts: nothing is left to read then. Elsewhere with another text, as a prompt
-    that has just run finds more in memory than a new one would."""
-    _sample(engine, _built_in(engine, new_tokens)[-1], new_tokens)
+def _warm(engine: Engine, new_tokens: int) -> Sample:
+    """With a text that is not measured: one that has just run finds more in memory than a new one would. Where all
+    experts fit, those that are still missing are read then, so that nothing is left to read. Gives the request."""
+    first = _sample(engine, _tokens(engine, [WARM_TEXT], new_tokens)[0], new_tokens)
     if engine.cache.capacity_bytes >= engine.budget.expert_bytes:
-        for ids in prompts:
-            _sample(engine, ids, new_tokens)
+        for entry in engine.pack.manifest.experts:
+            with engine.cache.lease([entry.key]) as lease:
+                lease.all()
+    return first
 
 
 def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]]) -> float | None:
@@ -200,7 +225,7 @@ def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]
     resident = replace(settings, memory=None, cache=None, predictor="none")
     with resident.open(path, [], silent) as engine:
         engine.model.spec = replace(engine.spec, eos_token_ids=())
-        _warm(engine, prompts, settings.new_tokens)
+        _warm(engine, settings.new_tokens)
         return sum(_sample(engine, ids, settings.new_tokens).total_s for ids in prompts)
 
 
@@ -211,6 +236,7 @@ def _counted(before: RunStats, after: RunStats) -> dict[str, Any]:
         "ahead_used_bytes": after.prefetch_used_bytes - before.prefetch_used_bytes,
         "demands": after.expert_requests - before.expert_requests,
         "hits": after.expert_hits - before.expert_hits,
+        "hits_in_flight": after.expert_hits_in_flight - before.expert_hits_in_flight,
         "stall_s": after.stall_s - before.stall_s,
     }
 
@@ -218,21 +244,22 @@ def _counted(before: RunStats, after: RunStats) -> dict[str, Any]:
 def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
     from moert.generation.settings import GenerationSettings
 
-    clock, started = TokenTimes(), time.perf_counter()
+    clock, started = TokenTimes(engine), time.perf_counter()
     settings = GenerationSettings(max_new_tokens=new_tokens)
     answer = engine.generate_ids(ids, settings, detokenizer=cast("Detokenizer", clock))
     later = tuple(late - early for early, late in itertools.pairwise(clock.times))
-    return Sample(len(ids), tuple(answer.result.tokens), clock.times[0] - started, later)
+    return Sample(len(ids), tuple(answer.result.tokens), clock.times[0] - started, later, clock.room_bytes)
 
 
-def _built_in(engine: Engine, new_tokens: int) -> list[list[int]]:
-    """Token ids of TEXTS, shortened to what the model can take; made up where the pack has no tokenizer."""
+def _tokens(engine: Engine, texts: Sequence[str], new_tokens: int) -> list[list[int]]:
+    """Token ids of texts, shortened to what the model can take; made up, for each text others, where the pack has no
+    tokenizer."""
     from moert.errors import TokenizerMissing
 
     most = _TEXT_TOKENS
     if engine.spec.max_positions is not None:
         most = max(1, min(most, engine.spec.max_positions - new_tokens))
     try:
-        return [engine.encode(text)[:most] for text in TEXTS]
+        return [engine.encode(text)[:most] for text in texts]
     except TokenizerMissing:
-        return [[(7919 * (at + number)) % engine.spec.vocab_size for at in range(most)] for number in range(len(TEXTS))]
+        return [[(7919 * at + sum(text.encode())) % engine.spec.vocab_size for at in range(most)] for text in texts]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from moert.bench.figures import Figure
 from moert.errors import DrawingImpossible
 from moert.pack.files import write_atomically
+
+_CAPTION_COLUMNS = 112
 
 
 def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
@@ -51,22 +54,37 @@ def _png(figure: Figure) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(7, 4), layout="constrained")
+    canvas = Canvas(figsize=(7, 4.6), layout="constrained")
     FigureCanvasAgg(canvas)
     axes = canvas.add_subplot()
     for number, (name, points) in enumerate(figure.series.items()):
         places, values = [place for place, _ in points], [value for _, value in points]
-        if figure.kind == "lines":
-            axes.plot(places, values, marker="o", label=name)
-        else:
+        if figure.kind == "bars":
             width = 0.8 / len(figure.series)
             left = [at - 0.4 + width * (number + 0.5) for at in range(len(places))]
             axes.bar(left, values, width, label=name)
             axes.set_xticks(range(len(places)), places)
-    axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
+        elif figure.kind == "shares":
+            axes.step(values, [_percent(place) for place in places], where="post", marker="o", label=name)
+        else:
+            axes.plot([_percent(place) for place in places], values, marker="o", label=name)
+    x, y = figure.places, figure.values
+    if figure.kind != "bars":
+        x = f"{x} (%)"
+    if figure.kind == "shares":
+        x, y = y, x
+    axes.set(title=figure.title, xlabel=x, ylabel=y)
     axes.set_ylim(bottom=0)
+    if figure.kind == "shares":
+        axes.set_xlim(left=0)
     if len(figure.series) > 1:
         axes.legend()
+    if figure.caption:
+        canvas.supxlabel("\n".join(textwrap.wrap(figure.caption, _CAPTION_COLUMNS)), fontsize=8, x=0.01, ha="left")
     drawn = io.BytesIO()
     canvas.savefig(drawn, dpi=120)
     return drawn.getvalue()
+
+
+def _percent(place: str) -> float:
+    return float(place.removesuffix("%"))

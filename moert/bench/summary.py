@@ -37,6 +37,7 @@ def summarize(measured: BenchRun, hardware: dict[str, Any], pack_sha256: str) ->
         "prompt_tokens_per_s": prompt_tokens / first_s,
         "tokens_per_s": len(later_s) / sum(later_s) if later_s else 0.0,
         "time_to_first_token_s": first_s / len(samples),
+        "first_request": {"open_s": measured.open_s, "time_to_first_token_s": measured.first_request_s},
         "token_latency_s": {f"p{q}": percentile(later_s, q) for q in PERCENTILES} if later_s else None,
         "sample_latency_s": [sample.total_s for sample in samples],
         "bytes": {
@@ -49,11 +50,18 @@ def summarize(measured: BenchRun, hardware: dict[str, Any], pack_sha256: str) ->
             "backbone": measured.backbone_bytes,
             "peak_process": measured.peak_bytes,
         },
-        "hit_rate": measured.hits / measured.demands if measured.demands else 0.0,
+        # Of the experts that layers demanded: in memory or on its way, and each of the two alone.
+        "hit_rate": _share(measured.hits, measured),
+        "hit_rate_in_memory": _share(measured.hits - measured.hits_in_flight, measured),
+        "hit_rate_in_flight": _share(measured.hits_in_flight, measured),
         "stall_s": measured.stall_s,
         "bound": _bound(measured),
         "tokens_sha256": tokens_sha256([sample.tokens for sample in samples]),
     }
+
+
+def _share(demands: int, measured: BenchRun) -> float:
+    return demands / measured.demands if measured.demands else 0.0
 
 
 def _settings(measured: BenchRun) -> dict[str, Any]:
@@ -86,14 +94,16 @@ def asked(limit: MemoryLimit | CacheLimit) -> str:
 def _bound(measured: BenchRun) -> dict[str, Any]:
     """Computing is what the same run took with all experts in memory, or if that was not tried or took no less, what
     this one took without waiting for them. The speed of the drive was measured at another moment too, and what a run
-    reached is possible: the bound is never above that."""
+    reached is possible: the bound is never above that. No policy can avoid `least_bytes` (moert.bench.pfoo); Belady's
+    rule reads `belady_bytes`."""
     compute_s, compute = measured.total_s - measured.stall_s, "not waiting"
     if measured.resident_s is not None and measured.resident_s < compute_s:
         compute_s, compute = measured.resident_s, "in memory"
-    least_s = min(bound_s(compute_s, measured.best.bytes_read, measured.disk_bytes_per_s), measured.total_s)
+    least_s = min(bound_s(compute_s, measured.least_bytes, measured.disk_bytes_per_s), measured.total_s)
     return {
-        "belady_hit_rate": measured.best.hit_rate,
-        "belady_bytes": measured.best.bytes_read,
+        "least_bytes": measured.least_bytes,
+        "belady_hit_rate": measured.furthest_first.hit_rate,
+        "belady_bytes": measured.furthest_first.bytes_read,
         "disk_bytes_per_s": measured.disk_bytes_per_s,
         "compute_s": compute_s,
         "compute": compute,
@@ -124,6 +134,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"machine          {hardware['processor']}, {hardware['cores']} cores",
         f"prompts          {summary['samples']} of {summary['prompt_tokens']} tokens in all, "
         f"{summary['prompt_tokens_per_s']:.1f} tokens/s, first token after {summary['time_to_first_token_s']:.3f} s",
+        f"first request    {summary['first_request']['time_to_first_token_s']:.3f} s to its first token, after "
+        f"{summary['first_request']['open_s']:.3f} s to open the pack",
         f"settings         eviction {summary['settings']['eviction'] or 'not needed'}, "
         f"predict {summary['settings']['predict']}, io {summary['settings']['io']}, "
         f"threads {summary['settings']['threads']}, kernels {summary['settings']['kernels']}",
@@ -138,8 +150,10 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"{size(nbytes['read_ahead_used'])} used; waited {summary['stall_s']:.3f} s",
         f"in memory        cache {size(nbytes['cache'])} of {size(nbytes['experts'])} of experts, "
         f"other weights {size(nbytes['backbone'])}, peak of the process {size(nbytes['peak_process'])}",
-        f"in time          {100 * summary['hit_rate']:.1f}% of experts; without preloading at best "
-        f"{100 * bound['belady_hit_rate']:.1f}% (reading {size(int(bound['belady_bytes']))})",
+        f"in time          {100 * summary['hit_rate_in_memory']:.1f}% of experts in memory, "
+        f"{100 * summary['hit_rate_in_flight']:.1f}% on the way when they were needed",
+        f"eviction         knowing the future, without reading ahead: {100 * bound['belady_hit_rate']:.1f}% in memory, "
+        f"{size(bound['belady_bytes'])} read; no policy reads less than {size(bound['least_bytes'])}",
         f"bound            {bound['least_s']:.3f} s of {bound['total_s']:.3f} s: {100 * bound['share']:.0f}% of what "
         f"computing ({bound['compute_s']:.3f} s {bound['compute']}) and this disk "
         f"({bound['disk_bytes_per_s'] / 1e6:.0f} MB/s) allow",

@@ -28,7 +28,7 @@ def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Se
             for share in BUDGETS
         ]
         steps[label] = [(name, _token_ms(each, step, texts)) for name, step in ablation_steps(settings, least).items()]
-    found += [figures.budgets(over), figures.ablation(steps)]
+    found += [figures.budgets(measured, over), figures.ablation(measured, steps)]
     return found if len(measured) == 1 else [*found, figures.targets(measured)]
 
 

@@ -1,4 +1,8 @@
-"""How good could eviction have been? Belady's rule, which knows the future, over the demands of a run. Pure."""
+"""How good could eviction have been? Belady's rule, which knows the future, over the demands of a run. Pure.
+
+Whoever is needed again last leaves first: no policy hits more often where all experts have the same size. With mixed
+sizes some other choice may; what no choice at all could beat is in moert.bench.pfoo.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +51,10 @@ def code_of(key: ExpertKey) -> int:
 
 
 def headroom(recorded: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> Replay:
-    """The most hits that any policy could have had in the recorded demands (Belady 1966).
+    """What Belady's rule (1966) would have hit in the recorded demands, starting with nothing in memory.
 
-    Exact where all experts have the same size. Whoever is needed again last leaves first, the largest first of those
-    that are never needed again. Raises ValueError if some demanded expert alone is larger than the capacity.
+    Of those that are never needed again the largest leaves first. Raises ValueError if some demanded expert alone is
+    larger than the capacity.
     """
     return _best(recorded.codes(), nbytes, capacity_bytes)[0]
 
@@ -60,8 +64,8 @@ def replay_belady(trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], budget
     return _best(_record(trace).codes(), nbytes, budget_bytes)[0]
 
 
-def unavoidable(trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> npt.NDArray[np.int64]:
-    """[demands]: the bytes that each demand of a trace, in order, reads even then; 0 for a hit."""
+def reads_of_belady(trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> npt.NDArray[np.int64]:
+    """[demands]: the bytes that each demand of a trace, in order, reads under the same rule; 0 for a hit."""
     return _best(_record(trace).codes(), nbytes, budget_bytes)[1]
 
 

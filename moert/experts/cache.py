@@ -214,6 +214,7 @@ class ExpertCache:
     def _lend(self, slot: Slot) -> Slot:
         if slot.expert is None and not slot.awaited:
             slot.awaited = True
+            slot.in_flight = not slot.missed
             self._waited_for += 1
         slot.leases += 1
         self._locked.add(slot.key)
@@ -268,6 +269,8 @@ class ExpertCache:
             slot.missed = False
         else:
             counters.hits += 1
+            counters.hits_in_flight += slot.in_flight
+        slot.in_flight = False
         if slot.key in self._unused:
             self._unused.discard(slot.key)
             counters.prefetch_used += 1

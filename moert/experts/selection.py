@@ -9,7 +9,6 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.belady import replay_belady
 from moert.experts.eviction import EVICTION, EvictionPolicy
 from moert.experts.replay import Step, replay
 from moert.experts.succession import Succession
@@ -28,13 +27,12 @@ MOST_DEMANDS = 16_000
 
 @dataclass(frozen=True)
 class Choice:
-    """`policy` is a new one of this name, which has learned from the whole trace. `hit_rates` of the contestants and
-    `best`, that of Belady's rule, on the trace; empty and None without one."""
+    """`policy` is a new one of this name, which has learned from the whole trace. `hit_rates` of the contestants on the
+    trace, empty without one."""
 
     name: str
     policy: EvictionPolicy
     hit_rates: Mapping[str, float]
-    best: float | None
 
 
 def choose_eviction(
@@ -49,14 +47,13 @@ def choose_eviction(
     half = 0 if trace is None else (trace.decoder_tokens + 1) // 2
     steps = [] if trace is None else _beginning(trace, spec, half)
     if trace is None or not steps or capacity_bytes < max(nbytes.values()):
-        return Choice(DEFAULT, EVICTION[DEFAULT](order, known), {}, None)
+        return Choice(DEFAULT, EVICTION[DEFAULT](order, known), {})
     succession = Succession.of(trace, spec, half)
     rates = {
         name: replay(steps, nbytes, capacity_bytes, EVICTION[name](order, succession)).hit_rate for name in CONTESTANTS
     }
-    best = replay_belady(steps, nbytes, capacity_bytes).hit_rate
     name = max(CONTESTANTS, key=lambda name: rates[name])
-    return Choice(name, EVICTION[name](order, known), rates, best)
+    return Choice(name, EVICTION[name](order, known), rates)
 
 
 def steps_of(trace: Trace, spec: ModelSpec, decoder_tokens: int | None = None) -> Iterator[Step]:

@@ -13,7 +13,7 @@ from moert.stats import RequestTimes
 
 @dataclass(frozen=True)
 class Answer:
-    """One request that was run. Times count from the start of its batch."""
+    """One request that was run. Times count from when its batch was made, before room was made for it."""
 
     result: GenerationResult
     prompt_tokens: int
@@ -47,11 +47,10 @@ class Batch:
     def __init__(self, model: Model, generations: Sequence[Generation]) -> None:
         self.turns = 0
         self._model, self._generations = model, generations
-        self._started_s, self._first_s = 0.0, 0.0
+        self._started_s, self._first_s = time.perf_counter(), 0.0
         self._ended_s: dict[int, float] = {}  # by place
 
     def __iter__(self) -> Iterator[list[Piece]]:
-        self._started_s = time.perf_counter()
         for pieces in advance(self._model, self._generations):
             self.turns += 1
             if self.turns == 1:

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 
 from moert.pack.paths import TransitionTable
 from moert.predict.gate import GateAhead
-from moert.predict.none import NoPrediction
 from moert.predict.popularity import Popularity
 from moert.predict.predictor import Predictor
 from moert.predict.transitions import Transitions
 
-PREDICTORS: Mapping[str, Callable[[TransitionTable | None], Predictor]] = {
+PREDICTORS: Mapping[str, Callable[[TransitionTable | None], Predictor | None]] = {
     "transitions": lambda tables: Transitions(_needed(tables)),
     "gate": lambda tables: GateAhead(),
     "popularity": lambda tables: Popularity(_needed(tables)),
-    "none": lambda tables: NoPrediction(),
+    "none": lambda tables: None,
 }
-"""Name → predictor, given the pack's tables if it has any. Oracle and Shuffled are not here: they are for measuring."""
+"""Name → predictor, given the pack's tables if it has any; None where nothing is to be predicted. Oracle and Shuffled
+are not here: they are for measuring."""
 
 NEED_TABLES = frozenset({"transitions", "popularity"})
 

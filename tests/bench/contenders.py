@@ -55,8 +55,11 @@ IO_QEXP = Contender("IO-QEXP", "int4", "layer", "lru", "none", warm_tokens=1)
 ON_DEMAND = Contender("mixed bits, on demand", "mixed", "layer", "lru", "none", warm_tokens=1)
 PRELOAD = Contender("mixed bits, + preload", "mixed", "two layers", "lru", DEFAULT_PREDICTOR, warm_tokens=16)
 STI = Contender("STI-like", "int4", "budget", "lifo", "none", warm_tokens=16)
+INT4_LRU = Contender("INT4, LRU", "int4", "budget", "lru", "none", warm_tokens=32)
+INT4_LFU = Contender("INT4, LFU", "int4", "budget", "lfu", "none", warm_tokens=32)
 IO_FREE = Contender("IO-FREE", "half", "all", "lru", "none", warm_tokens=256)
 RESIDENT = Contender("moert, all in memory", "mixed", "all", "lru", "none", warm_tokens=256)
 
-BUDGETED, UNBUDGETED, IN_MEMORY = (MOERT, STI), (IO_EXP, IO_QEXP, ON_DEMAND, PRELOAD), (IO_FREE, RESIDENT)
+BUDGETED = (MOERT, STI, INT4_LRU, INT4_LFU)
+UNBUDGETED, IN_MEMORY = (IO_EXP, IO_QEXP, ON_DEMAND, PRELOAD), (IO_FREE, RESIDENT)
 """From IO-EXP over ON_DEMAND and PRELOAD to MOERT each part of the engine comes in turn (EdgeMoE Fig. 16)."""

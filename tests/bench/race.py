@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from moert.memory import drop_page_cache
@@ -30,14 +33,16 @@ class Device:
 
 @dataclass
 class Outcome:
-    """What an entry did in its turns. Of our engine's sessions alone: what no cache could have avoided reading in each,
-    the prompt read at the end, and bytes that the session tells."""
+    """What an entry did in its turns, and with the prompt that it read at the end. Of our engine's sessions alone: what
+    no policy could have avoided reading in each turn, and bytes that the session tells. `ended`: why it has no figures,
+    where its program ended early."""
 
     segments: list[Segment] = field(default_factory=list)
     unavoidable: list[int] = field(default_factory=list)
     prompt: Segment | None = None
     facts: Mapping[str, int] = field(default_factory=dict)
     group_bytes: int = 0
+    ended: str | None = None
 
     @property
     def speeds(self) -> list[float]:
@@ -60,10 +65,8 @@ class Entry:
 
 
 def race(device: Device, entries: Sequence[Entry], seconds: float, rounds: int) -> dict[str, Outcome]:
-    """All load and warm up at once; then they take turns, every other round in reverse order.
-
-    Raises RuntimeError if one ends early, as it does where its memory is too small.
-    """
+    """All load and warm up at once; then they take turns, every other round in reverse order. One that ends early, as
+    where its memory is too small, costs its own outcome only."""
     outcomes = {entry.name: Outcome() for entry in entries}
     with ExitStack() as stack:
         for path in {entry.reads for entry in entries}:
@@ -76,15 +79,51 @@ def race(device: Device, entries: Sequence[Entry], seconds: float, rounds: int) 
             (entry, stack.enter_context(Runner(entry.command, enter=partial(group.add, 0))))
             for entry, group in zip(entries, groups, strict=True)
         ]
+
+        def ask(entry: Entry, what: Callable[[Outcome], object]) -> None:
+            outcome = outcomes[entry.name]
+            if outcome.ended is None:
+                try:
+                    what(outcome)
+                except (RuntimeError, OSError) as error:
+                    outcome.ended = str(error)
+
         with ThreadPoolExecutor(len(seats)) as pool:
-            list(pool.map(lambda seat: seat[0].warm(seat[1]), seats))
+            for seat in seats:
+                pool.submit(ask, seat[0], partial(_warm, *seat))
         for number in range(rounds):
             for entry, runner in seats if number % 2 == 0 else reversed(seats):
-                outcomes[entry.name].segments.append(entry.turn(runner, seconds))
+                ask(entry, partial(_turn, entry, runner, seconds))
         for (entry, runner), group in zip(seats, groups, strict=True):
-            entry.end(runner, outcomes[entry.name])
+            ask(entry, partial(entry.end, runner))
             outcomes[entry.name].group_bytes = group.peak_bytes if entry.memory_bytes else 0
     return outcomes
+
+
+def _warm(entry: Entry, runner: Runner, outcome: Outcome) -> None:
+    entry.warm(runner)
+
+
+def _turn(entry: Entry, runner: Runner, seconds: float, outcome: Outcome) -> None:
+    outcome.segments.append(entry.turn(runner, seconds))
+
+
+def start(device: Device, setting: Setting, memory_bytes: int) -> float:
+    """Seconds from the start of a process to its first token, with nothing in the page cache: Python, torch, opening
+    the pack, a look at the drive, of which nothing is remembered, the choice of an eviction policy, the token.
+
+    Raises RuntimeError if the process ends.
+    """
+    forget(Path(setting.pack))
+    with (
+        Group(memory_bytes, device.read_bps, Path(setting.pack)) as group,
+        tempfile.TemporaryDirectory() as nothing_remembered,
+    ):
+        started = time.perf_counter()
+        environment = {"XDG_CACHE_HOME": nothing_remembered}
+        with Runner(setting.command(), environment, enter=partial(group.add, 0)) as runner:
+            runner.ask("run", 0.0, 1)
+            return time.perf_counter() - started
 
 
 def ours(
@@ -113,7 +152,7 @@ def of_setting(
     )  # fmt: skip
 
 
-def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None) -> Entry:
+def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None, prompt_tokens: int = 0) -> Entry:
     """llama.cpp (tests/bench/llama.py), its weights mapped into memory as they lie in the file."""
     first_tokens, pace = beginnings(OLMOE.vocab_size), [0.0]  # seconds that a token took
 
@@ -123,11 +162,14 @@ def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None) -> 
         pace[0] = total_s / len(tokens)
         return Segment(len(tokens), total_s, 0, 0, 0)
 
+    def end(runner: Runner, outcome: Outcome) -> None:
+        if prompt_tokens:
+            ids = list(islice(beginnings(OLMOE.vocab_size), prompt_tokens))
+            _, first_s, _ = runner.ask("generate", ids, 1)
+            outcome.prompt = Segment(prompt_tokens, first_s, 0, 0, 0)
+
     command = [str(python), "-m", "tests.bench.llama", str(model), "--no-repack"]
-    return Entry(
-        name, command, model, memory_bytes, warm=lambda runner: turn(runner, 0.0), turn=turn,
-        end=lambda runner, outcome: None,
-    )  # fmt: skip
+    return Entry(name, command, model, memory_bytes, warm=lambda runner: turn(runner, 0.0), turn=turn, end=end)
 
 
 def forget(path: Path) -> None:

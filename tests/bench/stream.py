@@ -3,9 +3,10 @@
 A device is a limit on reading from the disk; a budget is a share of the bytes of the experts in mixed widths. The
 baselines of EdgeMoE §4 are settings of our engine: IO-FREE (16 bits, all in memory), IO-EXP (16 bits, each expert read
 when it is demanded), IO-QEXP (the same with 4 bits), and one like STI (4 bits, a buffer as large as our cache that
-keeps what it was first filled with). Everything but the experts is the same for all of them. The model of OLMoE's shape
-is routed by a recording of a trained one (tests/bench/routing.py), but beside llama.cpp, which can't be told where to
-go, both use the routers of the random weights. All read past the page cache, except llama.cpp.
+keeps what it was first filled with); beside it, 4 bits in a cache as large as ours under LRU and under LFU. Everything
+but the experts is the same for all of them. The model of OLMoE's shape is routed by a recording of a trained one
+(tests/bench/routing.py), but beside llama.cpp, which can't be told where to go, both use the routers of the random
+weights. All read past the page cache, except llama.cpp.
 
 Writes build/bench/stream.json.
 """
@@ -24,10 +25,10 @@ from pathlib import Path
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 from tests.bench import race as races
-from tests.bench.contenders import BUDGETED, IN_MEMORY, MOERT, RESIDENT, UNBUDGETED
+from tests.bench.contenders import BUDGETED, IN_MEMORY, IO_FREE, MOERT, RESIDENT, UNBUDGETED
 from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
-from tests.bench.result import Row, context, table, write
+from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped
 from tests.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
 from tests.bench.streamed import PIECE, THREADS
@@ -39,10 +40,12 @@ DEVICES = {
     "ssd": Device("ssd", 500_000_000),
     "nvme": Device("nvme", None),
 }
-PROMPTS_ON = "ssd"  # on a slower device a prompt takes a baseline a minute
 SAME_AS_Q2_K = "Q2_K"
 PROCESS_BYTES = 300_000_000  # Python, torch, keys and values, activations: what a budget gets beside the weights
-LLAMA_SHARE = 0.5
+HALF = 0.5  # the budget of baselines that read a prompt, of llama.cpp, and of starts
+STARTS = 3
+PLANNED_S = {"g2p": 90, "wiki": 90, "olmoe-shaped": 300, "llama": 60}
+"""About how long a part takes on one device, until the parts before it have shown how fast this machine is."""
 DEPTHS = (2, 4, 16)  # reads at once
 
 
@@ -50,8 +53,8 @@ DEPTHS = (2, 4, 16)  # reads at once
 class Sizes:
     """Seconds of a turn, turns that count, budgets, tokens of a prompt."""
 
-    seconds: float = 4.0
-    reference_seconds: float = 1.0
+    seconds: float = 2.0
+    reference_seconds: float = 0.5
     rounds: int = 3
     shares: Sequence[float] = (0.25, 0.5, 0.75)
     prompt: int = 128
@@ -76,60 +79,95 @@ def disk_bytes_per_s(packs: Packs) -> float:
 
 def streaming(device: Device, packs: Packs, sizes: Sizes, seconds: float) -> dict[str, Outcome]:
     """Ours and the baselines under a budget, at every budget, those that have none, and all in memory."""
-    prompt = sizes.prompt if device.name == PROMPTS_ON and packs.routing else 0
+    prompt = sizes.prompt if packs.routing else 0  # texts of the reference models are shorter
     most = memory_bytes(packs, max(sizes.shares))
     entries = [races.ours(each, packs, None, None) for each in IN_MEMORY]
     entries += [races.ours(each, packs, None, most, prompt) for each in UNBUDGETED]
     for share in sizes.shares:
-        entries += [races.ours(each, packs, share, memory_bytes(packs, share), prompt) for each in BUDGETED]
+        for each in BUDGETED:
+            reads = prompt if each is MOERT or share == HALF else 0
+            entries.append(races.ours(each, packs, share, memory_bytes(packs, share), reads))
     return race(device, entries, seconds, sizes.rounds)
 
 
-def model_rows(packs: Packs, devices: Sequence[Device], sizes: Sizes) -> list[Row]:
-    seconds = sizes.seconds if packs.routing else sizes.reference_seconds
+def alive(where: str, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Without those whose programs ended: they are named, and cost their own rows only."""
+    for name, outcome in outcomes.items():
+        if outcome.ended is not None:
+            print(f"{where}: {name} has no rows: {outcome.ended}", file=sys.stderr, flush=True)
+    return {name: outcome for name, outcome in outcomes.items() if outcome.ended is None}
+
+
+def start_rows(where: str, device: Device, packs: Packs) -> list[Row]:
+    """From the start of a process to its first token with half the experts' room, nothing known of the drive."""
+    setting = replace(MOERT.setting(packs, HALF), io=None, routing=None)
+    try:
+        taken = [races.start(device, setting, memory_bytes(packs, HALF)) for _ in range(STARTS)]
+    except RuntimeError as error:
+        print(f"{where}: no start: {error}", file=sys.stderr, flush=True)
+        return []
+    return [row_of_runs(f"{where}: {MOERT.name} {HALF:.0%}: start to first token", taken, "s")]
+
+
+def model_rows(packs: Packs, device: Device, sizes: Sizes) -> list[Row]:
+    where = f"{packs.name}, {device.name}"
     disk = disk_bytes_per_s(packs)
-    rows = [Row(f"{packs.name}: disk without a limit", disk / 1e6, "MB/s")]
-    report(rows)
-    for device in devices:
-        where = f"{packs.name}, {device.name}"
-        outcomes = streaming(device, packs, sizes, seconds)
-        added = [*speed_rows(where, outcomes), *against_rows(where, device, outcomes, sizes.shares)]
-        for share in sizes.shares:
-            mine = f"{MOERT.name} {share:.0%}"
+    seconds = sizes.seconds if packs.routing else sizes.reference_seconds
+    outcomes = alive(where, streaming(device, packs, sizes, seconds))
+    rows = [Row(f"{where}: disk without a limit", disk / 1e6, "MB/s"), *speed_rows(where, outcomes)]
+    rows += against_rows(where, device, outcomes, sizes.shares)
+    for share in sizes.shares:
+        mine = f"{MOERT.name} {share:.0%}"
+        if mine in outcomes and RESIDENT.name in outcomes:
             bandwidth = min(disk, device.read_bps or disk)
-            added += bound_rows(f"{where}: {mine}", outcomes[mine], outcomes[RESIDENT.name], bandwidth)
-        if device.name == "ssd" and packs.routing:  # next to Python and torch, the reference models are nothing
-            added += memory_rows(where, outcomes, sizes.shares)
-        report(added)
-        rows += added
-    return rows
+            rows += bound_rows(f"{where}: {mine}", outcomes[mine], outcomes[RESIDENT.name], bandwidth)
+    # Next to Python and torch, the reference models are nothing.
+    if device.name == "ssd" and packs.routing and IO_FREE.name in outcomes:
+        rows += memory_rows(where, outcomes, sizes.shares)
+    return [*rows, *start_rows(where, device, packs)]
 
 
-def beside_llama(packs: Packs, devices: Sequence[Device], sizes: Sizes) -> list[Row]:
+def beside_llama(packs: Packs, device: Device, sizes: Sizes) -> list[Row]:
     """The same weights in about as many bits, in processes of the same size. Both go where the random routers say."""
-    limit = memory_bytes(packs, LLAMA_SHARE)
-    setting = replace(MOERT.setting(packs, LLAMA_SHARE), routing=None, new_tokens=PIECE)
-    rows = []
-    for device in devices:
-        entries = [
-            races.of_setting(f"moert {LLAMA_SHARE:.0%}", setting, MOERT.warm_tokens, limit),
-            races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit),
-        ]
-        where = f"{packs.name} (own routers), {device.name}, {limit / 1e6:.0f} MB"
-        added = llama_rows(where, race(device, entries, sizes.seconds, sizes.rounds))
-        report(added)
-        rows += added
-    return rows
+    limit = memory_bytes(packs, HALF)
+    setting = replace(MOERT.setting(packs, HALF), routing=None, new_tokens=PIECE)
+    entries = [
+        races.of_setting(f"moert {HALF:.0%}", setting, MOERT.warm_tokens, limit, sizes.prompt),
+        races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit, sizes.prompt),
+    ]
+    where = f"{packs.name} (own routers), {device.name}, {limit / 1e6:.0f} MB"
+    return llama_rows(where, alive(where, race(device, entries, sizes.seconds, sizes.rounds)))
 
 
-def part_rows(name: str, devices: Sequence[Device], sizes: Sizes) -> list[Row]:
-    """Raises RuntimeError if a program ended."""
+def part_rows(name: str, device: Device, sizes: Sizes) -> list[Row]:
+    """Raises RuntimeError, OSError or CalledProcessError if a program ended or can't be started."""
     if name in REFERENCES:
-        return model_rows(reference(name), devices, sizes)
+        return model_rows(reference(name), device, sizes)
     if name == "olmoe-shaped":
-        return model_rows(shaped(), devices, sizes)
+        return model_rows(shaped(), device, sizes)
     subprocess.run([str(LLAMA), "-m", "tests.bench.llama", "make"], check=True, capture_output=True)
-    return beside_llama(shaped(), devices, sizes)
+    return beside_llama(shaped(), device, sizes)
+
+
+def all_rows(steps: Sequence[tuple[str, str]], sizes: Sizes) -> tuple[list[Row], list[str]]:
+    """Rows of each part on each device, and which of these steps failed; says on stderr how far it is."""
+    rows, failed, done = list[Row](), list[str](), 0
+    started = time.perf_counter()
+    whole = sum(PLANNED_S[part] for part, _ in steps)
+    for number, (part, device) in enumerate(steps, 1):
+        passed = time.perf_counter() - started
+        left = (whole - done) * (passed / done if done else 1.0)
+        print(f"[{number}/{len(steps)}] {part}, {device}; about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+        try:
+            found = part_rows(part, DEVICES[device], sizes)
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            print(f"{part}, {device} failed: {error}", file=sys.stderr, flush=True)
+            failed.append(f"{part}, {device}")
+        else:
+            report(found)
+            rows += found
+        done += PLANNED_S[part]
+    return rows, failed
 
 
 def report(rows: Sequence[Row]) -> None:
@@ -148,16 +186,9 @@ def main() -> None:
         raise SystemExit(f"bench-stream imitates devices with control groups, but {lacking}")
     if not (DEMO / "summary.json").exists():
         raise SystemExit("bench-stream runs the demo's packs, and they are missing: run `make demo`")
-    started, rows = time.perf_counter(), list[Row]()
+    started = time.perf_counter()
     sizes = Sizes(arguments.seconds, min(arguments.seconds, Sizes.reference_seconds), arguments.rounds)
-    devices = [DEVICES[name] for name in arguments.devices]
-    failed = []
-    for name in arguments.parts:
-        try:
-            rows += part_rows(name, devices, sizes)
-        except RuntimeError as error:  # a program ended; the others' figures took a long time
-            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-            failed.append(name)
+    rows, failed = all_rows([(part, device) for part in arguments.parts for device in arguments.devices], sizes)
     print(table(rows))
     if vars(arguments) == vars(parser.parse_args([])):
         settings = {
@@ -168,7 +199,7 @@ def main() -> None:
         }
         print(f"written to {write('stream', context(settings), rows)}")
     if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from moert.bench.bound import bound_s
 from tests.bench.race import Device, Outcome
@@ -13,23 +14,30 @@ AIMS: Mapping[str, Mapping[str, float]] = {
     "IO-EXP": {"board": 6.0, "ssd": 4.0},
     "IO-QEXP": {"board": 1.8, "ssd": 1.8, "nvme": 1.8},
     "STI-like": {"board": 2.5, "ssd": 2.5, "nvme": 2.5},
+    "INT4, LRU": {"board": 1.0, "ssd": 1.0, "nvme": 1.0},
+    "INT4, LFU": {"board": 1.0, "ssd": 1.0, "nvme": 1.0},
 }
 BOUND_AIM, LLAMA_AIM = 0.8, 4.0
 MEMORY_AIM, SPEED_AIM = 4.0, 0.5  # so many times less memory than IO-FREE, at this share of its speed
 
 
 def speed_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
-    """Tokens per second and hit rate of each entry, and what its process held."""
+    """Tokens per second of each entry, experts that were in memory or still being read when they were demanded, the
+    prompt, and what its process held."""
     rows = []
     for name, outcome in outcomes.items():
         what = f"{where}: {name}"
         rows.append(row_of_runs(f"{what}: decode", outcome.speeds, "tokens/s"))
         requests = sum(segment.requests for segment in outcome.segments)
         if requests:
-            rows.append(Row(f"{what}: hits", 100 * sum(each.hits for each in outcome.segments) / requests, "%"))
+            late = sum(segment.in_flight for segment in outcome.segments)
+            there = sum(segment.hits for segment in outcome.segments) - late
+            rows.append(Row(f"{what}: hits in memory", 100 * there / requests, "%"))
+            rows.append(Row(f"{what}: hits still being read", 100 * late / requests, "%"))
         if outcome.prompt is not None:
-            tokens = outcome.prompt.tokens
-            rows.append(Row(f"{what}: prompt of {tokens} tokens", outcome.prompt.speed, "tokens/s"))
+            prompt = f"prompt of {outcome.prompt.tokens} tokens"
+            rows.append(Row(f"{what}: {prompt}", outcome.prompt.speed, "tokens/s"))
+            rows.append(Row(f"{what}: first token after a {prompt}", outcome.prompt.seconds, "s"))
         peak = outcome.facts.get("peak_bytes", outcome.group_bytes)
         rows.append(Row(f"{what}: peak memory of the process", peak / 1e6, "MB"))
     return rows
@@ -41,12 +49,13 @@ def ratios(ours: Outcome, other: Outcome) -> list[float]:
 
 
 def against_rows(where: str, device: Device, outcomes: Mapping[str, Outcome], shares: Sequence[float]) -> list[Row]:
-    """Ours at each budget beside the baselines; those with a budget beside their own at the same one."""
+    """Ours at each budget beside the baselines; those with a budget beside their own at the same one. Nothing of those
+    that are not in `outcomes`."""
     rows = []
-    for share in shares:
-        mine = outcomes[f"moert {share:.0%}"]
-        for baseline, aims in AIMS.items():
-            other = outcomes.get(baseline) or outcomes[f"{baseline} {share:.0%}"]
+    for share, (baseline, aims) in product(shares, AIMS.items()):
+        mine = outcomes.get(f"moert {share:.0%}")
+        other = outcomes.get(baseline) or outcomes.get(f"{baseline} {share:.0%}")
+        if mine is not None and other is not None:
             row = row_of_runs(f"{where}: moert {share:.0%} to {baseline}", ratios(mine, other), "× its speed")
             rows.append(row.at_least(aims[device.name]) if device.name in aims else row)
             if mine.prompt is not None and other.prompt is not None:
@@ -56,9 +65,9 @@ def against_rows(where: str, device: Device, outcomes: Mapping[str, Outcome], sh
 
 
 def bound_rows(where: str, outcome: Outcome, resident: Outcome, bytes_per_s: float) -> list[Row]:
-    """How near a run came to the most that computing and Belady's misses allow, and first, to what computing and the
-    bytes that it did read allow: what is missing there is the engine's, the rest is due to who was evicted. `resident`:
-    the same pack all in memory, in the same rounds."""
+    """How near a run came to the most that computing and the bytes that no policy can avoid allow, and first, to what
+    computing and the bytes that it did read allow: what is missing there is the engine's, the rest is due to who was
+    evicted, and to a bound that is not tight. `resident`: the same pack all in memory, in the same rounds."""
     read = [segment.bytes_read for segment in outcome.segments]
     unavoidable, tokens = outcome.unavoidable, sum(segment.tokens for segment in outcome.segments)
 
@@ -81,7 +90,9 @@ def memory_rows(where: str, outcomes: Mapping[str, Outcome], shares: Sequence[fl
     """Ours beside all 16-bit experts in memory; last, the best speed among the budgets that need little enough."""
     rows, small_enough, free = [], [0.0], outcomes["IO-FREE"]
     for share in shares:
-        mine = outcomes[f"moert {share:.0%}"]
+        mine = outcomes.get(f"moert {share:.0%}")
+        if mine is None:
+            continue
         whole = free.facts["peak_bytes"] / mine.facts["peak_bytes"]
         model = model_bytes(free) / model_bytes(mine)
         what = f"{where}: moert {share:.0%} to IO-FREE"
@@ -103,7 +114,13 @@ def model_bytes(outcome: Outcome) -> int:
 
 
 def llama_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
-    """Ours, first in `outcomes`, beside llama.cpp."""
-    (_, mine), (name, other) = outcomes.items()
-    ratio = row_of_runs(f"{where}: moert to {name}", ratios(mine, other), "× its speed")
-    return [*speed_rows(where, outcomes), ratio.at_least(LLAMA_AIM)]
+    """Ours, first in `outcomes`, beside llama.cpp; the rows of one alone if the other ended."""
+    rows = speed_rows(where, outcomes)
+    if len(outcomes) == 2:
+        (_, mine), (name, other) = outcomes.items()
+        ratio = row_of_runs(f"{where}: moert to {name}", ratios(mine, other), "× its speed")
+        rows.append(ratio.at_least(LLAMA_AIM))
+        if mine.prompt is not None and other.prompt is not None:
+            speed = mine.prompt.speed / other.prompt.speed
+            rows.append(Row(f"{where}: moert to {name}: prompt", speed, "× its speed"))
+    return rows

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +30,16 @@ _STOP = "\0"
 class Setting:
     """How the engine is set.
 
-    `cache_bytes`: room for experts; None: for all. `routing`: a file of tests/bench/routing.py to put in the place of
-    the routers; None leaves them. `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from
-    single tokens, of `beginnings`.
+    `cache_bytes`: room for experts; None: for all. `io`: None looks at the drive. `routing`: a file of
+    tests/bench/routing.py to put in the place of the routers; None leaves them. `prompts`: lines of token ids to go on
+    from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
     """
 
     pack: str
     cache_bytes: int | None
     eviction: str = "auto"
     predictor: str = "gate"
-    io: str = "direct"
+    io: str | None = "direct"
     routing: str | None = None
     prompts: str | None = None
     new_tokens: int = PIECE
@@ -50,13 +50,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a run. `tokens` are passes through the decoder, the first token of each request among them."""
+    """A stretch of a run. `tokens` are passes through the decoder, the first token of each request among them;
+    `in_flight` of the `hits` were still being read when they were demanded."""
 
     tokens: int
     seconds: float
     bytes_read: int
     requests: int
     hits: int
+    in_flight: int = 0
 
     @property
     def speed(self) -> float:
@@ -88,7 +90,7 @@ def beginnings(vocab_size: int) -> Iterator[int]:
 
 
 class Streamed:
-    """The session. What its engine demands is remembered, so that the best that any cache could do can be said."""
+    """The session. What its engine demands is remembered, so that it can be said what no cache could have avoided."""
 
     def __init__(self, setting: Setting) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is imported
@@ -100,11 +102,10 @@ class Streamed:
         from tests.bench.routing import ReplayedRouting
 
         self._trace: list[Step] = []
-        self._starts: list[int] = []  # of segments, in the trace
-        self._held: list[ExpertKey] = []  # in memory after the first segment, which is there to warm up
+        self._starts: list[tuple[int, list[ExpertKey]]] = []  # of segments: place in the trace, what was in memory
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
-            io=parse_io(setting.io), eviction=setting.eviction, predictor=setting.predictor, threads=THREADS,
+            io=parse_io(setting.io or "auto"), eviction=setting.eviction, predictor=setting.predictor, threads=THREADS,
             trace=self._trace, notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
         self._new_tokens = setting.new_tokens
@@ -138,15 +139,16 @@ class Streamed:
         return self._measured(work)
 
     def unavoidable(self) -> list[int]:
-        """Bytes that the best choice of victims would have read in each segment after the first, starting with what was
-        in memory then; see moert.bench.bound."""
-        from moert.bench.bound import belady
+        """Bytes that no policy could have avoided reading in each segment after the first, which warms up, starting
+        with what was in memory then; see moert.bench.pfoo."""
+        from moert.bench.pfoo import least_bytes
 
         nbytes = {entry.key: entry.file_bytes for entry in self._engine.pack.manifest.experts}
-        cache_bytes = self._engine.stats().cache_bytes
-        first, *_ = starts = self._starts[1:]
-        parts = belady(self._trace[first:], nbytes, cache_bytes, self._held, [start - first for start in starts])
-        return [part.bytes_read for part in parts]
+        cache_bytes, ends = self._engine.cache.capacity_bytes, [*(at for at, _ in self._starts[1:]), len(self._trace)]
+        return [
+            least_bytes(self._trace[start:end], nbytes, cache_bytes, held)
+            for (start, held), end in zip(self._starts[1:], ends[1:], strict=True)
+        ]
 
     def facts(self) -> dict[str, int]:
         """Bytes: of the cache, of the weights that always stay, and the most that the process held."""
@@ -160,19 +162,19 @@ class Streamed:
         }
 
     def _measured(self, work: Callable[[], int]) -> dict[str, Any]:
-        if len(self._starts) == 1:
-            self._held = self._engine.cache.resident()
-        self._starts.append(len(self._trace))
-        before, started = self._engine.stats(), time.perf_counter()
+        before = replace(self._engine.counters)
+        self._starts.append((len(self._trace), self._engine.cache.resident()))
+        started = time.perf_counter()
         tokens = work()
-        seconds, after = time.perf_counter() - started, self._engine.stats()
+        seconds, after = time.perf_counter() - started, replace(self._engine.counters)
         return asdict(
             Segment(
                 tokens,
                 seconds,
                 after.bytes_read - before.bytes_read,
-                after.expert_requests - before.expert_requests,
-                after.expert_hits - before.expert_hits,
+                after.requests - before.requests,
+                after.hits - before.hits,
+                after.hits_in_flight - before.hits_in_flight,
             )
         )
 

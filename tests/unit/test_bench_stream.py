@@ -18,7 +18,7 @@ from moert.pack.reader import Pack
 from tests import cgroups, tiny_packs
 from tests.bench import contenders, stream, stream_packs, stream_rows
 from tests.bench.contenders import Contender
-from tests.bench.race import Device, Outcome, forget, of_llama
+from tests.bench.race import Device, Entry, Outcome, forget, of_llama, race
 from tests.bench.result import Row
 from tests.bench.routing import WINDOW
 from tests.bench.runner import Runner
@@ -71,7 +71,7 @@ def packs_of(pack: Path) -> Packs:
     return Packs("tiny", pack, pack, pack, None, None, 7)
 
 
-@pytest.mark.parametrize("contender", [contenders.MOERT, contenders.STI], ids=lambda each: each.name)
+@pytest.mark.parametrize("contender", contenders.BUDGETED, ids=lambda each: each.name)
 def test_a_budget_is_a_share_of_the_mixed_experts_but_never_below_a_layers_demand(
     contender: Contender, pack: Path
 ) -> None:
@@ -89,6 +89,11 @@ def test_baselines_are_what_the_paper_says(pack: Path) -> None:
     assert contenders.IO_FREE.setting(packs, None).cache_bytes is None
     assert contenders.IO_FREE.setting(packs, None).pack == "half"
     assert contenders.PRELOAD.setting(packs, None).cache_bytes == 2 * layer
+    equal = {each.name: each.setting(packs, 0.5) for each in (contenders.STI, contenders.INT4_LRU, contenders.INT4_LFU)}
+    assert {(each.pack, each.cache_bytes) for each in equal.values()} == {
+        (str(packs.int4), contenders.MOERT.setting(packs, 0.5).cache_bytes)
+    }
+    assert [each.eviction for each in equal.values()] == ["lifo", "lru", "lfu"]
     assert {each.predictor for each in (contenders.IO_EXP, contenders.IO_QEXP, contenders.STI)} == {"none"}
 
 
@@ -121,7 +126,9 @@ def test_a_session_writes_reads_and_knows_what_it_could_not_avoid(pack: Path, tm
     assert first.bytes_read > 0
     unavoidable = session.unavoidable()
     assert len(unavoidable) == 2  # the first warms up
-    assert 0 < sum(unavoidable) <= second.bytes_read + prompt.bytes_read
+    assert 0 < unavoidable[0] <= second.bytes_read
+    assert unavoidable[1] <= prompt.bytes_read
+    assert second.in_flight == 0, "nothing is read ahead"
     assert session.facts()["cache_bytes"] == 2 * layer
 
 
@@ -181,6 +188,53 @@ def test_forgetting_leaves_files_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "inner/file").read_bytes() == b"abc"
 
 
+def test_a_prompt_of_llama_is_timed_to_its_first_token() -> None:
+    class Timed:
+        def ask(self, name: str, ids: list[int], count: int) -> Any:
+            assert (len(ids), count) == (8, 1)
+            return [0], 4.0, 5.0
+
+    found = Outcome()
+    of_llama("llama.cpp", Path("python"), Path("model.gguf"), None, 8).end(Timed(), found)  # type: ignore[arg-type]
+    assert found.prompt is not None
+    assert (found.prompt.speed, found.prompt.seconds) == (2.0, 4.0)
+
+
+def program(answers: str) -> list[str]:
+    return [sys.executable, "-c", f"import json, sys\nfor line in sys.stdin: print({answers}, flush=True)"]
+
+
+def test_a_program_that_dies_costs_its_own_outcome_only(tmp_path: Path) -> None:
+    def entry(name: str, answers: str) -> Entry:
+        return Entry(
+            name, program(answers), tmp_path, None, warm=lambda runner: None,
+            turn=lambda runner, seconds: Segment(runner.ask("turn"), 1.0, 0, 0, 0),
+            end=lambda runner, outcome: None,
+        )  # fmt: skip
+
+    found = race(Device("any", None), [entry("dies", "sys.exit(3)"), entry("lives", "7")], 0.0, 2)
+    assert [segment.tokens for segment in found["lives"].segments] == [7, 7]
+    assert found["lives"].ended is None
+    assert "ended with status 3" in str(found["dies"].ended)
+    assert list(stream.alive("m", found)) == ["lives"]
+
+
+def test_rows_of_those_that_are_left_need_nobody_else() -> None:
+    left = {"moert 50%": outcome(8, 10), "INT4, LRU 50%": outcome(4, 5)}
+    rows = stream_rows.against_rows("m", Device("ssd", 1), left, (0.25, 0.5))
+    assert [(row.name, row.value, row.aim) for row in rows] == [("m: moert 50% to INT4, LRU", 2, "≥ 1")]
+    assert [row.name for row in stream_rows.llama_rows("m", {"llama.cpp": Outcome(outcome(2).segments)})]
+
+
+def test_hits_in_memory_and_those_still_being_read_are_told_apart() -> None:
+    found = Outcome([Segment(10, 1.0, 50, requests=20, hits=15, in_flight=5)] * 2, prompt=Segment(128, 4.0, 0, 0, 0))
+    rows = {row.name: row.value for row in stream_rows.speed_rows("m", {"moert 50%": found})}
+    assert rows["m: moert 50%: hits in memory"] == 50
+    assert rows["m: moert 50%: hits still being read"] == 25
+    assert rows["m: moert 50%: prompt of 128 tokens"] == 32
+    assert rows["m: moert 50%: first token after a prompt of 128 tokens"] == 4
+
+
 def outcome(*speeds: float, peak: int = 100, model: int = 10) -> Outcome:
     segments = [Segment(tokens=10, seconds=10 / speed, bytes_read=50, requests=20, hits=5) for speed in speeds]
     facts = {"peak_bytes": peak, "cache_bytes": model - 4, "backbone_bytes": 4}
@@ -226,21 +280,21 @@ def test_beside_llama_there_is_one_aim() -> None:
 def test_a_part_that_fails_does_not_lose_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def part_rows(name: str, *rest: object) -> list[Row]:
-        if name == "wiki":
+    def part_rows(name: str, device: Device, *rest: object) -> list[Row]:
+        if (name, device.name) == ("wiki", "ssd"):
             raise RuntimeError("it ended with status -9")
-        return [Row(f"row of {name}", 1, "x")]
+        return [Row(f"row of {name}, {device.name}", 1, "x")]
 
     (tmp_path / "summary.json").write_text("{}")
     monkeypatch.setattr(stream, "DEMO", tmp_path)
     monkeypatch.setattr(stream, "missing", lambda reads: None)
     monkeypatch.setattr(stream, "part_rows", part_rows)
     monkeypatch.setattr(sys, "argv", ["stream", "--parts", "g2p", "wiki", "llama"])
-    with pytest.raises(SystemExit, match="failed: wiki"):
+    with pytest.raises(SystemExit, match="failed: wiki, ssd"):
         stream.main()
-    out = capsys.readouterr().out
-    assert "row of g2p" in out
-    assert "row of llama" in out
+    out, progress = capsys.readouterr()
+    assert all(f"row of {name}" in out for name in ("g2p, board", "wiki, board", "wiki, nvme", "llama, ssd"))
+    assert "[9/9] llama, nvme; about " in progress
     assert "written" not in out  # not all parts ran
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from memory_store import Model, key, make, mark, use, wait_until
+from memory_store import PATIENCE_S, Model, key, make, mark, use, wait_until
 
 from moert.pack.errors import HashMismatch
 
@@ -17,6 +17,21 @@ def test_bytes_are_counted_not_slots() -> None:
     use(cache, 0, [2])
     assert (counters.requests, counters.hits, counters.evictions) == (5, 1, 2)
     assert store.reads == [key(0, 0), key(0, 1), key(0, 2), key(1, 2)]
+
+
+def test_a_hit_that_is_still_being_read_when_it_is_demanded_is_counted_as_such_once() -> None:
+    cache, store, counters = make(60)
+    store.hold(key(0, 0))
+    cache.predict([key(0, 0)])
+    assert store.entered[key(0, 0)].wait(PATIENCE_S)
+    cache.begin_layer("decoder", 0, [0, 1])
+    with cache.lease([key(0, 0), key(0, 1)]) as lease:
+        store.gates[key(0, 0)].set()
+        lease.all()
+    assert (counters.requests, counters.hits, counters.hits_in_flight) == (2, 1, 1)
+    use(cache, 0, [0, 1])
+    assert (counters.requests, counters.hits, counters.hits_in_flight) == (4, 3, 1)
+    cache.close()
 
 
 def test_a_leased_expert_stays_even_when_the_policy_would_evict_it() -> None:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from moert.pack.paths import build
 from moert.predict import NEED_TABLES, PREDICTORS
+from moert.predict.gate import GateAhead
 from moert.predict.oracle import Oracle
 from moert.predict.predictor import Situation, of_any_token, of_one_token, ranked
 from moert.predict.shuffled import Shuffled
+from moert.predict.transitions import Transitions
 
 EXPERTS = 5
 FIRST, SECOND = np.array([[0], [0], [0], [1]]), np.array([[2], [2], [3], [4]])
@@ -25,20 +27,21 @@ def rounded(prediction: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def test_each_predictor_answers_from_its_own_evidence() -> None:
-    answers = {name: rounded(make(TABLE).predict(AFTER_1)) for name, make in PREDICTORS.items()}
+    made = {name: make(TABLE) for name, make in PREDICTORS.items()}
+    assert [name for name, predictor in made.items() if predictor is None] == ["none"]
+    answers = {name: rounded(predictor.predict(AFTER_1)) for name, predictor in made.items() if predictor is not None}
     expected = {
         "transitions": [(4, 1.0)],
         "gate": [(3, 25 / 36), (1, 9 / 36), (0, 1 / 36), (4, 1 / 36)],
         "popularity": [(2, 0.5), (3, 0.25), (4, 0.25)],
-        "none": [],
     }
     assert answers == {name: rounded(prediction) for name, prediction in expected.items()}
 
 
 def test_at_the_first_layer_transitions_know_how_popular_experts_are_and_the_gate_knows_nothing() -> None:
     start = Situation("decoder", 0, [], n_tokens=1, top_k=1)
-    assert PREDICTORS["transitions"](TABLE).predict(start) == [(0, 0.75), (1, 0.25)]
-    assert PREDICTORS["gate"](None).predict(start) == []
+    assert Transitions(TABLE).predict(start) == [(0, 0.75), (1, 0.25)]
+    assert GateAhead().predict(start) == []
 
 
 def test_who_needs_tables_says_so() -> None:
@@ -52,7 +55,7 @@ def test_who_needs_tables_says_so() -> None:
 
 def test_transitions_join_the_tokens_of_a_group() -> None:
     table = build(EXPERTS, {"decoder": [np.array([[0], [0], [1], [1]]), np.array([[2], [3], [3], [3]])]})
-    transitions = PREDICTORS["transitions"](table)
+    transitions = Transitions(table)
     both = Situation("decoder", 1, [np.array([[0], [1]])], n_tokens=2, top_k=1)
     assert transitions.predict(both) == [(3, 1.0), (2, 0.5)]
     twice = replace(both, history=[np.array([[0], [0]])])
@@ -104,7 +107,7 @@ def test_the_oracle_names_exactly_what_comes() -> None:
 
 
 def test_shuffled_answers_name_as_many_experts_at_the_same_price_by_a_fixed_exchange() -> None:
-    plain = PREDICTORS["gate"](None)
+    plain = GateAhead()
     control = Shuffled(plain, EXPERTS, seed=1)
     answer = control.predict(AFTER_1)
     assert [price for _, price in answer] == [price for _, price in plain.predict(AFTER_1)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moert.experts.belady import MOST_DEMANDS, Recorder, headroom, replay_belady, unavoidable
+from moert.experts.belady import MOST_DEMANDS, Recorder, headroom, reads_of_belady, replay_belady
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import Step, replay
 from moert.pack.model_spec import ExpertKey, Stack
@@ -114,7 +114,7 @@ def test_an_expert_larger_than_the_budget_is_refused() -> None:
 def test_belady_counts_what_it_reads_demand_by_demand(trace, nbytes, budget) -> None:
     """Also with mixed sizes, where it is not exact: never more than reading everything, never less than once each."""
     best = replay_belady(trace, nbytes, budget)
-    read = unavoidable(trace, nbytes, budget)
+    read = reads_of_belady(trace, nbytes, budget)
     demands = [key for step in trace for key in step.expert_keys()]
     assert len(read) == len(demands) == best.demands
     assert int(read.sum()) == best.bytes_read

@@ -43,7 +43,8 @@ def test_the_peak_without_a_status_file(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def figures(io: str = "direct,2", **room: int | None) -> RunStats:
-    counters = ExpertCounters(requests=200, hits=50, evictions=140, reads=160, bytes_read=8_000_000, stall_s=0.5,
+    counters = ExpertCounters(requests=200, hits=50, hits_in_flight=8, evictions=140, reads=160,
+                              bytes_read=8_000_000, stall_s=0.5,
                               prefetch_issued_bytes=4_000_000, prefetch_used_bytes=1_000_000)  # fmt: skip
     times = RequestTimes(requests=1, prompt_tokens=3, new_tokens=11, first_token_s=0.25, decode_s=2.0)
     ahead = ReadAhead(read=80, used=20, missed=60, tokens_on=1, tokens_off=3)
@@ -57,8 +58,8 @@ def test_the_figures_in_words() -> None:
         "tokens           3 read, 11 written in 1 request(s)",
         "speed            5.00 tokens/s after the first token",
         "first token      after 0.250 s",
-        "experts          asked for 200 times, 25.0% in memory or on the way",
-        "made room        140 times, eviction lru; without reading ahead at best 12.5% (of the first 100)",
+        "experts          asked for 200 times, 21.0% in memory, 4.0% on the way",
+        "made room        140 times, eviction lru; knowing the future, without reading ahead: 12.5% (of the first 100)",
         "read from disk   8.00 MB in 160 reads (--io direct,2); waited 0.500 s",
         "read ahead       4.00 MB, of it 1.00 MB used; guesses 25% right, 25% complete; on for 25% of written tokens",
         "room             200.00 MB for the process; experts have 3.00 MB, once only 1.00 MB, all are 9.00 MB",

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ from typing import Any
 import pytest
 
 from moert.bench import command
-from moert.bench.bound import Unavoidable, belady, bound_s
+from moert.bench.bound import FurthestFirst, bound_s, furthest_first
 from moert.bench.command import bench, summary_of, texts_of
 from moert.bench.figures import Figure
-from moert.bench.measure import BenchRun, Sample, measure
+from moert.bench.measure import TEXTS, BenchRun, Sample, measure
 from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
-from moert.budget import MemoryLimit, parse_cache, parse_memory
+from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.engine import Engine
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
+from moert.experts.drive import IoSettings
 from moert.experts.replay import Step
 from moert.generation.batch import Answer
+from moert.generation.settings import GenerationSettings
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey
 from moert.system import usable_cores
@@ -32,22 +35,14 @@ from tests.tiny_bench import SETTINGS
 # The bound ------------------------------------------------------------------------------------------------------------
 
 
-def test_unavoidable_bytes_are_counted_part_by_part() -> None:
-    trace = [Step("decoder", 0, (expert,)) for expert in (0, 1, 2, 0, 1, 0)]
-    nbytes = {ExpertKey("decoder", 0, expert): 10 * (expert + 1) for expert in range(3)}
-    whole = belady(trace, nbytes, 60)
-    assert whole == [Unavoidable(6, 3, 60)]
-    assert whole[0].hit_rate == 0.5
-    assert belady(trace, nbytes, 60, starts=[0, 2]) == [Unavoidable(2, 2, 30), Unavoidable(4, 1, 30)]
-
-
 def test_what_was_in_memory_before_need_not_be_read_but_takes_its_room() -> None:
     trace = [Step("decoder", 0, (expert,)) for expert in (0, 1, 0, 2)]
     keys = [ExpertKey("decoder", 0, expert) for expert in range(4)]
     nbytes = dict.fromkeys(keys, 10)
-    assert belady(trace, nbytes, 20, [keys[0], keys[3]]) == [Unavoidable(4, 2, 20)]
-    assert belady(trace, nbytes, 20, [keys[2], keys[1]], [0, 3]) == [Unavoidable(3, 1, 10), Unavoidable(1, 1, 10)]
-    assert belady(trace, nbytes, 40, keys) == [Unavoidable(4, 0, 0)]
+    assert furthest_first(trace, nbytes, 20) == FurthestFirst(4, 3, 30)
+    assert furthest_first(trace, nbytes, 20, [keys[0], keys[3]]) == FurthestFirst(4, 2, 20)
+    assert furthest_first(trace, nbytes, 40, keys) == FurthestFirst(4, 0, 0)
+    assert furthest_first(trace, nbytes, 20).hit_rate == 0.25
 
 
 def test_the_bound_is_the_slower_of_both() -> None:
@@ -66,11 +61,12 @@ def test_every_sample_has_the_length_that_was_asked_for(measured: BenchRun) -> N
 
 
 def test_only_the_samples_count_not_the_warm_up(measured: BenchRun) -> None:
-    assert measured.demands == sum(len(step.experts) for step in measured.trace) == measured.best.demands
+    assert measured.demands == sum(len(step.experts) for step in measured.trace) == measured.furthest_first.demands
     assert len(measured.trace) == 2 * 3 * 3  # samples, passes, layers
     assert measured.ahead_bytes == measured.ahead_used_bytes == 0
     assert measured.cache_bytes == measured.expert_bytes // 2
-    assert 0 < measured.best.bytes_read <= measured.bytes_read
+    assert 0 < measured.least_bytes <= min(measured.bytes_read, measured.furthest_first.bytes_read)
+    assert measured.hits_in_flight == 0, "nothing is read ahead"
     assert measured.resident_s is not None
     assert measured.resident_s > 0
 
@@ -78,7 +74,7 @@ def test_only_the_samples_count_not_the_warm_up(measured: BenchRun) -> None:
 def test_with_all_experts_in_memory_nothing_is_read_and_nothing_has_to_leave(pack: Path) -> None:
     asked = replace(SETTINGS, cache=None, memory=MemoryLimit(nbytes=10**9), io=None, eviction="auto", threads=None)
     whole = measure(pack, asked, ["one small step", "hello", "zigzag"], disk_bytes_per_s=1e6)
-    assert (whole.bytes_read, whole.hits, whole.best.bytes_read) == (0, whole.demands, 0)
+    assert (whole.bytes_read, whole.hits, whole.least_bytes) == (0, whole.demands, 0)
     found = summary_of(whole)["settings"]
     assert found["eviction"] is None
     assert found["memory"] == {"asked": "1GB", "bytes": 10**9}
@@ -86,9 +82,7 @@ def test_with_all_experts_in_memory_nothing_is_read_and_nothing_has_to_leave(pac
     assert found["kernels"] != "auto"
 
 
-def test_prompts_run_before_they_are_measured_only_where_all_experts_fit(
-    pack: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_prompt_runs_before_it_is_measured(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[list[int]] = []
     generate = Engine.generate_ids
 
@@ -100,8 +94,26 @@ def test_prompts_run_before_they_are_measured_only_where_all_experts_fit(
     measure(pack, SETTINGS, ["one small step", "hello"], disk_bytes_per_s=1e9)
     assert [len(ids) for ids in runs] == [24, 14, 5]
     del runs[:]
-    measure(pack, replace(SETTINGS, cache=None), ["one small step", "hello"], disk_bytes_per_s=1e9)
-    assert [len(ids) for ids in runs] == [24, 14, 5, 14, 5]
+    measure(pack, replace(SETTINGS, cache=None), None, disk_bytes_per_s=1e9)
+    assert len(runs) == len(TEXTS) + 1
+    assert runs[0] not in runs[1:]
+
+
+def test_the_first_request_has_the_look_at_the_drive_in_its_time(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def looks(files: Sequence[Path]) -> IoSettings:
+        clock[0] += 100.0
+        return IoSettings(False, 1)
+
+    monkeypatch.setattr("moert.engine.settings_for", looks)
+    found = measure(pack, replace(SETTINGS, io=None), ["hello"], disk_bytes_per_s=1e9)
+    assert found.first_request_s == 100.0
+    assert [sample.first_s for sample in found.samples] == [0.0]
+    with Engine.open(pack, cache=CacheLimit(share=0.5), threads=1) as engine:
+        engine.generate_ids([1, 2], GenerationSettings(max_new_tokens=1))
+        assert engine.stats().time_to_first_token_s == 100.0
 
 
 def test_what_is_read_ahead_is_counted(pack: Path) -> None:
@@ -127,8 +139,8 @@ def test_the_json_line_has_every_figure(measured: BenchRun) -> None:
     found = summary_of(measured)
     assert set(found) == {
         "hardware", "pack", "settings", "samples", "prompt_tokens", "new_tokens", "prompt_tokens_per_s",
-        "tokens_per_s", "time_to_first_token_s", "token_latency_s", "sample_latency_s", "bytes", "hit_rate", "stall_s",
-        "bound", "tokens_sha256",
+        "tokens_per_s", "time_to_first_token_s", "first_request", "token_latency_s", "sample_latency_s", "bytes",
+        "hit_rate", "hit_rate_in_memory", "hit_rate_in_flight", "stall_s", "bound", "tokens_sha256",
     }  # fmt: skip
     assert len(found["pack"]["sha256"]) == len(found["tokens_sha256"]) == 64
     assert found["settings"]["cache"] == {"asked": "50%", "bytes": measured.expert_bytes // 2}
@@ -142,7 +154,7 @@ def test_the_json_line_has_every_figure(measured: BenchRun) -> None:
 
 def test_speeds_and_the_bound_follow_from_the_times(measured: BenchRun) -> None:
     samples = (Sample(10, (1, 2, 3), 2.0, (0.5, 0.5)), Sample(30, (4,), 2.0, ()))
-    known = replace(measured, samples=samples, stall_s=1.0, best=Unavoidable(4, 1, 300), disk_bytes_per_s=100.0)
+    known = replace(measured, samples=samples, stall_s=1.0, least_bytes=300, disk_bytes_per_s=100.0)
     found = summarize(replace(known, resident_s=2.5), {}, "")
     assert (found["prompt_tokens_per_s"], found["tokens_per_s"], found["time_to_first_token_s"]) == (10.0, 2.0, 2.0)
     assert found["sample_latency_s"] == [3.0, 2.0]

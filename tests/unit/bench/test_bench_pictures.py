@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from moert.bench import figures, sweeps
 from moert.bench.command import bench
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchRun, BenchSettings, Sample, measure
-from moert.bench.plot import check_drawing, draw
+from moert.bench.plot import _png, check_drawing, draw
 from moert.budget import Budget, CacheLimit
 from moert.errors import DrawingImpossible
 from moert.pack.reader import Pack
@@ -53,15 +54,57 @@ def test_pictures_without_matplotlib_or_a_folder_are_one_line(tmp_path: Path, mo
 
 
 def test_a_table_has_a_line_for_each_place() -> None:
-    figure = Figure("name", "Title", "cache", "ms", "lines", {"a": [("25%", 1.5), ("50%", 1.0)], "b": [("50%", 20.0)]})
-    assert figure.table().splitlines() == ["Title (ms)", "cache    a   b", "25%    1.5    ", "50%      1  20"]
+    figure = Figure(
+        "name", "Title", "cache", "ms", "lines", {"a": [("25%", 1.5), ("50%", 1.0)], "b": [("50%", 20.0)]}, "All of it."
+    )
+    assert figure.table().splitlines() == [
+        "Title (ms)",
+        "cache    a   b",
+        "25%    1.5    ",
+        "50%      1  20",
+        "All of it.",
+    ]
 
 
 def test_bars_and_lines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for kind in ("lines", "bars"):
-        figure = Figure(kind, "Title", "x", "y", kind, {"a": [("1", 1.0)], "b": [("1", 2.0)]})  # type: ignore[arg-type]
+    for kind in ("lines", "bars", "shares"):
+        figure = Figure(kind, "Title", "x", "y", kind, {"a": [("1%", 1.0)], "b": [("1%", 2.0)]})  # type: ignore[arg-type]
         assert draw(figure, tmp_path).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_time_lies_along_the_x_axis_where_shares_of_samples_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    seen: dict[str, list[float]] = {}
+    step, plot = Axes.step, Axes.plot
+
+    def noted_step(self: Axes, x: list[float], y: list[float], **named: Any) -> Any:
+        seen["shares"] = [*x, *y]
+        return step(self, x, y, **named)
+
+    def noted_plot(self: Axes, x: list[float], y: list[float], *rest: Any, **named: Any) -> Any:
+        seen.setdefault("lines", [*x, *y])
+        return plot(self, x, y, *rest, **named)
+
+    monkeypatch.setattr(Axes, "plot", noted_plot)
+    assert _png(Figure("a", "Title", "cache", "ms", "lines", {"a": [("25%", 3.0), ("50%", 2.0)]}))
+    assert seen["lines"] == [25, 50, 3, 2]
+    monkeypatch.setattr(Axes, "step", noted_step)
+    assert _png(Figure("a", "Title", "share", "s", "shares", {"a": [("50%", 0.5), ("100%", 0.75)]}))
+    assert seen["shares"] == [0.5, 0.75, 50, 100]
+
+
+def test_every_caption_says_what_is_seen_the_pack_and_the_machine(
+    pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    bench([pack], SETTINGS, ["hello"], plot=tmp_path)
+    captions = [line for line in capsys.readouterr().out.splitlines() if "Machine: " in line]
+    assert len(captions) == 4
+    assert all("tiny.pack: " in caption and "bits" in caption for caption in captions)
+    assert len({caption.split(" (")[0] for caption in captions}) == 4
 
 
 def test_a_picture_that_can_t_be_written_is_named_and_leaves_nothing(
@@ -102,7 +145,7 @@ def test_runs_behind_the_pictures_say_nothing(pack: Path, capsys: pytest.Capture
 
 def test_hit_rates_grow_with_the_cache_and_stay_below_the_best(measured: BenchRun) -> None:
     series = figures.hit_rates(measured).series
-    best = [value for _, value in series["best possible"]]
+    best = [value for _, value in series["furthest-first"]]
     assert best == sorted(best)
     assert {"paper", "lru", "lfu", "fifo"} < set(series)
     assert all(
