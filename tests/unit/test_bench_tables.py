@@ -7,6 +7,7 @@ import pytest
 from tests.bench import blocks, figures, kept
 from tests.bench.result import Result, Row, read, write
 from tests.bench.tables import Block
+from tests.bench.tables.catalogue import BLOCKS
 
 WHERE = {
     "commit": "0123456789ab",
@@ -154,3 +155,52 @@ def test_a_large_result_keeps_what_is_quoted_or_missed_and_counts_the_rest(one_b
     whole = Result(WHERE, rows)
     assert blocks.regenerated(TEXT, {"bench": small}) == blocks.regenerated(TEXT, {"bench": whole})
     assert "2 of 5 aims met" in blocks.regenerated(TEXT, {"bench": small})
+
+
+def complete(parts, rows, settings):
+    """A result that has every row which the parts name."""
+    result = Result({**WHERE, "settings": settings}, rows)
+    names = set(figures.names(str(list(parts(result))))) - set(result.by_name)
+    return Result(result.context, [*rows, *(Row(name, 0.5, "share").within(0.4, 0.6, 9) for name in sorted(names))])
+
+
+SEEN = {  # rows and settings that a definition looks at before it names others
+    "demo": ["g2p: matrices at 2 bits", "wiki: matrices at 2 bits", "wiki: matrices at 3 bits"],
+    "promise": ["wiki perplexity 5%: held-out loss met the target"],
+    "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
+}
+SETTINGS = {"llama_cpp_options": ["NATIVE=OFF", "AVX2=ON", "AMX_INT8=OFF"], "llama_cpp_python": "0.3"}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_definition_is_filled_and_square(name):
+    result = complete(BLOCKS[name].parts, [Row(row, 2.5, "") for row in SEEN.get(name, [])], SETTINGS)
+    made = blocks.rendered(BLOCKS[name].parts(result), result)
+    assert not set("{}") & set(made)
+    for table in made.split("\n\n"):
+        if table.startswith("|"):
+            assert len({line.count("|") for line in table.splitlines()}) == 1
+            assert len(table.splitlines()) > 2
+    assert "*Commit 0123456" in made
+
+
+def test_the_quantisers_stand_in_order_of_the_peers_bits():
+    rows = [Row(f"{model} against {peer}: bits of the peer", bits, "") for model in ("wiki", "g2p")
+            for peer, bits in (("Q4_K", 4.5), ("IQ2_S", 2.56))]  # fmt: skip
+    result = complete(BLOCKS["quant"].parts, rows, {})
+    ((head, *lines),) = BLOCKS["quant"].parts(result)
+    assert head == ("", "g2p", "wiki")
+    assert [line[0] for line in lines] == ["IQ2_S", "Q4_K"]
+    assert figures.cell(lines[0][1], result) == "0.50 (0.40 to 0.60), 0.50 to 2.56 bits"
+
+
+def test_a_peer_that_failed_on_one_model_leaves_the_others():
+    rows = [Row("wiki against Q4_K: bits of the peer", 4.5, ""), Row("g2p against Q2_K: bits of the peer", 2.6, "")]
+    names = ("wiki against Q4_K", "g2p against Q2_K")
+    rows += [Row(f"{name}{end}", 0.5, "") for name in names for end in (", heldout: divergence", ": bits of ours")]
+    result = Result({**WHERE, "settings": {"failed": ["g2p, Q4_K"]}}, rows)
+    ((_, *lines),) = BLOCKS["quant"].parts(result)
+    assert [[figures.cell(each, result) for each in line] for line in lines] == [
+        ["Q2_K", "0.50, 0.50 to 2.60 bits", "failed"],
+        ["Q4_K", "failed", "0.50, 0.50 to 4.50 bits"],
+    ]
