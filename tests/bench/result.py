@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.kernels import library
+from moert.pack.files import write_atomically
 from moert.system import system_facts
 
 STARTED_S = time.monotonic()
@@ -104,11 +105,10 @@ def write(name: str, where: Mapping[str, Any], rows: Sequence[Row], folder: Path
     """Writes `folder`/NAME.json from a context and rows, in one step, and returns its path. A row takes a line, without
     the fields that are None."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, part = folder / f"{name}.json", folder / f"{name}.json.part"
+    path = folder / f"{name}.json"
     lines = [_json({field: value for field, value in asdict(row).items() if value is not None}) for row in rows]
     content = f'{{"context": {_json(where, indent=1)},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
-    part.write_text(content, encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, content.encode())
     return path
 
 
