@@ -16,7 +16,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream readme clean
+.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables readme clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -37,7 +37,7 @@ $(NATIVE): $(wildcard moert/kernels/csrc/*) moert/kernels/build.py | $(STAMP)
 	$(PY) moert/kernels/build.py
 
 demo: setup  ## convert the g2p and wiki models at 5% loss, run them in little memory, print the table
-	$(PY) recipes/demo.py
+	$(PY) -m recipes.demo
 
 test: lint  ## lint, types and all tests that take seconds
 	$(PY) -m pytest -m "not slow"
@@ -85,12 +85,10 @@ recipes-ci: data  ## the same for the recipes that continuous integration runs
 	$(VENV)/bin/moeconv recipe run $(RECIPES)
 
 report: setup  ## baselines and routing of the reference models
-	$(PY) calib_data/g2p.py --splits train calibration heldout
-	$(PY) calib_data/wiki.py --splits train calibration heldout
-	$(PY) -m recipes.train.baselines g2p
-	$(PY) -m recipes.train.baselines wiki
-	$(PY) -m recipes.train.routing g2p
-	$(PY) -m recipes.train.routing wiki
+	for name in g2p wiki docline; do $(PY) calib_data/$$name.py --splits train calibration heldout || exit; done
+	for name in g2p wiki docline; do $(PY) -m recipes.train.baselines $$name || exit; done
+	for name in g2p wiki docline; do $(PY) -m recipes.train.routing $$name || exit; done
+	$(PY) -m recipes.train.report
 
 bench-sweep: data data-docline  ## the exact sweep beside full evaluations: the same result, at what share of the cost
 	$(PY) -m tests.bench.sweep
@@ -112,6 +110,12 @@ bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activa
 
 bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
 	$(PY) -m tests.bench.stream
+
+keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from
+	$(PY) -m tests.bench.kept
+
+tables: setup  ## write the tables of README.md and docs/ anew from docs/results
+	$(PY) -m tests.bench.blocks
 
 readme: setup  ## write the generated parts of README.md anew
 	$(PY) tests/rules/readme_help.py --write

@@ -1,14 +1,12 @@
 """`make demo`: convert the g2p and wiki models at a 5% loss target and run the packs in little memory.
 
-Writes build/demo/summary.json and, with --write-readme, the result table into README.md.
+Writes build/demo/summary.json, and build/bench/demo.json as benches do (tests/bench/result.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,13 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.bench.blocks import rendered
+from tests.bench.result import Result, Row, context, write
+from tests.bench.tables import demo as table
+from tests.bench.tables.demo import EVICTIONS, SHARES
+
 if TYPE_CHECKING:
     from moeconv.artifacts import ConversionReport
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("build/demo")
-SHARES = (100, 50, 25)
-EVICTIONS = ("auto", "paper", "lru", "lfu", "fifo")
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,6 @@ PARTS = (Part("g2p", 30, 24, None), Part("wiki", 3, 32, 16))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write-readme", action="store_true", help="put the result table into README.md")
-    options = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; see recipes/LOG.md
@@ -52,11 +50,10 @@ def main() -> int:
         subprocess.run([sys.executable, f"calib_data/{part.name}.py"], check=True)
     summary = {"models": {part.name: run_part(part) for part in PARTS}}
     (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    table = result_table(summary)
-    print(table)
-    if options.write_readme:
-        write_readme(table)
-    print(f"\nbuild/demo/summary.json written; the demo took {time.monotonic() - started:.0f} s")
+    result = Result(context({"models": {part.name: asdict(part) for part in PARTS}}), result_rows(summary))
+    path = write("demo", result.context, result.rows)
+    print(rendered(table.parts(result), result))
+    print(f"\n{OUT}/summary.json and {path} written; the demo took {time.monotonic() - started:.0f} s")
     missed = [name for name, model in summary["models"].items() if model["heldout"]["loss"] > model["target_loss"]]
     for name in missed:
         print(f"demo: the held-out loss of {name} is above its target", file=sys.stderr)
@@ -198,49 +195,44 @@ def one_line(text: str) -> str:
     return text if len(text) <= 150 else text[:147] + "..."
 
 
-def result_table(summary: dict[str, Any]) -> str:
-    """Two Markdown tables: what the conversions came to, and how the packs ran."""
-    lines = [
-        "| model | target | metric | reference | pack | promised at 95% | held-out loss (95% interval) "
-        "| matrices × bits | expert bytes | of FP16 | of INT4 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def result_rows(summary: dict[str, Any]) -> list[Row]:
+    """What each conversion came to, and how its pack ran."""
     models = summary["models"].items()
-    for name, model in models:
-        heldout, sizes = model["heldout"], model["expert_bytes"]
-        low, high = heldout["interval"]
-        widths = ", ".join(f"{count}×{bits}" for bits, count in model["bits_histogram"].items())
-        lines.append(
-            f"| {name} | {model['target_loss']:.0%} | {model['metric']} | {model['reference']:.4g} "
-            f"| {heldout['value']:.4g} | under {model['upper_bound']:.1%} "
-            f"| {heldout['loss']:.1%} ({low:.1%} to {high:.1%}) | {widths} | {sizes['pack'] / 1e6:.2f} MB "
-            f"| {sizes['pack'] / sizes['fp16']:.0%} | {sizes['pack'] / sizes['int4']:.0%} |"
-        )
-    policies = " | ".join(EVICTIONS)
-    lines += ["", f"| model | room for experts | hit rate: {policies} | best possible | tokens/s | process |"]
-    lines.append("|---|---|" + "---|" * (len(EVICTIONS) + 3))
-    for name, model in summary["models"].items():
-        for share in SHARES:
-            runs = [run for run in model["runs"] if run["share"] == share / 100]
-            plain = {run["asked"]: run for run in runs if run["predict"] == "none"}
-            (usual,) = [run for run in runs if run["predict"] != "none"]
-            rates = [f"{plain[policy]['hit_rate']:.1%}" if plain else "" for policy in EVICTIONS]
-            rates.append(f"{plain['auto']['belady_hit_rate']:.1%}" if plain else "")
-            lines.append(
-                f"| {name} | {share}% ({usual['cache_bytes'] / 1e6:.1f} MB) | {' | '.join(rates)} "
-                f"| {usual['tokens_per_s']:.0f} | {usual['peak_rss_bytes'] / 1e6:.0f} MB |"
-            )
-    return "\n".join(lines)
+    return [row for name, model in models for row in (*conversion_rows(name, model), *run_rows(name, model["runs"]))]
 
 
-def write_readme(table: str) -> None:
-    readme = Path("README.md")
-    text = readme.read_text(encoding="utf-8")
-    found = re.search(r"(<!-- demo -->\n).*?(<!-- end -->)", text, flags=re.S)
-    if found is None:
-        raise SystemExit("demo: README.md has no <!-- demo --> … <!-- end --> block")
-    text = text[: found.start()] + found[1] + table + "\n" + found[2] + text[found.end() :]
-    readme.write_text(text, encoding="utf-8")
+def conversion_rows(name: str, model: dict[str, Any]) -> list[Row]:
+    heldout, sizes, target = model["heldout"], model["expert_bytes"], 100 * model["target_loss"]
+    low, high = heldout["interval"]
+    return [
+        Row(f"{name}: target", target, "%"),
+        Row(f"{name}: reference", model["reference"], model["metric"]),
+        Row(f"{name}: pack", heldout["value"], model["metric"]),
+        Row(f"{name}: promised", 100 * model["upper_bound"], "%").at_most(target),
+        Row(f"{name}: held-out loss", 100 * heldout["loss"], "%").within(100 * low, 100 * high).at_most(target),
+        *(Row(f"{name}: matrices at {bits} bits", count, "") for bits, count in model["bits_histogram"].items()),
+        Row(f"{name}: expert bytes", sizes["pack"] / 1e6, "MB"),
+        Row(f"{name}: expert bytes of FP16", sizes["pack"] / sizes["fp16"], "of FP16"),
+        Row(f"{name}: expert bytes of INT4", sizes["pack"] / sizes["int4"], "of INT4"),
+    ]
+
+
+def run_rows(name: str, runs: list[dict[str, Any]]) -> list[Row]:
+    """Hit rates without reading ahead; speed and memory as `moert` runs by itself."""
+    rows = []
+    for run in runs:
+        what = f"{name}, {run['share']:.0%}"
+        if run["predict"] == "none":
+            rows.append(Row(f"{what}: hit rate, {run['asked']}", run["hit_rate"], "of requests"))
+            if run["asked"] == "auto":
+                rows.append(Row(f"{what}: hit rate, best possible", run["belady_hit_rate"], "of requests"))
+        else:
+            rows += [
+                Row(f"{what}: room for experts", run["cache_bytes"] / 1e6, "MB"),
+                Row(f"{what}: decode", run["tokens_per_s"], "tokens/s"),
+                Row(f"{what}: process", run["peak_rss_bytes"] / 1e6, "MB"),
+            ]
+    return rows
 
 
 def say(line: str) -> None:

@@ -1,4 +1,7 @@
-"""Tables that are printed and written to build/report/NAME.json."""
+"""Tables that are printed and written to build/report/NAME.json.
+
+``python -m recipes.train.report`` gathers those of all models in build/bench/models.json, as benches leave theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes.train import loop
+from tests.bench.result import Row, context, write
 
+MODELS = ("g2p", "wiki", "docline")
+TABLES = ("baselines", "routing")
 SOURCE_LIMIT = 96  # tokens of an encoder's input that are read
 
 
@@ -29,3 +35,17 @@ def publish(name: str, table: list[dict[str, Any]], extra: dict[str, Any], root:
     path = root / "build" / "report" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"rows": table, **extra}, indent=2) + "\n", encoding="utf-8")
+
+
+def gathered(root: Path) -> list[Row]:
+    """The rows of every model's tables, each named after its model. Raises FileNotFoundError where one was not made."""
+    rows = []
+    for name in MODELS:
+        for table in TABLES:
+            found = json.loads((root / "build" / "report" / f"{table}_{name}.json").read_text(encoding="utf-8"))
+            rows += [Row(f"{name}: {row['name']}", row["value"], "") for row in found["rows"]]
+    return rows
+
+
+if __name__ == "__main__":
+    print(f"written to {write('models', context({'models': MODELS}), gathered(loop.ROOT))}")

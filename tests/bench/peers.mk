@@ -47,4 +47,4 @@ $(PEERS_DIR)/kernels/.built: tests/bench/peers-kernels.txt | $(STAMP)
 
 # The packs of the reference models, which `make bench-peers` compares with their sources.
 build/demo/summary.json: | setup
-	$(PY) recipes/demo.py
+	$(PY) -m recipes.demo

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from moert.kernels import library
+from moert.pack.files import write_atomically
+from moert.system import system_facts
+
+STARTED_S = time.monotonic()
 FOLDER = Path("build/bench")
 PACKAGES = ("numpy", "torch", "transformers")
+TEXT = (":(exclude)docs", ":(exclude)*.md")
 
 
 @dataclass(frozen=True)
 class Row:
     """One figure. `spread` is the distance between the quartiles of `runs` repetitions, in the same unit; None where
-    the figure does not vary or was taken once. `aim` says what `value` should be, `met` whether it is; None without.
+    the figure does not vary or was taken once. `low` to `high` is its 95% interval, from `n` samples. `aim` says what
+    `value` should be, `met` whether it is. What is not known is None.
     """
 
     name: str
@@ -30,18 +39,38 @@ class Row:
     runs: int = 1
     aim: str | None = None
     met: bool | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
 
     def at_most(self, limit: float) -> Row:
         """This row with the aim that its value is `limit` or less."""
-        return Row(*self._measured, aim=f"≤ {limit:g}", met=self.value <= limit)
+        return replace(self, aim=f"≤ {limit:g}", met=self.value <= limit)
 
     def at_least(self, limit: float) -> Row:
         """This row with the aim that its value is `limit` or more."""
-        return Row(*self._measured, aim=f"≥ {limit:g}", met=self.value >= limit)
+        return replace(self, aim=f"≥ {limit:g}", met=self.value >= limit)
 
-    @property
-    def _measured(self) -> tuple[str, float, str, float | None, int]:
-        return self.name, self.value, self.unit, self.spread, self.runs
+    def within(self, low: float, high: float, n: int | None = None) -> Row:
+        """This row with its 95% interval, and the samples that it is from."""
+        return replace(self, low=low, high=high, n=n)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result file: where and with what a bench ran, and what came out."""
+
+    context: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Row]:
+        """Raises ValueError where two rows have one name."""
+        found = {row.name: row for row in self.rows}
+        if len(found) < len(self.rows):
+            names = [row.name for row in self.rows]
+            raise ValueError(f"two rows are called {next(name for name in names if names.count(name) > 1)!r}")
+        return found
 
 
 def row_of_runs(name: str, values: Sequence[float], unit: str) -> Row:
@@ -56,23 +85,40 @@ def row_of_runs(name: str, values: Sequence[float], unit: str) -> Row:
 
 
 def context(settings: Mapping[str, Any], packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Where and with what a bench ran; `packages` are those whose versions matter beside numpy, torch, transformers."""
+    """Where and with what a bench ran; `packages` are those whose versions matter beside numpy, torch, transformers.
+
+    `seconds` counts from the import of this module, with which a bench starts.
+    """
+    commit, changed = _commit()
     return {
-        "commit": _commit(),
-        "hardware": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {_memory_gib():.0f} GiB",
+        "commit": commit,
+        "changed": changed,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - STARTED_S),
+        "hardware": _hardware(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in (*PACKAGES, *packages)},
         "settings": dict(settings),
     }
 
 
 def write(name: str, where: Mapping[str, Any], rows: Sequence[Row], folder: Path = FOLDER) -> Path:
-    """Writes `folder`/NAME.json from a context and rows, in one step, and returns its path."""
+    """Writes `folder`/NAME.json from a context and rows, in one step, and returns its path. A row takes a line, without
+    the fields that are None."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, part = folder / f"{name}.json", folder / f"{name}.json.part"
-    content = {"context": dict(where), "rows": [asdict(row) for row in rows]}
-    part.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    path = folder / f"{name}.json"
+    lines = [_json({field: value for field, value in asdict(row).items() if value is not None}) for row in rows]
+    content = f'{{"context": {_json(where, indent=1)},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+    write_atomically(path, content.encode())
     return path
+
+
+def read(path: Path) -> Result:
+    """What `write` has written. Raises ValueError where the file is anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Result(found["context"], [Row(**row) for row in found["rows"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result file: {error}") from None
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -100,28 +146,32 @@ def _figure(value: float) -> str:
     return f"{value:#.4g}" if value != int(value) else f"{value:.0f}"
 
 
-def _commit() -> str:
-    """The short hash of HEAD, with "+" if tracked files were changed since; "unknown" outside a checkout."""
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _commit() -> tuple[str, bool]:
+    """The hash of HEAD, followed by "+" and true if files differ from it; text can't change a figure and is not looked
+    at. "unknown" and true outside a checkout."""
     try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], capture_output=True).returncode
+        head, changes = (
+            subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", ".", *TEXT])
+        )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+" if changed else "")
+        return "unknown", True
+    return (f"{head}+", True) if changes else (head, False)
 
 
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def _hardware() -> dict[str, Any]:
+    """Processor, cores and memory that this process may use, and the instruction set of the native kernels."""
+    facts, found = system_facts(), library.load()
+    return {
+        "processor": facts["processor"],
+        "cores": facts["cores"]["usable"],
+        "memory_gib": round(facts["memory"]["total_bytes"] / 2**30),
+        "isa": "none" if found is None else next(each.name for each in found.instruction_sets if each.runs),
+    }
 
 
 def _version(package: str) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes.train.report import MODELS
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Makefile").read_text(encoding="utf-8")
-TARGETS = {"setup", "demo", "test", "test-slow", "lint", "data", "recipes", "report", "readme", "clean"}
+TARGETS = {"setup", "demo", "test", "test-slow", "lint", "data", "recipes", "report", "readme", "tables", "clean"}
 
 
 def test_make_alone_lists_every_target() -> None:
@@ -55,13 +57,17 @@ def test_what_is_merged_has_passed_all_tests_and_says_so_at_its_end(tmp_path: Pa
         assert done.stdout.splitlines()[-3:] == [f"make test-slow: {SLOW}", "make test:", FAST]
 
 
-def test_the_report_builds_what_it_reads_and_covers_both_models() -> None:
+def test_the_report_builds_what_it_reads_and_covers_every_model() -> None:
     command = ["make", "-s", "-n", "-C", str(ROOT), "--old-file=setup", "report", "PY=python"]
     steps = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    for name in ("g2p", "wiki"):
-        data = steps.index(f"python calib_data/{name}.py --splits train calibration heldout")
-        for module in ("baselines", "routing"):
-            assert steps.index(f"python -m recipes.train.{module} {name}") > data
+    loops = [re.fullmatch(r"for name in ([\w ]+); do python (.*) \|\| exit; done", step) for step in steps[:-1]]
+    assert [found and found[2] for found in loops] == [
+        "calib_data/$name.py --splits train calibration heldout",
+        "-m recipes.train.baselines $name",
+        "-m recipes.train.routing $name",
+    ]
+    assert {tuple(found[1].split()) for found in loops if found} == {MODELS}
+    assert steps[-1] == "python -m recipes.train.report"
 
 
 def test_torch_is_pinned_everywhere_alike() -> None:

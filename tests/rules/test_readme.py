@@ -63,10 +63,6 @@ def test_every_folder_of_tests_is_in_the_tree() -> None:
     assert sorted(str(path) for path in folders - set(tree())) == []
 
 
-def test_the_demo_table_has_its_place() -> None:
-    assert re.search(r"<!-- demo -->\n.*?<!-- end -->", TEXT, re.DOTALL)
-
-
 def test_every_link_leads_somewhere() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT)
     assert links

@@ -1,25 +1,46 @@
-"""The demo's table goes into README.md and leaves everything else there as it was."""
+"""The demo hands over its figures as benches do, and its tables show them."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from recipes.demo import result_rows
+from tests.bench.figures import cell
+from tests.bench.result import Result
+from tests.bench.tables import demo as table
 
-import pytest
-
-DEMO = Path(__file__).resolve().parents[2] / "recipes" / "demo.py"
+RUN = {"cache_bytes": 1_550_000, "tokens_per_s": 973.2, "peak_rss_bytes": 274e6, "belady_hit_rate": 0.7371}
 
 
-@pytest.mark.parametrize("before", ["", "| old |\n"])
-def test_only_the_marked_block_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec is not None
-    assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "demo", demo)
-    spec.loader.exec_module(demo)
-    monkeypatch.chdir(tmp_path)
-    rest = "text\n<!-- help: moert run -->\nhelp\n<!-- end -->\n"
-    Path("README.md").write_text(f"top\n<!-- demo -->\n{before}<!-- end -->\n{rest}")
-    demo.write_readme("| new |")
-    assert Path("README.md").read_text() == f"top\n<!-- demo -->\n| new |\n<!-- end -->\n{rest}"
+def model(loss: float) -> dict:
+    runs = [
+        {**RUN, "share": share / 100, "asked": asked, "predict": predict, "hit_rate": 0.1 + number / 100}
+        for share in table.SHARES
+        for number, (asked, predict) in enumerate([("auto", "gate"), *((each, "none") for each in table.EVICTIONS)])
+        if share < 100 or predict == "gate"
+    ]
+    return {
+        "metric": "rouge2", "target_loss": 0.05, "reference": 0.80812, "upper_bound": 0.0049,
+        "heldout": {"value": 0.8047, "loss": loss, "interval": [0.001, 0.0071]},
+        "bits_histogram": {"2": 702, "3": 66}, "expert_bytes": {"pack": 2_290_000, "fp16": 16e6, "int4": 4.4e6},
+        "runs": runs,
+    }  # fmt: skip
+
+
+def lines(loss: float) -> list[list[str]]:
+    result = Result({"settings": {}}, result_rows({"models": {"g2p": model(loss), "wiki": model(0.0)}}))
+    return [[cell(each, result) for each in line] for part in table.parts(result) for line in part]
+
+
+def test_the_tables_show_what_was_measured() -> None:
+    shown = lines(0.004)
+    assert shown[1] == [
+        "g2p", "5%", "rouge2", "0.8081", "0.8047", "under 0.5%", "0.4% (0.1% to 0.7%)", "702×2, 66×3", "2.29 MB",
+        "14%", "52%",
+    ]  # fmt: skip
+    assert shown[4] == ["g2p", "100% (1.6 MB)", "", "", "", "", "", "", "973", "274 MB"]
+    assert shown[5] == [
+        "g2p", "50% (1.6 MB)", "11.0%", "12.0%", "13.0%", "14.0%", "15.0%", "73.7%", "973", "274 MB",
+    ]  # fmt: skip
+
+
+def test_a_loss_above_the_target_is_told_in_the_table() -> None:
+    assert lines(0.06)[1][6] == "6.0% (0.1% to 0.7%) (aim ≤ 5.0%: missed)"

@@ -1,0 +1,81 @@
+"""`make keep-results`: copies build/bench/*.json into docs/results, where the text takes its figures from.
+
+A result of changed files is refused, a missed aim is kept. Of a file that would be too large, the rows that the tables
+need and all that missed their aim are kept; its context then counts the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from tests.bench import figures
+from tests.bench.blocks import RESULTS, rendered
+from tests.bench.result import FOLDER, Result, read, write
+from tests.bench.tables.catalogue import BLOCKS
+
+MOST_BYTES = 200_000
+
+
+def refusal(result: Result) -> str | None:
+    """Why a result can't be kept, or None."""
+    where = result.context
+    if where.get("changed", True):
+        commit = where["commit"].removesuffix("+")
+        return f"it was measured with files that differ from commit {commit}: commit, then measure again"
+    others = set(where["settings"].get("commits of the splits", [])) - {where["commit"]}
+    if others:
+        return f"parts of it are from other commits ({', '.join(sorted(others))}): delete those, then measure again"
+    return None
+
+
+def needed(name: str, result: Result) -> set[str]:
+    """The rows of a result that the tables quote."""
+    parts = chain.from_iterable(block.parts(result) for block in BLOCKS.values() if block.result == name)
+    templates: Iterator[str] = chain.from_iterable(
+        [part] if isinstance(part, str) else chain.from_iterable(part) for part in parts
+    )
+    return set(chain.from_iterable(map(figures.names, templates)))
+
+
+def trimmed(result: Result, wanted: Collection[str]) -> Result:
+    """Only the wanted rows and those that missed their aim."""
+    rows = [row for row in result.rows if row.name in wanted or row.met is False]
+    left = [row for row in result.rows if row.name not in wanted and row.met is not False]
+    left_out = {"rows": len(left), "aims_met": sum(row.met is True for row in left)}
+    return replace(result, context={**result.context, "left_out": left_out}, rows=rows)
+
+
+def keep(source: Path, folder: Path = RESULTS) -> Path:
+    """Copies one result. Raises ValueError where it can't be kept, or the tables can't be made from it."""
+    name, result = source.stem, read(source)
+    if reason := refusal(result):
+        raise ValueError(reason)
+    for block in BLOCKS.values():
+        if block.result == name:
+            rendered(block.parts(result), result)
+    if source.stat().st_size > MOST_BYTES:
+        result = trimmed(result, needed(name, result))
+    return write(name, result.context, result.rows, folder)
+
+
+def main() -> int:
+    sources = [Path(each) for each in sys.argv[1:]] or sorted(FOLDER.glob("*.json"))
+    if not sources:
+        print(f"there is no result in {FOLDER}: run the benches first", file=sys.stderr)
+        return 1
+    failed = False
+    for source in sources:
+        try:
+            print(f"{keep(source)} kept")
+        except ValueError as error:
+            print(f"{source} is not kept: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

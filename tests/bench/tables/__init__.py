@@ -1,0 +1,24 @@
+"""What the tables in the text show.
+
+A table is its lines, the first of them the head; cells and paragraphs are templates that name rows of the result
+(tests/bench/figures.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tests.bench.result import Result
+
+Line = Sequence[str]
+Part = Sequence[Line] | str
+"""A table, or a paragraph of running text."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What lies between two markers: `parts` of the result called `result`."""
+
+    result: str
+    parts: Callable[[Result], Sequence[Part]]

@@ -1,0 +1,23 @@
+"""Every block by its name, as markers in the text call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.bench.tables import Block, demo, kernels, models, peers, promise, quant, rounding, stream, sweep
+
+MISSED = "missed"
+"""The block that lists the missed aims of all results."""
+
+BLOCKS: Mapping[str, Block] = {
+    "demo": Block("demo", demo.parts),
+    "models": Block("models", models.parts),
+    "peers": Block("peers", peers.parts),
+    "kernels": Block("kernels", kernels.parts),
+    "rounding": Block("rounding", rounding.parts),
+    "stream": Block("stream", stream.shaped),
+    "stream-trained": Block("stream", stream.trained),
+    "sweep": Block("sweep", sweep.parts),
+    "quant": Block("quant", quant.parts),
+    "promise": Block("promise", promise.parts),
+}

@@ -1,0 +1,48 @@
+"""The demo: what its conversions came to, and how the packs ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tests.bench.result import Result
+from tests.bench.tables import Line, Part
+
+MODELS = ("g2p", "wiki")
+SHARES = (100, 50, 25)
+EVICTIONS = ("auto", "paper", "lru", "lfu", "fifo")
+
+
+def parts(result: Result) -> Sequence[Part]:
+    conversions: list[Line] = [
+        ("model", "target", "metric", "reference", "pack", "promised at 95%",
+         "held-out loss (95% interval)", "matrices × bits", "expert bytes", "of FP16", "of INT4"),
+    ]  # fmt: skip
+    conversions += [conversion(name, result) for name in MODELS]
+    policies = [f"hit rate: {EVICTIONS[0]}", *EVICTIONS[1:]]
+    runs: list[Line] = [("model", "room for experts", *policies, "best possible", "tokens/s", "process")]
+    runs += [run(f"{name}, {share}%", name, share) for name in MODELS for share in SHARES]
+    return [conversions, runs]
+
+
+def conversion(name: str, result: Result) -> Line:
+    widths = re.compile(rf"{name}: matrices at (\d+) bits")
+    counts = [f"{{{found[0]}}}×{found[1]}" for found in map(widths.fullmatch, result.by_name) if found]
+    return (
+        name, f"{{{name}: target|%}}", f"{{{name}: pack@unit}}", f"{{{name}: reference|.4g}}",
+        f"{{{name}: pack|.4g}}", f"under {{{name}: promised|.1%}}", f"{{{name}: held-out loss|interval.1%}}",
+        ", ".join(counts), f"{{{name}: expert bytes|.2f}} MB", f"{{{name}: expert bytes of FP16|%}}",
+        f"{{{name}: expert bytes of INT4|%}}",
+    )  # fmt: skip
+
+
+def run(what: str, name: str, share: int) -> Line:
+    """With room for all nothing is ever evicted, and there are no hit rates."""
+    rates = [f"{what}: hit rate, {policy}" for policy in (*EVICTIONS, "best possible")]
+    return (
+        name,
+        f"{share}% ({{{what}: room for experts|.1f}} MB)",
+        *(f"{{{rate}|.1%}}" if share < 100 else "" for rate in rates),
+        f"{{{what}: decode|,.0f}}",
+        f"{{{what}: process|.0f}} MB",
+    )

@@ -1,0 +1,74 @@
+"""`make bench-peers`: moert beside llama.cpp and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.bench.result import Result
+from tests.bench.tables import Line, Part
+
+LEVELS = {"4.5 bits": "Q4_K", "2.6 bits": "Q2_K"}
+
+
+def parts(result: Result) -> Sequence[Part]:
+    lines: list[Line] = [
+        ("", "moert", "llama.cpp", "its weights as in the file", "ratio to the better"),
+        both("4.5 bits, tokens/s", "4.5 bits: decode"),
+        alone("the same beside one busy process", "4.5 bits: decode with one busy process", "Q4_K"),
+        both("prompt of 512 tokens, tokens/s", "4.5 bits: prefill of 512"),
+        both("first token after a prompt of 128, s", "4.5 bits: first token after 128"),
+        both("start to first token, 16 tokens of prompt, s", "4.5 bits: start to first token"),
+        both("2.6 bits, tokens/s", "2.6 bits: decode"),
+        both("prompt of 512 tokens, tokens/s", "2.6 bits: prefill of 512"),
+        both("first token after a prompt of 128, s", "2.6 bits: first token after 128"),
+    ]
+    trained: list[Line] = [
+        ("tokens/s", "moert", "transformers", "ratio"),
+        source("g2p", "g2p: 24 tokens after a prompt"),
+        source("wiki", "wiki: 32 tokens after a prompt"),
+    ]
+    return [lines, trained, bits(), f"{traffic()} {build(result)}"]
+
+
+def both(said: str, row: str) -> Line:
+    """Ours, llama.cpp with its weights laid out anew when they are loaded, and without."""
+    peer = LEVELS[row.split(":")[0]]
+    return said, f"{{{row}: moert}}", f"{{{row}: {peer}}}", f"{{{row}: {peer}, not repacked}}", f"{{{row}: ratio|.2f}}"
+
+
+def alone(said: str, row: str, peer: str) -> Line:
+    """llama.cpp as it is by default only."""
+    return said, f"{{{row}: moert}}", f"{{{row}: {peer}}}", "", f"{{{row}: ratio|.2f}}"
+
+
+def source(name: str, row: str) -> Line:
+    return name, f"{{{row}: moert}}", f"{{{row}: transformers}}", f"{{{row}: ratio|.1f}}"
+
+
+def bits() -> str:
+    """Of an expert's weight on both sides."""
+    row = "{{{level}: effective bits of an expert's weight: {side}|.3f}}"
+    sides = [
+        f"{row.format(level=level, side='moert')} bits in ours and {row.format(level=level, side=peer)} in {peer}"
+        for level, peer in LEVELS.items()
+    ]
+    return f"An expert's weight has, scales counted, {', and '.join(sides)}."
+
+
+def traffic() -> str:
+    row = "{{{level}: read for each token: {side}|.0f}}"
+    sides = [
+        f"{row.format(level=level, side='moert')} MB where {peer} reads {row.format(level=level, side=peer)}"
+        for level, peer in LEVELS.items()
+    ]
+    return f"For each token ours reads {', and '.join(sides)}."
+
+
+def build(result: Result) -> str:
+    """How llama.cpp was compiled, from the settings."""
+    settings = result.context["settings"]
+    options = dict(option.split("=") for option in settings["llama_cpp_options"])
+    chosen = [name for name, value in options.items() if value == "ON"]
+    left_out = [name for name, value in options.items() if value == "OFF" and name.startswith("AMX")]
+    without = f", without {', '.join(left_out)}" if left_out else ""
+    return f"llama.cpp (llama-cpp-python {settings['llama_cpp_python']}) is compiled with {', '.join(chosen)}{without}."

@@ -1,0 +1,87 @@
+"""`make bench-stream`: imitated small devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tests.bench.result import Result
+from tests.bench.tables import Line, Part
+
+DEVICES = {"board": "100 MB/s", "ssd": "500 MB/s", "nvme": "unthrottled"}
+SHARES = (25, 50, 75)
+UNBUDGETED, BUDGETED = ("IO-EXP", "IO-QEXP"), ("STI-like", "INT4, LRU", "INT4, LFU")
+LARGE, TRAINED = "olmoe-shaped", ("g2p", "wiki")
+PROMPT = "first token after a prompt of 128 tokens"
+HALF = 50
+_BESIDE_LLAMA = re.compile(
+    rf"(?P<where>{LARGE} \(own routers\), (?P<device>\w+), (?P<size>\d+) MB): moert {HALF}%: decode"
+)
+
+
+def shaped(result: Result) -> Sequence[Part]:
+    """The model of OLMoE's shape: writing, reading a prompt and starting, beside llama.cpp, and memory."""
+    writing = [decode_head(), *(decode(LARGE, device, share) for device in DEVICES for share in SHARES)]
+    reading: list[Line] = [
+        ("drive", *(f"moert {share}%" for share in SHARES), *UNBUDGETED, *(f"{name} {HALF}%" for name in BUDGETED),
+         f"moert {HALF}% from its start, one token"),
+        *(first_tokens(device) for device in DEVICES),
+    ]  # fmt: skip
+    memory = (
+        f"The second table has the seconds to the {PROMPT}. At 500 MB/s and 75% the process takes "
+        f"{{{LARGE}, ssd: moert 75% to IO-FREE: memory of the process|.1f}} times less memory than with all experts at "
+        f"16 bits in memory, at {{{LARGE}, ssd: moert 75% to IO-FREE: speed|%}} of its speed."
+    )
+    return [writing, reading, beside_llama(result), memory]
+
+
+def trained(result: Result) -> Sequence[Part]:
+    """The two trained models."""
+    lines = [(model, *decode(model, device, share)) for model in TRAINED for device in DEVICES for share in SHARES]
+    starts = [
+        (model, *(f"{{{model}, {device}: moert {HALF}%: start to first token|.1f}} s" for device in DEVICES))
+        for model in TRAINED
+    ]
+    return [[("model", *decode_head()), *lines], [("start to first token", *DEVICES.values()), *starts]]
+
+
+def decode_head() -> Line:
+    ratios = (f"× {baseline}" for baseline in (*UNBUDGETED, *BUDGETED))
+    found = ("in memory", "still being read")
+    return ("drive", "room for experts", "tokens/s", *ratios, *found, "share of the bound", "with its own reads")
+
+
+def decode(model: str, device: str, share: int) -> Line:
+    mine = f"{model}, {device}: moert {share}%"
+    return (
+        DEVICES[device],
+        f"{share}%",
+        f"{{{mine}: decode}}",
+        *(f"{{{mine} to {baseline}}}" for baseline in (*UNBUDGETED, *BUDGETED)),
+        f"{{{mine}: hits in memory|%}}",
+        f"{{{mine}: hits still being read|%}}",
+        f"{{{mine}: share of the bound|%}}",
+        f"{{{mine}: share of the bound with what it read|%}}",
+    )
+
+
+def first_tokens(device: str) -> Line:
+    sides = (*(f"moert {share}%" for share in SHARES), *UNBUDGETED, *(f"{name} {HALF}%" for name in BUDGETED))
+    start = f"{{{LARGE}, {device}: moert {HALF}%: start to first token|.1f}}"
+    return (DEVICES[device], *(f"{{{LARGE}, {device}: {side}: {PROMPT}|.1f}}" for side in sides), start)
+
+
+def beside_llama(result: Result) -> Sequence[Line]:
+    """Both in processes of the same size, which the names of the rows tell."""
+    lines: list[Line] = [
+        ("drive", "memory", "moert, tokens/s", "llama.cpp", "ratio", f"moert, {PROMPT}, s", "llama.cpp")
+    ]
+    found = {match["device"]: match for match in map(_BESIDE_LLAMA.fullmatch, result.by_name) if match}
+    for device in DEVICES:
+        where, size = found[device].group("where", "size") if device in found else (f"llama, {device}", "?")
+        mine, other = f"{where}: moert {HALF}%", f"{where}: llama.cpp Q2_K"
+        lines.append(
+            (DEVICES[device], f"{size} MB", f"{{{mine}: decode}}", f"{{{other}: decode}}",
+             f"{{{where}: moert to llama.cpp Q2_K|.1f}}", f"{{{mine}: {PROMPT}|.1f}}", f"{{{other}: {PROMPT}|.1f}}")
+        )  # fmt: skip
+    return lines

@@ -1,0 +1,70 @@
+"""The figures in the text are those of the kept result files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.bench.blocks import BLOCKS, MISSED, RESULTS, ROOT, block_names, documents, kept, regenerated, waiting
+from tests.bench.kept import MOST_BYTES, refusal
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+KEPT = kept()
+# Blocks whose benches have not run since tables are made from files: `make keep-results` and `make tables`, then take
+# the name away here.
+WAITING = set(BLOCKS) | {MISSED}
+# Figures that were not measured here: what is promised, imitated, or said of the paper's models.
+SAID = {
+    "Promised at 95%", "a probability of 95%", "a confidence of 95%", "throttled to 100 and 500 MB/s",
+    "Intervals are of 95%", "(over 99% of tokens on the 20% most frequent paths, 87% of next experts guessed)",
+    "at 5% of perplexity",
+}  # fmt: skip
+FIGURE = re.compile(r"\d[\d.,]*(?:e-?\d+)? ?(?:%|×|times\b|tokens/s|[kMG]i?B\b|ms\b|µs|s\b|seconds|minutes|nats)")
+TABLE_FIGURE = re.compile(r"^\|.*\d.*\|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_blocks_show_what_the_files_hold(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert regenerated(text, KEPT) == text, "run make tables"
+
+
+def test_every_result_that_the_text_quotes_is_kept() -> None:
+    missing = {name for path in documents() for name in waiting(path.read_text(encoding="utf-8"), KEPT)}
+    assert missing == WAITING, "keep the results of these blocks, or take the name from WAITING"
+
+
+def test_every_block_has_its_place() -> None:
+    names = [name for path in documents() for name in block_names(path.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted([*BLOCKS, MISSED])
+
+
+def test_what_is_kept_is_small_and_of_one_commit() -> None:
+    refused = {name: reason for name, result in KEPT.items() if (reason := refusal(result))}
+    assert refused == {}
+    assert [path.name for path in RESULTS.glob("*.json") if path.stat().st_size >= MOST_BYTES] == []
+
+
+def sentences(text: str) -> str:
+    """A text without what is generated and without code."""
+    text = re.sub(r"<!-- (?:table|help): .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    return " ".join(re.sub(r"`[^`]*`", "", text).split(" "))
+
+
+def test_figures_stand_in_blocks_only() -> None:
+    text = sentences(README)
+    assert TABLE_FIGURE.findall(text) == []
+    text = " ".join(text.split())
+    for said in SAID:
+        assert said in text, f"{said!r} is not in README.md: take it from SAID"
+        text = text.replace(said, "")
+    assert FIGURE.findall(text) == [], "a figure in a sentence belongs into a block: tests/bench/tables"
+
+
+def test_a_figure_in_a_sentence_is_seen() -> None:
+    text = "It takes 5.1 times less. <!-- table: a -->\n1.2 ×\n<!-- end --> `12 MB` and 3 MB."
+    assert FIGURE.findall(sentences(text)) == ["5.1 times", "3 MB"]
