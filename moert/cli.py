@@ -29,7 +29,7 @@ from moert.options import (
     limits,
 )
 from moert.pack.errors import PackError
-from moert.prompts import PromptRecord, read_prompt
+from moert.prompts import PromptRecord, check_output, read_prompt
 
 if TYPE_CHECKING:
     from moert.engine import Engine
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     help="Run a model.pack inside a memory budget.",
+    epilog="Exit codes: 0; 2 for a mistake of the user, which is one line; 130 after Ctrl-C; 143 after SIGTERM.",
 )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def run(
     top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Draw among tokens this fraction as likely as the likeliest.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws at a temperature above 0.")] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
@@ -107,6 +108,8 @@ def run(
         raise RunError("--output goes with --input: for one prompt redirect stdout")
     if batch != 1 and input_path is None:
         raise RunError(f"--batch {batch} goes with --input: there is one prompt")
+    if input_path is not None and output is not None:
+        check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
     engine = _open(pack, memory, cache, eviction, predict, io, threads, kernels)
@@ -186,10 +189,14 @@ def _settings(
     from moert.generation.settings import GenerationSettings, InvalidSetting
 
     try:
-        return GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+        settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
     except InvalidSetting as error:
         option = error.name.removesuffix("_strings").replace("_", "-")
         raise RunError(f"--{option} {error.problem}") from None
+    unused = " and ".join(f"--{name.replace('_', '-')}" for name in settings.without_effect)
+    if unused:
+        console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")
+    return settings
 
 
 def _open(
@@ -244,6 +251,11 @@ def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_js
     if as_json:
         line = json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False)
     print(line, flush=True)
+    if answer.result.stop_reason == "context_full":
+        console.note(
+            f"the text ends because the model's context is full: {answer.prompt_tokens} prompt tokens and "
+            f"{len(answer.result.tokens)} new ones"
+        )
     if interrupt is not None:
         raise interrupt
 
@@ -254,11 +266,15 @@ def _run_records(
     from moert.prompts import LineWriter, grouped, read_records
 
     records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
+    full = 0
     with LineWriter(output) as writer:
         for group in grouped(records, batch):
             for answer, record in zip(_answers(engine, group, settings), group, strict=True):
                 if answer.finished:
                     writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
+                full += answer.result.stop_reason == "context_full"
+    if full:
+        console.note(f"{full} of the texts end because the model's context is full (--json says which)")
 
 
 def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:

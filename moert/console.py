@@ -56,6 +56,11 @@ def exit_code(command: Callable[[], Any]) -> int:
         raise
 
 
+def note(line: str) -> None:
+    """Says on stderr what works, but not as a user may think."""
+    _complain(f"moert: {line}")
+
+
 def _terminate(number: int, frame: object) -> None:
     """Ends the process as if the main thread had asked for it."""
     sys.exit(128 + number)

@@ -120,7 +120,8 @@ class Engine:
         `eviction`: a name from EVICTION, or "auto", which replays the pack's trace at this budget. `predictor`: a name
         from PREDICTORS. `io`: how experts are read; None takes what lies in the page cache from there if all of them
         fit into memory, otherwise it measures what is best for the drive, and remembers it.
-        `threads` is for the arithmetic, by default one for each usable core. `trace` collects what every layer demands.
+        `threads` is for the arithmetic, by default and at most one for each usable core. `trace` collects what every
+        layer demands.
         `notify` gets notes and warnings, which otherwise go to stderr. `kernels`: see `moert.kernels.open_backend`.
         Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid, BudgetTooSmall or OutOfMemory, KeyError
         for unknown names, and ValueError for `memory` beside `cache`.
@@ -134,13 +135,14 @@ class Engine:
         room = CacheLimit(nbytes=cache) if isinstance(cache, int) else cache
         chosen = predictor_for(pack, predictor)
         with memory_shortage(), ExitStack() as opened:
-            backend = open_backend(kernels, _set_threads(threads))
+            count, cut = _set_threads(threads)
+            backend = open_backend(kernels, count)
             opened.callback(backend.close)
             engine = cls(pack, backend, limit or room, eviction, chosen, io)
             opened.pop_all()  # the engine closes it from now on
         engine.runner.trace, engine.notify = trace, notify or _to_stderr
         slow = missing_note() if kernels == AUTO_KERNELS else None
-        engine._notes += [] if slow is None else [slow]
+        engine._notes += [note for note in (slow, cut) if note is not None]
         return engine
 
     @cached_property
@@ -286,14 +288,17 @@ class Engine:
         self.close()
 
 
-def _set_threads(threads: int | None) -> int:
-    """Checks the number of threads, by default one for each usable core, and tells torch."""
+def _set_threads(threads: int | None) -> tuple[int, str | None]:
+    """Tells torch the number of threads, by default and at most one for each usable core; a note if that is fewer than
+    was asked for. Raises ThreadsInvalid."""
     cores = usable_cores()
-    if threads is not None and threads > cores:
-        raise ThreadsInvalid(f"--threads {threads} is more than this process may use: give at most {cores}")
-    threads = cores if threads is None else threads
-    torch.set_num_threads(threads)
-    return threads
+    asked = cores if threads is None else threads
+    if asked < 1:
+        raise ThreadsInvalid(f"--threads {asked} can't compute anything: give at least 1")
+    count = min(asked, cores)
+    torch.set_num_threads(count)
+    note = f"--threads {asked} is more than the {cores} core(s) that this process may use: {count} are used"
+    return count, note if count < asked else None
 
 
 def _to_stderr(note: str) -> None:

@@ -31,7 +31,7 @@ class PathsMissing(RunError):
 
 
 class ThreadsInvalid(RunError):
-    """More --threads than the machine has cores."""
+    """--threads below 1."""
 
 
 class OutOfMemory(RunError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,11 +48,22 @@ def read_text(path: Path) -> str:
         raise InputInvalid(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
+def check_output(source: Path, output: Path, stdin: TextIO) -> None:
+    """Raises InputInvalid if answers would be written over the prompts, under whatever name. '-' is stdin."""
+    try:
+        found = os.fstat(stdin.fileno()) if str(source) == "-" else os.stat(source)
+        same = stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(output))
+    except (OSError, ValueError):  # one of them is no file yet, or stdin is none
+        return
+    if same:
+        raise InputInvalid(f"--output {output} is the file that --input reads: the answers would replace the prompts")
+
+
 def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Iterator[PromptRecord]:
     """JSON lines; '-' is stdin, read line by line. A file is checked whole before its first line is handed out.
 
     `check` raises InputInvalid or BudgetTooSmall for a prompt that can't run. Raises InputInvalid with the number of a
-    bad line.
+    bad line, or if there is no prompt at all.
     """
     if str(path) == "-":
         return _parse(_lines(stdin), "stdin", check)
@@ -76,14 +88,18 @@ def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptR
 
 
 def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[PromptRecord]:
+    empty = True
     for number, line in enumerate(lines, start=1):
         if line.strip():
+            empty = False
             record = _record(line, f"{name} line {number}")
             try:
                 check(record.prompt)
             except (InputInvalid, BudgetTooSmall) as error:
                 raise InputInvalid(f"{name} line {number}: {error}") from None
             yield record
+    if empty:
+        raise InputInvalid(f"{name} has no prompts: give a JSON object with the field prompt on a line for each")
 
 
 def _record(line: str, where: str) -> PromptRecord:

@@ -80,11 +80,7 @@ def texts_of(prompt: str | None, path: Path | None) -> list[str] | None:
         raise InputInvalid("--prompt and --input exclude each other: give one of them")
     if path is None:
         return None if prompt is None else [prompt]
-    texts = [record.prompt for record in read_records(path, sys.stdin, lambda text: None)]
-    if not texts:
-        name = "stdin" if str(path) == "-" else path
-        raise InputInvalid(f"{name} has no prompts: give a line for each, or leave --input out")
-    return texts
+    return [record.prompt for record in read_records(path, sys.stdin, lambda text: None)]
 
 
 def summary_of(measured: BenchRun) -> dict[str, Any]:

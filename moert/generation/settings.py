@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 class InvalidSetting(ValueError):
@@ -30,6 +30,16 @@ class GenerationSettings:
     min_p: float = 0.0
     seed: int = 0
     stop_strings: tuple[str, ...] = ()
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Names of settings that were changed and change nothing: those of sampling at temperature 0."""
+        if self.temperature != 0.0:
+            return []
+        sampling = ("top_k", "top_p", "min_p", "seed")
+        return [
+            each.name for each in fields(self) if each.name in sampling and getattr(self, each.name) != each.default
+        ]
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -178,11 +178,21 @@ def _manifest_text(root: Path) -> str:
             raise SizeOverflow(f"{path} has {found.st_size} bytes, no manifest is larger than {_MAX_MANIFEST_BYTES}")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
+        if _is_checkpoint(root):
+            raise ManifestMissing(
+                f"{root} is a checkpoint, not a pack: convert it with moeconv quantize {root}"
+            ) from None
         raise ManifestMissing(f"{root} has no {MANIFEST}: not a pack, or its conversion did not finish") from None
     except OSError as error:
         raise ManifestMissing(f"{path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ManifestInvalid(f"{path} is not UTF-8 text ({error.reason}): it is damaged, copy it again") from None
+
+
+def _is_checkpoint(root: Path) -> bool:
+    """Whether a folder is what transformers saves a model to."""
+    weights = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    return (root / "config.json").is_file() and any(any(root.glob(pattern)) for pattern in weights)
 
 
 def _inside(root: Path, relative: str) -> Path:

@@ -17,7 +17,7 @@ from tiny_packs import DECODER, PROMPTS, SWITCH, damage_expert, write_pack
 
 from moert import __version__, cli
 from moert.engine import Engine
-from moert.errors import RunError
+from moert.errors import RunError, ThreadsInvalid
 from moert.experts.eviction import EVICTION
 from moert.experts.selection import AUTO_EVICTION
 from moert.generation.settings import GenerationSettings
@@ -27,6 +27,7 @@ from moert.options import Eviction, Predict
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
+from moert.system import usable_cores
 
 ROOT = Path(cli.__file__).parent.parent
 NEW = ("--max-new-tokens", "6")
@@ -293,11 +294,72 @@ def test_a_row_that_cannot_run_is_named_before_anything_runs(moert, pack, tmp_pa
     assert target.read_text() == "of yesterday\n"
 
 
-def test_no_rows_are_no_answers(moert, pack, tmp_path) -> None:
+def test_a_file_without_prompts_is_said_to_be_one(moert, pack, tmp_path) -> None:
     (tmp_path / "in.jsonl").write_text("\n")
     (tmp_path / "out.jsonl").write_text("of yesterday\n")
-    assert moert("run", pack, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl") == 0
-    assert (tmp_path / "out.jsonl").read_text() == ""
+    said = moert.refuses("run", pack, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    assert "in.jsonl has no prompts" in said
+    assert (tmp_path / "out.jsonl").read_text() == "of yesterday\n"
+    assert "stdin has no prompts" in moert.refuses("run", pack, "--input", "-", stdin="")
+
+
+@pytest.mark.parametrize("link", [None, os.symlink, os.link], ids=["itself", "symlink", "hard link"])
+def test_answers_never_replace_their_prompts(moert, pack, tmp_path, link) -> None:
+    source = jsonl(tmp_path / "j.jsonl", [{"prompt": PROMPTS[0]}])
+    before, output = source.read_bytes(), source
+    if link is not None:
+        output = tmp_path / "other.jsonl"
+        link(source, output)
+    said = moert.refuses("run", tmp_path / "no such.pack", "--input", source, "--output", output)
+    assert "is the file that --input reads" in said  # before the pack is looked for
+    assert source.read_bytes() == before
+
+
+def test_nor_those_that_come_from_stdin(pack, tmp_path) -> None:
+    source = jsonl(tmp_path / "j.jsonl", [{"prompt": PROMPTS[0]}])
+    before = source.read_bytes()
+    with source.open("rb") as stream:
+        run = subprocess.run(
+            [sys.executable, "-m", "moert.cli", "run", pack, "--input", "-", "--output", source, *NEW],
+            stdin=stream, capture_output=True, text=True, cwd=ROOT, check=False,
+        )  # fmt: skip
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "is the file that --input reads" in run.stderr
+    assert source.read_bytes() == before
+
+
+def test_sampling_options_that_change_nothing_are_named(moert, pack, expected) -> None:
+    prompt = PROMPTS[0]
+    assert moert("run", pack, prompt, "--top-p", "0.5", "--seed", "3", *NEW) == 0
+    assert moert.out == expected[prompt] + "\n"
+    assert moert.err.startswith("moert: --top-p and --seed would count only above --temperature 0")
+    assert moert("run", pack, prompt, "--top-p", "0.5", "--seed", "3", "--temperature", "1", *NEW) == 0
+    assert moert.err == ""
+
+
+def test_a_full_context_is_the_said_end_of_a_text(moert, tmp_path) -> None:
+    spec = replace(DECODER, eos_token_ids=(), max_positions=40)
+    short = write_pack(tmp_path / "short.pack", spec, paths=False)
+    assert moert("run", short, PROMPTS[0], "--json") == 0
+    answer = json.loads(moert.out)
+    assert answer["stop_reason"] == "context_full"
+    assert answer["prompt_tokens"] + len(answer["tokens"]) == 40
+    ends = f"context is full: {answer['prompt_tokens']} prompt tokens and {len(answer['tokens'])} new ones\n"
+    assert moert.err.endswith(ends)
+    assert moert("run", short, PROMPTS[0]) == 0
+    assert moert.err.endswith(ends)
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": PROMPTS[0]}, {"prompt": PROMPTS[1]}])
+    assert moert("run", short, "--input", source) == 0
+    assert "2 of the texts end because the model's context is full" in moert.err
+
+
+def test_a_checkpoint_is_said_to_be_one(moert, tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "has no manifest.json" in moert.refuses("run", tmp_path, "abc")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert f"is a checkpoint, not a pack: convert it with moeconv quantize {tmp_path}" in moert.refuses(
+        "run", tmp_path, "abc"
+    )
 
 
 def test_fields_are_repeated_whatever_they_hold(moert, pack, tmp_path) -> None:
@@ -314,8 +376,19 @@ def test_a_prompt_that_is_no_text_is_one_line(moert, pack) -> None:
     assert "not valid Unicode" in moert.refuses("run", pack, "caf\udce9")
 
 
-def test_more_threads_than_cores_are_refused(moert, pack) -> None:
-    assert f"at most {os.cpu_count()}" in moert.refuses("run", pack, "abc", "--threads", 5000)
+def test_more_threads_than_cores_are_cut_with_a_note_as_memory_is(moert, pack, expected) -> None:
+    cores, threads = usable_cores(), torch.get_num_threads()
+    try:
+        assert moert("run", pack, PROMPTS[0], "--threads", 5000, *NEW) == 0
+        assert torch.get_num_threads() == cores
+    finally:
+        torch.set_num_threads(threads)
+    assert moert.out == expected[PROMPTS[0]] + "\n"
+    assert moert.err == (
+        f"moert: --threads 5000 is more than the {cores} core(s) that this process may use: {cores} are used\n"
+    )
+    with pytest.raises(ThreadsInvalid, match="at least 1"):
+        Engine.open(pack, threads=0)
 
 
 def test_fifty_bytes_are_meant_as_a_share(moert, pack) -> None:
