@@ -26,6 +26,7 @@ from moeconv.errors import SettingsError, TargetMissed
 from moeconv.evaluation import Evaluation
 from moeconv.examples import side_by_side
 from moeconv.judging import Judge, check_reference, estimate
+from moeconv.limits import notes
 from moeconv.material import RANKING_SHARE, TOKENIZER, Material
 from moeconv.measure import Measure
 from moeconv.moments import Moments, collect, moments_bytes
@@ -70,6 +71,9 @@ class Conversion:
         check_budget(self.settings.target, self.checkpoint.spec, min(self.settings.bits), self.quantizer.group_size)
         self._check_moments()
         self.material = Material.read(self.settings, self.checkpoint)
+        sizes = (part.samples for part in (self.material.ranked, self.material.judged, self.material.heldout))
+        for note in notes(self.settings, self.checkpoint.spec, *sizes):
+            self.say(note)
         self.blocks = blocks_for(self.checkpoint.spec, self.material.ranked, self.settings.memory_bytes)
         if self.settings.racing is not None:
             self.blocks = min(max(self.blocks, RACING_BLOCKS), self.material.ranked.samples)

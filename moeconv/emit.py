@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from moeconv.coder import ExpertCoder, batches
 from moeconv.dense import DenseCoder
 from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names
+from moert.pack.errors import WriteFailed
 from moert.pack.manifest import BACKBONE, Manifest, Quality, Quantization
 from moert.pack.model_spec import ExpertKey, backbone_tensors
 from moert.pack.reader import Projection
@@ -45,18 +47,30 @@ def emit(
     dense = dense or DenseCoder(checkpoint, None)
     quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed, dense.dense)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
-    left = [(key, widths[key]) for key in checkpoint.spec.expert_keys() if not writer.has(key)]
-    for batch in batches(checkpoint.spec, left):
+    try:
+        _write_experts(coder, widths, importance or {}, writer)
+        _write_backbone(dense, coder.dtype16, writer)
+        for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
+            if (checkpoint.path / name).is_file():
+                writer.write_file(name, (checkpoint.path / name).read_bytes())
+        for name, body in (extra_files or {}).items():
+            writer.write_file(name, body)
+        return writer.finish(creator, quality)
+    except WriteFailed as error:
+        raise WriteFailed(
+            f"{error}; the experts in {writer.partial} are kept: the same command goes on with them"
+        ) from None
+
+
+def _write_experts(
+    coder: ExpertCoder, widths: Assignment, importance: Mapping[ExpertKey, float], writer: PackWriter
+) -> None:
+    spec = coder.checkpoint.spec
+    left = [(key, widths[key]) for key in spec.expert_keys() if not writer.has(key)]
+    for batch in batches(spec, left):
         coder.prepare(batch)
         for key, bits in batch:
-            writer.write_expert(key, coder.code(key, bits), None if importance is None else importance.get(key))
-    _write_backbone(dense, coder.dtype16, writer)
-    for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
-        if (checkpoint.path / name).is_file():
-            writer.write_file(name, (checkpoint.path / name).read_bytes())
-    for name, body in (extra_files or {}).items():
-        writer.write_file(name, body)
-    return writer.finish(creator, quality)
+            writer.write_expert(key, coder.code(key, bits), importance.get(key))
 
 
 def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
@@ -83,7 +97,13 @@ def _write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None
         tensors[name] = dense.source(name).contiguous()
         if not torch.isfinite(tensors[name]).all():
             raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
-    save_file(tensors, writer.add_file(BACKBONE))
+    path = writer.add_file(BACKBONE)
+    try:
+        save_file(tensors, path)
+    except (SafetensorError, OSError) as error:
+        path.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
+        raise WriteFailed(f"can't write {path}: {reason}; free some space or choose another place") from None
     writer.seal_file(BACKBONE)
 
 

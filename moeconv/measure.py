@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+from moeconv.archs.errors import transformers_model
 from moeconv.artifacts import Assignment, Summary
 from moeconv.evaluation import Evaluation
 from moeconv.journal import Journal, identity
@@ -48,7 +49,8 @@ class Measure:
         if self._scorer is None:
             scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
             trial.restore()
-            evaluation = self._scored(scorer, "unquantised", as_reference=True)
+            with transformers_model(trial.checkpoint.path):
+                evaluation = self._scored(scorer, "unquantised", as_reference=True)
             if self._journal.get(name) is None:
                 self._journal.add(name, evaluation.to_json())
             self._scorer = scorer

@@ -13,6 +13,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from moeconv.archs import ARCHS, Arch
+from moeconv.archs.errors import transformers_model
 from moeconv.archs.weights import fill_backbone
 from moeconv.errors import ConversionError
 from moeconv.scorers.experts import ExpertCalls
@@ -40,7 +41,8 @@ class PackedModel:
         arch = ARCHS.get(config.get("model_type", ""))
         if arch is None:
             raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
-        model: Any = arch.empty(pack.root)
+        with transformers_model(pack.root):
+            model: Any = arch.empty(pack.root)
         spec = pack.manifest.model
         fill_backbone(model, arch, spec, _weights(pack))
         for key in spec.expert_keys():

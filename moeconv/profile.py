@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moeconv.archs.errors import transformers_model
 from moeconv.calibration import Splits, load_splits
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
+from moeconv.limits import context_note, samples_note
 from moeconv.material import TOKENIZER
 from moeconv.metrics import default_metric, find_metric
 from moeconv.packed import PackedModel
 from moeconv.paths import PathFigures, figures, routes_of, trace_of
 from moeconv.report.document import read_report
 from moeconv.scorers import Routed
-from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer
+from moeconv.scorers.build import build_scorer, check_fit, load_tokenizer, volume
 from moeconv.settings import DEFAULT_CONTEXT, check_counts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
@@ -42,14 +44,21 @@ def profile_paths(
     check_fit(pack.manifest.model, splits, metric)
     tokenizer = load_tokenizer(pack.file(TOKENIZER))
     packed = PackedModel.open(pack)
+    width = context or source.context
+    if note := context_note(width, packed.spec):
+        say(note)
 
     def routed(split: str) -> list[Routed]:
+        texts = getattr(splits, split)
+        there = volume(packed.spec, tokenizer, texts, limit=samples, context=width, max_new_tokens=None).samples
+        if note := samples_note("--samples", samples, there, f"samples of the {split} text"):
+            say(note)
         scorer = build_scorer(
-            packed, tokenizer, getattr(splits, split), metric,
-            limit=samples, context=context or source.context, max_new_tokens=None,
+            packed, tokenizer, texts, metric, limit=samples, context=width, max_new_tokens=None
         )  # fmt: skip
         say(f"routing of {scorer.n_samples} samples of the {split} text")
-        return list(scorer.routes())
+        with transformers_model(pack.root):
+            return list(scorer.routes())
 
     num_experts = packed.spec.moe.num_experts
     parts = routed("calibration")

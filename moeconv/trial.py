@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from moeconv.archs import Arch
+from moeconv.archs.errors import transformers_model
 from moeconv.archs.weights import fill_backbone
 from moeconv.artifacts import Assignment, Bits, uniform
 from moeconv.checkpoint import Checkpoint
@@ -33,7 +34,8 @@ class Trial:
         self.coder = coder
         self.dense = dense or DenseCoder(checkpoint, None)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.model: Any = self.arch.load(checkpoint.path, torch.float32)
+        with transformers_model(checkpoint.path):
+            self.model: Any = self.arch.load(checkpoint.path, torch.float32)
         self.calls = ExpertCalls(self.model, self.arch, self.spec)
         self._widths: dict[ExpertKey, Bits] = uniform(self.spec, ORIGINAL)
         self._dense_is_stored = False

@@ -86,14 +86,14 @@ def volume(
 ) -> Volume:
     """What `build_scorers` would lay out. An encoder-decoder model decodes every text to score, and what it writes.
 
-    Raises CalibrationError.
+    Raises CalibrationError, or SettingsError for a tokenizer that is not the model's.
     """
     chosen = [samples[at] for at in spread(len(samples), limit)]
     context = min(context, spec.max_positions or context)
     if spec.encoder is not None or samples[0].choices:
         texts, owner, _ = texts_of(chosen)
         sources, targets = (
-            np.array([len(encoding.ids) for encoding in tokenizer.encode_batch(part)])
+            np.array([_length(encoding.ids, spec) for encoding in tokenizer.encode_batch(part)])
             for part in ([sample.source for sample in chosen], texts)
         )
         if spec.encoder is not None:
@@ -103,8 +103,22 @@ def volume(
         widest = min(context, int((sources[owner] + targets).max()) + 1)
         return Volume(len(chosen), 0, len(targets) * widest)
     running = windows_of(samples, tokenizer, context)
+    _check_ids(int(running.ids.max()), spec)
     windows = spread(len(running.ids), limit)
     return Volume(len(windows), 0, len(windows) * context, running.groups[windows])
+
+
+def _length(ids: list[int], spec: ModelSpec) -> int:
+    _check_ids(max(ids, default=0), spec)
+    return len(ids)
+
+
+def _check_ids(largest: int, spec: ModelSpec) -> None:
+    if largest >= spec.vocab_size:
+        raise SettingsError(
+            f"tokenizer.json makes token {largest:,} of the text, the model's vocabulary (vocab_size in config.json) "
+            f"has {spec.vocab_size:,}: save the model's own tokenizer beside it"
+        )
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

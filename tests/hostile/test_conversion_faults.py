@@ -102,6 +102,28 @@ def test_a_full_output_is_one_line_and_nothing_is_measured_again(model: Path, te
         assert (disk / "m.pack" / "manifest.json").exists()
 
 
+def test_a_disk_that_is_full_before_the_backbone_is_one_line_and_the_experts_are_kept(tmp_path: Path) -> None:
+    """Twelve experts of 16 KiB fit, an embedding of 1.5 MB does not."""
+    wide = tiny_olmoe(tmp_path / "wide", vocab_size=32_000)
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        filling = ballast(disk, leave_kilobytes=768)
+        words = command(wide, None, disk / "m.pack", tmp_path / "work", "--bits", "16")
+        said = complaint(run(words))
+        assert "No space left on device" in said
+        assert f"{disk / 'm.pack.partial'} are kept: the same command goes on with them" in said
+        left = {str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file() and path.suffix != ".lock"}
+        assert not any("backbone" in name for name in left)
+        experts = {path: path.stat().st_mtime_ns for path in (disk / "m.pack.partial").rglob("E*.safetensors")}
+        assert len(experts) == 12
+        filling.unlink()
+        done = run(words)
+        assert done.returncode == 0, done.stderr
+        for path, written in experts.items():
+            there = disk / "m.pack" / path.relative_to(disk / "m.pack.partial")
+            assert there.stat().st_mtime_ns == written, "it was written again"
+        assert not (disk / "m.pack.partial").exists()
+
+
 @pytest.mark.parametrize("where", ["out", "work"])
 def test_a_read_only_place_is_one_line_before_anything_long(
     model: Path, text: Path, tmp_path: Path, where: str

@@ -30,7 +30,7 @@ MOECONV = [
      "moeconv.quantizers", "moeconv.racing", "moeconv.cluster"),
     ("moeconv.checkpoint", "moeconv.workdir", "moeconv.scorers", "moeconv.promise", "moeconv.allocation"),
     ("moeconv.settings", "moeconv.moments", "moeconv.evaluation", "moeconv.packed"),
-    ("moeconv.coder", "moeconv.dense"),
+    ("moeconv.coder", "moeconv.dense", "moeconv.limits"),
     ("moeconv.trial",),
     ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging"),
     STAGES,

@@ -1,0 +1,86 @@
+"""What a source or a wish can have wrong that shows only when the model is run: one line each, or a note."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversions import Done, settings_for
+from tiny import tiny_olmoe
+from tokenizers import Tokenizer
+
+from moeconv.archs.errors import ModelFailed
+from moeconv.errors import SettingsError
+from moeconv.profile import profile_paths
+from moert.pack.reader import Pack
+
+
+def changed(model: Path, to: Path, **config: Any) -> Path:
+    shutil.copytree(model, to)
+    path = to / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: changed(tiny_olmoe(path / "m"), path / "c", pad_token_id=96), "Padding_idx"),
+        (lambda path: tiny_olmoe(path / "m", num_key_value_heads=3), "size of tensor"),
+    ],
+    ids=["while it is built", "while it is run"],
+)
+def test_what_transformers_refuses_is_one_line(
+    make: Any, reason: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    model = make(tmp_path)
+    with pytest.raises(ModelFailed, match=reason) as caught:
+        Done(settings_for(sources, "olmoe", tmp_path, model=str(model)))
+    assert str(caught.value).startswith(f"transformers can't run the model in {model} (")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "m.pack").exists()
+
+
+@pytest.mark.parametrize("family", ["olmoe", "switch"])
+def test_a_tokenizer_larger_than_the_vocabulary_is_one_line(
+    family: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(sources[family], tmp_path / "large"))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens(["ab"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    with pytest.raises(
+        SettingsError, match=r"makes token 96 of the text, the model's vocabulary .* has 96: "
+    ) as caught:
+        Done(settings_for(sources, family, tmp_path, model=str(model)))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_cut_is_said(sources: dict[str, Path], tmp_path: Path) -> None:
+    wishes = {"samples": 100_000, "sweep_samples": 20_000, "heldout_samples": 30_000, "context": 500}
+    model = changed(sources["olmoe"], tmp_path / "short", max_position_embeddings=48)
+    done = Done(settings_for(sources, "olmoe", tmp_path, model=str(model), bits=(8,), loss=0.9, **wishes))
+    material = done.conversion.material
+    assert [line for line in done.said if line.startswith("note: --")] == [
+        "note: --context 500: the model takes at most 48 tokens (its config.json), windows have as many",
+        f"note: --samples 100,000: there are only {material.judged.samples} calibration samples to judge plans by, all "
+        "of them are used",
+        f"note: --sweep-samples 20,000: there are only {material.ranked.samples} calibration samples to rank experts "
+        "by, all of them are used",
+        f"note: --heldout-samples 30,000: there are only {material.heldout.samples} held-out samples, all of them are "
+        "used",
+    ]
+    said: list[str] = []
+    profile_paths(
+        Pack.open(done.settings.out), calib=None, heldout=None, seed=None, samples=10_000, context=49, say=said.append
+    )
+    assert [line.partition(":")[0] for line in said if "note" in line] == ["note", "note", "note"]
+    assert "--context 49" in said[0]
+
+
+def test_what_is_there_needs_no_note(sources: dict[str, Path], tmp_path: Path) -> None:
+    done = Done(settings_for(sources, "olmoe", tmp_path, bits=(8,), loss=0.9, samples=3, sweep_samples=2))
+    assert not [line for line in done.said if line.startswith("note: --")]
