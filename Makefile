@@ -85,9 +85,15 @@ recipes-ci: data  ## the same for the recipes that continuous integration runs
 	$(VENV)/bin/moeconv recipe run $(RECIPES)
 
 report: setup  ## baselines and routing of the reference models
-	for name in g2p wiki docline; do $(PY) calib_data/$$name.py --splits train calibration heldout || exit; done
-	for name in g2p wiki docline; do $(PY) -m recipes.train.baselines $$name || exit; done
-	for name in g2p wiki docline; do $(PY) -m recipes.train.routing $$name || exit; done
+	$(PY) calib_data/g2p.py --splits train calibration heldout
+	$(PY) calib_data/wiki.py --splits train calibration heldout
+	$(PY) calib_data/docline.py --splits train calibration heldout
+	$(PY) -m recipes.train.baselines g2p
+	$(PY) -m recipes.train.baselines wiki
+	$(PY) -m recipes.train.baselines docline
+	$(PY) -m recipes.train.routing g2p
+	$(PY) -m recipes.train.routing wiki
+	$(PY) -m recipes.train.routing docline
 	$(PY) -m recipes.train.report
 
 bench-sweep: data data-docline  ## the exact sweep beside full evaluations: the same result, at what share of the cost

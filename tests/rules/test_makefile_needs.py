@@ -15,11 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 DATA = {path.stem for path in (ROOT / "calib_data").glob("*.toml")}
 MADE_BY = {
-    "recipes/demo.py": {"build/data/g2p", "build/data/wiki", "build/demo"},
+    "recipes.demo": {"build/data/g2p", "build/data/wiki", "build/demo"},
     "tests.bench.llama": {"build/bench"},
 }
 OWN = ("build/bench", "build/report", "build/train", "build/wheels")
 """What programs make themselves."""
+FROM_RESULTS = {"blocks.py", "kept.py"}
+"""Programs that name models, but read what docs/results or build/bench has of them, and no data."""
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +92,8 @@ def needs(command: str) -> set[str]:
         calib = re.search(r'^calib *= *"(\w+)"', (ROOT / recipe).read_text(encoding="utf-8"), re.MULTILINE)
         found |= {f"build/data/{calib[1]}"} if calib and calib[1] in DATA else set()
     path = program(command)
-    if path is None or path.parent.name == "calib_data" or path.name == "demo.py":
-        return found  # these make what they read
+    if path is None or path.parent.name == "calib_data" or path.name in {"demo.py", *FROM_RESULTS}:
+        return found  # these make what they read, or read no data
     named = DATA.intersection(command.split())
     found |= {f"build/data/{name}" for name in named}
     for text in (text for module in closure(path) for text in literals(module)):
