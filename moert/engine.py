@@ -42,13 +42,18 @@ from moert.predict.worth import Worth
 from moert.regulator import Regulator
 from moert.stats import PAGE_CACHE, ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats, size
 from moert.system import usable_cores
+from moert.turns import Turns
 
 Notify = Callable[[str], None]
 """Gets one line about something that works, but not as well as a user may think."""
 
 
 class Engine:
-    """An open pack, ready to run one request or one batch at a time. Close it, or use it in a with block."""
+    """An open pack that runs one request or one batch at a time. Close it, or use it in a with block.
+
+    Threads may share it: requests of one wait while those of another run. A request that is asked for while one runs in
+    the same thread (in `on_text`, say) raises RuntimeError.
+    """
 
     def __init__(
         self, pack: Pack, backend: Backend, room: MemoryLimit | CacheLimit | None, eviction: str,
@@ -63,6 +68,7 @@ class Engine:
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self.notify: Notify = _to_stderr
+        self._turns = Turns()
         self._notes: list[str] = []  # for the first request that runs
         self._warned = self._split = False
         self._least_room = sys.maxsize  # bytes that experts had while anything ran
@@ -161,7 +167,8 @@ class Engine:
         """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
         ids = self.encode(prompt)
         self._generation(ids, GenerationSettings(), None)
-        self._regulator.check([len(ids)], max_new_tokens)
+        with self._turns.turn():
+            self._regulator.check([len(ids)], max_new_tokens)
 
     def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
@@ -169,7 +176,8 @@ class Engine:
 
     def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read again."""
-        self._reserve([prompt_tokens], max_new_tokens)
+        with self._turns.turn():
+            self._reserve([prompt_tokens], max_new_tokens)
 
     def _reserve(self, prompts: Sequence[int], max_new_tokens: int) -> None:
         """The same for prompts of so many tokens that run together."""
@@ -217,7 +225,9 @@ class Engine:
         detokenizer: Detokenizer | None = None,
     ) -> Answer:
         """The same for token ids; without a detokenizer there is no text and no stop string."""
-        return self._run([self._generation(prompt_ids, settings, detokenizer)], on_text)[0]
+        generation = self._generation(prompt_ids, settings, detokenizer)
+        with self._turns.turn():
+            return self._run([generation], on_text)[0]
 
     def generate_many(self, prompts: Sequence[str], settings: GenerationSettings) -> Iterator[Answer]:
         """Runs prompts together, so that each expert is read once per layer for all of them; the answers come in order.
@@ -228,15 +238,22 @@ class Engine:
         """
         waiting = [self._generation(self.encode(text), settings, Detokenizer(self.tokenizer)) for text in prompts]
         while waiting:
-            lengths = [len(generation.prompt_ids) for generation in waiting]
-            count = self._regulator.together(lengths, settings.max_new_tokens)
-            if count < len(waiting) and not self._split:
-                self._split = True
-                self._notes.append(
-                    f"{len(waiting)} prompts at once would take the experts' memory: they run {count} at a time"
-                )
-            yield from self._run(waiting[:count])
+            with self._turns.turn():
+                count = self._together(waiting)
+                answers = self._run(waiting[:count])
+            yield from answers
             waiting = waiting[count:]
+
+    def _together(self, waiting: Sequence[Generation]) -> int:
+        """How many of the first run at once."""
+        lengths = [len(generation.prompt_ids) for generation in waiting]
+        count = self._regulator.together(lengths, waiting[0].settings.max_new_tokens)
+        if count < len(waiting) and not self._split:
+            self._split = True
+            self._notes.append(
+                f"{len(waiting)} prompts at once would take the experts' memory: they run {count} at a time"
+            )
+        return count
 
     def _generation(
         self, prompt_ids: Sequence[int], settings: GenerationSettings, detokenizer: Detokenizer | None
@@ -276,8 +293,10 @@ class Engine:
         return run_stats(self.times, self.counters, ahead, room, self.eviction, io, (best.demands, best.hit_rate))
 
     def close(self) -> None:
-        self.cache.close()
-        self.backend.close()
+        """Waits for a request that runs in another thread."""
+        with self._turns.turn():
+            self.cache.close()
+            self.backend.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -140,8 +140,11 @@ class Regulator:
         return self._measure() - self._cache.held_bytes
 
     def _idle_bytes(self) -> int:
-        """The same between two requests. What has come to stay since the first is what the margin was for, as far as
-        it goes: otherwise a request that has run would be refused the next time."""
+        """What the process holds beside the expert cache, between two requests.
+
+        What the first requests left allocated for good is not counted, up to _SETTLED_BYTES: the budget's margin covers
+        it, and counting it twice would refuse a request that has run.
+        """
         others = self._others_bytes()
         self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
         return others - min(others - self._idle_at_first, _SETTLED_BYTES)

@@ -1,4 +1,4 @@
-"""Looks ahead: asks a predictor about the next layer, and has read what is worth it while the present one computes."""
+"""Reads ahead: while one layer computes, a predictor names experts of the next, and those worth it are read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moert.predict.predictor import Predictor, Selected, Situation
 from moert.predict.worth import Worth
 from moert.stats import ExpertCounters, ReadAhead
 
-_UNWEIGHED = 2  # without a price: predicted experts that are read, as a multiple of what the layer can demand
+_UNWEIGHED = 2  # without a Worth: at most this many times top_k predicted experts are read for each token
 
 
 class Lookahead:
-    """For each layer, in this order: `spoken`, then `look`.
+    """Call, for each layer, `spoken` when its router has selected experts, then `look` to predict the next layer's.
 
-    With a price (`worth`) only what pays is read, and nothing at all while reading ahead loses. Without one, all that
-    the predictor names first: for recorded futures and controls.
+    With `worth` only experts whose reading is expected to save time are read, and none while reading ahead makes tokens
+    slower. Without it the likeliest ones are always read: for recorded futures and controls.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The loop: a token, its text, is it the end?"""
+"""Generation, token by token: choose one from the logits, turn it into text, decide whether the text ends."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ _MOST_DOUBLINGS = 6
 class Switch:
     """`on` says whether the next token is to run with reading ahead.
 
-    A stage of a trial has four periods: the present way, the other one twice, the present one, so that what changes
-    steadily meanwhile is shared by both. Stages with longer periods follow until a rank test (Mann and Whitney 1947)
-    over blocks of tokens is clear, or all are over; then the smaller median wins, and a draw goes to the way without.
-    After a trial the winner stays for 32 times as long as the loser ran, and twice as long each time that it wins
-    again, up to 2,048 times. So the slower way gets 48 to 240 tokens of the first trial, 3% of those after it, and in
-    the long run, while the same way wins, one in 2,000.
+    A trial times tokens with and without reading ahead, in up to four stages. Each stage has four periods in the order
+    present, other, other, present, so that a steady drift adds as much to both. After each stage a rank test (Mann and
+    Whitney 1947) over blocks of tokens decides if it is clear; after the last the smaller median does, and a draw
+    switches reading ahead off. The winner then runs for 32 times as many tokens as the loser had, and twice as many
+    each time that it wins again, up to 2,048 times. So the slower way gets 48 to 240 tokens of the first trial, 3% of
+    those after it, and one in 2,000 while the same way goes on winning.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Switch:
         self._left = _WARM_TOKENS
 
     def token(self, seconds: float) -> None:
-        """One token was generated with what `on` said. Call it for no other tokens than generated ones."""
+        """One generated token took so long, run as `on` said. Tokens of a prompt are not reported."""
         if self._stage is not None:
             self._block_s += seconds
             self._in_block += 1

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Rooms from the bottom up: a module may import from its own room and from rooms below.
 MOERT = [
-    ("moert.pack", "moert.errors", "moert.stats", "moert.control_groups", "moert.memory"),
+    ("moert.pack", "moert.errors", "moert.stats", "moert.control_groups", "moert.memory", "moert.turns"),
     ("moert.kernels",),
     ("moert.system",),
     ("moert.experts", "moert.predict"),
@@ -21,6 +21,7 @@ MOERT = [
     ("moert.generation",),
     ("moert.engine", "moert.backbone", "moert.budget", "moert.regulator", "moert.policies"),
     ("moert.cli", "moert.console", "moert.options", "moert.bench", "moert.description", "moert.prompts"),
+    ("moert.__main__",),
 ]
 STAGES = ("moeconv.sensitivity", "moeconv.allocation", "moeconv.emit", "moeconv.paths", "moeconv.verify",
           "moeconv.report")  # fmt: skip
@@ -39,6 +40,7 @@ MOECONV = [
     ("moeconv.conversion",),
     ("moeconv.recipe", "moeconv.present"),
     ("moeconv.cli", "moeconv.progress"),
+    ("moeconv.__main__",),
 ]  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [
