@@ -105,7 +105,7 @@ def _tensors(spec: ModelSpec) -> Iterator[F16 | F32]:
             yield joined
 
 
-def make(folder: Path = FOLDER) -> None:
+def make(folder: Path = FOLDER, spec: ModelSpec = OLMOE) -> None:
     """Writes the file of each of MODELS by llama.cpp's own quantiser, where it is not there."""
     import llama_cpp
 
@@ -114,7 +114,7 @@ def make(folder: Path = FOLDER) -> None:
     if not missing:
         return
     half = folder / "half.gguf"
-    write_half(half)
+    write_half(half, spec)
     for name, kind in missing.items():
         settings = llama_cpp.llama_model_quantize_default_params()
         experts = (llama_cpp.llama_model_tensor_override * 2)()  # the last is empty and ends the list

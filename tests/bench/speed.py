@@ -171,7 +171,9 @@ def level_rows(level: Level, sizes: Sizes, bandwidth: float, failures: list[str]
 def same_rows(level: Level, sides: Sides, sizes: Sizes) -> list[Row]:
     """That the programs run the same weights, in as many bits."""
     bits, logits = sides.once("expert_bits"), sides.once("logits", prompt(0, sizes.prompt))
-    rows = [Row(f"{level.name}: effective bits of an expert's weight: {name}", bits[name], "") for name in bits]
+    rows = [Row(f"{level.name}: effective bits of an expert's weight: {name}", bits[name], "bits") for name in bits]
+    if OURS in bits and len(bits) > 1:
+        rows[0] = rows[0].at_most(min(bits[name] for name in bits if name != OURS))
     for name in logits:
         if name != OURS and OURS in logits:
             same = float(np.corrcoef(logits[OURS], logits[name])[0, 1])

@@ -184,6 +184,7 @@ def test_a_program_that_ends_loses_its_own_rows_and_is_named(monkeypatch: pytest
     rows = speed.level_rows(replace(speed.LEVELS["4bits"], busy=False), speed.QUICK, 1e9, failures)
     names = {row.name for row in rows}
     assert "4.5 bits: effective bits of an expert's weight: Q4_K" in names
+    assert rows[0] == Row("4.5 bits: effective bits of an expert's weight: moert", 4.5, "bits").at_most(4.5)
     for what in ("prefill of 512", "first token after 128", "decode"):
         assert f"4.5 bits: {what}: Q4_K" not in names
         assert {f"4.5 bits: {what}: {side}" for side in ("moert", "Q4_K, not repacked", "ratio")} <= names
