@@ -14,14 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 DATA = {path.stem for path in (ROOT / "calib_data").glob("*.toml")}
-MADE_BY = {
-    "recipes.demo": {"build/data/g2p", "build/data/wiki", "build/demo"},
-    "tests.bench.llama": {"build/bench"},
-}
+MADE_BY = {"recipes/demo.py": {"build/data/g2p", "build/data/wiki", "build/demo"}}
 OWN = ("build/bench", "build/report", "build/train", "build/wheels")
 """What programs make themselves."""
-FROM_RESULTS = {"blocks.py", "kept.py"}
-"""Programs that name models, but read what docs/results or build/bench has of them, and no data."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def steps(clone: Path, target: str) -> list[str]:
 def made_by(command: str) -> set[str]:
     """What a command leaves under build/."""
     made = {f"build/data/{name}" for name in DATA if f"calib_data/{name}.py" in command}
-    made |= {path for program, paths in MADE_BY.items() if program in command for path in paths}
+    made |= {path for name, paths in MADE_BY.items() if program(command) == ROOT / name for path in paths}
     made |= {match.rstrip("/") for match in re.findall(r"touch (build/\S+)", command)}
     return made
 
@@ -78,6 +73,11 @@ def closure(path: Path) -> set[Path]:
     return seen
 
 
+def reads_data(path: Path) -> bool:
+    """Whether a module reads calibration sets, by path or through the converter."""
+    return re.search(r"build/data|moeconv\.calibration", path.read_text(encoding="utf-8")) is not None
+
+
 def literals(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -92,12 +92,13 @@ def needs(command: str) -> set[str]:
         calib = re.search(r'^calib *= *"(\w+)"', (ROOT / recipe).read_text(encoding="utf-8"), re.MULTILINE)
         found |= {f"build/data/{calib[1]}"} if calib and calib[1] in DATA else set()
     path = program(command)
-    if path is None or path.parent.name == "calib_data" or path.name in {"demo.py", *FROM_RESULTS}:
-        return found  # these make what they read, or read no data
-    named = DATA.intersection(command.split())
+    if path is None or path.parent.name == "calib_data" or path.name == "demo.py":
+        return found  # these make what they read
+    modules, named = closure(path), DATA.intersection(command.split())
     found |= {f"build/data/{name}" for name in named}
-    for text in (text for module in closure(path) for text in literals(module)):
-        if text in DATA and not named:
+    data = not named and any(map(reads_data, modules))
+    for text in (text for module in modules for text in literals(module)):
+        if data and text in DATA:
             found.add(f"build/data/{text}")
         if re.fullmatch(r"build/[\w./-]*[\w-]", text) and not text.startswith(OWN):
             found.add(text)
@@ -127,7 +128,7 @@ def test_packages_and_kernels_are_there_before_anything_runs(clone: Path, target
     if run:
         venv = next(number for number, command in enumerate(commands) if "-m venv .venv" in command)
         assert venv < run[0]
-    of_models = [number for number in run if "tests.bench." in commands[number] or "demo.py" in commands[number]]
+    of_models = [number for number in run if re.search(r"tests\.bench\.|recipes.demo", commands[number])]
     if of_models:
         kernels = [number for number in run if commands[number].endswith("moert/kernels/build.py")]
         assert kernels
