@@ -17,6 +17,7 @@ from moert.pack.codec import QuantizedMatrix
 from moert.pack.reader import Pack
 from tests import cgroups, tiny_packs
 from tests.bench import contenders, stream, stream_packs, stream_rows
+from tests.bench import race as races
 from tests.bench.contenders import Contender
 from tests.bench.race import Device, Entry, Outcome, forget, of_llama, race
 from tests.bench.result import Row
@@ -217,6 +218,22 @@ def test_a_program_that_dies_costs_its_own_outcome_only(tmp_path: Path) -> None:
     assert found["lives"].ended is None
     assert "ended with status 3" in str(found["dies"].ended)
     assert list(stream.alive("m", found)) == ["lives"]
+
+
+def test_a_start_looks_at_the_drive_and_remembers_nothing(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lacking := cgroups.missing():
+        pytest.skip(lacking)
+    seen: list[dict[str, str]] = []
+
+    class Watched(Runner):
+        def __init__(self, command: list[str], environment: dict[str, str], enter: Any) -> None:
+            assert json.loads(command[-1])["io"] is None
+            seen.append(environment)
+            super().__init__(program("1"), environment, enter)
+
+    monkeypatch.setattr(races, "Runner", Watched)
+    assert races.start(Device("any", None), Setting(str(pack), 1, io=None), 10**9) > 0
+    assert not Path(seen[0]["XDG_CACHE_HOME"]).exists(), "an empty folder for this start only"
 
 
 def test_rows_of_those_that_are_left_need_nobody_else() -> None:

@@ -114,12 +114,11 @@ def test_a_picture_that_can_t_be_written_is_named_and_leaves_nothing(
     figure = Figure("a", "Title", "x", "y", "lines", {"a $b$ \\frac": [("1", 1.0)], "c$^$": [("1", 1.0)]})
     old = draw(figure, tmp_path).read_bytes()
 
-    def cut_short(self: Path, body: bytes) -> int:
-        self.touch()
+    def cut_short(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", cut_short)
+        patch.setattr("os.fsync", cut_short)
         with pytest.raises(DrawingImpossible, match=r"a\.png can't be written: No space left"):
             draw(figure, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
