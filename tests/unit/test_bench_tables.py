@@ -141,6 +141,19 @@ def test_a_result_that_stands_for_no_single_commit_is_refused(one_block, tmp_pat
     assert not (tmp_path / "docs").exists()
 
 
+def test_what_can_be_kept_is_kept_and_the_rest_is_told(one_block, tmp_path, monkeypatch, capsys):
+    sources = [write("bench", WHERE, ROWS, tmp_path), write("other", WHERE | {"changed": True}, ROWS, tmp_path)]
+    monkeypatch.setattr(kept, "ROOT", tmp_path)
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "docs")
+    assert kept.main([]) == 1
+    assert "run the benches first" in capsys.readouterr().err
+    assert kept.main(sources) == 1
+    said = capsys.readouterr()
+    assert said.out == "docs/bench.json kept, of commit 0123456789ab\n"
+    assert "other.json is not kept: it was measured with files that differ" in said.err
+    assert kept.main(sources[:1]) == 0
+
+
 def test_a_result_that_its_tables_cannot_be_made_from_is_refused(one_block, tmp_path):
     with pytest.raises(figures.RowMissing, match="no row 'ratio'"):
         kept.keep(write("bench", WHERE, ROWS[:1], tmp_path), tmp_path / "docs")
