@@ -79,7 +79,7 @@ def rendered(parts: Sequence[Part], result: Result) -> str:
 
 def markdown(lines: Sequence[Line]) -> str:
     """A table; the first line is its head."""
-    head, *rest = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
+    head, *rest = ["|" + "".join(f" {each} |" if each else " |" for each in line) for line in lines]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 
 

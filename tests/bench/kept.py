@@ -7,13 +7,13 @@ need and all that missed their aim are kept; its context then counts the others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from tests.bench import figures
-from tests.bench.blocks import RESULTS, rendered
+from tests.bench.blocks import RESULTS, ROOT, rendered
 from tests.bench.result import FOLDER, Result, read, write
 from tests.bench.tables.catalogue import BLOCKS
 
@@ -49,7 +49,7 @@ def trimmed(result: Result, wanted: Collection[str]) -> Result:
     return replace(result, context={**result.context, "left_out": left_out}, rows=rows)
 
 
-def keep(source: Path, folder: Path = RESULTS) -> Path:
+def keep(source: Path, folder: Path) -> Path:
     """Copies one result. Raises ValueError where it can't be kept, or the tables can't be made from it."""
     name, result = source.stem, read(source)
     if reason := refusal(result):
@@ -62,15 +62,15 @@ def keep(source: Path, folder: Path = RESULTS) -> Path:
     return write(name, result.context, result.rows, folder)
 
 
-def main() -> int:
-    sources = [Path(each) for each in sys.argv[1:]] or sorted(FOLDER.glob("*.json"))
+def main(sources: Sequence[Path]) -> int:
     if not sources:
         print(f"there is no result in {FOLDER}: run the benches first", file=sys.stderr)
         return 1
     failed = False
     for source in sources:
         try:
-            print(f"{keep(source)} kept")
+            kept = keep(source, RESULTS)
+            print(f"{kept.relative_to(ROOT)} kept, of commit {read(kept).context['commit']}")
         except ValueError as error:
             print(f"{source} is not kept: {error}", file=sys.stderr)
             failed = True
@@ -78,4 +78,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sorted(FOLDER.glob("*.json"))))

@@ -90,30 +90,35 @@ def streaming(device: Device, packs: Packs, sizes: Sizes, seconds: float) -> dic
     return race(device, entries, seconds, sizes.rounds)
 
 
-def alive(where: str, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """Without those whose programs ended: they are named, and cost their own rows only."""
+def alive(where: str, outcomes: dict[str, Outcome], failed: list[str]) -> dict[str, Outcome]:
+    """Without those whose programs ended: `failed` gets their names, and they cost their own rows only."""
     for name, outcome in outcomes.items():
         if outcome.ended is not None:
-            print(f"{where}: {name} has no rows: {outcome.ended}", file=sys.stderr, flush=True)
+            tell(f"{where}: {name}", outcome.ended, failed)
     return {name: outcome for name, outcome in outcomes.items() if outcome.ended is None}
 
 
-def start_rows(where: str, device: Device, packs: Packs) -> list[Row]:
+def tell(what: str, why: object, failed: list[str]) -> None:
+    print(f"{what} failed: {why}", file=sys.stderr, flush=True)
+    failed.append(what)
+
+
+def start_rows(where: str, device: Device, packs: Packs, failed: list[str]) -> list[Row]:
     """From the start of a process to its first token with half the experts' room, nothing known of the drive."""
     setting = replace(MOERT.setting(packs, HALF), io=None, routing=None)
     try:
         taken = [races.start(device, setting, memory_bytes(packs, HALF)) for _ in range(STARTS)]
     except RuntimeError as error:
-        print(f"{where}: no start: {error}", file=sys.stderr, flush=True)
+        tell(f"{where}: start", error, failed)
         return []
     return [row_of_runs(f"{where}: {MOERT.name} {HALF:.0%}: start to first token", taken, "s")]
 
 
-def model_rows(packs: Packs, device: Device, sizes: Sizes) -> list[Row]:
+def model_rows(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
     where = f"{packs.name}, {device.name}"
     disk = disk_bytes_per_s(packs)
     seconds = sizes.seconds if packs.routing else sizes.reference_seconds
-    outcomes = alive(where, streaming(device, packs, sizes, seconds))
+    outcomes = alive(where, streaming(device, packs, sizes, seconds), failed)
     rows = [Row(f"{where}: disk without a limit", disk / 1e6, "MB/s"), *speed_rows(where, outcomes)]
     rows += against_rows(where, device, outcomes, sizes.shares)
     for share in sizes.shares:
@@ -124,10 +129,10 @@ def model_rows(packs: Packs, device: Device, sizes: Sizes) -> list[Row]:
     # Next to Python and torch, the reference models are nothing.
     if device.name == "ssd" and packs.routing and IO_FREE.name in outcomes:
         rows += memory_rows(where, outcomes, sizes.shares)
-    return [*rows, *start_rows(where, device, packs)]
+    return [*rows, *start_rows(where, device, packs, failed)]
 
 
-def beside_llama(packs: Packs, device: Device, sizes: Sizes) -> list[Row]:
+def beside_llama(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
     """The same weights in about as many bits, in processes of the same size. Both go where the random routers say."""
     limit = memory_bytes(packs, HALF)
     setting = replace(MOERT.setting(packs, HALF), routing=None, new_tokens=PIECE)
@@ -136,17 +141,17 @@ def beside_llama(packs: Packs, device: Device, sizes: Sizes) -> list[Row]:
         races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit, sizes.prompt),
     ]
     where = f"{packs.name} (own routers), {device.name}, {limit / 1e6:.0f} MB"
-    return llama_rows(where, alive(where, race(device, entries, sizes.seconds, sizes.rounds)))
+    return llama_rows(where, alive(where, race(device, entries, sizes.seconds, sizes.rounds), failed))
 
 
-def part_rows(name: str, device: Device, sizes: Sizes) -> list[Row]:
+def part_rows(name: str, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
     """Raises RuntimeError, OSError or CalledProcessError if a program ended or can't be started."""
     if name in REFERENCES:
-        return model_rows(reference(name), device, sizes)
+        return model_rows(reference(name), device, sizes, failed)
     if name == "olmoe-shaped":
-        return model_rows(shaped(), device, sizes)
+        return model_rows(shaped(), device, sizes, failed)
     subprocess.run([str(LLAMA), "-m", "tests.bench.llama", "make"], check=True, capture_output=True)
-    return beside_llama(shaped(), device, sizes)
+    return beside_llama(shaped(), device, sizes, failed)
 
 
 def all_rows(steps: Sequence[tuple[str, str]], sizes: Sizes) -> tuple[list[Row], list[str]]:
@@ -159,10 +164,9 @@ def all_rows(steps: Sequence[tuple[str, str]], sizes: Sizes) -> tuple[list[Row],
         left = (whole - done) * (passed / done if done else 1.0)
         print(f"[{number}/{len(steps)}] {part}, {device}; about {left / 60:.0f} min left", file=sys.stderr, flush=True)
         try:
-            found = part_rows(part, DEVICES[device], sizes)
+            found = part_rows(part, DEVICES[device], sizes, failed)
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            print(f"{part}, {device} failed: {error}", file=sys.stderr, flush=True)
-            failed.append(f"{part}, {device}")
+            tell(f"{part}, {device}", error, failed)
         else:
             report(found)
             rows += found

@@ -217,7 +217,9 @@ def test_a_program_that_dies_costs_its_own_outcome_only(tmp_path: Path) -> None:
     assert [segment.tokens for segment in found["lives"].segments] == [7, 7]
     assert found["lives"].ended is None
     assert "ended with status 3" in str(found["dies"].ended)
-    assert list(stream.alive("m", found)) == ["lives"]
+    failed: list[str] = []
+    assert list(stream.alive("m", found, failed)) == ["lives"]
+    assert failed == ["m: dies"]
 
 
 def test_a_start_looks_at_the_drive_and_remembers_nothing(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,19 @@ def test_a_result_that_stands_for_no_single_commit_is_refused(one_block, tmp_pat
     assert not (tmp_path / "docs").exists()
 
 
+def test_what_can_be_kept_is_kept_and_the_rest_is_told(one_block, tmp_path, monkeypatch, capsys):
+    sources = [write("bench", WHERE, ROWS, tmp_path), write("other", WHERE | {"changed": True}, ROWS, tmp_path)]
+    monkeypatch.setattr(kept, "ROOT", tmp_path)
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "docs")
+    assert kept.main([]) == 1
+    assert "run the benches first" in capsys.readouterr().err
+    assert kept.main(sources) == 1
+    said = capsys.readouterr()
+    assert said.out == "docs/bench.json kept, of commit 0123456789ab\n"
+    assert "other.json is not kept: it was measured with files that differ" in said.err
+    assert kept.main(sources[:1]) == 0
+
+
 def test_a_result_that_its_tables_cannot_be_made_from_is_refused(one_block, tmp_path):
     with pytest.raises(figures.RowMissing, match="no row 'ratio'"):
         kept.keep(write("bench", WHERE, ROWS[:1], tmp_path), tmp_path / "docs")
@@ -168,6 +181,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "demo": ["g2p: matrices at 2 bits", "wiki: matrices at 2 bits", "wiki: matrices at 3 bits"],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
+    "sweep": ["g2p, 2 bits: probes compared", "g2p, 2 bits: outputs that differ", "wiki, 3 bits: probes compared"],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
 }
 SETTINGS = {"llama_cpp_options": ["NATIVE=OFF", "AVX2=ON", "AMX_INT8=OFF"], "llama_cpp_python": "0.3"}

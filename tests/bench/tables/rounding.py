@@ -13,6 +13,6 @@ def parts(result: Result) -> Sequence[Part]:
         ("", "with native kernels"),
         ("wiki: rise of the perplexity (95% interval)",
          "{wiki: relative rise with native kernels|interval.3%}"),
-        ("g2p: words that come out differently", "{g2p: words that differ|.1%} of {g2p: words that differ@runs}"),
+        ("g2p: words that come out differently", "{g2p: words that differ|.1%} of {g2p: words that differ@n}"),
     ]  # fmt: skip
     return [lines]

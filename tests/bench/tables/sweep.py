@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tests.bench.result import Result
@@ -9,16 +10,39 @@ from tests.bench.tables import Line, Part
 
 MODELS = ("g2p", "docline", "wiki")
 SIGNALS = ("kl", "nll", "metric")
+_COMPARED = re.compile(r"(?P<model>.+), (?P<bits>\d+) bits: probes compared")
 
 
 def parts(result: Result) -> Sequence[Part]:
     ranks = [f"ranks alike on other samples: {SIGNALS[0]}", *SIGNALS[1:]]
-    lines: list[Line] = [("", "operations in experts", "least that is possible", "time", *ranks)]
-    lines += [
+    costs: list[Line] = [("", "operations in experts", "least that is possible", "time", *ranks)]
+    costs += [
         (
             name, f"{{{name}: operations in expert rows|%}}", f"{{{name}: those that no exact sweep can spare|%}}",
             f"{{{name}: wall time|%}}", *(f"{{{name}: {signal} on other samples|.2f}}" for signal in SIGNALS),
         )
         for name in MODELS
     ]  # fmt: skip
-    return [lines]
+    agreement: list[Line] = [
+        ("", "bits", "probes compared", "largest difference, nats a token", "of the divergence", "outputs that differ")
+    ]
+    agreement += [
+        agreed(found["model"], found["bits"], result)
+        for found in map(_COMPARED.fullmatch, result.by_name)
+        if found is not None
+    ]
+    return [costs, agreement]
+
+
+def agreed(model: str, bits: str, result: Result) -> Line:
+    """Only models that write outputs have some that could differ."""
+    about = f"{model}, {bits} bits"
+    differ = f"{about}: outputs that differ"
+    return (
+        model,
+        bits,
+        f"{{{about}: probes compared}} {{{about}: probes compared@unit}}",
+        f"{{{about}: largest difference|.1e}}",
+        f"{{{about}: largest difference of the divergence|.1e}}",
+        f"{{{differ}}} {{{differ}@unit}}" if differ in result.by_name else "",
+    )
