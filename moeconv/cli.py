@@ -274,11 +274,13 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
 
     _, report = Conversion(recipe.settings, _say, _progress).run()
     out = recipe.settings.out
-    print(json.dumps(_as_json(report)) if as_json else conversion_table(report, str(out)))
+    failures = recipe.failures(report)
+    outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures}
+    print(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out)))
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
                 say=_say)  # fmt: skip
-    return [f"{recipe.name}: {line}" for line in recipe.failures(report)]
+    return [f"{recipe.name}: {line}" for line in failures]
 
 
 def _convert(settings: Settings, as_json: bool) -> bool:

@@ -40,6 +40,7 @@ from moeconv.settings import Settings
 from moeconv.trial import Trial
 from moeconv.workdir import INPUTS, WorkDir
 from moert.pack.manifest import LossEstimate, Manifest
+from moert.pack.reader import is_pack
 from moert.pack.writer import check_target
 
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
@@ -63,6 +64,8 @@ class Conversion:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
         self.started = time.perf_counter()
         check_target(self.settings.out)
+        if is_pack(self.settings.out):
+            self.say(f"note: {self.settings.out} is a pack already: the new one takes its place at the end")
         self.checkpoint = Checkpoint.open(self.settings.model)
         self.quantizer: Quantizer = QUANTIZERS[self.settings.quantizer](self.settings.group_size)
         self.dense = DenseCoder(self.checkpoint, dense_of(self.checkpoint.spec, self.settings.dense_bits))
@@ -93,7 +96,11 @@ class Conversion:
             self.say(f"note: {self.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
         outcome = Outcome(uniform(self.checkpoint.spec, 16))
         coder = ExpertCoder(self.checkpoint, self.quantizer, None)
-        return deliver(self.settings, coder, self.dense, outcome, time.perf_counter() - self.started)
+        return deliver(self.settings, coder, self.dense, outcome, self._seconds(), self.say)
+
+    def _seconds(self) -> float:
+        """Of this run, until now."""
+        return time.perf_counter() - self.started
 
     def _check_moments(self) -> None:
         """Raises SettingsError where what the quantizer wants to know of the inputs does not fit in memory."""
@@ -316,7 +323,7 @@ class Conversion:
             dense_alone=self.dense_alone,
             evaluations=(*self.judge.measure.used.values(), *self.heldout.used.values()),
         )
-        return deliver(self.settings, self.coder, self.dense, outcome, time.perf_counter() - self.started)
+        return deliver(self.settings, self.coder, self.dense, outcome, self._seconds(), self.say)
 
     # The work directory -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from moeconv.artifacts import ConversionReport
+from moeconv.calibration.catalogue import names
 from moeconv.errors import SettingsError
 from moeconv.present import missed_target
 from moeconv.settings import Settings, one_target, parse_bytes, parse_confidence, parse_dense_bits, parse_share
@@ -21,6 +22,14 @@ _PARSERS: Mapping[str, Parse | None] = {
     "confidence": parse_confidence, "memory": parse_bytes, "dense_bits": parse_dense_bits,
 }  # fmt: skip
 """Entries that are numbers, or text as on the command line; (text, name of the entry) → value."""
+
+
+_NOT_ENTRIES = {"out", "work", "target", "memory_bytes"}
+_ENTRIES = sorted(
+    {field.name for field in fields(Settings)} - _NOT_ENTRIES
+    | {"loss", "size", "bits_per_weight", "memory", "profile_paths", "expect"}
+)
+"""All that a recipe may say."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +45,19 @@ class Expectations:
     def failures(self, report: ConversionReport) -> list[str]:
         """One line for each that does not hold; empty when all do."""
         heldout, calibration = report.heldout, report.calibration
-        checks: list[tuple[str, float | None, float | None, int]] = [
-            ("held-out loss", heldout.loss if heldout else None, self.heldout_loss_at_most, 1),
-            ("calibration loss", calibration.loss if calibration else None, self.calibration_loss_at_most, 1),
-            ("expert bytes", report.expert_bytes["pack"], self.expert_bytes_at_most, 1),
-            ("reference", heldout.reference if heldout else None, self.reference_at_least, -1),
-            ("reference", heldout.reference if heldout else None, self.reference_at_most, 1),
-        ]
+        checks: list[tuple[str, float | None, float | None, int, str]] = [
+            ("the held-out loss is", heldout.loss if heldout else None, self.heldout_loss_at_most, 1, ".2%"),
+            ("the calibration loss is", calibration.loss if calibration else None, self.calibration_loss_at_most, 1,
+             ".2%"),
+            ("the bytes of all experts are", report.expert_bytes["pack"], self.expert_bytes_at_most, 1, ",.0f"),
+            ("the reference is", heldout.reference if heldout else None, self.reference_at_least, -1, ".6g"),
+            ("the reference is", heldout.reference if heldout else None, self.reference_at_most, 1, ".6g"),
+        ]  # fmt: skip
         words = {1: "at most", -1: "at least"}
         return [
-            f"{name} is {found:.6g}, expected {words[sign]} {limit:.6g}"
-            for name, found, limit, sign in checks
+            f"{name} {'not measured' if found is None else format(found, style)}, expected {words[sign]} "
+            f"{format(limit, style)}"
+            for name, found, limit, sign, style in checks
             if limit is not None and (found is None or sign * found > sign * limit)
         ]
 
@@ -67,14 +78,15 @@ class Recipe:
 
     @classmethod
     def load(cls, path: Path, out: Path) -> Recipe:
-        """Packs go to OUT/NAME.pack, what can be reused to OUT/NAME.work. Raises SettingsError."""
+        """Packs go to OUT/NAME.pack, what can be reused to OUT/NAME.work. Paths in a recipe are relative to the folder
+        that it lies in. Raises SettingsError."""
         document = read_toml(path)
         for name in ("out", "work"):
             if name in document:
                 raise SettingsError(f"{path}: {name} is not for a recipe to say: give --out to the command")
         places = {"out": out / f"{path.stem}.pack", "work": out / f"{path.stem}.work"}
         try:
-            return cls._of(path.stem, document, places)
+            return cls._of(path.stem, _placed(document, path.parent), places)
         except SettingsError as error:
             raise SettingsError(f"{path}: {_as_entries(str(error))}") from None
 
@@ -84,9 +96,39 @@ class Recipe:
         paths = document.pop("profile_paths", True)
         if not isinstance(paths, bool):
             raise SettingsError(f"profile_paths should be true or false, found {paths!r}")
+        if "model" not in document:
+            raise SettingsError("model is missing: the folder of a model, relative to the recipe, or a hub id")
         if paths and "calib" not in document:
             raise SettingsError("without calib no paths can be profiled: add it, or profile_paths = false")
+        unknown = sorted(set(document) - set(_ENTRIES))
+        if unknown and unknown != ["target"]:
+            raise SettingsError(f"unknown entry {unknown[0]!r}; known are {', '.join(_ENTRIES)}")
         return cls(name, _table(_parsed(document) | places, Settings, ""), expect, paths)
+
+
+def _placed(document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The entries with paths as seen from here. What is a hub id, a name in calib_data/ or hf:NAME stays as it is.
+    Raises SettingsError for a model that is there as seen from here, but not from the recipe's folder."""
+    placed = dict(document)
+    model = document.get("model")
+    if isinstance(model, str):
+        is_hub_id = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not (folder / model).is_dir()
+        if is_hub_id and Path(model).is_dir():
+            raise SettingsError(f"there is no model {folder / model}: paths in a recipe are relative to its folder")
+        placed["model"] = model if is_hub_id else str(folder / model)
+    for name in ("calib", "heldout", "metric"):
+        text = document.get(name)
+        if isinstance(text, str) and _is_path(name, text, folder):
+            placed[name] = str(folder / text)
+    return placed
+
+
+def _is_path(name: str, text: str, folder: Path) -> bool:
+    if name == "metric":
+        return text.split(":")[0].endswith(".py")
+    if text.startswith("hf:") or text in names():
+        return False
+    return Path(text).suffix != "" or "/" in text or (folder / text).exists()
 
 
 def _parsed(values: dict[str, Any]) -> dict[str, Any]:

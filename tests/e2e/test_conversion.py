@@ -307,6 +307,27 @@ def test_profiled_paths_are_what_the_routers_chose(sources: dict[str, Path], fam
     assert family == "switch" or found.tokens % 32 == 0, "whole windows"
 
 
+def test_the_same_conversion_again_keeps_the_profile_and_another_says_that_it_is_gone(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = settings_for(sources, "olmoe", tmp_path, bits=(8,), loss=0.9)
+    Done(settings)
+    profile_paths(
+        Pack.open(settings.out), calib=None, heldout=None, seed=None, samples=None, context=None, say=lambda line: None
+    )
+    before = {name: (settings.out / name).read_bytes() for name in (PATHS, TRACE)}
+    again = Done(settings)
+    assert any("is a pack already" in line for line in again.said)
+    assert not any("are gone" in line for line in again.said)
+    pack = Pack.open(settings.out)
+    assert {name: pack.read_file(name) for name in (PATHS, TRACE)} == before
+    other = Done(replace(settings, bits=(4,)))
+    assert next(line for line in other.said if "are gone" in line).endswith(
+        f"run moeconv profile-paths {settings.out} again"
+    )
+    assert not {PATHS, TRACE} & set(Pack.open(settings.out).manifest.files)
+
+
 def test_named_errors_reach_the_shell_as_one_line(sources: dict[str, Path], tmp_path: Path) -> None:
     """In a process of its own once; every other line of the command line is tested without one."""
     done = subprocess.run(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moeconv.artifacts import Target
 from moeconv.errors import SettingsError
-from moeconv.recipe import Recipe
+from moeconv.recipe import Expectations, Recipe
 from moeconv.settings import Settings
+from moert.pack.manifest import LossEstimate
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(tmp_path: Path, *lines: str) -> Recipe:
     path = tmp_path / "small.toml"
-    path.write_text("\n".join(['model = "m"', 'calib = "c"', *lines]) + "\n")
+    path.write_text("\n".join(['model = "m"', 'calib = "wiki"', *lines]) + "\n")
     return Recipe.load(path, tmp_path / "out")
 
 
@@ -26,7 +28,7 @@ def test_a_recipe_needs_little(tmp_path: Path) -> None:
     assert recipe.name == "small"
     assert recipe.paths
     out = tmp_path / "out"
-    assert recipe.settings == Settings("m", out / "small.pack", out / "small.work", calib="c")
+    assert recipe.settings == Settings("m", out / "small.pack", out / "small.work", calib="wiki")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,7 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     for body, says in (
         ('calib = "c"\n', "model is missing"),
+        ("", "model is missing: the folder of a model, relative to the recipe, or a hub id"),
         ('model = "m"\nbits = [16]\n', "without calib"),
         ('model = "m"\nbits = [16]\nprofile_paths = false\nsignal = "nll"\n', "signal has no effect without calib"),
         ('model = "m"\nout = "x"\n', "out is not for a recipe"),
@@ -143,7 +146,52 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "none.toml", tmp_path)
 
 
+def test_an_unknown_entry_lists_what_a_recipe_may_say(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(tmp_path, "memory_bytes = 3")
+    known = str(error.value).partition("known are ")[2].split(", ")
+    assert {"loss", "size", "bits_per_weight", "memory", "profile_paths", "expect", "model", "samples"} <= set(known)
+    assert not {"target", "out", "work", "memory_bytes"} & set(known)
+    assert known == sorted(known)
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "models" / "mine").mkdir(parents=True)
+    recipe, elsewhere = tmp_path / "a" / "r.toml", tmp_path / "elsewhere"
+    (elsewhere / "models" / "other").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    recipe.write_text(
+        'model = "models/mine"\ncalib = "text.jsonl"\nheldout = "../held.txt"\nmetric = "mine.py:score"\n'
+    )
+    settings = Recipe.load(recipe, Path("out")).settings
+    assert settings.model == str(tmp_path / "a" / "models" / "mine")
+    assert settings.calib == str(tmp_path / "a" / "text.jsonl")
+    assert settings.heldout == str(tmp_path / "a" / ".." / "held.txt")
+    assert settings.metric == str(tmp_path / "a" / "mine.py:score")
+    recipe.write_text('model = "owner/name"\ncalib = "hf:owner/text"\nmetric = "perplexity"\n')
+    settings = Recipe.load(recipe, Path("out")).settings
+    assert (settings.model, settings.calib, settings.metric) == ("owner/name", "hf:owner/text", "perplexity")
+    recipe.write_text('model = "models/other"\ncalib = "text.jsonl"\n')
+    with pytest.raises(SettingsError, match="paths in a recipe are relative to its folder"):
+        Recipe.load(recipe, Path("out"))
+
+
+def test_what_did_not_come_out_is_said_in_readable_figures() -> None:
+    half = LossEstimate(10.0, 10.5, 0.05, 0.04, 0.06, 20)
+    report = SimpleNamespace(heldout=half, calibration=None, expert_bytes={"pack": 3_932_160})
+    limits = Expectations(heldout_loss_at_most=0.02, calibration_loss_at_most=0.02, expert_bytes_at_most=2_300_000,
+                          reference_at_least=12.5)  # fmt: skip
+    assert limits.failures(report) == [  # type: ignore[arg-type]
+        "the held-out loss is 5.00%, expected at most 2.00%",
+        "the calibration loss is not measured, expected at most 2.00%",
+        "the bytes of all experts are 3,932,160, expected at most 2,300,000",
+        "the reference is 10, expected at least 12.5",
+    ]
+
+
 def test_the_recipes_of_the_repository_load() -> None:
     found = [Recipe.load(path, Path("build")) for path in sorted((ROOT / "recipes").glob("*.toml"))]
     assert [recipe.name for recipe in found] == ["docline", "g2p", "wiki"]
     assert all(recipe.settings.target == Target("loss", 0.05) for recipe in found)
+    assert all((Path(recipe.settings.model) / "config.json").is_file() for recipe in found)
+    assert [recipe.settings.calib for recipe in found] == ["docline", "g2p", "wiki"]

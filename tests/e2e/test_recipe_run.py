@@ -1,0 +1,30 @@
+"""`moeconv recipe run` as a script reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeconv.cli import _exit_code
+
+
+def test_the_json_names_the_recipe_and_says_whether_it_passed(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = (
+        f'model = "{sources["olmoe"]}"\ncalib = "{sources["text"]}"\nmetric = "perplexity"\ncontext = 32\n'
+        'bits = [8]\nloss = "90%"\nconfidence = "none"\nprofile_paths = false\n'
+    )
+    (tmp_path / "good.toml").write_text(entries)
+    (tmp_path / "bad.toml").write_text(entries + "[expect]\nexpert_bytes_at_most = 10\n")
+    recipes = [str(tmp_path / name) for name in ("good.toml", "bad.toml")]
+    assert _exit_code(["recipe", "run", *recipes, "--out", str(tmp_path / "out"), "--json"]) == 3
+    out, err = capsys.readouterr()
+    good, bad = map(json.loads, out.splitlines())
+    assert (good["recipe"], good["passed"], good["failures"]) == ("good", True, [])
+    nbytes = bad["expert_bytes"]["pack"]
+    failure = f"the bytes of all experts are {nbytes:,}, expected at most 10"
+    assert (bad["recipe"], bad["passed"], bad["failures"]) == ("bad", False, [failure])
+    assert err.splitlines()[-1] == f"moeconv: bad: {failure}"
