@@ -24,15 +24,17 @@ Batch = dict[str, Tensor]  # what the model takes, with labels
 
 @dataclass
 class Text:
-    """Batches of one split, and the unquantised model's log-probabilities of them once `judge` has been called."""
+    """Batches of one split, of which document each of their rows is, in their order, and the unquantised model's
+    log-probabilities of them once `judge` has been called."""
 
     batches: list[Batch]
+    documents: Sequence[int]
     reference: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Of each sample the sum of nats and of divergences, and the tokens that they are of; all [samples]."""
+    """Of each document the sum of nats and of divergences, and the tokens that they are of; all [documents]."""
 
     nats: npt.NDArray[np.float64]
     kls: npt.NDArray[np.float64]
@@ -49,16 +51,22 @@ class Likelihoods:
         return float(self.kls.sum() / self.tokens.sum())
 
 
-def windows(samples: Sequence[Sample], model_dir: Path, first: int, count: int) -> list[Batch]:
-    """`count` windows of running text from the `first` on, that don't overlap; the first token is context only."""
+def windows(samples: Sequence[Sample], model_dir: Path, count: int) -> tuple[list[Batch], list[int]]:
+    """`count` windows of running text, spread evenly over all samples, and which sample each is from.
+
+    A window lies within one sample, and no two overlap; the first token is context only.
+    """
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    text = "".join(sample.source if sample.source.endswith("\n") else sample.source + "\n" for sample in samples)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[first * CONTEXT : (first + count) * CONTEXT]
-    if len(ids) < count * CONTEXT:
-        raise ValueError(f"the text has fewer than {first + count} windows of {CONTEXT} tokens")
-    rows = _BATCH_TOKENS // CONTEXT
-    whole = torch.tensor(ids).view(count, CONTEXT)
-    return [{"input_ids": part, "labels": part} for part in whole.split(rows)]
+    found: list[tuple[int, list[int]]] = []
+    for number, sample in enumerate(samples):
+        ids = tokenizer.encode(sample.source, add_special_tokens=False).ids
+        found += [(number, ids[at : at + CONTEXT]) for at in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
+    if len(found) < count:
+        raise ValueError(f"the text has {len(found)} windows of {CONTEXT} tokens, {count} are needed")
+    chosen = [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
+    whole = torch.tensor([ids for _, ids in chosen])
+    batches = [{"input_ids": part, "labels": part} for part in whole.split(_BATCH_TOKENS // CONTEXT)]
+    return batches, [number for number, _ in chosen]
 
 
 def pairs(samples: Sequence[Sample], model_dir: Path) -> list[Batch]:
@@ -98,7 +106,10 @@ def judge(model: Any, text: Text) -> Likelihoods:
         nats.append(-logs.gather(2, labels[..., None]).squeeze(2).double().sum(1))
         kls.append((was.exp() * (was - logs)).sum(-1).double().sum(1))
         tokens.append(torch.full((len(labels),), labels.shape[1], dtype=torch.float64))
-    return Likelihoods(*(torch.cat(part).numpy() for part in (nats, kls, tokens)))
+    names, places = np.unique(text.documents, return_inverse=True)
+    return Likelihoods(
+        *(np.bincount(places, torch.cat(part).numpy(), len(names)) for part in (nats, kls, tokens))
+    )  # fmt: skip
 
 
 def logits_of(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

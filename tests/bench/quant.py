@@ -1,7 +1,12 @@
-"""`make bench-quant`: our quantisers beside hqq and llama.cpp's K-quants, at equal bits a weight with scales counted.
+"""`make bench-quant`: our quantisers beside hqq and llama.cpp's K- and i-quants, at equal effective bits a weight.
 
-All experts of a reference model are quantised alike; what is lost is the rise of the perplexity on text that no
-quantiser saw. Writes build/bench/quant.json.
+All experts of a reference model are quantised alike; what is lost is the rise of the perplexity, and the divergence, on
+text that no quantiser saw. Writes build/bench/quant.json.
+
+No reference model has rows that are whole blocks of 256 weights throughout. Where they are not, llama.cpp would fall
+back to formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits
+(scales of 16 or 32 weights stay within a row, what these are stored in units of spans rows). Beside that, g2p with
+those matrices alone quantised whose rows fit.
 """
 
 from __future__ import annotations
@@ -10,9 +15,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +25,25 @@ import torch
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moert.pack.codec import F32, dequantize
 from tests.bench import quant_speed
+from tests.bench.apart import Apart, Failure
 from tests.bench.likelihood import Likelihoods
-from tests.bench.peers import K_QUANTS, Coded, Ggml, hqq, hqq_group_size, import_peers
+from tests.bench.peers import I_QUANTS, K_QUANTS, Coded, gguf, hqq, hqq_group_size, import_peers
 from tests.bench.result import Row, context, table, write
-from tests.bench.subject import SIZES, SPLITS, Quantized, Result, Subject
+from tests.bench.subject import DOCUMENTS, FITTING, SIZES, SPLITS, Quantized, Result, Subject
 
-OURS = (("channel", 0), ("group", 32), ("group", 64), ("gptq", 0), ("gptq", 64), ("gptq", 128))
+NAMES = ("wiki", "docline", "g2p", f"g2p{FITTING}")
+GPTQ, OTHERS = (("gptq", 0), ("gptq", 64), ("gptq", 128)), (("channel", 0), ("group", 32), ("group", 64))
 LIMITS = {2: 2.625, 3: 3.4375, 4: 4.5}  # width → the effective bits of the K-quant of that width
 WIDTHS = (2, 3, 4, 8)
 RESAMPLES = 1000
+NOTES = {
+    "what peers know": "hqq and 'no data': the weights alone; 'imatrix': the mean square of each input on the text "
+    "that ours sees; ours (gptq): the products of all inputs there",
+    "rows": "no multiple of 256 but in 'fitting rows' (g2p's down matrices alone): rows are joined to fill blocks of "
+    "llama.cpp's formats, where it would fall back to formats of more bits",
+    "ours": "the best at the peer's bits or fewer, chosen on the calibration split; bits are filled by giving every "
+    "so many-th expert one width up",
+}
 
 
 def ours(quantizer: str, group_size: int, bits: int, weights: F32, inputs: Inputs) -> Coded:
@@ -47,34 +61,42 @@ def squares(inputs: Inputs) -> F32:
     return np.ascontiguousarray(np.diagonal(inputs.moment, axis1=1, axis2=2))
 
 
-def peers(subject: Subject) -> Iterator[Quantized]:
-    """Each peer at about 2.5, 3.3 and 4.5 bits a weight."""
+def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
+    """By name, each peer at about 2.5, 3.3 and 4.5 bits a weight, and the i-quants between them."""
+    found: dict[str, Callable[[], Quantized]] = {}
+
+    def add(name: str, function: Callable[[F32, Inputs], Coded]) -> None:
+        found[name] = lambda: subject.quantize("peer", name, function)
+
     for bits, limit in LIMITS.items():
         size = hqq_group_size(subject.sizes, bits, limit)
         for axis in (1, 0):
-            name = f"hqq {bits} bits, groups of {size}, axis {axis}"
-            yield subject.quantize("hqq", name, lambda w, _, a=axis, b=bits, s=size: hqq(w, b, s, a))
-    ggml = Ggml()
+            add(f"hqq {bits} bits, axis {axis}", lambda w, _, a=axis, b=bits, s=size: apart.call(hqq, w, b, s, a))
     for name in K_QUANTS:
-        yield subject.quantize("GGUF", name, lambda w, _, n=name: ggml.code(w, n, None))
-        with_inputs = f"{name} with imatrix"
-        yield subject.quantize("GGUF", with_inputs, lambda w, i, n=name: ggml.code(w, n, squares(i)))
+        add(f"{name}, no data", lambda w, _, n=name: apart.call(gguf, w, n, None))
+    for name in K_QUANTS | I_QUANTS:
+        add(f"{name}, imatrix", lambda w, i, n=name: apart.call(gguf, w, n, squares(i)))
+    return found
 
 
-def candidates(subject: Subject, limit: float) -> Iterator[Quantized]:
+def candidates(subject: Subject, limit: float) -> Iterator[Callable[[], Quantized]]:
     """Each of our quantisers with as many effective bits as `limit` allows: a width for all experts, and with gptq,
-    where room is left, the next width for some."""
-    for quantizer, group_size in OURS:
+    where room is left, the next width for some. Where even 2 bits are too many, these."""
+    others = OTHERS if limit in LIMITS.values() else ()
+    for quantizer, group_size in (*GPTQ, *others):
         at = partial(_coded, subject, quantizer, group_size)
         fitting = [bits for bits in WIDTHS if at(bits).bits <= limit + 1e-9]
         if not fitting:
+            if group_size == 0:
+                yield partial(at, WIDTHS[0])
             continue
         low = at(fitting[-1])
-        yield low
+        yield partial(at, fitting[-1])
         if quantizer == "gptq" and limit - low.bits > 0.02:
             high = at(WIDTHS[len(fitting)])
             share = (limit - low.bits) / (high.bits - low.bits)
-            yield subject.mix(f"{low.name}, {share:.0%} of experts at {WIDTHS[len(fitting)]}", low, high, limit)
+            name = f"{low.name}, {share:.1%} of experts at {WIDTHS[len(fitting)]}"
+            yield partial(subject.mix, name, low, high, limit)
 
 
 def _coded(subject: Subject, quantizer: str, group_size: int, bits: int) -> Quantized:
@@ -83,25 +105,48 @@ def _coded(subject: Subject, quantizer: str, group_size: int, bits: int) -> Quan
     return subject.quantize("ours", name, partial(ours, quantizer, group_size, bits))
 
 
-def compare(name: str) -> tuple[dict[str, float], list[Result]]:
-    """Perplexities of one unquantised model, and what all settings make of it."""
+class Comparison:
+    """All settings on one subject."""
+
+    def __init__(self, name: str) -> None:
+        self.subject = Subject(name)
+        self.results: dict[str, Result] = {}
+        self.failures: list[str] = []
+        self.started = time.perf_counter()
+
+    def run(self) -> None:
+        with Apart() as apart:
+            chosen = peers(self.subject, apart)
+            expected = len(chosen) + 55
+            for name, quantized in chosen.items():
+                try:
+                    self._measure(quantized(), expected)
+                except Failure as failure:
+                    self.failures.append(f"{self.subject.name}, {name}: {failure}")
+                    print(self.failures[-1], file=sys.stderr, flush=True)
+        limits = sorted({round(result.bits, 6) for result in self.results.values()})
+        for number, limit in enumerate(limits):
+            for quantize in candidates(self.subject, limit):
+                self._measure(quantize(), len(self.results) + 1 + 5 * (len(limits) - number - 1))
+
+    def _measure(self, quantized: Quantized, expected: int) -> None:
+        if quantized.name in self.results:
+            return
+        result = self.results[quantized.name] = self.subject.measure(quantized)
+        left = (time.perf_counter() - self.started) / len(self.results) * (expected - len(self.results))
+        whole = {split: judged.nll for split, judged in self.subject.unquantised.items()}
+        print(f"{summary(result, whole)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+
+def compare(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
+    """Nats a token of one unquantised model, what all settings make of it, and which peers failed."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     import_peers()
-    subject = Subject(name)
-    results: dict[str, Result] = {}
-    whole = {split: judged.nll for split, judged in subject.unquantised.items()}
-
-    def add(settings: Callable[[], Iterator[Quantized]]) -> None:
-        for setting in settings():
-            if setting.name not in results:
-                results[setting.name] = subject.measure(setting)
-                print(summary(results[setting.name], whole), file=sys.stderr, flush=True)
-
-    add(lambda: peers(subject))
-    for limit in sorted({round(result.bits, 6) for result in results.values()}):
-        add(lambda limit=limit: candidates(subject, limit))
-    return whole, list(results.values())
+    comparison = Comparison(name)
+    comparison.run()
+    whole = {split: judged.nll for split, judged in comparison.subject.unquantised.items()}
+    return whole, list(comparison.results.values()), comparison.failures
 
 
 def rows_of(name: str, whole: dict[str, float], results: Sequence[Result]) -> list[Row]:
@@ -122,40 +167,53 @@ def loss(result: Result, whole: dict[str, float], split: str) -> float:
     return 100 * float(np.expm1(result.judged[split].nll - whole[split]))
 
 
-def duels(results: Sequence[Result]) -> list[Row]:
-    """Each peer against the best of ours that needs no more bits, which is chosen on the calibration split alone.
+def duels(results: Sequence[Result]) -> tuple[list[Row], dict[str, str]]:
+    """Each peer against the best of ours that needs no more bits, which is chosen on the calibration split alone; and
+    which that is.
 
-    Both by the divergence from the unquantised model and by the perplexity; the former is by far the quieter.
+    Both by the divergence from the unquantised model and by the perplexity; the former is by far the quieter. Where
+    none of ours needs so few bits, against the narrowest of ours, without an aim.
     """
-    rows = []
+    rows, chosen = [], {}
+    narrowest = min(result.bits for result in results if result.method == "ours")
     for peer in [result for result in results if result.method != "ours"]:
-        allowed = [r for r in results if r.method == "ours" and r.bits <= peer.bits + 1e-6]
+        limit = max(peer.bits, narrowest)
+        allowed = [r for r in results if r.method == "ours" and r.bits <= limit + 1e-6]
         best = min(allowed, key=lambda result: result.judged["calibration"].kl)
+        about = f"{peer.model} against {peer.name}"
+        chosen[about] = best.name
+        rows.append(Row(f"{about}: bits of the peer", peer.bits, "bits a weight"))
+        rows.append(Row(f"{about}: bits of ours", best.bits, "bits a weight").at_most(peer.bits + 1e-6))
         for split in SPLITS:
-            about = f"{peer.model}, {best.name} ({best.bits:.2f}) against {peer.name} ({peer.bits:.2f}), {split}"
-            mine, theirs = best.judged[split], peer.judged[split]
-            ratios = _resampled(mine, mine.kls) / _resampled(theirs, theirs.kls)
-            rows.append(
-                Row(f"{about}: divergence", mine.kl / theirs.kl, "of the peer's", _quartiles(ratios)).at_most(1)
-            )
-            rises = 100 * np.expm1(_resampled(mine, mine.nats - theirs.nats))
-            rise = 100 * float(np.expm1(mine.nll - theirs.nll))
-            rows.append(Row(f"{about}: perplexity", rise, "% above the peer's", _quartiles(rises)).at_most(0))
-    return rows
+            duel = _duel(f"{about}, {split}", best.judged[split], peer.judged[split])
+            limits = (1, 0) if best.bits <= peer.bits + 1e-6 else (None, None)
+            rows += [row if aim is None else row.at_most(aim) for row, aim in zip(duel, limits, strict=True)]
+    return rows, chosen
+
+
+def _duel(about: str, mine: Likelihoods, theirs: Likelihoods) -> tuple[Row, Row]:
+    n = len(mine.tokens)
+    ratios = _resampled(mine, mine.kls) / _resampled(theirs, theirs.kls)
+    rises = 100 * np.expm1(_resampled(mine, mine.nats - theirs.nats))
+    rise = 100 * float(np.expm1(mine.nll - theirs.nll))
+    return (
+        Row(f"{about}: divergence", mine.kl / theirs.kl, "of the peer's").within(*_interval(ratios), n),
+        Row(f"{about}: perplexity", rise, "% above the peer's").within(*_interval(rises), n),
+    )
 
 
 def _resampled(judged: Likelihoods, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Means a token over RESAMPLES draws of samples, which are the same draws in each call."""
+    """Means a token over RESAMPLES draws of documents, which are the same draws in each call."""
     count = len(judged.tokens)
     chosen = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     means: npt.NDArray[np.float64] = sums[chosen].sum(1) / judged.tokens[chosen].sum(1)
     return means
 
 
-def _quartiles(values: npt.NDArray[np.float64]) -> float:
-    """The distance between the quartiles."""
-    low, high = np.quantile(values, (0.25, 0.75))
-    return float(high - low)
+def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """95% of them."""
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def overview(name: str, whole: dict[str, float], results: Sequence[Result]) -> str:
@@ -178,22 +236,46 @@ def summary(result: Result, whole: dict[str, float]) -> str:
     return f"{name:58} {result.bits:.3f} {100 * result.error:7.2f} {losses} {divergences}"
 
 
-def main() -> None:
-    started = time.perf_counter()
-    names = sys.argv[1:] or ["wiki", "docline", "g2p"]
-    import_peers()
-    workers = min(len(names), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(names, pool.map(compare, names), strict=True))
-    rows, aims = [], []
-    for name, (whole, results) in found.items():
+def gather(names: Sequence[str]) -> tuple[list[Row], list[Row], dict[str, str], list[str]]:
+    """Figures, comparisons, which of ours was compared, what failed; two subjects at a time, each in a process."""
+
+    def alone(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
+        with Apart() as apart:
+            try:
+                return apart.call(compare, name)
+            except Failure as failure:
+                return {}, [], [f"{name}: {failure}"]
+
+    with ThreadPoolExecutor(min(len(names), len(os.sched_getaffinity(0)))) as pool:
+        found = dict(zip(names, pool.map(alone, names), strict=True))
+    rows: list[Row] = []
+    aims: list[Row] = []
+    chosen: dict[str, str] = {}
+    for name, (whole, results, _) in found.items():
+        if not results:
+            continue
         print(overview(name, whole, results), end="\n\n")
         rows += rows_of(name, whole, results)
-        aims += duels(results)
-    aims += quant_speed.rows()
-    settings = {"samples": SIZES, "resamples": RESAMPLES, "seconds": round(time.perf_counter() - started)}
+        duelled, best = duels(results)
+        aims, chosen = aims + duelled, chosen | best
+    return rows, aims, chosen, [failure for *_, failures in found.values() for failure in failures]
+
+
+def main() -> None:
+    started = time.perf_counter()
+    names = sys.argv[1:] or NAMES
+    import_peers()
+    rows, aims, chosen, failures = gather(names)
+    try:
+        aims += quant_speed.rows()
+    except Exception as error:  # the figures before it took long
+        failures.append(f"speed: {error}")
+    settings = {"samples": SIZES, "resampled": DOCUMENTS, "resamples": RESAMPLES, **NOTES, "chosen of ours": chosen,
+                "failed": failures, "seconds": round(time.perf_counter() - started)}  # fmt: skip
     path = write("quant", context(settings, ["hqq", "gguf"]), [*rows, *aims])
     print(table(aims))
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
     print(f"written to {path}")
 
 

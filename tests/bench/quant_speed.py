@@ -47,12 +47,14 @@ def _methods(weights: F32) -> dict[str, Callable[[], object]]:
     counts = np.full(n, len(x))
     square = Inputs(counts, np.repeat(np.square(x).mean(0)[None], n, axis=0))
     product = Inputs(counts, np.repeat((x.T @ x / len(x))[None], n, axis=0))
-    ggml = Ggml()
+    formats = {name: Ggml(name) for name in ("Q4_K", "IQ2_XS", "IQ3_S", "IQ4_XS")}
     return {
         "channel": lambda: QUANTIZERS["channel"](0).quantize(weights, 4, None),
         "group": lambda: QUANTIZERS["group"](64).quantize(weights, 4, square),
         "gptq": lambda: QUANTIZERS["gptq"](64).quantize(weights, 4, product),
         "hqq": lambda: hqq(weights, 4, 64, 1),
-        "Q4_K": lambda: ggml.encode(weights, "Q4_K", None),
-        "Q4_K with imatrix": lambda: ggml.encode(weights, "Q4_K", square.moment),
+        "Q4_K, no data": lambda: formats["Q4_K"].encode(weights, None),
+    } | {
+        f"{name}, imatrix": lambda ggml=ggml: ggml.encode(weights, square.moment)  # type: ignore[misc]
+        for name, ggml in formats.items()
     }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeconv.calibration import Sample, load_splits
+from moeconv.calibration import load_splits
 from moeconv.checkpoint import Checkpoint
 from moeconv.moments import Moments, collect
 from moeconv.quantizers import Inputs
@@ -18,11 +18,15 @@ from moeconv.scorers.experts import ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
 from tests.bench.likelihood import Batch, Likelihoods, Text, judge, pairs, run, windows
-from tests.bench.peers import Coded
+from tests.bench.peers import BLOCK, Coded
 
 SPLITS = ("calibration", "heldout")
-SIZES = {"g2p": (1500, 500), "docline": (300, 100), "wiki": (40, 16)}
+SIZES = {"g2p": (1500, 1000), "docline": (600, 200), "wiki": (96, 40)}
 """Samples or windows whose inputs the quantisers see, and others, of each split, that the loss is measured on."""
+DOCUMENTS = {"g2p": "words", "docline": "docstrings", "wiki": "articles"}
+"""What is resampled whole."""
+FITTING = ", fitting rows"
+"""Ends a subject's name where only the matrices are quantised whose rows are whole blocks of llama.cpp's formats."""
 
 Matrices = tuple[str, int, str]  # stack, layer, projection: the matrices of all experts there
 Method = Callable[[F32, Inputs], Coded]  # weights [n, out, in] and what is known of their inputs, with products
@@ -55,11 +59,12 @@ class Subject:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        path = Path("recipes/models") / name
+        model, fitting = name.removesuffix(FITTING), name.endswith(FITTING)
+        path = Path("recipes/models") / model
         checkpoint = Checkpoint.open(path)
         self.arch, self.spec = checkpoint.arch, checkpoint.spec
         self.model: Any = self.arch.load(path, torch.float32)
-        seen, texts = _texts(name, path)
+        seen, texts = _texts(model, path)
         calls = ExpertCalls(self.model, self.arch, self.spec)
         self.moments: Moments = collect(calls, lambda: run(self.model, seen), "products")
         self.weights: dict[Matrices, F32] = {
@@ -72,6 +77,8 @@ class Subject:
             for stack, layer in self.spec.moe_layers()
             for projection in self.spec.moe.projections
         }
+        if fitting:
+            self.weights = {at: w for at, w in self.weights.items() if w.shape[2] % BLOCK == 0}
         self.texts = texts
         self.unquantised = {split: judge(self.model, text) for split, text in texts.items()}
         self._kept: dict[str, Quantized] = {}
@@ -133,13 +140,10 @@ def _texts(name: str, path: Path) -> tuple[Sequence[Batch], dict[str, Text]]:
     """What the quantisers see, and what each split is judged on."""
     splits = load_splits(name, None, seed=0)
     seen, judged = SIZES[name]
-
-    def part(samples: Sequence[Sample], first: int, count: int) -> list[Batch]:
-        if splits.seq2seq:
-            return pairs(samples[first : first + count], path)
-        return windows(samples, path, first, count)
-
-    return part(splits.calibration, 0, seen), {
-        "calibration": Text(part(splits.calibration, seen, judged)),
-        "heldout": Text(part(splits.heldout, 0, judged)),
-    }
+    if not splits.seq2seq:  # every other article to the quantisers
+        first, _ = windows(splits.calibration[::2], path, seen)
+        others = {"calibration": splits.calibration[1::2], "heldout": splits.heldout}
+        return first, {split: Text(*windows(part, path, judged)) for split, part in others.items()}
+    parts = {"calibration": splits.calibration[seen : seen + judged], "heldout": splits.heldout[:judged]}
+    judging = {split: Text(pairs(part, path), range(len(part))) for split, part in parts.items()}
+    return pairs(splits.calibration[:seen], path), judging

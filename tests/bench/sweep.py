@@ -1,8 +1,9 @@
 """`make bench-sweep`: the exact sweep beside the naive one, on the reference models.
 
-Naive: give one expert the probe's widths and run the same scorer in full, in the same float32 experts. Both are run in
-turns, layer by layer; naive on a few experts of each layer, scaled to all. What both need alike (quantised experts) is
-made beforehand; the exact side's base run is counted.
+Naive: give one expert the probe's widths and run the same scorer in full, in the same float32 experts. First both are
+compared probe by probe at every width, on little text and untimed. Then both are timed in turns at 2 bits, layer by
+layer; naive on a few experts of each layer, scaled to all. What both need alike (quantised experts) is made beforehand;
+the exact side's base run is counted.
 
 The aims can't be met by every model. A changed expert moves the rows routed to it, and through causal attention all
 that follow in their sequence, so that no result is exact unless later layers compute these rows again. How many these
@@ -22,35 +23,27 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
 import argparse
+import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 
-from moeconv.artifacts import Probe, uniform
-from moeconv.calibration import divide, load_splits
-from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
-from moeconv.conversion import RANKING_SHARE
-from moeconv.metrics import Metric, default_metric, find_metric
+from moeconv.artifacts import Probe
 from moeconv.probes import Found
 from moeconv.probes.generated import Seq2SeqProber
 from moeconv.probes.text import TextProber
-from moeconv.quantizers import QUANTIZERS
-from moeconv.scorers import Scores
-from moeconv.scorers.build import build_scorer, load_tokenizer
 from moeconv.scorers.experts import Place
-from moeconv.scorers.text import TextScorer
 from moeconv.sensitivity import BASE_BITS, PROBES_A_TASK
-from moeconv.trial import Trial
-from moert.pack.model_spec import ExpertKey
+from tests.bench.agreement import Agreement
+from tests.bench.probed import Subject
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.signals import Signals
 
-SAMPLES = {"g2p": 400, "wiki": 12, "docline": 60}  # windows for wiki
+SAMPLES = {"g2p": 400, "wiki": 12, "docline": 60}  # that are timed on; windows for wiki
+COMPARED = {"g2p": 48, "wiki": 3, "docline": 6}  # that results are compared on
+LEAST_PROBES = 64  # that are compared at each width
 BITS = 2
 
 
@@ -64,47 +57,6 @@ class Layer:
     naive_flops: float = 0.0
 
 
-class Subject:
-    """One reference model with all experts at the base's width, and the scorer and prober that both work on."""
-
-    def __init__(self, name: str, samples: int) -> None:
-        path = Path("recipes/models") / name
-        self.name, checkpoint = name, Checkpoint.open(path)
-        self.coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
-        self.trial, self.spec = Trial(checkpoint, lambda: self.coder), checkpoint.spec
-        splits = load_splits(name, None, seed=0)
-        self.metric: Metric = find_metric(splits.metric or default_metric(splits.seq2seq, splits.choices))
-        text = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, seed=0)[0]
-        self.scorer = build_scorer(
-            self.trial, load_tokenizer(path / "tokenizer.json"), text, self.metric, limit=samples, context=256,
-            max_new_tokens=None,
-        )  # fmt: skip
-        self.reference = self.scorer.score(as_reference=True)
-        self.trial.assign(uniform(self.spec, BASE_BITS))
-        self.prober: TextProber | Seq2SeqProber
-        if isinstance(self.scorer, TextScorer):
-            self.prober = TextProber(self.trial, self.scorer)
-        else:
-            self.prober = Seq2SeqProber(self.trial, self.scorer)
-        started, rows = time.perf_counter(), self.trial.calls.rows
-        self.base = self.prober.prepare()
-        self.base_s = time.perf_counter() - started
-        self.base_flops = self.trial.calls.flops(self.trial.calls.rows - rows)
-
-    def probes(self, place: Place) -> list[Probe]:
-        width = (BITS,) * len(self.spec.moe.projections)
-        return [Probe(ExpertKey(*place, expert), width) for expert in range(self.spec.moe.num_experts)]
-
-    def naive(self, probe: Probe) -> tuple[Scores, float, int]:
-        """Scores, seconds, operations in expert rows."""
-        started, rows = time.perf_counter(), self.trial.calls.rows
-        self.trial.assign({probe.key: probe.bits})
-        scores = self.scorer.score()
-        took = time.perf_counter() - started, self.trial.calls.flops(self.trial.calls.rows - rows)
-        self.trial.assign({probe.key: (BASE_BITS,) * len(probe.bits)})
-        return scores, *took
-
-
 class Contest:
     """Both sweeps over all layers of one model."""
 
@@ -113,23 +65,23 @@ class Contest:
         self.naive_probes = naive_probes
         self.layers: dict[Place, Layer] = {}
         self.found: dict[Probe, Found] = {}
-        self.naive: dict[Probe, Scores] = {}
 
     def run(self) -> None:
-        places = self.subject.spec.moe_layers()
+        places, started = self.subject.spec.moe_layers(), time.perf_counter()
         subject = self.subject
         subject.scorer.score()  # warm-up
         for number, place in enumerate(places):
-            subject.coder.prepare(subject.probes(place))
+            subject.coder.prepare(subject.probes(place, BITS))
             layer = self.layers[place] = Layer()
             for side in (self._exact, self._naive)[:: 1 if number % 2 == 0 else -1]:
                 side(place, layer)
             share = layer.exact_s / (layer.naive_s * subject.spec.moe.num_experts)
+            left = (time.perf_counter() - started) / (number + 1) * (len(places) - number - 1)
             said = f"{subject.name}: {place[0]} layer {place[1]}, exact takes {share:.2f} of the naive time"
-            print(said, file=sys.stderr, flush=True)
+            print(f"{said}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     def _exact(self, place: Place, layer: Layer) -> None:
-        probes = self.subject.probes(place)
+        probes = self.subject.probes(place, BITS)
         started, rows = time.perf_counter(), self.subject.trial.calls.rows
         for start in range(0, len(probes), PROBES_A_TASK):
             for found in self.subject.prober.probe(probes[start : start + PROBES_A_TASK]):
@@ -138,33 +90,12 @@ class Contest:
         layer.exact_flops = self.subject.trial.calls.flops(self.subject.trial.calls.rows - rows)
 
     def _naive(self, place: Place, layer: Layer) -> None:
-        """Experts from the rarely to the often used."""
-        rows = self.subject.prober.rows_of()[place]
-        order = np.argsort(rows, kind="stable")
-        places = ((np.arange(self.naive_probes) + 0.5) / self.naive_probes * len(rows)).astype(int)
-        chosen = [self.subject.probes(place)[order[at]] for at in sorted(set(places.tolist()))]
+        chosen = self.subject.some(place, BITS, self.naive_probes)
         results = [self.subject.naive(probe) for probe in chosen]
-        self.naive |= {probe: scores for probe, (scores, _, _) in zip(chosen, results, strict=True)}
-        layer.naive_s = float(np.mean([seconds for _, seconds, _ in results]))
-        layer.naive_flops = float(np.mean([flops for _, _, flops in results]))
+        layer.naive_s = statistics.fmean(seconds for _, seconds, _ in results)
+        layer.naive_flops = statistics.fmean(flops for _, _, flops in results)
 
     def rows(self) -> list[Row]:
-        return [*self._agreement(), *self._costs()]
-
-    def _agreement(self) -> list[Row]:
-        pairs = [(self.found[probe], naive) for probe, naive in self.naive.items()]
-        nats = max(float((np.abs(one.scores.nats - naive.nats) / naive.tokens).max()) for one, naive in pairs)
-        outputs = [(mine, theirs) for one, naive in pairs
-                   for mine, theirs in zip(one.scores.outputs, naive.outputs, strict=True)]  # fmt: skip
-        differ = sum(mine != theirs for mine, theirs in outputs)
-        ties = sum(one.near_ties for one, _ in pairs)
-        name = self.subject.name
-        rows = [Row(f"{name}: largest difference over {len(pairs)} probes", nats, "nats a token").at_most(1e-5)]
-        if outputs:
-            rows.append(Row(f"{name}: outputs that differ", differ, f"of {len(outputs)}").at_most(ties))
-        return [*rows, Row(f"{name}: near ties", sum(one.near_ties for one in self.found.values()), "outputs")]
-
-    def _costs(self) -> list[Row]:
         subject, layers = self.subject, list(self.layers.values())
         name, count, experts = subject.name, len(self.found), subject.spec.moe.num_experts
         naive_flops = experts * sum(layer.naive_flops for layer in layers)
@@ -232,23 +163,35 @@ def signals(contest: Contest) -> Signals:
     return Signals(subject.name, subject.metric, subject.reference, subject.base, found)
 
 
+def rows_of(name: str, compared: int, samples: int, naive_probes: int) -> list[Row]:
+    """All figures of one model; what is compared and what is timed are each on a subject of its own."""
+    agreement = Agreement(Subject(name, compared), LEAST_PROBES)
+    agreement.run()
+    contest = Contest(Subject(name, samples), naive_probes)
+    contest.run()
+    return [*agreement.rows(), *contest.rows(), *signals(contest).rows()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The exact sweep beside the naive one.")
     parser.add_argument("--models", nargs="+", choices=list(SAMPLES), default=list(SAMPLES))
-    parser.add_argument("--probes", type=int, default=2, help="naive probes in each layer")
-    parser.add_argument("--samples", type=int, help="instead of each model's own number")
+    parser.add_argument("--probes", type=int, default=2, help="naive probes in each layer that are timed")
+    parser.add_argument("--samples", type=int, help="timed on, instead of each model's own number")
+    parser.add_argument("--compared", type=int, help="compared on, instead of each model's own number")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    started, rows = time.perf_counter(), []
-    for name in arguments.models:
-        subject = Subject(name, arguments.samples or SAMPLES[name])
-        contest = Contest(subject, arguments.probes)
-        contest.run()
-        rows += [*contest.rows(), *signals(contest).rows()]
+    started, rows, failures = time.perf_counter(), [], []
     samples = {name: arguments.samples or SAMPLES[name] for name in arguments.models}
-    settings = {"samples": samples, "naive probes a layer": arguments.probes, "bits": BITS, "base": BASE_BITS,
-                "quantizer": "channel", "threads": torch.get_num_threads(),
-                "seconds": round(time.perf_counter() - started)}  # fmt: skip
+    compared = {name: arguments.compared or COMPARED[name] for name in arguments.models}
+    for name in arguments.models:
+        try:
+            rows += rows_of(name, compared[name], samples[name], arguments.probes)
+        except Exception as error:  # the other models' figures took long
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            print(f"failed: {failures[-1]}", file=sys.stderr, flush=True)
+    settings = {"samples timed": samples, "samples compared": compared, "naive probes timed a layer": arguments.probes,
+                "bits timed": BITS, "base": BASE_BITS, "quantizer": "channel", "threads": torch.get_num_threads(),
+                "failed": failures, "seconds": round(time.perf_counter() - started)}  # fmt: skip
     path = write("sweep", context(settings, ["scipy"]), rows)
     print(table(rows))
     print(f"written to {path}")

@@ -1,0 +1,74 @@
+"""A reference model that the exact and the naive sweep of `make bench-sweep` both work on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from moeconv.artifacts import Probe, uniform
+from moeconv.calibration import divide, load_splits
+from moeconv.checkpoint import Checkpoint
+from moeconv.coder import ExpertCoder
+from moeconv.conversion import RANKING_SHARE
+from moeconv.metrics import Metric, default_metric, find_metric
+from moeconv.probes.generated import Seq2SeqProber
+from moeconv.probes.text import TextProber
+from moeconv.quantizers import QUANTIZERS
+from moeconv.scorers import Scores
+from moeconv.scorers.build import build_scorer, load_tokenizer
+from moeconv.scorers.experts import Place
+from moeconv.scorers.text import TextScorer
+from moeconv.sensitivity import BASE_BITS
+from moeconv.trial import Trial
+from moert.pack.model_spec import ExpertKey
+
+
+class Subject:
+    """One reference model with all experts at the base's width, and the scorer and prober that both work on."""
+
+    def __init__(self, name: str, samples: int) -> None:
+        path = Path("recipes/models") / name
+        self.name, checkpoint = name, Checkpoint.open(path)
+        self.coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
+        self.trial, self.spec = Trial(checkpoint, lambda: self.coder), checkpoint.spec
+        splits = load_splits(name, None, seed=0)
+        self.metric: Metric = find_metric(splits.metric or default_metric(splits.seq2seq, splits.choices))
+        text = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, seed=0)[0]
+        self.scorer = build_scorer(
+            self.trial, load_tokenizer(path / "tokenizer.json"), text, self.metric, limit=samples, context=256,
+            max_new_tokens=None,
+        )  # fmt: skip
+        self.reference = self.scorer.score(as_reference=True)
+        self.trial.assign(uniform(self.spec, BASE_BITS))
+        self.prober: TextProber | Seq2SeqProber
+        if isinstance(self.scorer, TextScorer):
+            self.prober = TextProber(self.trial, self.scorer)
+        else:
+            self.prober = Seq2SeqProber(self.trial, self.scorer)
+        started, rows = time.perf_counter(), self.trial.calls.rows
+        self.base = self.prober.prepare()
+        self.base_s = time.perf_counter() - started
+        self.base_flops = self.trial.calls.flops(self.trial.calls.rows - rows)
+
+    def probes(self, place: Place, bits: int) -> list[Probe]:
+        width = (bits,) * len(self.spec.moe.projections)
+        return [Probe(ExpertKey(*place, expert), width) for expert in range(self.spec.moe.num_experts)]
+
+    def some(self, place: Place, bits: int, count: int) -> list[Probe]:
+        """`count` of them, or all there are, from the rarely to the often used."""
+        rows = self.prober.rows_of()[place]
+        order = np.argsort(rows, kind="stable")
+        places = ((np.arange(count) + 0.5) / count * len(rows)).astype(int)
+        probes = self.probes(place, bits)
+        return [probes[order[at]] for at in sorted(set(places.tolist()))]
+
+    def naive(self, probe: Probe) -> tuple[Scores, float, int]:
+        """Scores, seconds, operations in expert rows."""
+        started, rows = time.perf_counter(), self.trial.calls.rows
+        self.trial.assign({probe.key: probe.bits})
+        scores = self.scorer.score()
+        took = time.perf_counter() - started, self.trial.calls.flops(self.trial.calls.rows - rows)
+        self.trial.assign({probe.key: (BASE_BITS,) * len(probe.bits)})
+        return scores, *took
