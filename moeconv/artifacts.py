@@ -101,10 +101,12 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of the work and what it took."""
+    """A part of the work and what it took in this run. `reused_seconds` is what those measurements had taken that it
+    found in the journal of an earlier run."""
 
     name: str
     seconds: float
+    reused_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -178,16 +178,19 @@ def plan(
     bits: Annotated[
         str | None, typer.Option(help="Widths that experts may get. Default: all that were measured.")
     ] = None,
+    whole_curve: Annotated[
+        bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show size against loss, and the plan for a target, from what was measured; measures nothing."""
+    """Show the plan for a target, from what was measured; measures nothing."""
     from moeconv.planning import plan as run
     from moeconv.present import plan_table
     from moeconv.settings import parse_bits, parse_target
 
     target = parse_target(loss, size, bits_per_weight)
     found = run(work, target, allocation, signal, None if bits is None else parse_bits(bits))
-    print(json.dumps(_as_json(found)) if as_json else plan_table(found, target))
+    print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
 
 
 @app.command()
@@ -241,12 +244,12 @@ def verify(
 ) -> None:
     """Check every hash of a pack, and with --against that each expert is its source within its width's error."""
     from moeconv.checkpoint import Checkpoint
+    from moeconv.present import verified
     from moeconv.verify import verify as check
     from moert.pack.reader import Pack
 
     found = check(Pack.open(pack), None if against is None else Checkpoint.open(against))
-    compared = "" if found.worst is None else f"; largest error {found.worst:.0%} of what its width allows"
-    print(json.dumps(asdict(found)) if as_json else f"{pack}: {found.files} files, {found.experts} experts{compared}")
+    print(json.dumps(asdict(found)) if as_json else verified(found, pack, against))
 
 
 @recipe_app.command("run")
@@ -286,10 +289,13 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
 def _convert(settings: Settings, as_json: bool) -> bool:
     """Runs a conversion and prints it; True if the held-out loss misses the target."""
     from moeconv.conversion import Conversion
-    from moeconv.present import conversion_table, missed_target
+    from moeconv.present import conversion_table, missed_target, next_steps
 
     _, report = Conversion(settings, _say, _progress).run()
-    print(json.dumps(_as_json(report)) if as_json else conversion_table(report, str(settings.out)))
+    if as_json:
+        print(json.dumps(_as_json(report)))
+    else:
+        print(conversion_table(report, str(settings.out)), next_steps(report, settings.out), sep="\n")
     missed = missed_target(report)
     if missed:
         print(f"moeconv: {missed}", file=sys.stderr)

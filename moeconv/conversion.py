@@ -352,8 +352,10 @@ class Conversion:
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        """Notes what the block took, less what steps inside it noted."""
-        started, before = time.perf_counter(), len(self.steps)
+        """Notes what the block took and reused, less what steps inside it noted."""
+        started, known, before = time.perf_counter(), self.journal.reused_seconds, len(self.steps)
         yield
-        inside = sum(step.seconds for step in self.steps[before:])
-        self.steps.append(Step(name, round(time.perf_counter() - started - inside, 2)))
+        inside = self.steps[before:]
+        seconds = time.perf_counter() - started - sum(step.seconds for step in inside)
+        reused = self.journal.reused_seconds - known - sum(step.reused_seconds for step in inside)
+        self.steps.append(Step(name, round(seconds, 2), round(reused, 2)))

@@ -29,6 +29,8 @@ class Journal:
         self.path = path
         self.subject = subject
         self._known: dict[str, dict[str, Any]] = {}
+        self._earlier: set[str] = set()  # names that were on disk at the start
+        self._reused: set[str] = set()  # those of them that this run asked for
         self._cut_at: int | None = None  # where a half line begins
         if path.exists():
             self._read()
@@ -36,12 +38,20 @@ class Journal:
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def reused_seconds(self) -> float:
+        """What the measurements of earlier runs had taken that this one has asked for so far."""
+        return sum(_seconds(self._known[name]) for name in self._reused)
+
     def get(self, name: str) -> dict[str, Any] | None:
+        if name in self._earlier:
+            self._reused.add(name)
         return self._known.get(name)
 
     def remember(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The entry of that name, made and added where there is none."""
-        if name not in self._known:
+        found = self.get(name)
+        if found is None:
             self.add(name, make())
         return self._known[name]
 
@@ -90,8 +100,15 @@ class Journal:
                     "another --work"
                 )
             self._known[name] = record
+        self._earlier = set(self._known)
         if len(whole) < len(body):
             self._cut_at = len(whole)
+
+
+def _seconds(entry: Mapping[str, Any]) -> float:
+    """An evaluation has its own; what was measured together is an entry of entries."""
+    parts = [entry, *(part for part in entry.values() if isinstance(part, dict))]
+    return sum(float(part.get("seconds", 0.0)) for part in parts)
 
 
 def _write(body: bytes, stream: FileIO) -> None:

@@ -146,11 +146,20 @@ def budget_bytes(target: Target, spec: ModelSpec) -> int | None:
 def check_budget(target: Target, spec: ModelSpec, narrowest: int, group_size: int) -> None:
     """Raises TargetMissed for a size that even all experts at the `narrowest` width exceed."""
     budget, least = budget_bytes(target, spec), uniform_bytes(spec, narrowest, group_size)
-    if budget is not None and least > budget:
-        raise TargetMissed(
-            f"all experts at {narrowest} bits have {least:,} bytes, {least - budget:,} more than the {budget:,} asked "
-            "for: allow narrower experts with --bits, or a larger size"
+    if budget is None or least <= budget:
+        return
+    if narrowest > min(WIDTHS):
+        smallest = uniform_bytes(spec, min(WIDTHS), group_size)
+        advice = f"allow narrower experts with --bits (all at {min(WIDTHS)} have {smallest:,} bytes), or a larger size"
+    else:
+        advice = (
+            f"there is no narrower width; the smallest that can be asked for is --size {least}B or --bits-per-weight "
+            f"{math.ceil(800 * least / weights_of(spec)) / 100:.2f}"
         )
+    raise TargetMissed(
+        f"all experts at {narrowest} bits have {least:,} bytes, {least - budget:,} more than the {budget:,} asked "
+        f"for: {advice}"
+    )
 
 
 def weights_of(spec: ModelSpec) -> int:

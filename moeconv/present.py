@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Target
 from moeconv.dense import width_text
 from moeconv.paths import PathFigures
 from moeconv.planning import Planned
+from moeconv.verify import Verified
 from moert.pack.manifest import LossEstimate
 
 
@@ -32,7 +35,8 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
         *_dense(report),
         *_sweep(report),
-        f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s",
+        f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s"
+        f"{_reused(report)}",
     ]
     return "\n".join(lines)
 
@@ -44,20 +48,43 @@ def target_text(target: Target) -> str:
     return f"{target.value / 1e6:,.2f} MB" if target.kind == "size" else f"{target.value:g} bits a weight"
 
 
-def plan_table(planned: Planned, target: Target) -> str:
-    """The result of `moeconv plan`."""
+def next_steps(report: ConversionReport, out: Path) -> str:
+    """What a user may run after `moeconv quantize`; profile and report need the calibration text."""
+    pack = shlex.quote(str(out))
+    steps = [(f'moert run {pack} "some text"', "runs it"), (f"moert info {pack}", "says what is in it")]
+    if report.calibration is not None:
+        steps += [
+            (f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"),
+            (f"moeconv report {pack}", "writes a page that shows why each expert got its bits"),
+        ]
+    widest = max(len(command) for command, _ in steps)
+    return "\n".join(["", "  next:", *(f"    {command:{widest}}   {purpose}" for command, purpose in steps)])
+
+
+def verified(found: Verified, pack: Path, source: str | None) -> str:
+    """The result of `moeconv verify`, which raises where anything is wrong."""
+    if found.worst is None:
+        return f"{pack} is whole: {found.files} files with {found.experts} experts are as its manifest says"
+    return (
+        f"{pack} is whole, and was made from {source}: {found.files} files with {found.experts} experts; the largest "
+        f"error is {found.worst:.0%} of what its width allows"
+    )
+
+
+def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
+    """The result of `moeconv plan`: the plan for the target, and with `whole_curve` all others."""
     chosen = planned.chosen
     loss = "" if chosen.predicted_loss is None else f", loss predicted {chosen.predicted_loss:.2%}"
     bits, share = 8 * chosen.nbytes / planned.weights, chosen.nbytes / planned.int4_bytes
     dense = f", with dense matrices at {width_text(planned.dense)}" if planned.dense else ""
-    return "\n".join(
-        [
-            f"{planned.model}, quantizer {planned.quantizer}: size against loss, from what was measured{dense}",
-            curve_table(planned.points, planned.weights, planned.int4_bytes),
-            f"  for {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
-            f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
-        ]
-    )
+    lines = [
+        f"{planned.model}, quantizer {planned.quantizer}, from what was measured{dense}",
+        f"  for {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
+        f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
+    ]
+    if whole_curve:
+        return "\n".join([*lines, "", curve_table(planned.points, planned.weights, planned.int4_bytes)])
+    return "\n".join([*lines, f"  --curve shows all {len(planned.points)} plans, size against loss"])
 
 
 def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
@@ -104,6 +131,11 @@ def _sweep(report: ConversionReport) -> list[str]:
         f"  sweep: {cost.probes} probes in {cost.seconds:.0f} s{stopped}, {cost.flops / cost.naive_flops:.0%} of the "
         f"operations in experts of full evaluations{ties}"
     ]
+
+
+def _reused(report: ConversionReport) -> str:
+    seconds = sum(step.reused_seconds for step in report.steps)
+    return f", with measurements of earlier runs that had taken {seconds:.0f} s" if seconds else ""
 
 
 def missed_target(report: ConversionReport) -> str | None:

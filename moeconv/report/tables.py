@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from html import escape
 
-from moeconv.artifacts import ConversionReport
+from moeconv.artifacts import ConversionReport, Step
 from moeconv.report.page import Section, interval_text, paragraph
 from moeconv.report.sections import probed_bits
 from moeconv.report.units import duration, percent, size
@@ -51,18 +51,28 @@ def step_section(report: ConversionReport) -> Section:
         if cost.measured_share < 1:
             text += f"; racing measured {percent(cost.measured_share, 0)} of all samples"
         text += "."
-    steps = sorted(report.steps, key=lambda step: -step.seconds)[:_SLOWEST]
+    steps = sorted(report.steps, key=lambda step: -_whole(step))[:_SLOWEST]
     if not steps:
         return Section(name, title, paragraph(text))
-    longest = max(steps[0].seconds, 1e-9)
+    reused = sum(step.reused_seconds for step in steps)
+    if reused:
+        text += f" Measurements of earlier runs were reused, which had taken {duration(reused)}; the bars count them."
+    longest = max(_whole(steps[0]), 1e-9)
     rows = "".join(
         f'<tr><td>{escape(step.name)}</td><td class="number">{duration(step.seconds)}</td>'
-        f'<td class="bar"><i style="width:{100 * step.seconds / longest:.1f}%"></i></td></tr>'
+        + (f'<td class="number">{duration(step.reused_seconds) if step.reused_seconds else "–"}</td>' if reused else "")
+        + f'<td class="bar"><i style="width:{100 * _whole(step) / longest:.1f}%"></i></td></tr>'
         for step in steps
     )
-    head = '<tr><th>step</th><th class="number">time</th><th></th></tr>'
+    earlier = '<th class="number">reused from earlier runs</th>' if reused else ""
+    head = f'<tr><th>step</th><th class="number">time</th>{earlier}<th></th></tr>'
     how = "The slowest steps first; the bars compare them with the slowest. "
     return Section(name, title, paragraph(how + text) + _table("steps", head, rows))
+
+
+def _whole(step: Step) -> float:
+    """Seconds that the step would have taken without a journal."""
+    return step.seconds + step.reused_seconds
 
 
 def sample_section(report: ConversionReport) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from moeconv.artifacts import Target
 from moeconv.checkpoint import Checkpoint
 from moeconv.cli import _exit_code
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.planning import plan, uniform_bytes, weights_of
+from moeconv.planning import check_budget, plan, uniform_bytes, weights_of
+from moeconv.present import conversion_table
 from moeconv.profile import profile_paths
 from moeconv.verify import verify
 from moert.description import description_lines
@@ -112,6 +114,55 @@ def test_a_size_that_nothing_fits_is_refused(sources: dict[str, Path], tmp_path:
     assert not settings.out.exists()
 
 
+def test_the_smallest_size_is_named_where_no_width_is_narrower(sources: dict[str, Path], tmp_path: Path) -> None:
+    spec = Checkpoint.open(sources["olmoe"]).spec
+    least = uniform_bytes(spec, 2)
+    settings = settings_for(sources, "olmoe", tmp_path, target=Target("size", 1000.0), quantizer="channel")
+    with pytest.raises(
+        TargetMissed, match=f"there is no narrower width; .* --size {least}B or --bits-per-weight "
+    ) as no:
+        Done(settings)
+    bits = float(str(no.value).split()[-1])
+    for target in (Target("size", float(least)), Target("bits", bits)):
+        check_budget(target, spec, 2, 0)
+    with pytest.raises(TargetMissed, match=f"allow narrower experts with --bits .all at 2 have {least:,} bytes"):
+        check_budget(Target("size", 1000.0), spec, 4, 0)
+
+
+def test_a_success_says_that_all_is_well_and_what_to_run_next(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my pack"
+    words = ["quantize", str(sources["olmoe"]), "--calib", str(sources["text"]), "--metric", "perplexity", "--context",
+             "32", "--bits", "8", "--loss", "90%", "--confidence", "none", "--out", str(out)]  # fmt: skip
+    assert _exit_code(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    commands = [line.split("   ")[0] for line in map(str.strip, printed[printed.index("  next:") + 1 :])]
+    assert commands == [f"moert run '{out}' \"some text\"", f"moert info '{out}'", f"moeconv profile-paths '{out}'",
+                        f"moeconv report '{out}'"]  # fmt: skip
+    for command in commands[2:]:
+        assert _exit_code(shlex.split(command)[1:]) == 0
+    capsys.readouterr()
+    assert _exit_code(["verify", str(out), "--against", str(sources["olmoe"])]) == 0
+    assert _exit_code(["verify", str(out)]) == 0
+    against, alone = capsys.readouterr().out.splitlines()
+    assert against.startswith(f"{out} is whole, and was made from {sources['olmoe']}: ")
+    assert alone.startswith(f"{out} is whole: ")
+
+
+def test_a_second_run_says_what_its_measurements_had_taken(sources: dict[str, Path], tmp_path: Path) -> None:
+    first = Done(settings_for(sources, "olmoe", tmp_path, loss=0.02, quantizer="channel")).report
+    again = Done(settings_for(sources, "olmoe", tmp_path, loss=0.02, quantizer="channel")).report
+    assert [step.reused_seconds for step in first.steps] == [0] * len(first.steps)
+    reused = {step.name: step.reused_seconds for step in again.steps}
+    assert first.sweep_cost is not None
+    assert reused["sweep"] == pytest.approx(first.sweep_cost.seconds, rel=0.5)
+    assert reused["uniform widths"] > 0
+    seconds = sum(reused.values())
+    assert f", with measurements of earlier runs that had taken {seconds:.0f} s" in conversion_table(again, "m.pack")
+    assert "earlier runs" not in conversion_table(first, "m.pack")
+
+
 def test_an_unreachable_loss_ends_with_3_before_the_sweep(
     sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +248,7 @@ def test_the_command_plan_shows_what_was_converted(
     assert found["chosen"]["loss"] == done.report.calibration.loss  # type: ignore[union-attr]
     assert [point["nbytes"] for point in found["points"]] == sorted(point["nbytes"] for point in found["points"])
     assert sum(point["chosen"] for point in found["points"]) == 1
-    assert _exit_code(["plan", str(done.conversion.work.path), *target]) == 0
+    assert _exit_code(["plan", str(done.conversion.work.path), *target, "--curve"]) == 0
     table = capsys.readouterr().out
     assert table.count("  chosen\n") == 1
     assert "upper" not in table, "a bound, where nothing was promised"
@@ -210,7 +261,7 @@ def test_the_command_plan_inside_the_work_directory(
 ) -> None:
     done = Done(settings_for(sources, "olmoe", tmp_path, target=Target("bits", 3.7), bits=(2, 4), quantizer="channel"))
     monkeypatch.chdir(done.conversion.work.path)
-    assert _exit_code(["plan", "."]) == 0
+    assert _exit_code(["plan", ".", "--curve"]) == 0
     assert "  chosen\n" in capsys.readouterr().out
 
 

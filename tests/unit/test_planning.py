@@ -133,17 +133,28 @@ def test_more_than_everything_takes_is_all_there_is(allocation: str, finished: P
 def test_no_bound_is_shown_that_no_promise_made(finished: Path) -> None:
     found = plan(finished, Target("loss", 0.3), "knapsack", "kl", None)
     assert {point.upper for point in found.points} == {None}
-    assert "upper" not in plan_table(found, Target("loss", 0.3))
+    assert "upper" not in plan_table(found, Target("loss", 0.3), whole_curve=True)
+
+
+def test_the_plan_leads_and_the_curve_is_shown_on_demand(finished: Path) -> None:
+    target = Target("loss", 0.3)
+    found = plan(finished, target, "knapsack", "kl", None)
+    short, long = (plan_table(found, target, whole_curve=whole).splitlines() for whole in (False, True))
+    assert len(short) == 3
+    assert short[:2] == long[:2]
+    assert short[1].startswith(f"  for 30.00%: {found.chosen.nbytes / 1e6:,.2f} MB, ")
+    assert short[2] == f"  --curve shows all {len(found.points)} plans, size against loss"
+    assert len(long) == 4 + len(found.points)
 
 
 def test_the_widths_that_the_measurements_were_made_with_are_said(finished: Path, tmp_path: Path) -> None:
     target = Target("loss", 0.3)
-    table = plan_table(plan(finished, target, "knapsack", "kl", None), target)
+    table = plan_table(plan(finished, target, "knapsack", "kl", None), target, whole_curve=True)
     assert table.splitlines()[0].endswith(", with dense matrices at attention 8, head 16 bits")
     changes: tuple[Change, ...] = (lambda values: values.update(dense={}), lambda values: values.pop("dense"))
     for place, change in enumerate(changes):  # as they were in the model; by an older version
         work = changed(finished, tmp_path / str(place), change)
-        assert "dense" not in plan_table(plan(work, target, "knapsack", "kl", None), target)
+        assert "dense" not in plan_table(plan(work, target, "knapsack", "kl", None), target, whole_curve=True)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from report_packs import LARGE, NASTY, SWITCH, bare_pack, bare_report, full_pack, full_report, report_pack
 
-from moeconv.artifacts import ConversionReport, DenseReport, Target, to_json
+from moeconv.artifacts import ConversionReport, DenseReport, Step, Target, to_json
 from moeconv.errors import ConversionError
 from moeconv.present import conversion_table
 from moeconv.report.document import read_report
@@ -94,6 +94,25 @@ def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
     assert "lose 1.23%" in conversion_table(report, "m.pack")
     assert "dense matrices: attention 4, head 8 bits" in conversion_table(report, "m.pack")
     assert "500,000 = 31.2% of the source's" in conversion_table(report, "m.pack")
+
+
+def test_reused_measurements_are_on_the_page_with_what_they_had_taken(tmp_path: Path) -> None:
+    steps = (Step("reference", 0.0, 22.0), Step("sweep", 1.0, 190.0), Step("pack", 4.2))
+    report = replace(full_report(SWITCH), steps=steps)
+    pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
+    assert read_report(pack) == report
+    write_report(pack, tmp_path / "r")
+    page = page_of(tmp_path / "r")
+    assert "Measurements of earlier runs were reused, which had taken 3 min 32 s" in page
+    assert "reused from earlier runs</th>" in page
+    assert page.index("<td>sweep</td>") < page.index("<td>reference</td>") < page.index("<td>pack</td>")
+    assert "reused" not in page_of(written_report(tmp_path))
+
+
+def written_report(tmp_path: Path) -> Path:
+    pack = Pack.open(report_pack(tmp_path / "fresh", SWITCH, to_json(full_report(SWITCH))))
+    write_report(pack, tmp_path / "fresh.report")
+    return tmp_path / "fresh.report"
 
 
 def test_a_page_without_dense_widths_says_so(written: Path) -> None:
