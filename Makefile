@@ -16,7 +16,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables readme clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables readme clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -44,6 +44,9 @@ test: lint  ## lint, types and all tests that take seconds
 
 test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which)
 	$(PY) -m pytest -m slow
+
+test-anywhere: setup  ## the tests in three orders, as an ordinary user, holding 2 GB, on one core (an hour; PROOFS=core: one)
+	$(PY) -m tests.anywhere $(PROOFS)
 
 test-native:  ## the native kernels beside plain arithmetic, on each instruction set that runs here
 	@mkdir -p $(dir $(DRIVER))

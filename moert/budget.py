@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
 
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
@@ -16,8 +17,11 @@ from moert.stats import size
 _SHARE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*%")
 
 _UNPACKED = 6  # bytes a weight, in float32 and on the way to that
-_MARGIN_BYTES = 14 << 20  # for code not run yet, page tables and what malloc keeps
-_MARGIN_PART = 128  # and this part of the limit
+FIRST_BYTES = 16 << 20
+"""What the first request brings for good, beside what it is given: mostly pages of libraries that have not run before
+(11 to 14 MB measured on x86)."""
+_MARGIN_BYTES = 14 << 20  # for what malloc and large pages keep (9 MB measured), and the kernel's own (2 MB)
+_MARGIN_PART = 128  # and this part of the limit; page tables alone take a 512th
 _STARTING_BYTES = 12 << 20  # libraries, threads and buffers that come with the weights (10 MB measured)
 _SLACK_BYTES = 4 << 20  # between two starts of the same command
 _FREE_PART = 10  # of what is free, what `auto` leaves to others
@@ -96,7 +100,10 @@ class Budget:
 
     backbone: everything but the experts. scratch: one expert unpacked, where weights are computed with in float32.
     layer: the most that one token can demand of one layer (its top_k largest experts). token: that, over all layers of
-    the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it.
+    the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it. thread: their
+    stacks.
+
+    `filled`: the least part of its pages that an expert fills, less than 1 where pages are larger than the pack's.
     """
 
     backbone_bytes: int
@@ -104,11 +111,16 @@ class Budget:
     layer_bytes: int
     token_bytes: int
     expert_bytes: int
+    thread_bytes: int = 0
+    filled: float = 1.0
 
     @classmethod
-    def of(cls, manifest: Manifest, widened: bool = False) -> Budget:
-        """`widened`: weights are computed with in float32; otherwise they stay as they are stored."""
-        spec = manifest.model
+    def of(
+        cls, manifest: Manifest, widened: bool = False, thread_bytes: int = 0, page_bytes: int = mmap.PAGESIZE
+    ) -> Budget:
+        """`widened`: weights are computed with in float32; otherwise they stay as they are stored. `thread_bytes`: of
+        all threads. `page_bytes`: of this machine's memory."""
+        spec, files = manifest.model, [entry.file_bytes for entry in manifest.experts]
         per_layer: dict[tuple[str, int], list[int]] = {}
         for entry in manifest.experts:
             per_layer.setdefault((entry.key.stack, entry.key.layer), []).append(entry.file_bytes)
@@ -118,7 +130,9 @@ class Budget:
             scratch_bytes=_UNPACKED * spec.weights_per_expert() if widened else 0,
             layer_bytes=max(demand.values(), default=0),
             token_bytes=sum(nbytes for (stack, _), nbytes in demand.items() if stack == "decoder"),
-            expert_bytes=sum(entry.file_bytes for entry in manifest.experts),
+            expert_bytes=sum(files),
+            thread_bytes=thread_bytes,
+            filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in files), default=1.0),
         )
 
     @property
@@ -129,9 +143,9 @@ class Budget:
     def left_bytes(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> int:
         """For experts, negative if there is not enough: a process that holds `held_bytes` without them will hold
         `coming_bytes` more."""
-        return (
-            limit_bytes - limit_bytes // _MARGIN_PART - _MARGIN_BYTES - self.scratch_bytes - held_bytes - coming_bytes
-        )
+        margin = limit_bytes // _MARGIN_PART + _MARGIN_BYTES + self.scratch_bytes + self.thread_bytes
+        left = limit_bytes - margin - held_bytes - coming_bytes
+        return int(self.filled * left) if left > 0 else left
 
     def fitting_bytes(self, left_bytes: int) -> int:
         """The expert cache that makes the best of it: never less than a layer can demand, never more than there are."""
@@ -139,7 +153,8 @@ class Budget:
 
     def smallest_bytes(self, held_bytes: int, coming_bytes: int) -> int:
         """The smallest --memory, in whole megabytes, for such a process; with a little more, since no two are alike."""
-        lacking = -self.left_bytes(0, held_bytes, coming_bytes) + self.layer_bytes + _SLACK_BYTES
+        layer = math.ceil(self.layer_bytes / self.filled)
+        lacking = -self.left_bytes(0, held_bytes, coming_bytes) + layer + _SLACK_BYTES
         return -(-lacking * _MARGIN_PART // (_MARGIN_PART - 1) // 10**6) * 10**6
 
     def fits(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> bool:
@@ -150,9 +165,10 @@ class Budget:
     ) -> BudgetTooSmall:
         """Why a process that holds `held_bytes` can't run a request in this limit, and what it could run in.
 
-        It has `loading_bytes` still to load, and `request_bytes` are for keys, values and activations.
+        It has `loading_bytes` still to load, and `request_bytes` are for keys, values and activations; its first
+        request is still to come.
         """
-        smallest = self.smallest_bytes(held_bytes, loading_bytes + request_bytes)
+        smallest = self.smallest_bytes(held_bytes, loading_bytes + request_bytes + FIRST_BYTES)
         rest = smallest - held_bytes - loading_bytes - request_bytes - self.layer_bytes
         weights = f"{size(loading_bytes)} for all weights but the experts, " if loading_bytes else ""
         return BudgetTooSmall(
@@ -172,9 +188,13 @@ class Budget:
             )
 
 
+def _whole(nbytes: int, page_bytes: int) -> int:
+    return -(-nbytes // page_bytes) * page_bytes
+
+
 def _stored_bytes(manifest: Manifest) -> int:
     return manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
 
 
 def _widened_bytes(manifest: Manifest) -> int:
-    return 4 * sum(prod(shape) for shape in backbone_tensors(manifest.model).values())
+    return 4 * sum(math.prod(shape) for shape in backbone_tensors(manifest.model).values())

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from moert.backbone import load_tokenizer
-from moert.budget import Budget
+from moert.budget import FIRST_BYTES, Budget
 from moert.errors import TokenizerMissing
 from moert.kernels import library
-from moert.memory import held_bytes
+from moert.memory import held_bytes, thread_bytes
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
@@ -17,6 +17,7 @@ from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
 from moert.regulator import TYPICAL_NEW_TOKENS, TYPICAL_PROMPT_TOKENS, request_bytes
 from moert.stats import size
+from moert.system import usable_cores
 
 
 def describe(pack: Pack) -> dict[str, Any]:
@@ -100,9 +101,9 @@ def _smallest_memory(pack: Pack) -> int:
     from moert import engine  # noqa: F401 - what it imports takes memory
 
     widened = library.missing() is not None
-    budget = Budget.of(pack.manifest, widened)
+    budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()))
     needed = request_bytes(pack.manifest.model, widened, [TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
-    return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed)
+    return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
 
 
 def _dense_text(dense: Dense | None) -> str:

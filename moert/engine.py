@@ -32,7 +32,7 @@ from moert.generation.settings import GenerationSettings
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
-from moert.memory import drop_page_cache, held_bytes, most_bytes
+from moert.memory import drop_page_cache, held_bytes, most_bytes, thread_bytes
 from moert.models.model import build_model
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
@@ -64,7 +64,7 @@ class Engine:
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
-        self.budget = Budget.of(pack.manifest, widened=backend.widens)
+        self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(torch.get_num_threads()))
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self.notify: Notify = _to_stderr

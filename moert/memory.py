@@ -17,6 +17,8 @@ from moert.control_groups import ROOT, control_groups, text
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 _LARGE_BYTES = 1 << 20
 _ARENAS = 2
+_THREAD_BYTES = 128 << 10  # of its stack what it uses, and the kernel's part
+_LARGE_STACK_BYTES = 2 << 20  # where the system gives large pages to whatever is large, older kernels to stacks too
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ def most_bytes(root: Path = ROOT) -> int | None:
         return None
     most = held_bytes(root) + machine.free_bytes
     return most if machine.limit_bytes is None else min(most, machine.limit_bytes)
+
+
+def thread_bytes(threads: int, root: Path = ROOT) -> int:
+    """What so many threads that compute may take, once in the native kernels and once in torch."""
+    mode = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return 2 * threads * (_LARGE_STACK_BYTES if "[always]" in mode else _THREAD_BYTES)
 
 
 def return_early() -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moert import memory
-from moert.budget import Budget
+from moert.budget import FIRST_BYTES, Budget
 from moert.models.activations import activation_bytes
 from moert.models.kv import BLOCK_TOKENS, growth_bytes, state_bytes
 from moert.pack.model_spec import ModelSpec
 
 TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
-_SETTLED_BYTES = 6 << 20  # of the budget's margin, what the first requests use up for good
+_SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
 
 
 class Cache(Protocol):
@@ -60,7 +60,7 @@ class Regulator:
             self._budget.check_cache(self.cache_bytes)
         if self.limit_bytes is not None:
             held, loading = self._measure(), self._budget.loading_bytes
-            if not self._budget.fits(self.limit_bytes, held, loading + self._request_bytes([1], 1)):
+            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._request_bytes([1], 1)):
                 typical = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
                 what = f"a usual request ({TYPICAL_PROMPT_TOKENS} prompt tokens, {TYPICAL_NEW_TOKENS} new ones) needs"
                 raise self._budget.too_small(self._limit_name, held, loading, typical, what)
@@ -69,7 +69,7 @@ class Regulator:
         """Raises BudgetTooSmall if a request can't run to its end."""
         if self.limit_bytes is not None:
             held, needed = self._idle_bytes(), self._request_bytes(prompts, max_new_tokens)
-            if not self._budget.fits(self.limit_bytes, held, needed):
+            if not self._budget.fits(self.limit_bytes, held, needed + FIRST_BYTES):
                 raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs")
 
     def together(self, prompts: Sequence[int], max_new_tokens: int) -> int:
@@ -81,7 +81,8 @@ class Regulator:
         limit, held = self.limit_bytes, self._idle_bytes()
 
         def room(count: int) -> int:
-            return self._budget.left_bytes(limit, held, self._request_bytes(prompts[:count], max_new_tokens))
+            needed = self._request_bytes(prompts[:count], max_new_tokens)
+            return self._budget.left_bytes(limit, held, needed + FIRST_BYTES)
 
         alone, all_bytes = room(1), self._budget.expert_bytes
         least = max(self._budget.layer_bytes, all_bytes if alone >= all_bytes else alone // 2)
@@ -93,7 +94,8 @@ class Regulator:
 
     def smallest_memory(self, prompts: Sequence[int], max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
-        return self._budget.smallest_bytes(self._idle_bytes(), self._request_bytes(prompts, max_new_tokens))
+        needed = self._request_bytes(prompts, max_new_tokens)
+        return self._budget.smallest_bytes(self._idle_bytes(), needed + FIRST_BYTES)
 
     def before_prompt(self, prompts: Sequence[int], max_new_tokens: int) -> tuple[int, str | None]:
         """Makes room for a prompt. Gives the least bytes that experts will have until the end of the request, and a
@@ -107,7 +109,7 @@ class Regulator:
             return nbytes, self._warning(nbytes, f"--cache {self._budget.token_bytes}")
         memory.return_freed()
         self.check(prompts, max_new_tokens)
-        others = self._others_bytes()
+        others = self._others_bytes() + self._first_bytes()
         coming = _prompt_bytes(self._spec, self._widened, prompts)
         self._resize(others, coming)
         written = _written_bytes(self._spec, self._widened, prompts, max_new_tokens)
@@ -130,7 +132,8 @@ class Regulator:
     def _is_tight(self) -> bool:
         if self.limit_bytes is None:
             return False
-        coming = self._budget.loading_bytes + self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+        typical = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+        coming = self._budget.loading_bytes + FIRST_BYTES + typical
         return self._budget.left_bytes(self.limit_bytes, self._others_bytes(), coming) < self._budget.expert_bytes
 
     def _request_bytes(self, prompts: Sequence[int], max_new_tokens: int) -> int:
@@ -140,14 +143,22 @@ class Regulator:
         return self._measure() - self._cache.held_bytes
 
     def _idle_bytes(self) -> int:
-        """What the process holds beside the expert cache, between two requests.
+        """What the process holds beside the expert cache, before the first request or between two.
 
-        What the first requests left allocated for good is not counted, up to _SETTLED_BYTES: the budget's margin covers
-        it, and counting it twice would refuse a request that has run.
+        What requests have left allocated for good is not counted, up to _SETTLED_BYTES: FIRST_BYTES and the budget's
+        margin cover it, and counting it twice would refuse a request that has run.
         """
+        return self._others_bytes() - min(self._settled_bytes(), _SETTLED_BYTES)
+
+    def _first_bytes(self) -> int:
+        """What the first request is still to bring."""
+        return max(0, FIRST_BYTES - self._settled_bytes())
+
+    def _settled_bytes(self) -> int:
+        """What has come to stay since the first request was about to run."""
         others = self._others_bytes()
         self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
-        return others - min(others - self._idle_at_first, _SETTLED_BYTES)
+        return others - self._idle_at_first
 
     def _resize(self, others_bytes: int, coming_bytes: int) -> None:
         assert self.limit_bytes is not None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -21,6 +17,7 @@ from moert.generation.settings import GenerationSettings
 from moert.memory import held_bytes, return_freed
 from moert.pack.model_spec import StackSpec
 from moert.stats import RunStats
+from tests.alone import alone
 from tests.bench.shaped import OLMOE, write_pack
 
 REQUESTS = [(1, 300), (7, 150), (40, 40), (120, 20), (130, 260), (64, 1), (100, 200), (3, 29)]
@@ -29,8 +26,6 @@ ROUNDS = 20
 WIDTHS = (2, 4, 8, 3, 16)
 LOADERS = 3
 MOST_GROWTH_BYTES = 4_000_000
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -96,12 +91,6 @@ def soak(pack: Path, expected: list[list[int]]) -> Soak:
         return Soak(rounds, wrong, engine.stats())
 
 
-def alone(work: Callable[..., Result], *arguments: object) -> Result:
-    """In a process of its own: nothing else comes and goes there, and its peak is its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
-
-
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts from 100 kB to 3 MB, 90 MB in all: some are read by the thread that computes, others by loaders."""
@@ -120,7 +109,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc tells")
 def test_20000_tokens_in_little_memory(pack: Path) -> None:
-    done = alone(soak, pack, alone(write_all, pack))
+    done = alone(soak, pack, alone(write_all, pack))  # so that the peak is its own
     stats, first, last = done.stats, done.rounds[0], done.rounds[-1]
     print(*done.rounds, *stats.lines(), sep="\n")
     assert stats.new_tokens == 20_000

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from moert.budget import AUTO_MEMORY, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget import AUTO_MEMORY, FIRST_BYTES, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import BudgetTooSmall, InvalidMemory
+from moert.pack.reader import Pack
 
 MB = 10**6
 BUDGET = Budget(backbone_bytes=50 * MB, scratch_bytes=0, layer_bytes=8 * MB, token_bytes=30 * MB, expert_bytes=200 * MB)
@@ -80,9 +84,24 @@ def test_the_smallest_limit_fits_though_the_next_process_is_a_little_larger(held
     assert not BUDGET.fits(smallest - 8 * MB - smallest // 64, held, 40 * MB)
 
 
+def test_threads_and_pages_that_experts_do_not_fill_are_counted(pack_dir: Path) -> None:
+    manifest = Pack.open(pack_dir).manifest
+    sizes = [entry.file_bytes for entry in manifest.experts]
+    exact, coarse = Budget.of(manifest, page_bytes=4096), Budget.of(manifest, page_bytes=1 << 16)
+    assert (exact.filled, coarse.filled) == (1.0, min(size / (-(-size // 65536) * 65536) for size in sizes))
+    assert coarse.filled < 0.5
+    assert coarse.left_bytes(10**9, 0, 0) == int(coarse.filled * exact.left_bytes(10**9, 0, 0))
+    large = replace(coarse, layer_bytes=30 * MB)
+    smallest = large.smallest_bytes(10**8, 0)
+    assert large.fits(smallest, 10**8, 0)
+    assert smallest >= replace(large, filled=1.0).smallest_bytes(10**8, 0) + 30 * MB
+    threads = Budget.of(manifest, thread_bytes=40 * MB)
+    assert exact.left_bytes(10**9, 0, 0) - threads.left_bytes(10**9, 0, 0) == 40 * MB
+
+
 def test_a_refusal_names_its_parts() -> None:
     error = BUDGET.too_small("so much", 250 * MB, 50 * MB, 40 * MB, "this request needs")
-    assert error.smallest_bytes == BUDGET.smallest_bytes(250 * MB, 90 * MB)
+    assert error.smallest_bytes == BUDGET.smallest_bytes(250 * MB, 90 * MB + FIRST_BYTES)
     assert f"--memory {error.smallest_bytes} " in str(error)
     for part in ("250.00 MB that", "50.00 MB for all weights", "40.00 MB for keys", "8.00 MB for one token's"):
         assert part in str(error)

@@ -25,6 +25,7 @@ from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
 from moert.predict.oracle import Oracle
+from tests.alone import alone
 
 N_TOKENS = 8
 ASKED = PROMPTS[1::2]
@@ -116,11 +117,15 @@ def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(pac
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_memory_that_a_refusal_names_is_enough(packs, name, kernels) -> None:
+    alone(refused_then_enough, packs[name], name, kernels)
+
+
+def refused_then_enough(path: Path, name: str, kernels: str) -> None:
     settings = GenerationSettings(max_new_tokens=6)
     with pytest.raises(BudgetTooSmall) as error:
-        Engine.open(packs[name], 1000, predictor="none", kernels=kernels)
+        Engine.open(path, 1000, predictor="none", kernels=kernels)
     assert f"--memory {error.value.smallest_bytes}" in str(error.value)
-    with Engine.open(packs[name], error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
+    with Engine.open(path, error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
         assert engine.generate("hello", settings).result.tokens
         with pytest.raises(BudgetTooSmall, match="this request needs") as later:
             engine.check("a" * 300, 10**7) if name == "switch" else engine.reserve(10**6, 1)

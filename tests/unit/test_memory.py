@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from moert import memory
-from moert.memory import drop_page_cache, held_bytes, machine_memory, most_bytes, return_early, return_freed
+from moert.memory import (
+    drop_page_cache,
+    held_bytes,
+    machine_memory,
+    most_bytes,
+    return_early,
+    return_freed,
+    thread_bytes,
+)
+from tests.alone import alone
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -28,11 +37,15 @@ MACHINE = {"proc/meminfo": "MemTotal: 4000000 kB\nMemAvailable: 3000000 kB\nHuge
 def test_a_process_holds_its_own_memory_mapped_files_and_what_it_shares(tmp_path: Path) -> None:
     write(tmp_path, {"proc/self/status": "Name:\tpython\nVmHWM:\t 900 kB\nVmRSS:\t 700 kB\nRssAnon: 400 kB\n"})
     assert held_bytes(tmp_path) == 700 * 1024
+    assert 40_000_000 < alone(held_for_50_megabytes) < 60_000_000
+
+
+def held_for_50_megabytes() -> int:
     before = held_bytes()
     with mmap.mmap(-1, 50_000_000) as block:  # a bytearray may get what malloc holds already
         for page in range(0, len(block), mmap.PAGESIZE):
             block[page] = 1
-        assert held_bytes() - before > 40_000_000
+        return held_bytes() - before
 
 
 def test_without_a_table_of_processes_the_peak_is_what_is_known(tmp_path: Path) -> None:
@@ -80,6 +93,13 @@ def test_a_machine_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("", ""))
     return_early()  # nothing to do, and no error
     return_freed()
+
+
+def test_stacks_may_get_large_pages(tmp_path: Path) -> None:
+    mode = "sys/kernel/mm/transparent_hugepage/enabled"
+    few = thread_bytes(8, write(tmp_path, {mode: "always [madvise] never\n"}))
+    assert few == 2 * thread_bytes(4, tmp_path) > 8 << 16
+    assert thread_bytes(8, write(tmp_path, {mode: "[always] madvise never\n"})) == 2 * 8 * (2 << 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is asked for by mincore, the heap by /proc")

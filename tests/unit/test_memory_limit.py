@@ -98,7 +98,7 @@ def check(outcome: Outcome, limit_bytes: int, prompt_tokens: int, new_tokens: in
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_pack(tmp_path_factory.mktemp("limit") / "small.pack", layers=2, experts=16)
+    return small_pack(tmp_path_factory.mktemp("limit") / "small.pack", layers=2, experts=32)
 
 
 def test_a_process_stays_within_its_limit(pack: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_info_says_is_enough(pack: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["auto", "90%"])
 def test_what_is_free_is_what_the_group_leaves(pack: Path, memory: str) -> None:
-    limit = 350_000_000
+    limit = 400_000_000
     outcome = run(pack, limit, 50, 20, memory=memory)
     assert (outcome.status, outcome.oom_kills) == (0, 0), outcome.error
     assert 250_000_000 < outcome.answer["stats"]["memory_bytes"] < limit

@@ -30,6 +30,7 @@ from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey
 from moert.system import usable_cores
 from tests import tiny_packs
+from tests.alone import alone
 from tests.tiny_bench import SETTINGS
 
 # The bound ------------------------------------------------------------------------------------------------------------
@@ -71,15 +72,22 @@ def test_only_the_samples_count_not_the_warm_up(measured: BenchRun) -> None:
     assert measured.resident_s > 0
 
 
-def test_with_all_experts_in_memory_nothing_is_read_and_nothing_has_to_leave(pack: Path) -> None:
-    asked = replace(SETTINGS, cache=None, memory=MemoryLimit(nbytes=10**9), io=None, eviction="auto", threads=None)
+def in_800_megabytes(pack: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """What was counted, and the settings of the summary."""
+    limit = MemoryLimit(nbytes=8 * 10**8)
+    asked = replace(SETTINGS, cache=None, memory=limit, io=None, eviction="auto", threads=None)
     whole = measure(pack, asked, ["one small step", "hello", "zigzag"], disk_bytes_per_s=1e6)
-    assert (whole.bytes_read, whole.hits, whole.least_bytes) == (0, whole.demands, 0)
-    found = summary_of(whole)["settings"]
-    assert found["eviction"] is None
-    assert found["memory"] == {"asked": "1GB", "bytes": 10**9}
-    assert found["threads"] == usable_cores()
-    assert found["kernels"] != "auto"
+    counts = {"read": whole.bytes_read, "lacked": whole.demands - whole.hits, "unavoidable": whole.least_bytes}
+    return counts, summary_of(whole)["settings"]
+
+
+def test_with_all_experts_in_memory_nothing_is_read_and_nothing_has_to_leave(pack: Path) -> None:
+    counts, settings = alone(in_800_megabytes, pack)
+    assert counts == {"read": 0, "lacked": 0, "unavoidable": 0}
+    assert settings["eviction"] is None
+    assert settings["memory"] == {"asked": "800MB", "bytes": 8 * 10**8}
+    assert settings["threads"] == usable_cores()
+    assert settings["kernels"] != "auto"
 
 
 def test_no_prompt_runs_before_it_is_measured(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
