@@ -1,7 +1,7 @@
 """Docstring to summary line: pairs from public Python packages, split by whole package.
 
-The input is a signature and the docstring's body, the target its first line. Held-out and calibration packages are
-read first, and a training row that repeats one of their summaries or inputs is dropped.
+The input is a signature and the docstring's body, the target its first line, the document its package. Held-out and
+calibration packages are read first, and a training row that repeats one of their summaries or inputs is dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifest
         rows: list[manifests.Row] = []
         for source in manifest["source"]:
             if source["split"] == split:
-                rows += package_rows(manifests.fetch_source(source))
+                found = package_rows(manifests.fetch_source(source))
+                rows += found if split == "train" else [{**row, "document": source["wheel"]} for row in found]
         kept = docstrings.without_copies(rows, seen)
         made[split] = sorted(kept, key=lambda row: manifests.seeded_hash(row["input"], SEED))
     return {split: made[split] for split in splits}

@@ -141,13 +141,30 @@ class DenseReport:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What the promise stands on. `asked` is the confidence that was asked for; `documents` and `heldout_documents` are
+    counted as if of one size, `needed` and `heldout_needed` are what the confidence takes. `looks` is how many
+    conversions, this one included, were judged on this text with the same work directory. `notes` are lines for a
+    person: what the promise does not cover, and why."""
+
+    asked: float | None
+    documents: float
+    heldout_documents: float
+    needed: int | None
+    heldout_needed: int | None
+    looks: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`.
 
     `calibration` is measured on the part of the calibration text that took no part in ranking. `upper_bound` is the
-    loss that the promise's confidence goes with. `evaluations` are the assignments of widths that it took,
-    `evaluation_seconds` what they took when they were measured, now or in an earlier run; `seconds` is this run from
-    its start to the report. `fallbacks` are matrices for which the quantizer saw too little text.
+    loss that the promise's `confidence` goes with; with a bound and no confidence the text was of too few documents,
+    and bound and intervals are for more text of the same ones. `evaluations` are the assignments of widths that it
+    took, `evaluation_seconds` what they took when they were measured, now or in an earlier run; `seconds` is this run
+    from its start to the report. `fallbacks` are matrices for which the quantizer saw too little text.
     """
 
     model: str
@@ -180,6 +197,7 @@ class ConversionReport:
     steps: tuple[Step, ...]
     samples: tuple[Mapping[str, str], ...]
     dense: DenseReport | None = None
+    standing: Standing | None = None
 
 
 def to_json(artifact: Any) -> dict[str, Any]:

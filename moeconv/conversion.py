@@ -25,9 +25,10 @@ from moeconv.dense import DenseCoder, dense_of, width_text
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.evaluation import Evaluation
 from moeconv.examples import side_by_side
-from moeconv.judging import Judge, check_reference, estimate
+from moeconv.judging import Judge, at_chance, check_reference, estimate
 from moeconv.limits import notes
-from moeconv.material import RANKING_SHARE, TOKENIZER, Material
+from moeconv.looks import look
+from moeconv.material import TOKENIZER, Material
 from moeconv.measure import Measure
 from moeconv.moments import Moments, collect, moments_bytes
 from moeconv.planning import Inputs, Question, check_budget
@@ -37,6 +38,7 @@ from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.runners import runner_for
 from moeconv.sensitivity import BASE_BITS, Bar, RaceRules, Sweep, probes_for
 from moeconv.settings import Settings
+from moeconv.standing import bound_doubt, looks_text, needed_text, standing, unreached_text
 from moeconv.trial import Trial
 from moeconv.workdir import INPUTS, WorkDir
 from moert.pack.manifest import LossEstimate, Manifest
@@ -44,8 +46,13 @@ from moert.pack.reader import is_pack
 from moert.pack.writer import check_target
 
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
+_ASKED = (
+    "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
+    "heldout_samples", "racing",
+)  # fmt: skip
+"""Settings that decide a conversion, beside its target and what its journal is about."""
 RACING_BLOCKS, RACING_SPAN = 8, 0.1
-MEASURES = 1  # goes up when quantizers or scorers change what they give, so that old journals are left alone
+MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 
 Progress = Callable[[str, int], AbstractContextManager[Bar]]
 
@@ -59,6 +66,8 @@ class Conversion:
         self.tried: dict[int, Evaluation] = {}  # uniform widths
         self.judged: list[MeasuredPlan] = []
         self.dense_alone: LossEstimate | None = None
+        self.notes: list[str] = []  # on what the promise does not cover
+        self.looks = 1
 
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
@@ -157,12 +166,32 @@ class Conversion:
         acceptance = self._measure("acceptance", self.material.acceptance, self.settings.samples)
         self.heldout = self._measure("held-out", self.material.splits.heldout, self.settings.heldout_samples)
         self.judge = Judge(acceptance, self.material)
+        self._doubt(self.judge.too_few())
         with self._step("reference"):
             self.checkpoint.check_finite()
             for what, measure in (("calibration", acceptance), ("held-out", self.heldout)):
                 name, value = measure.metric.name, measure.metric.value(measure.reference.columns())
                 check_reference(name, value, f"{what} text")
                 self.say(f"reference on {what} text: {name} {value:.4f} on {len(measure.reference.nats)} samples")
+                self._doubt(at_chance(measure.reference, self.checkpoint.spec.vocab_size, what))
+        self._count_looks()
+
+    def _doubt(self, line: str | None) -> None:
+        """Says why the promise is less than was asked for. Raises TargetMissed with --strict."""
+        if line is not None and self.settings.strict:
+            raise TargetMissed(f"--strict: {line}")
+        self._note(line)
+
+    def _note(self, line: str | None) -> None:
+        """Says it now, and in the report."""
+        if line is not None:
+            self.notes.append(line)
+            self.say(f"note: {line}")
+
+    def _count_looks(self) -> None:
+        texts = (f"{self.checkpoint.sha256} {text}" for text in self.judge.texts())
+        self.looks = look(self.settings.work, self._conversion, texts)
+        self._note(looks_text(self.looks, self.judge.stated))
 
     def _dense_alone(self) -> None:
         """What the widths of all but the experts lose by themselves, where there are any. A target that they miss alone
@@ -172,7 +201,7 @@ class Conversion:
         widths, judge = width_text(self.dense.dense.bits), self.judge
         with self._step("dense matrices"):
             evaluation = judge.measure(uniform(self.checkpoint.spec, ORIGINAL), "dense matrices alone")
-            found = estimate(judge.measure, evaluation, self.material.judged.groups, self.settings.seed)
+            found = estimate(judge.measure, evaluation, judge.used.acceptance, self.settings.seed)
         self.say(
             f"dense matrices at {widths}, experts unquantised: loss {found.loss:.2%} (95% interval {found.low:+.2%} to "
             f"{found.high:+.2%})"
@@ -215,19 +244,10 @@ class Conversion:
         return widths[: len(tried) + 1]  # single experts may still want more than all together
 
     def _say_if_too_little(self, tried: Sequence[Evaluation]) -> None:
-        needed = self.judge.needed(tried)
-        if needed is None:
-            return
-        if needed.acceptance is None:
-            more = f"{needed.both} of each would do"
-        else:
-            more = f"{needed.acceptance} of the former would do"
-        self.say(
-            f"note: {needed.have} calibration samples to judge plans by ({1 - RANKING_SHARE:.0%} of the text, at most "
-            f"--samples) and {self.material.heldout.samples} held-out ones are few to promise "
-            f"{self.settings.planned_loss:.2%} at {self.settings.confidence:.0%}: {more}; with these the pack will be "
-            "larger than it needs to be, or no plan is accepted"
-        )
+        needed, stated = self.judge.needed(tried), self.judge.stated
+        if needed is not None and stated is not None:
+            promised = f"{self.settings.planned_loss:.2%} at {stated:.0%}"
+            self.say(f"note: {needed_text(needed, self.judge.used, promised)}")
 
     def _sweep(self, widths: list[int]) -> tuple[SensitivityTable, SweepCost]:
         settings, material = self.settings, self.material
@@ -249,6 +269,7 @@ class Conversion:
         if settings.signal == "metric":
             check_reference(material.metric.name, sweep.reference_value(), "samples of the sweep")
         table = sweep.table()
+        self._note(unreached_text(table))
         self.inputs = Inputs(
             str(self.checkpoint.path.absolute()), self.quantizer.name, self.quantizer.group_size, material.metric_name,
             self.judge.measure.samples_id, table, {} if self.dense.dense is None else self.dense.dense.bits,
@@ -304,15 +325,19 @@ class Conversion:
     def _deliver(
         self, table: SensitivityTable, cost: SweepCost, plan: Plan, question: Question
     ) -> tuple[Manifest, ConversionReport]:
-        accepted, seed = self._evaluated(self.judge.measure, plan), self.settings.seed
+        accepted, seed, used = self._evaluated(self.judge.measure, plan), self.settings.seed, self.judge.used
+        bound = self.judge.bound(accepted)
+        self._note(bound_doubt(bound))
         with self._step("held-out"):
-            heldout = estimate(self.heldout, self._evaluated(self.heldout, plan), self.material.heldout.groups, seed)
+            heldout = estimate(self.heldout, self._evaluated(self.heldout, plan), used.heldout, seed)
             shown = side_by_side(self.material, lambda: self.trial, self.journal, plan.assignment)
         outcome = Outcome(
             widths=plan.assignment,
             metric=self.material.metric_name,
-            calibration=estimate(self.judge.measure, accepted, self.material.judged.groups, seed),
-            upper_bound=self.judge.bound(accepted),
+            calibration=estimate(self.judge.measure, accepted, used.acceptance, seed),
+            upper_bound=bound,
+            confidence=self.judge.stated if bound is not None and math.isfinite(bound) else None,
+            standing=standing(self.judge, self.looks, self.notes),
             heldout=heldout,
             splits=self.material.splits,
             table=table,
@@ -343,8 +368,16 @@ class Conversion:
             "seed": self.settings.seed,
             "context": self.settings.context,
             "max_new_tokens": self.settings.max_new_tokens,
+            "documents_sha256": self.material.documents_sha256,
             **({} if self.dense.dense is None else {"dense": asdict(self.dense.dense)}),
         }
+
+    @property
+    def _conversion(self) -> str:
+        """Digest of all that this conversion is decided by."""
+        settings = self.settings
+        asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
+        return hashlib.sha256(json.dumps([self._subject, asked]).encode()).hexdigest()
 
     @cached_property
     def _directory(self) -> str:

@@ -18,6 +18,7 @@ from moeconv.artifacts import (
     CurvePoint,
     DenseReport,
     SensitivityTable,
+    Standing,
     Step,
     SweepCost,
 )  # fmt: skip
@@ -54,6 +55,8 @@ class Outcome:
     samples: tuple[Mapping[str, str], ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     dense_alone: LossEstimate | None = None
+    confidence: float | None = None
+    standing: Standing | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -80,8 +83,9 @@ def deliver(
     before = _profiled(settings.out)
     report = replace(_report(settings, coder, outcome, seconds), dense=_dense_report(dense, outcome.dense_alone))
     document = artifacts.to_json(report)
-    if report.dense is None:
-        del document["dense"]
+    for name in ("dense", "standing"):
+        if document[name] is None:
+            del document[name]
     quality = None
     if outcome.splits is not None:
         target = settings.target.value if settings.target.kind == "loss" else None
@@ -151,7 +155,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         signal=settings.signal,
         target=settings.target,
         margin=settings.margin,
-        confidence=settings.confidence,
+        confidence=outcome.confidence,
         calibration=outcome.calibration,
         upper_bound=outcome.upper_bound,
         heldout=outcome.heldout,
@@ -168,6 +172,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         curve=outcome.curve,
         steps=outcome.steps,
         samples=outcome.samples,
+        standing=outcome.standing,
     )
 
 

@@ -2,40 +2,70 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from moeconv.calibration import samples_digest
 from moeconv.errors import SettingsError
 from moeconv.evaluation import Evaluation
+from moeconv.evidence import Documents, Evidence, least, least_heldout
 from moeconv.material import Material
 from moeconv.measure import Measure
-from moeconv.promise import Groups, Needed, interval, samples_needed, upper_bound
+from moeconv.promise import Needed, interval, samples_needed, upper_bound
 from moert.pack.manifest import LossEstimate
 
 LARGEST_REFERENCE = 1e30
 
 
 class Judge:
-    """`measure` is that of the acceptance samples. Without a confidence the measured loss itself must hold."""
+    """`measure` is that of the acceptance samples. Without a confidence the measured loss itself must hold.
+
+    `confidence` is what was asked for, `stated` what can be said: None where the text is of too few documents. The
+    bound is then one for more text of the same documents, and is never called by the confidence.
+    """
 
     def __init__(self, measure: Measure, material: Material) -> None:
         self.measure = measure
         self.material = material
         self.confidence = material.settings.confidence
+        self.evidence = Evidence(material.judged.documents, material.heldout.documents)
         self._bounds: dict[tuple[tuple[float, ...], ...], float] = {}  # each costs thousands of draws
+
+    @property
+    def stated(self) -> float | None:
+        enough = self.confidence is not None and self.evidence.enough(self.confidence)
+        return self.confidence if enough else None
+
+    @property
+    def used(self) -> Evidence:
+        """What bounds and intervals rest on: documents, or where those are too few, samples of them."""
+        short = self.confidence is not None and self.stated is None
+        return self.evidence.of_samples() if short else self.evidence
+
+    def too_few(self) -> str | None:
+        """One line where the documents do not carry the confidence that was asked for."""
+        if self.confidence is None or self.stated is not None:
+            return None
+        found, heldout = self.evidence, Evidence(self.evidence.heldout, self.evidence.heldout)
+        return (
+            f"{found.number:.3g} documents to judge plans by and {heldout.number:.3g} held-out ones (counted as if of "
+            f"one size) are too few for a promise at {self.confidence:.0%}, which takes {least(self.confidence)} and "
+            f"{least_heldout(self.confidence)}: bounds and intervals hold for more text of these documents only"
+        )
 
     def loss(self, evaluation: Evaluation) -> float:
         return self.measure.summary(evaluation).loss
 
     def bound(self, evaluation: Evaluation) -> float | None:
-        """What the held-out loss stays under with the confidence; None without one."""
+        """What the loss of as much text as was held out stays under; None without a confidence, infinite where the
+        samples can't tell."""
         if self.confidence is None:
             return None
         if evaluation.scores not in self._bounds:
             self._bounds[evaluation.scores] = upper_bound(
                 self.material.metric, self.measure.reference.columns(), evaluation.columns(),
-                confidence=self.confidence,
-                heldout_samples=self.material.heldout.samples, seed=self.material.settings.seed,
-                groups=self.material.judged.groups,
+                confidence=self.confidence, heldout=self.used.heldout_number, seed=self.material.settings.seed,
+                groups=self.used.acceptance,
             )  # fmt: skip
         return self._bounds[evaluation.scores]
 
@@ -44,31 +74,55 @@ class Judge:
         return (self.loss(evaluation) if bound is None else bound) <= self.material.settings.planned_loss
 
     def text(self, evaluation: Evaluation) -> str:
-        """The loss, and the bound that goes with the confidence."""
+        """The loss, and the bound with what it holds for."""
         bound = self.bound(evaluation)
-        promised = "" if bound is None else f", under {bound:.2%} at {self.confidence:.0%}"
+        promised = "" if bound is None else f", {bound_text(bound, self.stated)}"
         return f"loss {self.loss(evaluation):.2%}{promised}"
 
     def needed(self, tried: Sequence[Evaluation]) -> Needed | None:
-        """How many samples the promise takes; None where there is enough, or nothing is promised."""
-        if self.confidence is None:
+        """How many documents the promise takes; None where there is enough, or nothing is promised."""
+        if self.stated is None:
             return None
         found = samples_needed(
             self.material.metric, self.measure.reference.columns(), [evaluation.columns() for evaluation in tried],
-            target=self.material.settings.planned_loss, confidence=self.confidence,
-            heldout_samples=self.material.heldout.samples, seed=self.material.settings.seed,
-            groups=self.material.judged.groups,
+            target=self.material.settings.planned_loss, confidence=self.stated,
+            heldout=self.used.heldout_number, seed=self.material.settings.seed, groups=self.used.acceptance,
         )  # fmt: skip
         return None if found.enough else found
 
+    def texts(self) -> tuple[str, ...]:
+        """Digests of what is judged on: the acceptance text, the held-out text, and both with what ranks, in any
+        order, which another seed may divide in another way."""
+        splits = self.material.splits
+        every = sorted((*splits.calibration, *splits.heldout), key=lambda sample: (*sample.key, sample.choices))
+        return tuple(map(samples_digest, (self.material.acceptance, splits.heldout, every)))
 
-def estimate(measure: Measure, evaluation: Evaluation, groups: Groups | None, seed: int) -> LossEstimate:
-    """The loss, with a 95% interval. `groups` [samples] says which samples belong together."""
+
+def bound_text(bound: float, stated: float | None) -> str:
+    """A bound and what it holds for."""
+    if not math.isfinite(bound):
+        return "no bound can be told from so few samples"
+    return f"under {bound:.2%} " + ("for more text of these documents" if stated is None else f"at {stated:.0%}")
+
+
+def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, seed: int) -> LossEstimate:
+    """The loss, with a 95% interval. `documents` [samples] says which samples are of one document."""
     reference = measure.reference
-    low, high = interval(measure.metric, reference.columns(), evaluation.columns(), seed=seed, groups=groups)
+    low, high = interval(measure.metric, reference.columns(), evaluation.columns(), seed=seed, groups=documents)
     figures = measure.summary(evaluation)
     before = measure.metric.value(reference.columns())
     return LossEstimate(before, figures.value, figures.loss, low, high, len(evaluation.nats))
+
+
+def at_chance(reference: Evaluation, vocabulary: int, what: str) -> str | None:
+    """One line where the unquantised model does no better on this text than a guess among all its tokens."""
+    nats, guess = sum(reference.nats) / sum(reference.tokens), math.log(vocabulary)
+    if nats < guess:
+        return None
+    return (
+        f"the unquantised model is at chance on the {what} text: {nats:.2f} nats a token, where guessing among its "
+        f"{vocabulary:,} tokens gives {guess:.2f}; losses on this text say nothing: use text that the model is for"
+    )
 
 
 def check_reference(name: str, value: float, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,12 @@ class Material:
     @property
     def metric_sha256(self) -> str | None:
         return next((hashlib.sha256(path.read_bytes()).hexdigest() for path in self.metric_file), None)
+
+    @property
+    def documents_sha256(self) -> str:
+        """Of what each sample is a part of, which decides how text is divided and cut into windows."""
+        names = [[sample.document for sample in part] for part in (self.splits.calibration, self.splits.heldout)]
+        return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def scorer(self, subject: Subject, samples: Sequence[Sample], limit: int | None) -> Scorer:
         return build_scorer(

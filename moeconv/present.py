@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,9 +106,13 @@ def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> 
 
 
 def _promise(report: ConversionReport) -> list[str]:
-    if report.confidence is None or report.upper_bound is None:
-        return []
-    return [f"  at {report.confidence:.0%} the held-out loss was to stay under {report.upper_bound:.2%}"]
+    notes = [f"  note: {line}" for line in (report.standing.notes if report.standing else ())]
+    bound = report.upper_bound
+    if bound is None or not math.isfinite(bound):
+        return notes
+    if report.confidence is None:
+        return [f"  no promise: more text of the same documents was to lose less than {bound:.2%}", *notes]
+    return [f"  at {report.confidence:.0%} the held-out loss was to stay under {bound:.2%}", *notes]
 
 
 def _dense(report: ConversionReport) -> list[str]:

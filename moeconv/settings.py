@@ -24,7 +24,7 @@ _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weigh
 _OF_TEXT = (
     "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
     "per_projection", "samples", "sweep_samples", "heldout_samples", "max_new_tokens", "memory_bytes", "racing",
-    "cluster",
+    "cluster", "strict",
 )  # fmt: skip
 """What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
@@ -36,7 +36,8 @@ class Settings:
     experts, `samples` what judges plans, `heldout_samples` what the result is measured on (None: all there is):
     samples of input and target, or windows of `context` tokens of running text. `memory_bytes` bounds what the sweep
     keeps beside the model. `dense_bits` is the width of all matrices outside the experts, or of those of some roles;
-    the others are stored as they are. `racing` is the error probability of a sweep that stops early."""
+    the others are stored as they are. `racing` is the error probability of a sweep that stops early. `strict` refuses
+    text that does not carry the confidence, before the sweep."""
 
     model: str
     out: Path
@@ -64,6 +65,7 @@ class Settings:
     racing: float | None = None
     cluster: str | None = None
     dense_bits: int | Mapping[str, int] | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_choice("--quantizer", self.quantizer, QUANTIZERS)
@@ -109,6 +111,8 @@ class Settings:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
         if self.racing is not None and not 0 < self.racing < 0.5:
             raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
+        if self.strict and self.calib is not None and self.confidence is None:
+            raise SettingsError("--strict has no effect with --confidence none: leave one of them out")
         if self.target.kind != "loss" and self.margin:
             raise SettingsError("--margin has no effect without --loss: leave it out")
 

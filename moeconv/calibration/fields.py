@@ -15,7 +15,8 @@ KINDS = {
     "input and choices": ("input", "choices", "label"),
     "input and target": ("input", "target"),
 }
-FIELDS = tuple(dict.fromkeys(field for fields in KINDS.values() for field in fields))
+DOCUMENT = "document"  # beside the fields of any kind: what the row is a part of
+FIELDS = (*dict.fromkeys(field for fields in KINDS.values() for field in fields), DOCUMENT)
 RUNNING = ("running text", "chat")
 
 Render = Callable[[Any, str], str]
@@ -23,7 +24,8 @@ Render = Callable[[Any, str], str]
 
 
 def renamed(row: Any, fields: Mapping[str, str], place: str) -> Any:
-    """The row with only those fields that `fields` gives names for (ours to theirs), and `choices` with a label."""
+    """The row with only those fields that `fields` gives names for (ours to theirs), and `choices` with a label. Where
+    that is the document alone, all others stay."""
     if not fields or not isinstance(row, dict):
         return row
     for ours, theirs in fields.items():
@@ -32,6 +34,8 @@ def renamed(row: Any, fields: Mapping[str, str], place: str) -> Any:
         if theirs not in row:
             raise CalibrationError(f"{place}: no field {theirs!r}; there are {', '.join(map(str, row))}")
     kept = {"choices": row["choices"]} if "label" in fields and "choices" in row else {}
+    if set(fields) == {DOCUMENT}:
+        kept = row  # all other fields have our names
     return kept | {ours: row[theirs] for ours, theirs in fields.items()}
 
 
@@ -48,16 +52,26 @@ def kind_of(row: Any, place: str) -> str:
 
 def to_sample(row: Mapping[str, Any], kind: str, place: str, render: Render) -> Sample:
     """The row, which is of this kind, as a sample. Raises CalibrationError."""
+    document = _document(row.get(DOCUMENT), place)
     if kind == "chat":
-        return Sample(_text(render(row["messages"], place), "messages", place))
+        return Sample(_text(render(row["messages"], place), "messages", place), document=document)
     if kind == "running text":
-        return Sample(_text(row["text"], "text", place, blank=True))
+        return Sample(_text(row["text"], "text", place, blank=True), document=document)
     source = _text(row["input"], "input", place)
     if kind == "input and target":
-        return Sample(source, _text(row["target"], "target", place))
+        return Sample(source, _text(row["target"], "target", place), document=document)
     choices = _choices(row["choices"], place)
     label = _label(row["label"], choices, place)
-    return Sample(source, choices[label], choices, label)
+    return Sample(source, choices[label], choices, label, document)
+
+
+def _document(value: Any, place: str) -> str:
+    """A text or a number that names it; empty where the row has none."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise CalibrationError(f"{place}: expected a name in the field 'document', found {value!r:.40}")
+    return str(value)
 
 
 def _text(value: Any, field: str, place: str, *, blank: bool = False) -> str:

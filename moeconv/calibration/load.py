@@ -10,6 +10,7 @@ from moeconv.calibration.catalogue import CATALOGUE, find_entry, names
 from moeconv.calibration.chat import ChatTemplate
 from moeconv.calibration.datasets import is_dataset, read_dataset
 from moeconv.calibration.division import divide
+from moeconv.calibration.documents import with_documents
 from moeconv.calibration.fields import RUNNING, Render, kind_of, renamed, to_sample
 from moeconv.calibration.rows import READERS, Rows
 from moeconv.calibration.sample import Sample, Splits
@@ -61,7 +62,7 @@ def load_splits(
         return _pair(calib, text, _read(heldout, fields or {}, render), None)
     _require(text.name, len(text.samples), 2 * MIN_SAMPLES if text.seq2seq else 2, ALONE)
     try:
-        splits = Splits(calib, text.seq2seq, *divide(text.samples, text.seq2seq, 0.5, seed))
+        splits = Splits(calib, text.seq2seq, *divide(_in_documents(text), text.seq2seq, 0.5, seed))
     except CalibrationError as error:
         raise CalibrationError(f"{calib}: {error}") from None
     for part in (splits.calibration, splits.heldout):
@@ -84,6 +85,10 @@ def _read(named: str, fields: Mapping[str, str], render: Render) -> Text:
     if not any(sample.source.strip() for sample in samples):
         raise CalibrationError(f"{named}: holds no samples")
     return Text(named, first_kind, tuple(samples), tuple(places))
+
+
+def _in_documents(text: Text) -> tuple[Sample, ...]:
+    return tuple(with_documents(text.samples, running=not text.seq2seq))
 
 
 def _rows(named: str) -> Rows:
@@ -110,7 +115,7 @@ def _pair(name: str, calibration: Text, heldout: Text, metric: str | None) -> Sp
     for text in (calibration, heldout):
         _require(text.name, len(text.samples), MIN_SAMPLES if text.seq2seq else 1)
     _require_disjoint(calibration, heldout)
-    return Splits(name, calibration.seq2seq, calibration.samples, heldout.samples, metric)
+    return Splits(name, calibration.seq2seq, _in_documents(calibration), _in_documents(heldout), metric)
 
 
 def _require(name: str, count: int, least: int, advice: str = "give more") -> None:

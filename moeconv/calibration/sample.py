@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SHORT_ROW = 80  # characters
 
@@ -13,12 +13,15 @@ SHORT_ROW = 80  # characters
 @dataclass(frozen=True)
 class Sample:
     """Running text: `source` alone. Input and target: `source` and `target`. Input and choices: `source`, the texts
-    that its label may have, and in `label` the right one's place; `target` is then `choices[label]`."""
+    that its label may have, and in `label` the right one's place; `target` is then `choices[label]`. `document` names
+    what the sample is a part of (see `calibration.documents`), empty where nothing tells; samples of equal text are
+    equal whatever they are a part of."""
 
     source: str
     target: str = ""
     choices: tuple[str, ...] = ()
     label: int = -1
+    document: str = field(default="", compare=False)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -52,7 +55,7 @@ class Splits:
 
 
 def samples_digest(samples: Iterable[Sample]) -> str:
-    """sha256 over the samples in their order."""
+    """sha256 over the samples' texts in their order."""
     digest = hashlib.sha256()
     for sample in samples:
         parts = [sample.source, sample.target, *([sample.choices] if sample.choices else [])]

@@ -16,6 +16,7 @@ from moeconv.artifacts import (
     DenseReport,
     Probe,
     SensitivityTable,
+    Standing,
     Step,
     Summary,
     SweepCost,
@@ -27,6 +28,7 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 
 _EXPERT = re.compile(r"([ED])(\d{2,})/E(\d{3,})")
+_OPTIONAL = ("dense", "standing")
 _PROBE = re.compile(r"(\S+) at (\d+(?:/\d+)*)")
 
 
@@ -57,8 +59,8 @@ def read_report(pack: Pack) -> ConversionReport:
 
 
 def _report(document: dict[str, Any]) -> ConversionReport:
-    """Every field of the value must be there, but for `dense`, which only some packs have; fields that are not known
-    are left out."""
+    """Every field of the value must be there, but for `dense` and `standing`, which only some packs have; fields that
+    are not known are left out."""
     read: dict[str, Callable[[Any], Any]] = {
         "target": lambda value: Target(**value),
         "calibration": _measured,
@@ -71,9 +73,10 @@ def _report(document: dict[str, Any]) -> ConversionReport:
         "curve": lambda value: tuple(CurvePoint(**point) for point in value),
         "steps": lambda value: tuple(Step(**step) for step in value),
         "dense": lambda value: DenseReport(**{**value, "alone": _measured(value["alone"])}),
+        "standing": lambda value: Standing(**{**value, "notes": tuple(map(str, value["notes"]))}),
         "samples": lambda value: tuple({str(name): str(text) for name, text in sample.items()} for sample in value),
     }
-    names = [name for name in ConversionReport.__dataclass_fields__ if name != "dense" or document.get("dense")]
+    names = [name for name in ConversionReport.__dataclass_fields__ if name not in _OPTIONAL or document.get(name)]
     return ConversionReport(**{name: read[name](document[name]) if name in read else document[name] for name in names})
 
 

@@ -95,10 +95,19 @@ def result(report: ConversionReport, n_experts: int) -> str:
             text += (
                 f", and stays under {percent(report.upper_bound, 2)} with {percent(report.confidence, 0)} confidence"
             )
+        elif report.upper_bound is not None:
+            text += (
+                f". No promise is given: more text of the same documents would lose less than "
+                f"{percent(report.upper_bound, 2)}"
+            )
         text += ". "
     if report.heldout is not None:
         text += f"On held-out text, measured once at the end, it is {interval_text(report.heldout)}. "
-    return text + _verdict(report)
+    return " ".join([text + _verdict(report), *_notes(report)]).strip()
+
+
+def _notes(report: ConversionReport) -> list[str]:
+    return [f"Note: {line}." for line in (report.standing.notes if report.standing else ())]
 
 
 def _negative(report: ConversionReport) -> list[bool]:
@@ -147,7 +156,8 @@ def _tiles(report: ConversionReport) -> str:
         (f"{report.effective_bits:.2f}", "bits a weight, scales included"),
         (percent(found.loss) if found else "–", f"{where} loss" if found else "loss: not measured"),
         (percent(report.confidence, 0) if report.confidence is not None else "–",
-         "confidence of the promise" if report.confidence is not None else "no confidence asked for"),
+         "confidence of the promise" if report.confidence is not None
+         else "no promise: too few documents" if report.upper_bound is not None else "no confidence asked for"),
     ]  # fmt: skip
     return "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in tiles

@@ -15,7 +15,7 @@ from moeconv.errors import CalibrationError, SettingsError
 from moeconv.metrics import Metric
 from moeconv.scorers import Subject
 from moeconv.scorers.generated import LENGTH_SPREAD, SPARE_TOKENS, GeneratedScorer
-from moeconv.scorers.items import I64, texts_of
+from moeconv.scorers.items import I64, documents_of, texts_of
 from moeconv.scorers.text import TextScorer, choices_of, windows_of
 from moert.pack.model_spec import ModelSpec
 
@@ -66,13 +66,13 @@ def build_scorer(
 @dataclass(frozen=True)
 class Volume:
     """How much text a scorer works on: samples (or windows), and at most how many tokens pass through the encoder and
-    through the decoder, those that fill rows up among them. Samples of one group (windows of one article) are alike,
-    None where no two are."""
+    through the decoder, those that fill rows up among them. `documents` [samples] says which of them are of one
+    document, as numbers."""
 
     samples: int
     encoder_tokens: int
     decoder_tokens: int
-    groups: I64 | None = None
+    documents: I64
 
 
 def volume(
@@ -91,7 +91,7 @@ def volume(
     chosen = [samples[at] for at in spread(len(samples), limit)]
     context = min(context, spec.max_positions or context)
     if spec.encoder is not None or samples[0].choices:
-        texts, owner, _ = texts_of(chosen)
+        (texts, owner, _), documents = texts_of(chosen), documents_of(chosen)
         sources, targets = (
             np.array([_length(encoding.ids, spec) for encoding in tokenizer.encode_batch(part)])
             for part in ([sample.source for sample in chosen], texts)
@@ -99,9 +99,9 @@ def volume(
         if spec.encoder is not None:
             widest = max(targets.max(), max_new_tokens or targets.max() + SPARE_TOKENS)
             filled_up = (sources * LENGTH_SPREAD).astype(int) + 2
-            return Volume(len(chosen), int(filled_up.sum()), int(widest) * (len(targets) + len(chosen)))
+            return Volume(len(chosen), int(filled_up.sum()), int(widest) * (len(targets) + len(chosen)), documents)
         widest = min(context, int((sources[owner] + targets).max()) + 1)
-        return Volume(len(chosen), 0, len(targets) * widest)
+        return Volume(len(chosen), 0, len(targets) * widest, documents)
     running = windows_of(samples, tokenizer, context)
     _check_ids(int(running.ids.max()), spec)
     windows = spread(len(running.ids), limit)

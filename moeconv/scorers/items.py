@@ -41,6 +41,12 @@ def texts_of(samples: Sequence[Sample]) -> tuple[list[str], I64, npt.NDArray[np.
     return texts, np.array(owner), np.array(right)
 
 
+def documents_of(samples: Sequence[Sample]) -> I64:
+    """A number for the document of each sample; one without a document is its own. [samples]"""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(sample.document or at, len(numbers)) for at, sample in enumerate(samples)])
+
+
 def tally(
     metric: Metric, items: Items, samples: Sequence[Sample], nats: F64, kls: F64, outputs: Sequence[str] = ()
 ) -> Scores:

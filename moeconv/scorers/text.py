@@ -11,15 +11,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from moeconv.calibration import Sample
+from moeconv.calibration import Sample, runs
 from moeconv.errors import CalibrationError
 from moeconv.metrics import Metric
 from moeconv.scorers import Routed, Scores, Subject
 from moeconv.scorers.head import Head, ReferenceRows
-from moeconv.scorers.items import I64, Items, tally, texts_of
+from moeconv.scorers.items import I64, Items, documents_of, tally, texts_of
 from moeconv.scorers.stacks import After, StackRunner
 
 BATCH_TOKENS = 4096
+REST = 0.25  # of a window; what a document has beyond its whole windows is scored from here on
+RUNS = 64  # of windows, where no documents are told: twice as many as a promise takes
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Texts:
     scored: Tensor  # [rows, width]; never in the last column
     items: Items
     samples: tuple[Sample, ...]  # empty for running text, where a window is a sample
-    groups: I64  # [samples]: windows that begin in one row of the text belong together
+    groups: I64  # [samples]: the document of each, as a number
 
     def select(self, windows: Sequence[int]) -> Texts:
         """Only these rows, each of which is a sample."""
@@ -45,31 +47,69 @@ class Texts:
 
 
 def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
-    """Samples in their order, as one text, cut into windows of `context` tokens.
+    """Samples in their order, as one text, cut into windows of `context` tokens, no window across two documents.
 
-    Windows don't overlap and the first token of each is context only. Words are what white space separates, counted
-    where they end, so that the figures of different tokenizers can be compared.
+    Documents of less than a window are joined with what follows, and then are one. The first token of a document is
+    context only, as is that of each window. What a document has after its last whole window is scored in a window that
+    reaches back for its context, where it is REST of a window at least; shorter rests are left out, as is that of text
+    that tells no documents. The windows of such text are taken in RUNS runs, which count as its documents. Words
+    are what white space separates, counted where they end, so that the figures of different tokenizers can be compared.
     """
     rows = [sample.source if sample.source.endswith("\n") else sample.source + "\n" for sample in samples]
     text = "".join(rows)
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    ids, offsets = encoding.ids, encoding.offsets  # each access makes the whole list anew
-    count = len(ids) // context
-    if count < 2:
+    ids, offsets = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2)
+    ends = np.array([match.end() for match in re.finditer(r"\S+", text)])
+    stretches = _stretches(np.searchsorted(offsets[:, 0], _borders(samples, rows)).tolist(), len(ids), context)
+    told = samples[0].document != ""
+    windows, fresh, owner = _windows(stretches, context, rests=told)
+    if len(windows) < 2:
         raise CalibrationError(
             f"the text has {len(ids)} tokens, too few for two windows of {context}: give more, or a smaller --context"
         )
-    ends = np.array([match.end() for match in re.finditer(r"\S+", text)])
-    starts_at = np.array([offsets[i * context + 1][0] for i in range(count)])
-    stops_at = np.array([offsets[(i + 1) * context - 1][1] for i in range(count)])
+    starts_at, stops_at = offsets[windows + context - fresh, 0], offsets[windows + context - 1, 1]
     words = np.searchsorted(ends, stops_at, side="right") - np.searchsorted(ends, starts_at, side="right")
-    windows = torch.tensor(ids[: count * context]).view(count, context)
-    scored = torch.ones_like(windows, dtype=torch.bool)
-    scored[:, -1] = False
-    tokens = np.full(count, context - 1.0)
-    items = Items(np.arange(count), np.ones(count, dtype=bool), tokens, words.astype(np.float64))
-    groups = np.searchsorted(np.cumsum([len(row) for row in rows]), starts_at, side="right")
-    return Texts(windows, torch.ones_like(scored), scored, items, (), groups)
+    places = np.arange(context)
+    found = torch.from_numpy(ids[windows[:, None] + places])
+    scored = torch.from_numpy((places >= context - 1 - fresh[:, None]) & (places < context - 1))
+    count = len(windows)
+    items = Items(np.arange(count), np.ones(count, dtype=bool), fresh.astype(np.float64), words.astype(np.float64))
+    groups = owner if told else np.array(runs(count, RUNS))
+    return Texts(found, torch.ones_like(scored), scored, items, (), groups)
+
+
+def _borders(samples: Sequence[Sample], rows: Sequence[str]) -> list[int]:
+    """Where documents begin, the first left out, in characters of the joined rows."""
+    at, found = 0, []
+    for place, row in enumerate(rows):
+        if place and samples[place].document != samples[place - 1].document:
+            found.append(at)
+        at += len(row)
+    return found
+
+
+def _stretches(borders: Sequence[int], tokens: int, context: int) -> list[tuple[int, int]]:
+    """First and last token (exclusive) of each document, short ones joined to `context` tokens or more."""
+    found, start = [], 0
+    for border in borders:
+        if border - start >= context:
+            found.append((start, border))
+            start = border
+    if found and tokens - start < context:
+        start = found.pop()[0]
+    return [*found, (start, tokens)]
+
+
+def _windows(stretches: Sequence[tuple[int, int]], context: int, *, rests: bool) -> tuple[I64, I64, I64]:
+    """For each window its first token, how many of its last tokens are scored, and the stretch that it lies in."""
+    windows = []
+    for owner, (start, stop) in enumerate(stretches):
+        whole, rest = divmod(stop - start, context)
+        windows += [(start + place * context, context - 1, owner) for place in range(whole)]
+        if rests and whole and rest >= REST * context:
+            windows.append((stop - context, rest, owner))
+    first, fresh, owners = np.array(windows, dtype=np.int64).reshape(-1, 3).T
+    return first, fresh, owners
 
 
 def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
@@ -93,7 +133,7 @@ def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
         scored[place, start - 1 : len(row) - 1] = 1
     words = np.array([max(1, len(text.split())) for text in texts], dtype=np.float64)
     items = Items(owner, right, scored.sum(dim=1).double().numpy(), words)
-    return Texts(ids, real.bool(), scored.bool(), items, tuple(samples), np.arange(len(samples)))
+    return Texts(ids, real.bool(), scored.bool(), items, tuple(samples), documents_of(samples))
 
 
 class TextScorer:

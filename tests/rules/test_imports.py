@@ -28,12 +28,13 @@ STAGES = ("moeconv.sensitivity", "moeconv.allocation", "moeconv.emit", "moeconv.
 MOECONV = [
     ("moert.pack", "moeconv.errors", "moeconv.toml"),
     ("moeconv.artifacts", "moeconv.journal", "moeconv.archs", "moeconv.calibration", "moeconv.metrics",
-     "moeconv.quantizers", "moeconv.racing", "moeconv.cluster"),
-    ("moeconv.checkpoint", "moeconv.workdir", "moeconv.scorers", "moeconv.promise", "moeconv.allocation"),
+     "moeconv.quantizers", "moeconv.racing", "moeconv.cluster", "moeconv.evidence"),
+    ("moeconv.checkpoint", "moeconv.workdir", "moeconv.looks", "moeconv.scorers", "moeconv.promise",
+     "moeconv.allocation"),
     ("moeconv.settings", "moeconv.moments", "moeconv.evaluation", "moeconv.packed"),
     ("moeconv.coder", "moeconv.dense", "moeconv.limits"),
     ("moeconv.trial",),
-    ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging"),
+    ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging", "moeconv.standing"),
     STAGES,
     ("moeconv.planning", "moeconv.runners", "moeconv.examples"),
     ("moeconv.delivery", "moeconv.profile"),
@@ -66,8 +67,8 @@ HEAVY = {
 COMMAND_LINES = ["moert/cli.py", "moert/console.py", "moeconv/cli.py", "moert/__init__.py", "moeconv/__init__.py"]
 PURE = ["moert/pack", "moert/predict", "moert/experts/eviction.py", "moert/experts/replay.py",
         "moert/experts/usage.py", "moert/experts/succession.py", "moert/experts/belady.py",
-        "moert/experts/selection.py", "moert/experts/residency.py", "moert/budget.py",
-         "moeconv/allocation", "moeconv/promise.py", "moeconv/racing.py"]  # fmt: skip
+        "moert/experts/selection.py", "moert/experts/residency.py", "moert/budget.py", "moeconv/allocation",
+        "moeconv/promise.py", "moeconv/evidence.py", "moeconv/racing.py"]  # fmt: skip
 
 
 def sources(*where: str) -> list[Path]:

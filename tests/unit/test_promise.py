@@ -71,9 +71,7 @@ def test_the_bound_holds_as_often_as_it_says(name: str, n: int, ratio: int) -> N
     measured, heldout = losses(name, reference, scores), losses(name, *source(rng, ratio * n, CASES, LOSS))
     noise = heldout_noise(name, n, ratio)
     for confidence, deviations in ((0.9, 1.28), (0.95, 1.64)):
-        bounds = upper_bounds(
-            metric, reference, scores, confidence=confidence, heldout_samples=ratio * n, seed=1, draws=800
-        )
+        bounds = upper_bounds(metric, reference, scores, confidence=confidence, heldout=ratio * n, seed=1, draws=800)
         assert (heldout <= bounds).mean() >= confidence - 0.02
         assert (bounds - measured).mean() < 1.6 * deviations * noise
 
@@ -84,7 +82,7 @@ def test_a_bound_of_the_expected_loss_alone_breaks_the_promise(name: str) -> Non
     rng = np.random.default_rng(2)
     reference, scores = SOURCES[name](rng, 2000, CASES, LOSS)
     heldout = losses(name, *SOURCES[name](rng, 2000, CASES, LOSS))
-    plain = upper_bounds(METRICS[name], reference, scores, confidence=0.95, heldout_samples=None, seed=1, draws=800)
+    plain = upper_bounds(METRICS[name], reference, scores, confidence=0.95, heldout=None, seed=1, draws=800)
     assert 0.82 < (heldout <= plain).mean() < 0.935
 
 
@@ -97,7 +95,7 @@ def test_rare_harm_counts_before_it_is_seen() -> None:
         return columns(right.astype(float)), columns((right & (rng.random((100, 2000)) >= 0.03)).astype(float))
 
     reference, scores = draw()
-    bounds = upper_bounds(metric, reference, scores, confidence=0.95, heldout_samples=100, seed=1)
+    bounds = upper_bounds(metric, reference, scores, confidence=0.95, heldout=100, seed=1)
     assert (losses("exact_match", *draw()) <= bounds).mean() >= 0.93
     unharmed = losses("exact_match", reference, scores) == 0
     assert unharmed.any()
@@ -107,24 +105,22 @@ def test_rare_harm_counts_before_it_is_seen() -> None:
 def test_all_right_is_no_proof() -> None:
     """20 of 20 right before and after: up to some 15% may still break (the rule of three)."""
     ones = np.ones((20, 2))
-    bound = upper_bound(METRICS["exact_match"], ones, ones, confidence=0.95, heldout_samples=None, seed=1)
+    bound = upper_bound(METRICS["exact_match"], ones, ones, confidence=0.95, heldout=None, seed=1)
     assert bound == pytest.approx(3 / 20, rel=0.1)
 
 
 def test_a_reference_of_nothing_promises_nothing() -> None:
     none_right = np.array([[0.0, 1.0]] * 30)
-    bound = upper_bound(METRICS["exact_match"], none_right, none_right, confidence=0.95, heldout_samples=30, seed=1)
+    bound = upper_bound(METRICS["exact_match"], none_right, none_right, confidence=0.95, heldout=30, seed=1)
     assert bound == np.inf
 
 
 def test_bounds_of_several_plans_are_those_of_each() -> None:
     reference, scores = rouge(np.random.default_rng(4), 50, 3, LOSS)
     metric = METRICS["rouge2"]
-    several = upper_bounds(metric, reference, scores, confidence=0.9, heldout_samples=80, seed=5, draws=500)
+    several = upper_bounds(metric, reference, scores, confidence=0.9, heldout=80, seed=5, draws=500)
     for plan in range(3):
-        one = upper_bound(
-            metric, reference[:, plan], scores[:, plan], confidence=0.9, heldout_samples=80, seed=5, draws=500
-        )
+        one = upper_bound(metric, reference[:, plan], scores[:, plan], confidence=0.9, heldout=80, seed=5, draws=500)
         assert one == pytest.approx(several[plan], rel=1e-9)
 
 
@@ -134,7 +130,7 @@ def test_more_confidence_and_less_heldout_text_raise_the_bound() -> None:
     def bound(confidence: float, heldout: int | None) -> float:
         return upper_bound(
             METRICS["rouge2"], reference, scores,
-            confidence=confidence, heldout_samples=heldout, seed=1,
+            confidence=confidence, heldout=heldout, seed=1,
         )  # fmt: skip
 
     assert bound(0.9, 300) < bound(0.95, 300) < bound(0.95, 100)
@@ -158,7 +154,14 @@ def test_clustered_samples_need_their_groups() -> None:
 
     def held(groups: npt.NDArray[np.int64] | None) -> float:
         bounds = upper_bounds(
-            metric, reference, scores, confidence=0.95, heldout_samples=400, seed=1, groups=groups, draws=1000
+            metric,
+            reference,
+            scores,
+            confidence=0.95,
+            heldout=400 if groups is None else articles,
+            seed=1,
+            groups=groups,
+            draws=1000,
         )
         return float((heldout <= bounds).mean())
 
@@ -188,13 +191,13 @@ def test_the_samples_said_to_be_needed_do(name: str) -> None:
     rng, metric, target = np.random.default_rng(9), METRICS[name], 0.05
     pilot, worse = (rows[:, 0] for rows in SOURCES[name](rng, 400, 1, 2 * (1 - GAP_SHARE) * target))
     needed = samples_needed(
-        metric, pilot, [worse, worse * [0.5, 1.0]], target=target, confidence=0.95, heldout_samples=4000, seed=1
+        metric, pilot, [worse, worse * [0.5, 1.0]], target=target, confidence=0.95, heldout=4000, seed=1
     )
     assert needed.have == 400
     assert needed.acceptance is not None
     assert needed.enough == (needed.acceptance <= 400)
     reference, scores = SOURCES[name](rng, needed.acceptance, 60, (1 - GAP_SHARE) * target)
-    bounds = upper_bounds(metric, reference, scores, confidence=0.95, heldout_samples=4000, seed=1, draws=500)
+    bounds = upper_bounds(metric, reference, scores, confidence=0.95, heldout=4000, seed=1, draws=500)
     gap = float((bounds - losses(name, reference, scores)).mean())
     assert 0.6 * GAP_SHARE * target < gap < 1.5 * GAP_SHARE * target
 
@@ -202,12 +205,10 @@ def test_the_samples_said_to_be_needed_do(name: str) -> None:
 def test_too_little_heldout_text_is_beyond_any_acceptance_samples() -> None:
     reference, scores = (rows[:, 0] for rows in exact_match(np.random.default_rng(10), 400, 1, LOSS))
     metric = METRICS["exact_match"]
-    needed = samples_needed(metric, reference, [scores], target=0.05, confidence=0.95, heldout_samples=50, seed=1)
+    needed = samples_needed(metric, reference, [scores], target=0.05, confidence=0.95, heldout=50, seed=1)
     assert needed.acceptance is None
     assert not needed.enough
-    enough = samples_needed(
-        metric, reference, [scores], target=0.05, confidence=0.95, heldout_samples=needed.both, seed=1
-    )
+    enough = samples_needed(metric, reference, [scores], target=0.05, confidence=0.95, heldout=needed.both, seed=1)
     assert enough.acceptance == pytest.approx(needed.both, rel=0.2)
 
 
@@ -225,7 +226,7 @@ def test_bisection_over_nested_plans_costs_the_promise_nothing() -> None:
         reference = columns(before[:, None])
         bounds = upper_bounds(
             metric, np.broadcast_to(reference[:n], plans[:n].shape), plans[:n],
-            confidence=0.95, heldout_samples=n, seed=1, draws=400,
+            confidence=0.95, heldout=n, seed=1, draws=400,
         )  # fmt: skip
         low, high = -1, steps
         while high - low > 1:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB
 from tokenizers import Tokenizer
 from trials import pairs, questions, running, scorers, trial_of, words
@@ -21,8 +23,9 @@ from moeconv.errors import CalibrationError
 from moeconv.scorers.build import dealt, load_tokenizer, spread, volume
 from moeconv.scorers.experts import Call, Place, Substitute, expert_ffn
 from moeconv.scorers.head import Head
+from moeconv.scorers.items import documents_of
 from moeconv.scorers.seq2seq import Seq2Seq
-from moeconv.scorers.text import choices_of, windows_of
+from moeconv.scorers.text import REST, choices_of, windows_of
 from moeconv.trial import Trial
 from moert.kernels.reference import ffn
 from moert.pack.model_spec import ExpertKey, MoeSpec
@@ -377,10 +380,55 @@ def test_windows_count_the_words_that_end_in_them(tiny_model: TinyModel) -> None
     assert total - len(texts.ids) - 2 <= texts.items.words.sum() <= total
     assert not texts.scored[:, -1].any()
     assert texts.scored[:, :-1].all()
-    first = len(tokenizer.encode(samples[0].source + "\n").ids)
-    assert texts.groups.tolist() == [int(16 * at + 1 >= first) for at in range(len(texts.ids))]
+    assert texts.groups.tolist() == list(range(len(texts.ids))), "untold, few windows: each is a document"
     with pytest.raises(CalibrationError, match="too few"):
         windows_of(samples, tokenizer, 400)
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.integers(4, 20))
+def test_no_window_lies_across_two_documents(tiny_model: TinyModel, lengths: list[int], context: int) -> None:
+    """And each token but the first of a window is scored once at most; what is left out is shorter than a window."""
+    tokenizer = load_tokenizer(tiny_model("olmoe", "plain") / "tokenizer.json")
+    samples = [Sample("abcdefg"[at % 7] * length, document=f"part {at}") for at, length in enumerate(lengths)]
+    assume(sum(lengths) + len(lengths) >= 2 * context)
+    try:
+        texts = windows_of(samples, tokenizer, context)
+    except CalibrationError:
+        assume(False)
+    letters = [set(tokenizer.decode(row.tolist()).replace("\n", "").replace(" ", "")) for row in texts.ids]
+    owners: dict[str, int] = {}
+    for seen, group in zip(letters, texts.groups.tolist(), strict=True):
+        for letter in seen:
+            assert owners.setdefault(letter, group) == group, "a document has one group"
+    assert texts.items.tokens.tolist() == texts.scored.sum(dim=1).tolist()
+    total = sum(len(tokenizer.encode(sample.source + "\n").ids) for sample in samples)
+    documents = len(set(texts.groups.tolist()))
+    assert total - len(texts.ids) - documents * REST * context <= texts.scored.sum() <= total - documents
+
+
+def test_the_rest_of_a_document_is_scored_in_a_window_that_reaches_back(tiny_model: TinyModel) -> None:
+    tokenizer = load_tokenizer(tiny_model("olmoe", "plain") / "tokenizer.json")
+    samples = [Sample("a" * 22, document="a"), Sample("b" * 31, document="b"), Sample("c" * 17, document="c")]
+    texts = windows_of(samples, tokenizer, 8)
+    found = texts.scored.sum(dim=1).tolist()
+    lengths = [len(tokenizer.encode(sample.source + "\n").ids) for sample in samples]
+    expected = [scored for length in lengths for scored in [7] * (length // 8) + [length % 8] * (length % 8 >= 2)]
+    assert found == expected
+    whole = texts.scored.sum(dim=1) == 7
+    assert texts.scored[whole][:, :-1].all()
+    for row, count in zip(texts.scored[~whole], texts.scored[~whole].sum(dim=1), strict=True):
+        assert row.tolist() == [False] * (7 - int(count)) + [True] * int(count) + [False]
+
+
+def test_samples_of_one_document_have_one_number() -> None:
+    samples = [
+        Sample("a", document="x"),
+        Sample("b"),
+        Sample("c", document="x"),
+        Sample("d"),
+        Sample("e", document="y"),
+    ]
+    assert documents_of(samples).tolist() == [0, 1, 0, 2, 3]
 
 
 def test_a_choice_is_scored_alone_and_a_long_text_loses_its_beginning(tiny_model: TinyModel) -> None:
