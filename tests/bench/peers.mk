@@ -19,7 +19,7 @@ $(PEERS_DIR)/.built: tests/bench/peers.txt tests/bench/ggml/sdist.txt tests/benc
 # this processor with the options that tests/bench/llama_flags.py chooses; options.txt keeps them for the bench.
 LLAMA_DIR := $(PEERS_DIR)/llama
 
-$(LLAMA_DIR)/.built: tests/bench/peers-llama.txt tests/bench/ggml/sdist.txt tests/bench/llama_flags.py .ci/constraints.txt
+$(LLAMA_DIR)/.built: tests/bench/peers-llama.txt tests/bench/ggml/sdist.txt tests/bench/llama_flags.py | .ci/constraints.txt
 	@command -v cmake >/dev/null || { echo 'llama.cpp is built with cmake and a C++ compiler: install them'; exit 1; }
 	@echo 'building llama.cpp in $(LLAMA_DIR): about ten minutes on two cores'
 	rm -rf $(LLAMA_DIR)
