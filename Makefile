@@ -105,7 +105,7 @@ bench-sweep: data data-docline  ## the exact sweep beside full evaluations: the 
 bench-quant: data data-docline $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
 	$(PY) -m tests.bench.quant
 
-bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target
+bench-promise: data data-docline  ## whole conversions over 20 random splits: how often the held-out loss met the target
 	$(PY) -m tests.bench.promise
 
 bench-kernels: setup $(PEERS_DIR)/kernels/.built  ## the native kernels beside the bandwidth of memory, torch and onnxruntime

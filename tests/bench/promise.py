@@ -204,7 +204,11 @@ def summary(case: Case, splits: Sequence[Split]) -> list[Row]:
         *rows,
         Row(f"{case.name}: all experts at the narrowest width", narrowest, f"of {len(packs)} packs"),
         loss if 2 * narrowest > len(packs) or not case.promised else loss.at_least(100 * TIMID * case.target),
-        row_of_runs(f"{case.name}: median bound", [100 * value for value in bounds], "%"),
+        row_of_runs(
+            f"{case.name}: median bound" + f" at {CONFIDENCE:.0%}" * case.promised,
+            [100 * value for value in bounds],
+            "%",
+        ),
         row_of_runs(f"{case.name}: median size of all experts", sizes, "MB"),
         row_of_runs(f"{case.name}: median time of a split", [split.seconds for split in splits], "s"),
     ]
