@@ -142,14 +142,15 @@ class DenseReport:
 
 @dataclass(frozen=True)
 class Standing:
-    """What the promise stands on. `asked` is the confidence that was asked for; `documents` and `heldout_documents` are
-    counted as if of one size, `needed` and `heldout_needed` are what the confidence takes. `looks` is how many
-    conversions, this one included, were judged on this text with the same work directory. `notes` are lines for a
-    person: what the promise does not cover, and why."""
+    """What the promise stands on. `asked` is the confidence that was asked for. Plans were judged on `documents`, worth
+    `of_one_size` of one size, the result on `heldout_documents`; `needed` and `heldout_needed` are what the confidence
+    takes. `looks` is how many conversions, this one included, were judged on this text with the same work directory.
+    `notes` are lines for a person: what the promise does not cover, and why."""
 
     asked: float | None
-    documents: float
-    heldout_documents: float
+    documents: int
+    of_one_size: float
+    heldout_documents: int
     needed: int | None
     heldout_needed: int | None
     looks: int

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moeconv.calibration import samples_digest
 from moeconv.errors import SettingsError
 from moeconv.evaluation import Evaluation
-from moeconv.evidence import Documents, Evidence, least, least_heldout
+from moeconv.evidence import WORTH, Documents, Evidence, effective, least, least_heldout
 from moeconv.material import Material
 from moeconv.measure import Measure
 from moeconv.promise import Needed, interval, samples_needed, upper_bound
@@ -46,11 +46,12 @@ class Judge:
         """One line where the documents do not carry the confidence that was asked for."""
         if self.confidence is None or self.stated is not None:
             return None
-        found, heldout = self.evidence, Evidence(self.evidence.heldout, self.evidence.heldout)
+        found, heldout, wanted = self.evidence, effective(self.evidence.heldout), least(self.confidence)
         return (
-            f"{found.number:.3g} documents to judge plans by and {heldout.number:.3g} held-out ones (counted as if of "
-            f"one size) are too few for a promise at {self.confidence:.0%}, which takes {least(self.confidence)} and "
-            f"{least_heldout(self.confidence)}: bounds and intervals hold for more text of these documents only"
+            f"{found.count} documents to judge plans by (worth {found.number:.0f} of one size) and {heldout:.0f} "
+            f"held-out ones are too few for a promise at {self.confidence:.0%}, which takes {wanted} (worth "
+            f"{WORTH * wanted:.0f}) and {least_heldout(self.confidence)}: bounds and intervals hold for more text of "
+            "these documents only"
         )
 
     def loss(self, evaluation: Evaluation) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from moeconv.artifacts import SensitivityTable, Standing
-from moeconv.evidence import Evidence, effective, least, least_heldout
+from moeconv.evidence import Evidence, least, least_heldout
 from moeconv.judging import Judge
 from moeconv.material import RANKING_SHARE
 from moeconv.promise import Needed
@@ -18,7 +18,7 @@ def standing(judge: Judge, looks: int, notes: Sequence[str]) -> Standing:
     """As the report keeps it."""
     asked, evidence = judge.confidence, judge.evidence
     return Standing(
-        asked, round(evidence.number, 2), round(effective(evidence.heldout), 2),
+        asked, evidence.count, round(evidence.number, 2), len(set(evidence.heldout.tolist())),
         None if asked is None else least(asked), None if asked is None else least_heldout(asked), looks, tuple(notes),
     )  # fmt: skip
 

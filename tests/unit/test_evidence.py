@@ -30,6 +30,7 @@ def test_a_promise_takes_thirty_documents_at_95_percent() -> None:
     many, few = np.repeat(np.arange(30), 5), np.repeat(np.arange(29), 5)
     assert Evidence(many, few).enough(0.95)
     assert not Evidence(few, many).enough(0.95)
+    assert Evidence(np.append(many, [0] * 15), many).enough(0.95), "worth 22 of one size"
     assert not Evidence(many, np.repeat(np.arange(5), 40)).enough(0.95)
     assert not Evidence(np.append(many, [0] * 100), many).enough(0.95), "one large document is no thirty"
 

@@ -1,4 +1,4 @@
-"""`make bench-promise`: how often the held-out loss stayed under the target."""
+"""`make bench-promise`: how often the held-out loss stayed under the target, and how often simulated bounds hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from tests.bench.result import Result
 from tests.bench.tables import Line, Part
 
 _CASE = re.compile(r"(?P<case>.+): held-out loss met the target")
+_FEW = re.compile(r"(?P<case>.+): packs with a promise, on too few documents")
+_SIMULATED = re.compile(
+    r"(?P<documents>\d+) documents of (?P<sizes>\S+) sizes, .* (?P<confidence>\d+%)(?P<none>: no.*)?"
+)
 
 
 def parts(result: Result) -> Sequence[Part]:
@@ -25,4 +29,28 @@ def parts(result: Result) -> Sequence[Part]:
         )
         for case in cases
     ]
-    return [lines]
+    few = [found["case"] for found in map(_FEW.fullmatch, result.by_name) if found]
+    lines += [
+        (
+            f"{case}, too few documents",
+            f"{{{case}: packs}} {{{case}: packs@unit}}",
+            f"{{{case}: packs with a promise, on too few documents}} with a promise",
+            f"{{{case}: median held-out loss|.1%}}",
+            f"{{{case}: median bound|.1%}}",
+        )
+        for case in few
+    ]
+    return [lines, *_simulation(result)]
+
+
+def _simulation(result: Result) -> list[list[Line]]:
+    """Where a promise is given: for each number of documents and kind of sizes, the row that held least often."""
+    lowest: dict[tuple[str, str, str], str] = {}
+    for name, row in result.by_name.items():
+        found = _SIMULATED.fullmatch(name)
+        if found and not found["none"]:
+            setting = found["documents"], found["sizes"], found["confidence"]
+            if setting not in lowest or row.value < result.by_name[lowest[setting]].value:
+                lowest[setting] = name
+    head: Line = ("documents", "sizes", "promised at", "held at least in")
+    return [[head, *((*setting, f"{{{name}|.1f}}%") for setting, name in lowest.items())]] if lowest else []
