@@ -41,6 +41,7 @@ DEVICES = {
     "nvme": Device("nvme", None),
 }
 SAME_AS_Q2_K = "Q2_K"
+Q2_K_BITS = 8 * 84 / 256  # a block of 256 weights takes 84 bytes, and experts are in nothing else
 PROCESS_BYTES = 300_000_000  # Python, torch, keys and values, activations: what a budget gets beside the weights
 HALF = 0.5  # the budget of baselines that read a prompt, of llama.cpp, and of starts
 STARTS = 3
@@ -133,7 +134,8 @@ def model_rows(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) ->
 
 
 def beside_llama(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
-    """The same weights in about as many bits, in processes of the same size. Both go where the random routers say."""
+    """The same weights in about as many bits, which rows say, in processes of the same size. Both go where the random
+    routers say."""
     limit = memory_bytes(packs, HALF)
     setting = replace(MOERT.setting(packs, HALF), routing=None, new_tokens=PIECE)
     entries = [
@@ -141,7 +143,13 @@ def beside_llama(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) 
         races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit, sizes.prompt),
     ]
     where = f"{packs.name} (own routers), {device.name}, {limit / 1e6:.0f} MB"
-    return llama_rows(where, alive(where, race(device, entries, sizes.seconds, sizes.rounds), failed))
+    mine = Pack.open(packs.mixed).manifest.effective_bits()
+    rows = llama_rows(where, alive(where, race(device, entries, sizes.seconds, sizes.rounds), failed))
+    return [
+        Row(f"{where}: effective bits of an expert's weight: moert", mine, "bits"),
+        Row(f"{where}: effective bits of an expert's weight: {SAME_AS_Q2_K}", Q2_K_BITS, "bits"),
+        *rows,
+    ]
 
 
 def part_rows(name: str, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:

@@ -32,7 +32,7 @@ def shaped(result: Result) -> Sequence[Part]:
         f"{{{LARGE}, ssd: moert 75% to IO-FREE: memory of the process|.1f}} times less memory than with all experts at "
         f"16 bits in memory, at {{{LARGE}, ssd: moert 75% to IO-FREE: speed|%}} of its speed."
     )
-    return [writing, reading, beside_llama(result), memory]
+    return [writing, reading, beside_llama(result), f"{llama_bits(result)} {memory}"]
 
 
 def trained(result: Result) -> Sequence[Part]:
@@ -69,6 +69,14 @@ def first_tokens(device: str) -> Line:
     sides = (*(f"moert {share}%" for share in SHARES), *UNBUDGETED, *(f"{name} {HALF}%" for name in BUDGETED))
     start = f"{{{LARGE}, {device}: moert {HALF}%: start to first token|.1f}}"
     return (DEVICES[device], *(f"{{{LARGE}, {device}: {side}: {PROMPT}|.1f}}" for side in sides), start)
+
+
+def llama_bits(result: Result) -> str:
+    """Of an expert's weight on both sides, on any of the devices."""
+    row = "{{{where}: effective bits of an expert's weight: {side}|.2f}}"
+    where = next((match["where"] for match in map(_BESIDE_LLAMA.fullmatch, result.by_name) if match), "llama")
+    mine, other = (row.format(where=where, side=side) for side in ("moert", "Q2_K"))
+    return f"Beside llama.cpp, an expert's weight has {mine} bits in ours and {other} in its file, scales counted."
 
 
 def beside_llama(result: Result) -> Sequence[Line]:
