@@ -204,7 +204,7 @@ class Engine:
         if self._measures_drive:
             self._store.io = settings_for(self._store.files())
             self.cache.loaders = self._store.io.threads
-        choice = eviction_for(self.pack, self.eviction, self._nbytes, room_bytes)
+        choice = eviction_for(self.pack, self.eviction, self._nbytes, room_bytes, self.notify)
         self.eviction = choice.name
         self.cache.use(choice.policy)
 

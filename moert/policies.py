@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moert.errors import PathsMissing
 from moert.experts.eviction import EVICTION
 from moert.experts.selection import AUTO_EVICTION, Choice, choose_eviction
 from moert.experts.succession import Succession
+from moert.pack.errors import FormatTooNew, HeaderInvalid
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
@@ -19,28 +20,37 @@ DEFAULT_EVICTION = AUTO_EVICTION
 DEFAULT_PREDICTOR = "gate"
 
 
-def eviction_for(pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> Choice:
+def eviction_for(
+    pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacity_bytes: int, notify: Callable[[str], None]
+) -> Choice:
     """The policy of that name, or what `auto` is for this pack and this room for experts.
 
-    Raises PackError if the pack's trace is damaged, and KeyError for an unknown name.
+    `notify` hears of a trace that is not one of this model: no answer depends on it, so it is left aside. Raises
+    PackError if the trace is damaged, and KeyError for an unknown name.
     """
     spec = pack.manifest.model
     if name == AUTO_EVICTION:
-        return choose_eviction(_trace_of(pack), spec, nbytes, capacity_bytes)
-    return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack)), {})
+        return choose_eviction(_trace_of(pack, notify), spec, nbytes, capacity_bytes)
+    return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack, notify)), {})
 
 
-def succession_of(pack: Pack) -> Succession | None:
-    """What the pack's trace teaches; None without one. Raises PackError if it is damaged."""
-    trace = _trace_of(pack)
+def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | None:
+    """What the pack's trace teaches; None without one of this model, of which `notify` hears. Raises PackError if it is
+    damaged."""
+    trace = _trace_of(pack, notify)
     return None if trace is None else Succession.of(trace, pack.manifest.model)
 
 
-def _trace_of(pack: Pack) -> Trace | None:
+def _trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
     if TRACE not in pack.manifest.files:
         return None
-    trace = Trace.from_bytes(pack.read_file(TRACE))
-    trace.check(pack.manifest.model)
+    body = pack.read_file(TRACE)
+    try:
+        trace = Trace.from_bytes(body)
+        trace.check(pack.manifest.model)
+    except (HeaderInvalid, FormatTooNew) as error:
+        notify(f"{error}; the run goes on without it")
+        return None
     return trace
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -99,7 +100,8 @@ def latencies(measured: Sequence[BenchRun]) -> Figure:
 def hit_rates(measured: BenchRun) -> Figure:
     """Of every policy, and of Belady's rule, which knows the future, over cache sizes (Fig. 13), by replaying what the
     run demanded."""
-    order, known = measured.pack.manifest.model.moe_layers(), succession_of(measured.pack)
+    order = measured.pack.manifest.model.moe_layers()
+    known = succession_of(measured.pack, lambda note: print(note, file=sys.stderr))
     largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
     for share in CACHE_SHARES:
         room, place = max(largest, int(share * measured.expert_bytes)), f"{100 * share:g}%"
