@@ -207,6 +207,7 @@ class ExpertCache:
             self._under_way -= 1
         if slot.error is not None:
             raise slot.error
+        assert slot.expert is not None
         return slot.expert
 
     # All that follows is called holding the lock.
@@ -311,7 +312,8 @@ class ExpertCache:
 
     def _read(self, slot: Slot) -> None:
         """Fills a slot, without holding the lock meanwhile."""
-        expert = error = None
+        expert: Expert | None = None
+        error: BaseException | None = None
         try:
             self._lock.release()
             self._store.read(slot.key, slot.buffer)

@@ -21,7 +21,7 @@ class Slot:
     missed: bool  # read because a router asked, and not counted as that yet
     awaited: bool  # somebody asks for it and it is not read yet
     in_flight: bool = False  # read ahead, and still being read when a router asked; not counted as that yet
-    expert: Expert = None
+    expert: Expert | None = None
     error: BaseException | None = None
     leases: int = 0
 

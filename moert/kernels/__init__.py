@@ -28,10 +28,12 @@ def open_backend(name: str = AUTO_KERNELS, threads: int = 1) -> Backend:
         raise InstructionSetInvalid(
             f"--kernels {name!r} does not run here: {why}use {AUTO_KERNELS} or {REFERENCE}{others}"
         )
+    from moert.kernels.backend import opaque
+
     if found is not None:
         from moert.kernels.native import NativeBackend
 
-        return NativeBackend(found, found.choose(None if name == AUTO_KERNELS else name), threads)
+        return opaque(NativeBackend(found, found.choose(None if name == AUTO_KERNELS else name), threads))
     from moert.kernels.reference import ReferenceBackend
 
-    return ReferenceBackend()
+    return opaque(ReferenceBackend())

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,8 +23,7 @@ from moert.pack.model_spec import ExpertKey, MoeSpec
 from moert.pack.reader import Pack
 
 _KIND_OF = {torch.float16: KINDS["F16"], torch.bfloat16: KINDS["BF16"], torch.float32: KINDS["F32"]}
-
-
+_Item = TypeVar("_Item", bound=np.generic)
 _Plan = tuple[str, tuple[int, ...], tuple[Any, ...]]
 
 
@@ -42,7 +42,7 @@ class NativeMatrix:
 class NativeExpert:
     """A feed-forward part; `alive` is what holds its bytes."""
 
-    def __init__(self, ffn: Ffn, alive: Any) -> None:
+    def __init__(self, ffn: Ffn, alive: object) -> None:
         self.ffn, self.address, self._alive = ffn, addressof(ffn), alive
 
 
@@ -75,7 +75,7 @@ class NativeBackend:
 
     def matrix(self, stored: StoredWeights) -> NativeMatrix:
         if isinstance(stored, QuantizedMatrix):
-            qweight, scale, minimum = (self._kept(part) for part in (stored.qweight, stored.scale, stored.minimum))
+            qweight, scale, minimum = self._kept(stored.qweight), self._kept(stored.scale), self._kept(stored.minimum)
             kept: StoredWeights = QuantizedMatrix(
                 stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum
             )
@@ -154,7 +154,7 @@ class NativeBackend:
             self._pool, parts.data_ptr(), weights.data_ptr(), self._first_token.data_ptr(), *parts.shape, out.data_ptr()
         )
 
-    def attention(self, block: AttentionBlock) -> NativeAttention:
+    def attention(self, block: AttentionBlock[NativeMatrix]) -> NativeAttention:
         return NativeAttention(self, block)
 
     def route(
@@ -193,7 +193,7 @@ class NativeBackend:
             )
         )  # fmt: skip
 
-    def _kept(self, array: Any) -> Any:
+    def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
         """A copy in large pages."""
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(room, array)
@@ -207,17 +207,17 @@ def _limit(moe: MoeSpec) -> float:
 class NativeAttention:
     """See `moert.kernels.backend.AttentionStep`."""
 
-    def __init__(self, backend: NativeBackend, block: AttentionBlock) -> None:
+    def __init__(self, backend: NativeBackend, block: AttentionBlock[NativeMatrix]) -> None:
         self._backend, self._alive = backend, block
         self._struct = Attention(
             norm=block.norm.data_ptr(), heads=block.heads, kv_heads=block.kv_heads, head_dim=block.head_dim,
             eps=block.eps, scale=block.scale, clip=math.inf if block.clip is None else block.clip,
         )  # fmt: skip
-        for name in ("q", "k", "v", "o"):
-            if (matrix := getattr(block, name)) is not None:
+        for name, matrix in (("q", block.q), ("k", block.k), ("v", block.v), ("o", block.o)):
+            if matrix is not None:
                 setattr(self._struct, name, matrix.struct)
-        for name in ("q_norm", "k_norm"):
-            if (norm := getattr(block, name)) is not None:
+        for name, norm in (("q_norm", block.q_norm), ("k_norm", block.k_norm)):
+            if norm is not None:
                 setattr(self._struct, name, norm.data_ptr())
 
     def __call__(

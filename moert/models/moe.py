@@ -150,8 +150,9 @@ def feed_forward(
     if f"{at}.router.weight" in weights:
         router = backend.matrix(weights.pop(f"{at}.router.weight"))
         return MoeFfn(spec, norm, router, runner, stack, layer, backend)
-    gate, up, down = (
-        backend.matrix(weights.pop(f"{at}.ffn.{name}.weight")) if name in spec.moe.projections else None
-        for name in ("gate", "up", "down")
-    )
-    return DenseFfn(spec, norm, backend.dense(gate, up, down), backend)
+
+    def taken(name: str) -> Matrix:
+        return backend.matrix(weights.pop(f"{at}.ffn.{name}.weight"))
+
+    gate = taken("gate") if "gate" in spec.moe.projections else None
+    return DenseFfn(spec, norm, backend.dense(gate, taken("up"), taken("down")), backend)
