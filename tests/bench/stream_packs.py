@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moert.budget import Budget
+from moert.pack.files import atomic_write, write_atomically
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, is_pack
@@ -57,11 +58,10 @@ def shaped() -> Packs:
     FOLDER.mkdir(parents=True, exist_ok=True)
     routes = FOLDER / "routing.npz"
     if not routes.exists():
-        part = FOLDER / "part.npz"
         heldout, guesses = routing.joined(wiki, "heldout", HELDOUT_WINDOWS)
         calibration, _ = routing.joined(wiki, "calibration", CALIBRATION_WINDOWS)
-        np.savez(part, heldout=heldout, guesses=guesses, calibration=calibration)
-        part.rename(routes)
+        with atomic_write(routes) as fresh, fresh.open("wb") as stream:
+            np.savez(stream, heldout=heldout, guesses=guesses, calibration=calibration)
     packs = Packs("olmoe-shaped", folder / "mixed.pack", folder / "4bits.pack", folder / "16bits.pack", routes, None, 0)
     write_pack(packs.mixed, as_converted(Pack.open(wiki).manifest, OLMOE), DENSE)
     write_pack(packs.int4, 4, DENSE)
@@ -134,5 +134,5 @@ def prompts(name: str) -> Path:
             else tokenizer.encode(row["text"].strip()).ids[:_PROMPT_TOKENS]
             for row in rows
         ]
-        out.write_text("".join(f"{json.dumps(each)}\n" for each in ids), encoding="utf-8")
+        write_atomically(out, "".join(f"{json.dumps(each)}\n" for each in ids).encode())
     return out
