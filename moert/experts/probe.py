@@ -109,16 +109,18 @@ def takes_direct(path: Path) -> bool:
     return False
 
 
-def read_for(files: Iterator[Path], settings: IoSettings, seconds: float) -> float:
+def read_for(
+    files: Iterator[Path], settings: IoSettings, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """See Measure. Threads begin no read after `seconds`. Where the system allows fewer threads than the settings
     name, they can't be had: 0."""
     lock, total = threading.Lock(), 0
-    started = time.perf_counter()
+    started = clock()
 
     def read() -> None:
         nonlocal total
         with suppress(OSError, MemoryError):
-            while time.perf_counter() - started < seconds:
+            while clock() - started < seconds:
                 with lock:
                     path = next(files)
                 found = _read_cold(path, settings.direct)
@@ -133,7 +135,7 @@ def read_for(files: Iterator[Path], settings: IoSettings, seconds: float) -> flo
             readers.append(reader)
     for reader in readers:
         reader.join()
-    return total / (time.perf_counter() - started) if len(readers) == settings.threads else 0.0
+    return total / (clock() - started) if len(readers) == settings.threads else 0.0
 
 
 def _read_cold(path: Path, direct: bool) -> int:

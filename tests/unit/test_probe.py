@@ -128,9 +128,14 @@ def test_direct_reads_must_work_and_not_only_be_promised(files, monkeypatch) -> 
     assert TAKES_DIRECT(files[0]) is False
 
 
-def test_reading_for_a_while_reads(files) -> None:
+def test_reading_for_a_while_reads_whole_files_until_the_time_is_over(files) -> None:
+    look = itertools.count().__next__  # a clock on which each look at it takes a second
+    assert read_for(itertools.cycle(files), BUFFERED[0], 10, look) == 9 * 8192 / 11  # begun at 1 to 9, over at 11
+
+
+def test_every_way_of_reading_reads(files) -> None:
     for way in (DIRECT[1], BUFFERED[0]):
-        assert read_for(itertools.cycle(files), way, 0.01) > 0
+        assert read_for(itertools.cycle(files), way, 10, itertools.count().__next__) > 0
 
 
 def test_what_takes_more_threads_or_memory_than_the_system_allows_is_not_chosen(files, monkeypatch) -> None:
@@ -143,16 +148,16 @@ def test_what_takes_more_threads_or_memory_than_the_system_allows_is_not_chosen(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", one_only)
-    assert read_for(itertools.cycle(files), BUFFERED[1], 0.01) == 0.0
+    assert read_for(itertools.cycle(files), BUFFERED[1], 10, itertools.count().__next__) == 0.0
     assert not started.pop().is_alive()
-    assert read_for(itertools.cycle(files), BUFFERED[0], 0.01) > 0
+    assert read_for(itertools.cycle(files), BUFFERED[0], 10, itertools.count().__next__) > 0
     monkeypatch.undo()
 
     def no_memory(nbytes: int) -> None:
         raise MemoryError
 
     monkeypatch.setattr(module, "_aligned", no_memory)
-    assert read_for(itertools.cycle(files), BUFFERED[0], 0.01) == 0.0
+    assert read_for(itertools.cycle(files), BUFFERED[0], 10, itertools.count().__next__) == 0.0
 
 
 def measured_once(monkeypatch: pytest.MonkeyPatch, settings: IoSettings) -> list[int]:

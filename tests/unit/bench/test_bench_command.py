@@ -124,12 +124,22 @@ def test_the_first_request_has_the_look_at_the_drive_in_its_time(pack: Path, mon
         assert engine.stats().time_to_first_token_s == 100.0
 
 
-def test_what_is_read_ahead_is_counted(pack: Path) -> None:
-    ahead = measure(pack, replace(SETTINGS, predictor="transitions", new_tokens=60), ["hello"], disk_bytes_per_s=1e9)
-    assert 0 < ahead.ahead_used_bytes <= ahead.bytes_read
-    assert ahead.ahead_bytes > 0
+def test_what_is_read_ahead_is_counted_but_not_what_the_warm_up_read(
+    pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, amounts = Engine.generate_ids, iter([(7, 5), (100, 40), (200, 20)])  # bytes of each request: read, used
+
+    def reading_ahead(self: Engine, ids: list[int], *rest: Any, **named: Any) -> Answer:
+        read, used = next(amounts)
+        self.counters.prefetch_issued_bytes += read
+        self.counters.prefetch_used_bytes += used
+        return generate(self, ids, *rest, **named)
+
+    monkeypatch.setattr(Engine, "generate_ids", reading_ahead)
+    ahead = measure(pack, SETTINGS, ["hello", "zigzag"], disk_bytes_per_s=1e9)
+    assert (ahead.ahead_bytes, ahead.ahead_used_bytes) == (300, 60)
     nbytes = summary_of(ahead)["bytes"]
-    assert (nbytes["read_ahead"], nbytes["read_ahead_used"]) == (ahead.ahead_bytes, ahead.ahead_used_bytes)
+    assert (nbytes["read_ahead"], nbytes["read_ahead_used"]) == (300, 60)
 
 
 def test_without_prompts_there_are_built_in_ones(pack: Path, tmp_path: Path) -> None:
