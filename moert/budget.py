@@ -49,7 +49,7 @@ class MemoryLimit:
         return most_bytes - max(0, most_bytes - held_bytes) // _FREE_PART
 
     def named(self, nbytes: int) -> str:
-        """What it came to, in words."""
+        """The limit that came of it, in words, for messages."""
         if self.nbytes is not None and nbytes == self.nbytes:
             return f"a memory budget of {nbytes} bytes"
         asked = "what" if self.share is None else f"{100 * self.share:g}% of what"
@@ -137,7 +137,7 @@ class Budget:
 
     @property
     def loading_bytes(self) -> int:
-        """What is held once the weights are loaded, beside what was before."""
+        """Bytes that the process holds once the weights are loaded, beside what it held before."""
         return self.backbone_bytes + _STARTING_BYTES
 
     def left_bytes(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> int:
@@ -148,7 +148,7 @@ class Budget:
         return int(self.filled * left) if left > 0 else left
 
     def fitting_bytes(self, left_bytes: int) -> int:
-        """The expert cache that makes the best of it: never less than a layer can demand, never more than there are."""
+        """Bytes of the expert cache where so many are left: at least what a layer can demand, at most all experts."""
         return max(self.layer_bytes, min(left_bytes, self.expert_bytes))
 
     def smallest_bytes(self, held_bytes: int, coming_bytes: int) -> int:

@@ -83,11 +83,15 @@ def run(
     eviction: EvictionOption = Eviction.auto,
     predict: PredictOption = Predict.gate,
     io: IoOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Draw among tokens this fraction as likely as the likeliest.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens whose probabilities add up to this.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw among tokens at least this fraction as likely as the likeliest.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the random draws at a temperature above 0.")] = 0,
     stop: Annotated[
         list[str] | None,
@@ -133,12 +137,18 @@ def bench(
     eviction: EvictionOption = Eviction.auto,
     predict: PredictOption = Predict.gate,
     io: IoOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens after each prompt; none ends a text.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
+    ] = 32,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     plot: Annotated[
         str | None,
-        typer.Option("--plot", metavar="DIR", help="Also run what the pictures show, and draw them into this folder."),
+        typer.Option(
+            "--plot",
+            metavar="DIR",
+            help="Also run over cache sizes and with parts of the engine left out, and draw figures into this folder.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
@@ -213,7 +223,7 @@ def _open(
 
 @contextmanager
 def _figures(engine: Engine, as_json: bool) -> Iterator[None]:
-    """Prints them at the end, also if Ctrl-C or an error brings it after a token was made."""
+    """Prints the figures of the run at the end, also if Ctrl-C or an error brings it after a token was made."""
     try:
         yield
     except (KeyboardInterrupt, PackError, RunError):
@@ -278,7 +288,7 @@ def _run_records(
 
 
 def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:
-    """As they come, also those that Ctrl-C cuts short."""
+    """The answers as they come, also those that Ctrl-C cuts short."""
     from moert.generation.batch import Interrupted
 
     try:

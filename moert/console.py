@@ -35,7 +35,8 @@ def prepare() -> None:
 
 
 def exit_code(command: Callable[[], Any]) -> int:
-    """Runs it: 0, 2 for a user's mistake, which is one line on stderr, 130 after Ctrl-C. Other errors are raised."""
+    """Runs the command and gives its exit status: 0, 2 for a user's mistake, which is one line on stderr, 130 after
+    Ctrl-C. Other errors are raised."""
     try:
         code = command()  # 130 after Ctrl-C
         sys.stdout.flush()
@@ -62,12 +63,12 @@ def note(line: str) -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Ends the process as if the main thread had asked for it."""
+    """What SIGTERM does: ends the process as sys.exit would, so that everything open is closed."""
     sys.exit(128 + number)
 
 
 def _complain(line: str) -> None:
-    """Says it where that can be said: a broken stderr does not change how the process ends."""
+    """Prints the line to stderr if it can: a broken stderr does not change how the process ends."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -75,7 +76,7 @@ def _complain(line: str) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """What is left unwritten fails no more."""
+    """Sends what is left unwritten to nowhere, so that writing it can't fail when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -192,8 +192,8 @@ class Engine:
         self._adapt(room)
 
     def _adapt(self, room_bytes: int) -> None:
-        """To so much room for experts: where it is not enough for all, finds out, once, how this drive is best read,
-        and who should leave."""
+        """Adapts the engine to so much room for experts: where that is not enough for all, finds out, once, how this
+        drive is best read and which eviction policy is best."""
         self._least_room = min(self._least_room, self.cache.capacity_bytes)
         if room_bytes >= self.budget.expert_bytes:
             return
@@ -245,7 +245,7 @@ class Engine:
             waiting = waiting[count:]
 
     def _together(self, waiting: Sequence[Generation]) -> int:
-        """How many of the first run at once."""
+        """How many of the first generations should run at once."""
         lengths = [len(generation.prompt_ids) for generation in waiting]
         count = self._regulator.together(lengths, waiting[0].settings.max_new_tokens)
         if count < len(waiting) and not self._split:
@@ -264,7 +264,7 @@ class Engine:
             raise InputInvalid(str(error)) from None
 
     def _run(self, generations: Sequence[Generation], on_text: Callable[[str], None] | None = None) -> list[Answer]:
-        """Runs them together."""
+        """Runs all of these generations together."""
         batch = Batch(self.model, generations)
         self._reserve(batch.running, generations[0].settings.max_new_tokens)
         try:
@@ -283,7 +283,7 @@ class Engine:
         return batch.answers
 
     def stats(self) -> RunStats:
-        """All requests since the engine was opened."""
+        """The figures of all requests since the engine was opened."""
         cache_bytes = self.cache.capacity_bytes
         least = min(self._least_room, cache_bytes)
         room = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)

@@ -23,8 +23,11 @@ _LARGE_STACK_BYTES = 2 << 20  # where the system gives large pages to whatever i
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """In bytes; None where the system does not tell. `limit_bytes`: the least that a control group allows, if that is
-    less than there is. `free_bytes`: what this process can still get, under every limit, without swapping."""
+    """The memory of this machine in bytes; None where the system does not tell.
+
+    `limit_bytes`: the least that a control group allows, if that is less than there is. `free_bytes`: what
+    this process can still get, under every limit, without swapping.
+    """
 
     total_bytes: int | None
     available_bytes: int | None
@@ -124,7 +127,7 @@ def _page_cache(folder: Path) -> int:
 
 
 def _number(*paths: Path) -> int | None:
-    """Of the first file that holds one; not of "max"."""
+    """The number in the first of these files that holds one; "max" is none. None without any."""
     return next((int(found) for path in paths if (found := text(path).strip()).isdecimal()), None)
 
 

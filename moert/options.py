@@ -81,7 +81,7 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="For the arithmetic; by default, and at most, one for each core that this process may use.",
+        help="Threads that compute; by default, and at most, one for each core that this process may use.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""From the names that a user gives to the policies of one pack: who leaves, who is next."""
+"""Makes the eviction policy and the predictor of a pack from the names that a user gives."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def label_of(measured: BenchRun) -> str:
 
 
 def pack_of(measured: BenchRun) -> str:
-    """For captions."""
+    """The pack's name, size and bits, for captions."""
     bits = measured.pack.manifest.effective_bits()
     return f"{label_of(measured)}: {size(measured.expert_bytes)} of experts at {bits:.2f} bits"
 
@@ -98,8 +98,8 @@ def latencies(measured: Sequence[BenchRun]) -> Figure:
 
 
 def hit_rates(measured: BenchRun) -> Figure:
-    """Of every policy, and of Belady's rule, which knows the future, over cache sizes (Fig. 13), by replaying what the
-    run demanded."""
+    """Hit rates of every policy, and of Belady's rule, which knows the future, over cache sizes (EdgeMoE Fig. 13), by
+    replaying what the run demanded."""
     order = measured.pack.manifest.model.moe_layers()
     known = succession_of(measured.pack, lambda note: print(note, file=sys.stderr))
     largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
@@ -120,14 +120,14 @@ def hit_rates(measured: BenchRun) -> Figure:
 
 
 def budgets(measured: Sequence[BenchRun], runs: Mapping[str, Points]) -> Figure:
-    """Over cache sizes (Fig. 14); `runs`: pack → (share, ms)."""
+    """Time of a token over cache sizes (EdgeMoE Fig. 14); `runs`: pack → (share, ms)."""
     seen = f"Mean time of a token after the first, by how much room experts have ({_work_of(measured[0])})"
     caption = f"{seen}. {_packs_of(measured)}."
     return Figure("budgets", "Time of a token", "cache, of the experts' bytes", "ms", "lines", runs, caption)
 
 
 def targets(measured: Sequence[BenchRun]) -> Figure:
-    """Over what the conversions aimed at (Fig. 15)."""
+    """Time of a token over what the conversions aimed at (EdgeMoE Fig. 15)."""
     points = [(f"{target_of(each)} ({label_of(each)})", token_ms(each)) for each in measured]
     seen = f"Mean time of a token after the first, by what the conversion aimed at ({_work_of(measured[0])})"
     caption = f"{seen}. {_packs_of(measured)}."
@@ -135,7 +135,7 @@ def targets(measured: Sequence[BenchRun]) -> Figure:
 
 
 def ablation(measured: Sequence[BenchRun], runs: Mapping[str, Points]) -> Figure:
-    """What each part brings (Fig. 16); `runs`: pack → (step, ms)."""
+    """Time of a token as parts of the engine are added one by one (EdgeMoE Fig. 16); `runs`: pack → (step, ms)."""
     seen = f"Mean time of a token after the first, each step with all that comes before it ({_work_of(measured[0])})"
     caption = f"{seen}. {_packs_of(measured)}."
     return Figure("ablation", "Time of a token, part by part", "step", "ms", "bars", runs, caption)

@@ -42,7 +42,7 @@ _ROOM = 1.5  # free memory, as a multiple of the experts, in which everything el
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """As the options of the command say. A prompt goes on for exactly `new_tokens`: no token ends a text."""
+    """The options of `moert bench` that change a run. Each prompt gets exactly `new_tokens`: no token ends a text."""
 
     memory: MemoryLimit | None = None
     cache: CacheLimit | None = None
@@ -125,7 +125,7 @@ class BenchRun:
 
 
 class TokenTimes:
-    """In the place of a detokenizer: looks at the clock at each token, and at the room for experts."""
+    """Stands in for a detokenizer, and notes at each token the time and the room for experts."""
 
     def __init__(self, engine: Engine) -> None:
         self.times: list[float] = []
@@ -142,7 +142,7 @@ class TokenTimes:
 
 
 def silent(note: str) -> None:
-    """A Notify for runs that no user asked for as they are."""
+    """A Notify that drops notes, for runs that the user has not asked for in this form."""
 
 
 def measure(
@@ -207,7 +207,7 @@ def measure(
 
 
 def _warm(engine: Engine, new_tokens: int) -> Sample:
-    """With a text that is not measured: one that has just run finds more in memory than a new one would. Where all
+    """Runs a text that is not measured: one that has just run finds more in memory than a new one would. Where all
     experts fit, those that are still missing are read then, so that nothing is left to read. Gives the request."""
     first = _sample(engine, _tokens(engine, [WARM_TEXT], new_tokens)[0], new_tokens)
     if engine.cache.capacity_bytes >= engine.budget.expert_bytes:

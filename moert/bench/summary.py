@@ -65,7 +65,8 @@ def _share(demands: int, measured: BenchRun) -> float:
 
 
 def _settings(measured: BenchRun) -> dict[str, Any]:
-    """With what `auto` stood for; no eviction where all experts fit. Limits as they were asked for, and in bytes."""
+    """The settings of a run, with what `auto` stood for; no eviction where all experts fit. Limits are given as
+    they were asked for, and in bytes."""
     settings, limit, room = measured.settings, measured.settings.memory, measured.settings.cache
     return {
         "memory": None if limit is None else {"asked": asked(limit), "bytes": measured.memory_bytes},

@@ -79,7 +79,7 @@ def _record(trace: Sequence[Step]) -> Recorder:
 def _best(
     codes: npt.NDArray[np.uint32], nbytes: Mapping[ExpertKey, int], capacity_bytes: int
 ) -> tuple[Replay, npt.NDArray[np.int64]]:
-    """Also the bytes that each demand reads."""
+    """What Belady's rule would have hit, and the bytes that each demand reads."""
     names, experts = np.unique(codes, return_inverse=True)
     size_of = {code_of(key): size for key, size in nbytes.items()}
     sizes = np.array([size_of[name] for name in names.tolist()], dtype=np.int64)

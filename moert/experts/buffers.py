@@ -45,5 +45,5 @@ class Buffers:
             self._cold[nbytes].append(piece)
 
     def recount(self) -> None:
-        """After Ctrl-C has cut something short."""
+        """Counts again what is warm, after Ctrl-C has cut something short."""
         self.warm_bytes = sum(size * len(pieces) for size, pieces in self._warm.items())

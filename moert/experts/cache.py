@@ -86,7 +86,7 @@ class ExpertCache:
             return sorted(key for key, slot in self._slots.items() if slot.expert is not None)
 
     def use(self, policy: EvictionPolicy) -> None:
-        """Another policy from now on."""
+        """Evicts by this policy from now on."""
         with self._lock:
             self._residency.policy = policy
 
@@ -156,7 +156,7 @@ class ExpertCache:
     # What a lease calls.
 
     def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
-        """A lease of each, what is missing on its way."""
+        """Leases each expert; the reads of those that are missing are queued."""
         with self._lock:
             self._under_way += 1
             taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
@@ -192,7 +192,7 @@ class ExpertCache:
             self._under_way -= 1
 
     def wait_for(self, slot: Slot) -> Expert:
-        """Until it was read; meanwhile this thread reads what is waited for."""
+        """Waits until the expert was read; meanwhile this thread reads experts that are leased and still queued."""
         started = time.perf_counter()
         with self._lock:
             self._under_way += 1
@@ -228,7 +228,8 @@ class ExpertCache:
                 self._locked.discard(slot.key)
 
     def _demand(self, key: ExpertKey) -> Slot:
-        """Room for a missing expert, if nothing else helps at the expense of what was predicted or is needed later."""
+        """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
+        later leaves."""
         while (slot := self._claim(key, True) or self._claim(key, True, force=True)) is None:
             if not any(held.expert is None for held in self._slots.values()):
                 raise RuntimeError(f"the expert cache of {self.capacity_bytes} bytes can't hold {key}")
@@ -236,7 +237,7 @@ class ExpertCache:
         return slot
 
     def _claim(self, key: ExpertKey, missed: bool, force: bool = False) -> Slot | None:
-        """Room for an expert, in the queue if it is `missed`; None if nobody may leave for it."""
+        """Makes room for an expert and, if it is `missed`, queues its read; None if no other may leave for it."""
         nbytes = self._store.nbytes(key)
         victims = self._residency.victims(nbytes, self._locked, self._likely, force)
         if victims is None:
@@ -291,7 +292,7 @@ class ExpertCache:
             self._arrived.wait()
 
     def _begin_anew(self) -> None:
-        """With nothing in memory but the buffers."""
+        """Forgets all experts and keeps their buffers, after Ctrl-C has left something half done."""
         self._predicted.clear()
         self._queue.clear()
         self._wait_for_loaders()
@@ -304,7 +305,7 @@ class ExpertCache:
         self._under_way = self._waited_for = 0
 
     def _read_or_wait(self) -> None:
-        """Until something has been read: by this thread if nobody else has begun to."""
+        """Waits until some expert has been read, and reads one itself if any is queued."""
         if self._queue:
             self._read(self._queue.popleft())
         else:

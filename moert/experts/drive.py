@@ -104,7 +104,7 @@ def is_direct(fd: int) -> bool:
 
 
 def _make_buffered(fd: int) -> bool:
-    """False if it was so already."""
+    """Lets reads of the descriptor go through the page cache from now on; False if they did so already."""
     import fcntl
 
     if not is_direct(fd):

@@ -51,7 +51,7 @@ class PaperEviction:
 
     @staticmethod
     def _row(order: LayerOrder, present: Layer) -> npt.NDArray[np.int64]:
-        """Nearness by place of the layer; -1 for what the decoder never asks for."""
+        """[places of layers]: how near each layer is to the present one; -1 where the decoder never asks for it."""
         cycle = [layer for layer in order if layer[0] == "decoder"] if present[0] == "decoder" else list(order)
         row = np.full(1 + max(place_of(*layer) for layer in order), -1)
         for index, layer in enumerate(cycle):

@@ -57,8 +57,11 @@ def settings_for(files: Sequence[Path]) -> IoSettings:
 
 
 def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path("/")) -> Drive:
-    """The same with all that is known. `cache` is the file to remember in, by default one in the user's cache folder;
-    `root` is where /proc and /sys are. Never fails: without a cache it measures each time."""
+    """What is known about that drive: remembered, or measured now and remembered.
+
+    `cache` is the file to remember in, by default one in the user's cache folder; `root` is where /proc and /sys are.
+    Never fails: without a cache it measures each time.
+    """
     cache, key = cache or cache_file(), drive_key(files[0], root)
     known = known_drives(cache)
     if key in known:

@@ -39,7 +39,7 @@ class ExpertStore:
             pack.layout(entry.key)  # so that no thread has to
 
     def files(self) -> list[Path]:
-        """Those of all experts."""
+        """The files of all experts."""
         return [Path(name) for name in self._files.values()]
 
     def nbytes(self, key: ExpertKey) -> int:

@@ -26,7 +26,7 @@ class NativeFailed(MemoryError):
 
 
 class Matrix(Structure):
-    """moert_matrix. Pointers are addresses (int) or None."""
+    """The struct moert_matrix of csrc/moert.h. Pointers are addresses (int) or None."""
 
     _fields_ = [
         ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p),
@@ -35,13 +35,13 @@ class Matrix(Structure):
 
 
 class Ffn(Structure):
-    """moert_ffn."""
+    """The struct moert_ffn."""
 
     _fields_ = [("gate", Matrix), ("up", Matrix), ("down", Matrix)]
 
 
 class Attention(Structure):
-    """moert_attention."""
+    """The struct moert_attention."""
 
     _fields_ = [
         ("norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
@@ -119,7 +119,7 @@ class Library:
 
 
 def check(failed: int) -> None:
-    """For what a function of the library gives. Raises NativeFailed."""
+    """Checks what a function of the library has returned. Raises NativeFailed unless that is 0."""
     if failed:
         raise NativeFailed("the native kernels could not get the memory that they need")
 

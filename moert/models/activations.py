@@ -35,7 +35,7 @@ def _whole_row_bytes(spec: ModelSpec) -> int:
 
 
 def _mixture_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
-    """One call with as many rows as there may be; for one token, all of its experts."""
+    """Bytes that one call of the experts takes, with as many rows as it may have; for one token, all of its experts."""
     widths = (spec.d_model, max(spec.moe.d_ff, spec.d_ff_dense))
     rows = max(min(tokens, ROWS), spec.moe.top_k)
     if widened:
@@ -44,7 +44,7 @@ def _mixture_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
 
 
 def _projection_row_bytes(spec: ModelSpec) -> int:
-    """Of the block of a prompt that attention is at."""
+    """Bytes that attention takes for one row of the block of a prompt that it is at."""
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     return 4 * (2 * spec.d_model + 3 * (q + 2 * kv)) + _ROUNDED * (-(-max(spec.d_model, q) // _PADDED) * _PADDED)
 

@@ -83,7 +83,7 @@ class DistanceBias:
         self._latest: tuple[int, int, Tensor] | None = None  # layers ask for the same block one after the other
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """For queries start .. stop - 1, [heads, stop - start, keys]."""
+        """The biases of queries start .. stop - 1, [heads, stop - start, keys]."""
         if self._latest is None or self._latest[:2] != (start, stop):
             self._latest = None
             n = self._windows.shape[1]
@@ -100,11 +100,11 @@ class RelativeBias:
         self._past = torch.empty(weight.shape[1], 0)  # [heads, distances], the largest distance first
 
     def both_ways(self, n: int) -> DistanceBias:
-        """Of n queries for the same n keys."""
+        """The biases of n queries for the same n keys."""
         return DistanceBias(self._values(torch.arange(1 - n, n)), n)
 
     def latest(self, keys: int) -> DistanceBias:
-        """Of the query at position keys - 1 for all keys up to itself."""
+        """The biases of the query at position keys - 1 for all keys up to itself."""
         known = self._past.shape[1]
         if keys > known:
             known = rounded(keys)
@@ -112,7 +112,7 @@ class RelativeBias:
         return DistanceBias(self._past[:, known - keys :], keys)
 
     def causal(self, n: int) -> DistanceBias:
-        """Of queries 0 .. n - 1 for keys 0 .. n - 1, minus infinity for keys after the query."""
+        """The biases of queries 0 .. n - 1 for keys 0 .. n - 1, minus infinity for keys after the query."""
         if n == 1:
             return self.latest(1)
         by_offset = self._values(torch.arange(1 - n, n))

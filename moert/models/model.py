@@ -14,7 +14,7 @@ from moert.pack.model_spec import ModelSpec, Stack
 
 
 class Model(Protocol):
-    """No gradients, float32, deterministic. Each sequence has its own State.
+    """Reads tokens and gives logits: without gradients, in float32, deterministic. Each sequence has its own State.
 
     Many sequences at once read each expert once per layer for all of them; what comes out is bit for bit what each
     alone gives on the native kernels, and close to it on the reference, where torch multiplies many rows otherwise.

@@ -112,7 +112,7 @@ class SwitchModel:
         ]
 
     def _encode(self, prompts: Sequence[list[int]]) -> Sequence[Tensor]:
-        """→ [tokens, d_model] for each prompt."""
+        """Runs the encoder over each prompt → its hidden states, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
         bias = self.encoder_bias.both_ways(lengths[0])
         x = self.backend.rows(self.embed, [token for ids in prompts for token in ids])

@@ -33,7 +33,7 @@ class Fields:
         return self.raw[name]
 
     def absent(self, name: str) -> bool:
-        """Of a field that need not be there: whether it says nothing."""
+        """True if an optional field is not there or is null."""
         return self.raw.get(name) is None
 
     def _bad(self, name: str, expected: str) -> ManifestInvalid:

@@ -180,7 +180,7 @@ def _triples(earlier: I64, before: I64, present: I64, size: int) -> Iterator[I64
 
 
 def _table(chunks: Iterator[I64], size: int) -> ContextCounts:
-    """Chunks of context * size + expert → their counts as a sparse table."""
+    """Counts pairs of context and expert, given in chunks as context * size + expert → a sparse table."""
     entries, counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for chunk in chunks:
         found, times = np.unique(chunk, return_counts=True)

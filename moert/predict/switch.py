@@ -37,7 +37,8 @@ class Switch:
         self._left = _WARM_TOKENS
 
     def token(self, seconds: float) -> None:
-        """One generated token took so long, run as `on` said. Tokens of a prompt are not reported."""
+        """One generated token took so many seconds, run with or without reading ahead as `on` said. Tokens of a prompt
+        are not reported."""
         if self._stage is not None:
             self._block_s += seconds
             self._in_block += 1
@@ -49,7 +50,7 @@ class Switch:
             self._turn()
 
     def _turn(self) -> None:
-        """What comes after a period or a pause."""
+        """Begins what comes after a period of timing or a pause."""
         if self._stage is None:
             self._blocks = {True: [], False: []}
             self._begin(0)

@@ -50,11 +50,11 @@ class Worth:
         return lacking is None or lacking * (self._pace or _PACE) > self._asking_s
 
     def asked(self, seconds: float) -> None:
-        """A question took so long."""
+        """Asking the predictor once took so many seconds."""
         self._asking_s = self._asking_s + _ASKING_RATE * (seconds - self._asking_s) if self._asking_s else seconds
 
     def lacked(self, nbytes: int) -> None:
-        """Of what a layer demands, so many bytes were not in memory when it would have been asked about."""
+        """So many bytes of what a layer demands were not in memory when the predictor could have been asked."""
         known = self._lacking_bytes
         self._lacking_bytes = nbytes if known is None else known + _LACKING_RATE * (nbytes - known)
 
@@ -112,13 +112,13 @@ class Worth:
                 figures.wasted_bytes += self._nbytes[expert]
 
     def drive(self, nbytes: int, seconds: float) -> None:
-        """Some reads brought so many bytes and took so long, added up."""
+        """Some reads brought so many bytes and took so many seconds, each summed over them."""
         if nbytes:
             pace = seconds / nbytes
             self._pace = pace if self._pace is None else self._pace + _DRIVE_RATE * (pace - self._pace)
 
     def token(self, seconds: float) -> None:
-        """One token was generated."""
+        """One token was generated in so many seconds."""
         if self._switch.on:
             self.figures.tokens_on += 1
         else:
