@@ -10,8 +10,8 @@ drawn, losses are ratios of sums over what was drawn, n and m count documents.
 The bound is a quantile of a paired bootstrap. Each draw reweights the acceptance samples (one source of text that
 could have given them: the Bayesian bootstrap, Rubin 1981, exponential weights) and takes m held-out samples from it
 (Poisson counts); both steps together are independent geometric counts of mean m/n, the same for reference and plan.
-Harm that is rare may be missing from n samples, so each draw also counts the worst harm seen as if it had come up
-once more. For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then Poisson.
+Harm that is rare may be missing from n samples, so each draw also counts the worst sample seen as if it had come up
+once more. Documents are few, so their bound is moved a little further away (`widening`). For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then Poisson.
 
 Needs a metric whose value stays when all sums are scaled, as that of every ratio does.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -101,7 +102,23 @@ def upper_bounds(
     ratio = None if heldout is None else heldout / number
     losses, again = _resampled(metric, reference, scores, ratio, seed, draws)
     losses += again[:, None] * _worst_harm(metric, reference, scores)
-    return np.asarray(np.quantile(np.where(np.isnan(losses), np.inf, losses), confidence, axis=0, method="higher"))
+    bounds = np.quantile(np.where(np.isnan(losses), np.inf, losses), confidence, axis=0, method="higher")
+    if groups is None:
+        return np.asarray(bounds)
+    before, after = (metric.value_of_sums(rows.sum(axis=0)) for rows in (reference, scores))
+    measured = metric.loss(before, after)
+    return np.where(bounds > measured, measured + widening(number, confidence) * (bounds - measured), bounds)
+
+
+def widening(number: float, confidence: float) -> float:
+    """By how much a bound from `number` documents must be further away than the bootstrap has it, which knows their
+    spread no better than they show it: Student's t beside the normal quantile (first term of its expansion in 1/ν), and
+    the variance of n weights, n - 1 over n + 1 of what it should be."""
+    if number <= 1:
+        return math.inf
+    z, free = NormalDist().inv_cdf(confidence), number - 1
+    student = 1 + (z * z + 1) / (4 * free)
+    return student * math.sqrt((number + 1) / free)
 
 
 def interval(
@@ -200,17 +217,16 @@ def _resampled(
 
 
 def _worst_harm(metric: Metric, reference: F64, scores: F64) -> F64:
-    """What the sample that the plan harmed most added to the loss: [plans].
+    """How much higher the loss would be with one more of the sample (document) that the plan harmed most: [plans].
 
     Where nothing was harmed, where values are better when higher: what it would take for one of the reference's best
     samples to score nothing.
     """
     total, planned = reference.sum(axis=0), scores.sum(axis=0)  # [plans, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = metric.value_of_sums(total + reference)  # [n, plans]
-        harmed = metric.loss(value, metric.value_of_sums(planned + scores))
-        spared = metric.loss(value, metric.value_of_sums(planned + reference))
-        harm: F64 = np.nan_to_num(harmed - spared, nan=0.0).max(axis=0)
+        now = metric.loss(metric.value_of_sums(total), metric.value_of_sums(planned))  # [plans]
+        more = metric.loss(metric.value_of_sums(total + reference), metric.value_of_sums(planned + scores))
+        harm: F64 = np.nan_to_num(more - now, nan=0.0).max(axis=0)
         if not metric.higher_is_better:
             return np.maximum(harm, 0.0)
         best = np.nan_to_num(metric.value_of_sums(reference), nan=0.0).max(axis=0)

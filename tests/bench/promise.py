@@ -2,15 +2,16 @@
 
 The calibration and held-out samples of a model are pooled and divided anew by a seed: words of g2p, articles of wiki
 (as rows, or as the paragraphs of a .txt file), packages of docline. A conversion with the default quantizer and
-`--confidence 95%` then gets the two halves as files. Five packages are too few documents for a promise: there what is
-counted is that none is printed. Counted is how often the loss that it
-reports on its held-out half, which it used for nothing else, meets the target. A conversion that is refused
-(TargetMissed) breaks no promise, but gives no pack either: it is counted apart.
+`--confidence 95%` then gets the two halves as files. Counted is how often the loss that it reports on its held-out
+half, which it used for nothing else, meets the target; of docline, whose five packages are too few documents for a
+promise, that none is printed. A conversion that is refused (TargetMissed) breaks no promise, but gives no pack either:
+it is counted apart.
 
 How to read it: a promise that is kept in exactly 95 of 100 cases passes "19 of 20" in three runs out of four, and the
-splits are drawn from one pool, so they are not independent. TIMID of the target is asked of the median held-out
-loss, where the loss of the widths can be that high at all. Few samples rank the experts, since a poor ranking costs
-bytes and not the promise.
+splits are drawn from one pool, so they are not independent. TIMID of the target is asked of the median held-out loss,
+where the loss of the widths can be that high at all. With all experts of g2p at 2 bits gptq loses some 0.25% of
+perplexity, so that no target above that binds. Few samples rank the experts, since a poor ranking costs bytes and not
+the promise.
 
 A simulation over numbers and sizes of documents (`promise_documents`) stands beside them.
 
@@ -76,10 +77,10 @@ class Case:
 
 
 CASES = (
-    Case("g2p", "perplexity", 0.004, (2, 3, 4), samples=1400, sweep_samples=24, heldout_samples=2000),
-    Case("wiki", "perplexity", 0.05, (2, 3, 4), samples=90, sweep_samples=2, heldout_samples=122),
-    Case("wiki", "perplexity", 0.05, (2, 3, 4), samples=90, sweep_samples=2, heldout_samples=122, suffix=".txt"),
-    Case("docline", "perplexity", 0.05, (2, 3, 4), samples=200, sweep_samples=16, heldout_samples=300, promised=False),
+    Case("g2p", "perplexity", 0.003, (2, 4), samples=3000, sweep_samples=16, heldout_samples=4000),
+    Case("wiki", "perplexity", 0.05, (2, 4), samples=90, sweep_samples=2, heldout_samples=122),
+    Case("wiki", "perplexity", 0.04, (2, 4), samples=90, sweep_samples=2, heldout_samples=122, suffix=".txt"),
+    Case("docline", "perplexity", 0.05, (2, 4), samples=200, sweep_samples=8, heldout_samples=300, promised=False),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from moeconv.metrics import F64, METRICS
 from moeconv.promise import GAP_SHARE, interval, samples_needed, upper_bound, upper_bounds
+from tests.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage
 
 Rng = np.random.Generator
 Source = Callable[[Rng, int, int, float], tuple[F64, F64]]  # rng, n, plans, loss -> reference, scores [n, plans, 2]
@@ -167,6 +168,16 @@ def test_clustered_samples_need_their_groups() -> None:
 
     assert held(None) < 0.85
     assert held(groups) >= 0.93
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("within", WITHIN)
+def test_bounds_hold_where_a_promise_is_given(heavy: bool, within: str) -> None:
+    """A small part of the bench's simulation: 40 documents and as many held out, 800 cases."""
+    setting = Setting(40, heavy, within, 1.0, 0.9)
+    found = coverage(setting, seed=3, rounds=4, draws=400)
+    assert found.given >= found.cases / 2
+    assert found.held_given >= 0.9 - ALLOWED - 0.01  # the cases' own noise is one point
 
 
 def test_interval_covers_the_true_loss_and_is_paired() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from report_packs import LARGE, NASTY, SWITCH, bare_pack, bare_report, full_pack, full_report, report_pack
 
-from moeconv.artifacts import ConversionReport, DenseReport, Step, Target, to_json
+from moeconv.artifacts import ConversionReport, DenseReport, Standing, Step, Target, to_json
 from moeconv.errors import ConversionError
 from moeconv.present import conversion_table
 from moeconv.report.document import read_report
@@ -76,6 +76,22 @@ def test_page_says_the_result(written: Path) -> None:
                  "3.10% (95% interval 1.80% to 4.50%", "stays under 4.30% with 95% confidence", "(1 of 64): E00/E000.",
                  "3 min 10 s", "met on held-out"):  # fmt: skip
         assert text in page
+
+
+def test_a_bound_without_confidence_is_called_what_it_is(tmp_path: Path) -> None:
+    note = "3 documents to judge plans by are too few for a promise at 95%"
+    standing = Standing(0.95, 3, 2.5, 2, 30, 6, 2, (note,))
+    report = replace(full_report(SWITCH), confidence=None, standing=standing)
+    pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
+    assert read_report(pack) == report
+    write_report(pack, tmp_path / "r")
+    page = page_of(tmp_path / "r")
+    assert "No promise is given: more text of the same documents would lose less than 4.30%" in page
+    assert f"Note: {note}." in page
+    assert "95% confidence" not in page
+    table = conversion_table(report, "m.pack")
+    assert "no promise: more text of the same documents was to lose less than 4.30%" in table
+    assert note in table
 
 
 def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
