@@ -11,7 +11,8 @@ The bound is a quantile of a paired bootstrap. Each draw reweights the acceptanc
 could have given them: the Bayesian bootstrap, Rubin 1981, exponential weights) and takes m held-out samples from it
 (Poisson counts); both steps together are independent geometric counts of mean m/n, the same for reference and plan.
 Harm that is rare may be missing from n samples, so each draw also counts the worst sample seen as if it had come up
-once more. Documents are few, so their bound is moved a little further away (`widening`). For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then Poisson.
+once more. For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then Poisson.
+Documents are few, so their bound is moved a little further away (`widening`).
 
 Needs a metric whose value stays when all sums are scaled, as that of every ratio does.
 """
