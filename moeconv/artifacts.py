@@ -79,7 +79,7 @@ class SensitivityTable:
 
 @dataclass(frozen=True)
 class Target:
-    """What a conversion aims at: a "loss" (a share), a "size" (bytes of all experts), or "bits" a weight."""
+    """What a conversion aims at: a largest "loss" (a share), a "size" (bytes of all experts), or "bits" a weight."""
 
     kind: str
     value: float

@@ -56,20 +56,27 @@ Calib = Annotated[
 Heldout = Annotated[
     str | None, typer.Option(help="Other text to measure the result on; without it, --calib is split in halves.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the split and of the intervals.")]
+Seed = Annotated[
+    int, typer.Option(help="Seed of the random split of the text and of the random draws behind intervals and bounds.")
+]
 Loss = Annotated[
     str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
                                   "its relative rise. Default, without --size or --bits-per-weight: 5%.")
 ]  # fmt: skip
-Size = Annotated[str | None, typer.Option(help="Instead of a loss: the bytes of all experts, such as 120MB.")]
-BitsPerWeight = Annotated[float | None, typer.Option(help="Instead of a loss: bits a weight, scales included.")]
+Size = Annotated[
+    str | None, typer.Option(help="Instead of a loss: most bytes that all experts may take, such as 120MB.")
+]
+BitsPerWeight = Annotated[
+    float | None,
+    typer.Option(help="Instead of a loss: most bits for each weight of an expert, scales included, on average."),
+]
 Allocation = Annotated[
     str, typer.Option(help="knapsack: all experts and widths at once. greedy: least important experts first. "
                            "uniform: one width for all.")
 ]  # fmt: skip
 Signal = Annotated[
-    str, typer.Option(help="What ranks experts: kl (divergence of the next token), nll (likelihood of the text) or "
-                           "metric.")
+    str, typer.Option(help="What experts are ranked by: kl (divergence of the next-token distribution from the "
+                           "unquantised model's), nll (likelihood of the text) or metric (that of --metric).")
 ]  # fmt: skip
 
 
@@ -81,20 +88,23 @@ def quantize(
     bits_per_weight: BitsPerWeight = None,
     confidence: Annotated[
         str, typer.Option(help="Probability with which the loss stays under --loss on as much further text of the same "
-                               "kind as is held out, and not on other text. Counted in documents: it takes 30 at 95%, "
-                               "15 at 90%. none: only the loss measured on calibration text must stay under it.")
+                               "kind as is held out; nothing is promised for other kinds of text. It takes text of 30 "
+                               "documents at 95%, of 15 at 90%. none: only the measured loss on the calibration text "
+                               "must stay under --loss.")
     ] = "95%",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse, before the sweep, text of too few documents for --confidence or "
-                                            "that the model is at chance on; else the bound is printed without it.")
+        bool, typer.Option("--strict", help="End before the sweep if the text has too few documents for --confidence, "
+                                            "or the model does no better on it than a guess. Otherwise a note says so, "
+                                            "and the bound is printed without a confidence.")
     ] = False,
     margin: Annotated[
-        str, typer.Option(help="Share of --loss to leave free on the calibration text, where other text may lose more.")
+        str, typer.Option(help="Share of --loss to keep in reserve: with --loss 5% --margin 20%, plans must stay under "
+                               "4% on the calibration text.")
     ] = "0%",
     calib: Calib = None,
     heldout: Heldout = None,
     fields: Annotated[
-        str | None, typer.Option(help="What our fields are called in the text: input=question,target=answer. "
+        str | None, typer.Option(help="Names of the fields in your text: input=question,target=answer. "
                                       "document=title names what a row is a part of; rows of one document are alike, "
                                       "and are kept and counted together. Default: the field document, or what the "
                                       "text shows (headings, long rows), or runs of rows.")
@@ -104,8 +114,9 @@ def quantize(
                                       "f1, or the path of an evaluate module. Default: what fits the text.")
     ] = None,
     quantizer: Annotated[
-        str, typer.Option(help="channel: between smallest and largest weight of a channel. group: least squares, by "
-                               "groups of inputs. gptq: errors made good by weights that follow.")
+        str, typer.Option(help="channel: even steps from the smallest to the largest weight of each output channel. "
+                               "group: scales fitted by least squares, for each group of inputs. gptq: codes chosen so "
+                               "that later weights make up for the rounding errors of earlier ones.")
     ] = "gptq",
     group_size: Annotated[
         int | None, typer.Option(help="Inputs per scale: 32, 64 or 128. Default: 64 for group, all of a channel for "
@@ -283,7 +294,7 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     from moeconv.profile import profile_paths as profile
     from moert.pack.reader import Pack
 
-    _, report = Conversion(recipe.settings, _say, _progress).run()
+    _, report = Conversion(recipe.settings, _say, _progress, profiled_next=recipe.paths).run()
     out = recipe.settings.out
     failures = recipe.failures(report)
     outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures}
@@ -298,12 +309,17 @@ def _convert(settings: Settings, as_json: bool) -> bool:
     """Runs a conversion and prints it; True if the held-out loss misses the target."""
     from moeconv.conversion import Conversion
     from moeconv.present import conversion_table, missed_target, next_steps
+    from moert.pack.paths import PATHS
 
-    _, report = Conversion(settings, _say, _progress).run()
+    manifest, report = Conversion(settings, _say, _progress).run()
     if as_json:
         print(json.dumps(_as_json(report)))
     else:
-        print(conversion_table(report, str(settings.out)), next_steps(report, settings.out), sep="\n")
+        print(
+            conversion_table(report, str(settings.out)),
+            next_steps(report, settings.out, PATHS in manifest.files),
+            sep="\n",
+        )
     missed = missed_target(report)
     if missed:
         print(f"moeconv: {missed}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What an expert's weights become at given widths: the one place that trial and emit both ask."""
+"""Quantises experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dtype16_of(checkpoint: Checkpoint) -> str:
 
 
 def restored(coded: Projection, dtype16: str) -> F32:
-    """What a pack gives back of what `code` stores in it."""
+    """The weights [out, in], float32, that a pack gives back for one coded projection."""
     if isinstance(coded, QuantizedMatrix):
         return dequantize(coded)
     return from_bfloat16(to_bfloat16(coded)) if dtype16 == "BF16" else coded.astype(np.float16).astype(np.float32)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from moeconv.allocation.curve import curve
 from moeconv.allocation.problem import Plan
@@ -39,6 +35,7 @@ from moeconv.runners import runner_for
 from moeconv.sensitivity import BASE_BITS, Bar, RaceRules, Sweep, probes_for
 from moeconv.settings import Settings
 from moeconv.standing import bound_doubt, looks_text, needed_text, standing, unreached_text
+from moeconv.subject import conversion_of, directory_of, subject_of
 from moeconv.trial import Trial
 from moeconv.workdir import INPUTS, WorkDir
 from moert.pack.manifest import LossEstimate, Manifest
@@ -46,22 +43,20 @@ from moert.pack.reader import is_pack
 from moert.pack.writer import check_target
 
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
-_ASKED = (
-    "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
-    "heldout_samples", "racing",
-)  # fmt: skip
-"""Settings that decide a conversion, beside its target and what its journal is about."""
 RACING_BLOCKS, RACING_SPAN = 8, 0.1
-MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 
 Progress = Callable[[str, int], AbstractContextManager[Bar]]
 
 
 class Conversion:
-    """Runs the stages. `say` takes messages for a person, `progress(label, total)` shows how far a sweep is."""
+    """Runs the stages. `say` takes messages for a person, `progress(label, total)` shows how far a sweep is.
+    `profiled_next` says that paths are profiled right after, so that nobody is told to do it."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None], progress: Progress) -> None:
+    def __init__(
+        self, settings: Settings, say: Callable[[str], None], progress: Progress, profiled_next: bool = False
+    ) -> None:
         self.settings, self.say, self.progress = settings, say, progress
+        self.profiled_next = profiled_next
         self.steps: list[Step] = []
         self.tried: dict[int, Evaluation] = {}  # uniform widths
         self.judged: list[MeasuredPlan] = []
@@ -89,9 +84,11 @@ class Conversion:
         self.blocks = blocks_for(self.checkpoint.spec, self.material.ranked, self.settings.memory_bytes)
         if self.settings.racing is not None:
             self.blocks = min(max(self.blocks, RACING_BLOCKS), self.material.ranked.samples)
-        with WorkDir(self.settings.work / self._directory) as self.work:
-            self.work.save("subject.json", self._subject)
-            self.journal = self.work.journal(self._directory)
+        self.subject = subject_of(self.material, self.checkpoint, self.quantizer, self.dense.dense)
+        directory = directory_of(self.subject)
+        with WorkDir(self.settings.work / directory) as self.work:
+            self.work.save("subject.json", self.subject)
+            self.journal = self.work.journal(directory)
             self.say(f"work directory {self.work.path}, {len(self.journal)} measurements in its journal")
             self._references()
             self._dense_alone()
@@ -105,14 +102,22 @@ class Conversion:
             self.say(f"note: {self.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
         outcome = Outcome(uniform(self.checkpoint.spec, 16))
         coder = ExpertCoder(self.checkpoint, self.quantizer, None)
-        return deliver(self.settings, coder, self.dense, outcome, self._seconds(), self.say)
+        return deliver(self.settings, coder, self.dense, outcome, self._seconds(), self._lost_paths)
 
     def _seconds(self) -> float:
-        """Of this run, until now."""
+        """Seconds that this run has taken until now."""
         return time.perf_counter() - self.started
 
+    def _lost_paths(self) -> None:
+        if not self.profiled_next:
+            out = self.settings.out
+            self.say(
+                f"note: {out} had paths that were profiled with other weights and are gone: run moeconv profile-paths "
+                f"{out} again"
+            )
+
     def _check_moments(self) -> None:
-        """Raises SettingsError where what the quantizer wants to know of the inputs does not fit in memory."""
+        """Raises SettingsError where the moments that the quantizer needs do not fit in --memory."""
         wants = self.quantizer.wants
         needed = 0 if wants == "nothing" else moments_bytes(self.checkpoint.spec, wants)
         if needed > self.settings.memory_bytes:
@@ -135,7 +140,7 @@ class Conversion:
 
     @cached_property
     def moments(self) -> Path | None:
-        """What the experts' inputs look like, where the quantizer asks for it: measured on the ranking text."""
+        """File with the moments of the experts' inputs on the ranking text; None where the quantizer needs none."""
         if self.quantizer.wants == "nothing":
             return None
         path = self.work.path / f"moments-{self.quantizer.wants}.safetensors"
@@ -190,12 +195,12 @@ class Conversion:
 
     def _count_looks(self) -> None:
         texts = (f"{self.checkpoint.sha256} {text}" for text in self.judge.texts())
-        self.looks = look(self.settings.work, self._conversion, texts)
+        self.looks = look(self.settings.work, conversion_of(self.subject, self.settings), texts)
         self._note(looks_text(self.looks, self.judge.stated))
 
     def _dense_alone(self) -> None:
-        """What the widths of all but the experts lose by themselves, where there are any. A target that they miss alone
-        is said here."""
+        """Measures what quantising the matrices outside the experts loses by itself, where --dense-bits asks for it.
+        Raises TargetMissed where that alone misses the target."""
         if self.dense.dense is None:
             return
         widths, judge = width_text(self.dense.dense.bits), self.judge
@@ -215,13 +220,13 @@ class Conversion:
             )
 
     def _advice(self, missed: Evaluation, wider: str) -> str:
-        """What to do where this evaluation does not hold."""
+        """Advice where this evaluation misses the target: more text if only its bound does, else `wider`."""
         only_bound = self.judge.loss(missed) <= self.settings.planned_loss
         return "give more text, or ask for less --confidence" if only_bound else wider
 
     def _uniform_widths(self) -> list[int]:
-        """Widths that experts may need, as far as uniform plans tell. An unreachable target, or too little text for the
-        promise, is said here, before the long sweep."""
+        """Widths worth probing: those up to the first at which all experts together meet the target, and one more. An
+        unreachable target, or too little text for the promise, is said here, before the long sweep."""
         widths = sorted(self.settings.bits)
         if self.settings.target.kind != "loss":
             return widths
@@ -291,7 +296,8 @@ class Conversion:
             return plan, question
 
     def _smallest(self, question: Question) -> Plan:
-        """The smallest plan that was found to hold. All at one width is known to, whatever noise does to the search."""
+        """The smallest plan found to hold: that of the search, or where noise made it larger, all experts at the one
+        width that was measured to hold."""
         flat = question.problem.priced(uniform(self.checkpoint.spec, max(self.tried)))
         frontier = question.frontier(self.settings.allocation)
         with suppress(TargetMissed):
@@ -348,44 +354,11 @@ class Conversion:
             dense_alone=self.dense_alone,
             evaluations=(*self.judge.measure.used.values(), *self.heldout.used.values()),
         )
-        return deliver(self.settings, self.coder, self.dense, outcome, self._seconds(), self.say)
-
-    # The work directory -----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _subject(self) -> dict[str, Any]:
-        """What a journal is about: anything of this changed, and nothing in it would be true."""
-        return {
-            "model_sha256": self.checkpoint.sha256,
-            "tokenizer_sha256": hashlib.sha256((self.checkpoint.path / TOKENIZER).read_bytes()).hexdigest(),
-            "quantizer": self.quantizer.name,
-            "group_size": self.quantizer.group_size,
-            "metric": self.material.metric_name,
-            "metric_sha256": self.material.metric_sha256,
-            "measures": MEASURES,
-            "calibration_sha256": self.material.splits.digest("calibration"),
-            "heldout_sha256": self.material.splits.digest("heldout"),
-            "seed": self.settings.seed,
-            "context": self.settings.context,
-            "max_new_tokens": self.settings.max_new_tokens,
-            "documents_sha256": self.material.documents_sha256,
-            **({} if self.dense.dense is None else {"dense": asdict(self.dense.dense)}),
-        }
-
-    @property
-    def _conversion(self) -> str:
-        """Digest of all that this conversion is decided by."""
-        settings = self.settings
-        asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
-        return hashlib.sha256(json.dumps([self._subject, asked]).encode()).hexdigest()
-
-    @cached_property
-    def _directory(self) -> str:
-        return hashlib.sha256(json.dumps(self._subject).encode()).hexdigest()[:12]
+        return deliver(self.settings, self.coder, self.dense, outcome, self._seconds(), self._lost_paths)
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        """Notes what the block took and reused, less what steps inside it noted."""
+        """Adds a Step with the seconds that the block took and reused, without those of steps inside it."""
         started, known, before = time.perf_counter(), self.journal.reused_seconds, len(self.steps)
         yield
         inside = self.steps[before:]

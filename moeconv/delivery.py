@@ -25,17 +25,16 @@ from moeconv.artifacts import (
 from moeconv.calibration import Splits
 from moeconv.coder import ExpertCoder
 from moeconv.dense import DenseCoder
-from moeconv.emit import emit
+from moeconv.emit import Profile, emit
 from moeconv.evaluation import Evaluation
 from moeconv.planning import uniform_bytes, weights_of
 from moeconv.settings import Settings
 from moert.pack.errors import PackError
-from moert.pack.manifest import BACKBONE, LossEstimate, Manifest, Quality
+from moert.pack.manifest import LossEstimate, Manifest, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, is_pack
 from moert.pack.trace import TRACE
-from moert.pack.writer import add_files
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,14 @@ def deliver(
     dense: DenseCoder,
     outcome: Outcome,
     seconds: float,
-    say: Callable[[str], None],
+    lost_paths: Callable[[], None],
 ) -> tuple[Manifest, ConversionReport]:
     """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
 
-    What `moeconv profile-paths` added to a pack that stands there is kept where the new one has the same weights.
+    What `moeconv profile-paths` added to a pack that stands there is kept where the new one has the same weights; else
+    `lost_paths` is called at the end.
     """
-    before = _profiled(settings.out)
+    profile = _profile_in(settings.out)
     report = replace(_report(settings, coder, outcome, seconds), dense=_dense_report(dense, outcome.dense_alone))
     document = artifacts.to_json(report)
     for name in ("dense", "standing"):
@@ -96,28 +96,14 @@ def deliver(
     manifest = emit(
         coder, outcome.widths, settings.out, seed=settings.seed, creator=f"moeconv {moeconv.__version__}",
         importance=outcome.importance(), quality=quality,
-        extra_files={REPORT: (json.dumps(document, indent=1) + "\n").encode()}, dense=dense,
+        extra_files={REPORT: (json.dumps(document, indent=1) + "\n").encode()}, dense=dense, profile=profile,
     )  # fmt: skip
-    if before is None:
-        return manifest, report
-    if _weights_of(manifest) != _weights_of(before.manifest):
-        say(
-            f"note: the paths in the {settings.out} that stood there were those of other weights and are gone: run "
-            f"moeconv profile-paths {settings.out} again"
-        )
-        return manifest, report
-    return add_files(settings.out, manifest, before.bodies), report
+    if profile is not None and not profile.files.keys() <= manifest.files.keys():
+        lost_paths()
+    return manifest, report
 
 
-@dataclass(frozen=True)
-class _Profiled:
-    """A pack's profile: path tables and trace, by their names in the pack."""
-
-    manifest: Manifest
-    bodies: Mapping[str, bytes]
-
-
-def _profiled(root: Path) -> _Profiled | None:
+def _profile_in(root: Path) -> Profile | None:
     """None where there is no pack, or one without a profile that can be read."""
     if not is_pack(root):
         return None
@@ -126,13 +112,7 @@ def _profiled(root: Path) -> _Profiled | None:
         bodies = {name: pack.read_file(name) for name in (PATHS, TRACE) if name in pack.manifest.files}
     except PackError:
         return None
-    return _Profiled(pack.manifest, bodies) if bodies else None
-
-
-def _weights_of(manifest: Manifest) -> object:
-    """What routing depends on: model, experts and all other weights."""
-    experts = [(entry.key, entry.sha256) for entry in manifest.experts]
-    return manifest.model, experts, manifest.files[BACKBONE].sha256
+    return Profile(pack.manifest, bodies) if bodies else None
 
 
 def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float) -> ConversionReport:

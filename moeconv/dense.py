@@ -1,4 +1,4 @@
-"""What the matrices outside the experts become at their widths: the one place that trial and emit both ask."""
+"""Quantises the matrices outside the experts, for measuring (`trial`) and for writing the pack (`emit`) alike."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DenseCoder:
         return self.checkpoint.backbone_tensor(name, self._shapes[name])
 
     def backbone_bytes(self) -> tuple[int, int]:
-        """Of all tensors of the backbone: as a pack stores them, and as the checkpoint does."""
+        """Bytes of all tensors outside the experts: as a pack stores them, and as the checkpoint does."""
         spec, stored, original = self.checkpoint.spec, 0, 0
         quantization = Quantization("", 0, dtype16_of(self.checkpoint), 0, self.dense)
         for name, tensors in stored_tensors(spec, quantization).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +26,14 @@ from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What profiling added to a pack with this manifest: contents of its `files`, by their paths in the pack."""
+
+    manifest: Manifest
+    files: Mapping[str, bytes]
+
+
 def emit(
     coder: ExpertCoder,
     widths: Assignment,
@@ -36,11 +45,13 @@ def emit(
     quality: Quality | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     dense: DenseCoder | None = None,
+    profile: Profile | None = None,
 ) -> Manifest:
     """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was.
 
-    `extra_files` (relative path → contents) go in as they are. Raises CheckpointError (unreadable source, values
-    that 16 bits can't hold), WriteFailed, or ValueError for widths that don't cover the model's experts.
+    `extra_files` (relative path → contents) go in as they are, and so do the files of `profile` if this pack has the
+    same weights as the one that was profiled: routing depends on nothing else. Raises CheckpointError (unreadable
+    source, values that 16 bits can't hold), WriteFailed, or ValueError for widths that don't cover the model's experts.
     """
     checkpoint = coder.checkpoint
     _check_widths(checkpoint, widths)
@@ -53,7 +64,8 @@ def emit(
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
                 writer.write_file(name, (checkpoint.path / name).read_bytes())
-        for name, body in (extra_files or {}).items():
+        kept = profile.files if profile is not None and writer.has_weights_of(profile.manifest) else {}
+        for name, body in {**(extra_files or {}), **kept}.items():
             writer.write_file(name, body)
         return writer.finish(creator, quality)
     except WriteFailed as error:

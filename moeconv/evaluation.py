@@ -1,4 +1,4 @@
-"""One evaluation, sample by sample: what the journal keeps, and what every figure is computed from."""
+"""The scores of one evaluation, sample by sample, as the journal keeps them; every figure is computed from these."""
 
 from __future__ import annotations
 

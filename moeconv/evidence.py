@@ -63,7 +63,7 @@ class Evidence:
         return judged and effective(self.heldout) >= least_heldout(confidence)
 
     def of_samples(self) -> Evidence:
-        """As if every sample were a document: what is then said holds for more text of the same documents."""
+        """The same text, each sample as its own document: bounds then hold for more text of the same documents."""
         return Evidence(np.arange(len(self.acceptance)), np.arange(len(self.heldout)))
 
 

@@ -1,4 +1,4 @@
-"""Does a plan keep the promise? Judged on calibration text that took no part in ranking."""
+"""Judges whether a plan keeps the promise, on calibration text that took no part in ranking experts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Judge:
 
 
 def bound_text(bound: float, stated: float | None) -> str:
-    """A bound and what it holds for."""
+    """A bound as text, with its confidence or with what it holds for instead."""
     if not math.isfinite(bound):
         return "no bound can be told from so few samples"
     return f"under {bound:.2%} " + ("for more text of these documents" if stated is None else f"at {stated:.0%}")

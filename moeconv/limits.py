@@ -1,10 +1,10 @@
-"""What was asked for beyond what there is: the most is taken, and a note says so."""
+"""Notes on options that ask for more than there is, or that have no effect: what is done instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moeconv.settings import Settings
+from moeconv.settings import DEFAULT_CONTEXT, Settings
 from moert.pack.model_spec import ModelSpec
 
 
@@ -15,10 +15,14 @@ def samples_note(option: str, asked: int | None, there: int, what: str) -> str |
     return f"note: {option} {asked:,}: there are only {there:,} {what}, all of them are used"
 
 
-def context_note(context: int, spec: ModelSpec) -> str | None:
-    """None where windows are as long as was asked for; an encoder-decoder model has none."""
+def context_note(context: int | None, spec: ModelSpec) -> str | None:
+    """What `--context` does not do; None where it was not given, or windows are as long as was asked for."""
     limit = spec.max_positions
-    if spec.encoder is not None or limit is None or context <= limit:
+    if context is None:
+        return None
+    if spec.encoder is not None:
+        return f"note: --context {context:,} has no effect: an encoder-decoder model takes each input whole"
+    if limit is None or context <= limit:
         return None
     return (
         f"note: --context {context:,}: the model takes at most {limit:,} tokens (its config.json), windows have as many"
@@ -28,7 +32,7 @@ def context_note(context: int, spec: ModelSpec) -> str | None:
 def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout: int) -> Iterator[str]:
     """One line for each option of a conversion that is cut; the numbers are those of the samples that are used."""
     found = (
-        context_note(settings.context, spec),
+        context_note(None if settings.context == DEFAULT_CONTEXT else settings.context, spec),
         samples_note("--samples", settings.samples, judged, "calibration samples to judge plans by"),
         samples_note("--sweep-samples", settings.sweep_samples, ranked, "calibration samples to rank experts by"),
         samples_note("--heldout-samples", settings.heldout_samples, heldout, "held-out samples"),

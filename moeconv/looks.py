@@ -1,4 +1,4 @@
-"""How often was this text used to judge a conversion? A promise is about one look at it; more looks are kept count of.
+"""Counts the conversions that were judged on the same text, since a promise holds for one of them and not for the best.
 
 `looks.jsonl` at the root of the work directory has a line for each conversion that was judged there: what it was, and
 digests of the texts it was judged on. A conversion that has any of them in common with this one was a look at the same

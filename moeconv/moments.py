@@ -51,7 +51,7 @@ class Moments:
         return int(self._of(key, "rows")[0])
 
     def inputs(self, keys: Sequence[ExpertKey], projection: str) -> Inputs:
-        """Of the "gate", "up" or "down" matrices of these experts."""
+        """Moments of the inputs of these experts' "gate", "up" or "down" matrices."""
         side = "mid" if projection == "down" else "in"
         return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in ("rows", side)))
 
@@ -158,7 +158,7 @@ class _Layer:
         self.sums[side][expert] += x.T @ x if self.products else x.square().sum(0)
 
     def mean(self, side: str) -> F32:
-        """Of each expert, in the place of its sums, which are gone then."""
+        """The mean for each expert; it overwrites the sums, to save memory."""
         sums = self.sums.pop(side)
         mean: F32 = sums.div_(self.rows.clamp(min=1).float().view(-1, *[1] * (sums.dim() - 1))).numpy()
         return mean

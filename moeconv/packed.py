@@ -1,4 +1,4 @@
-"""A pack as the model that transformers runs: what the pack says, judged by code that did not write it."""
+"""A pack loaded into the transformers model, so that other code than the runtime runs its weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PackedModel:
 
     @property
     def stored_head(self) -> None:
-        """It has one state only."""
+        """None: a pack's head never changes."""
         return None
 
 

@@ -98,7 +98,7 @@ class Planned:
 
 
 class Question:
-    """What is to be allocated, and every plan that the journal knows."""
+    """One problem of allocation, made from a sweep's table, and its plans that the journal has measurements of."""
 
     def __init__(
         self, spec: ModelSpec, inputs: Inputs, journal: Journal, metric: Metric, signal: str, widths: Sequence[int]
@@ -132,7 +132,7 @@ class Question:
         return found
 
     def known_points(self) -> list[tuple[float, float]]:
-        """(predicted cost, measured loss)"""
+        """(predicted cost, measured loss) of each measured plan."""
         return [(one.cost, one.loss) for one in self.measured()]
 
 
@@ -163,12 +163,12 @@ def check_budget(target: Target, spec: ModelSpec, narrowest: int, group_size: in
 
 
 def weights_of(spec: ModelSpec) -> int:
-    """Of all experts."""
+    """Number of weights in all experts."""
     return len(spec.expert_keys()) * spec.weights_per_expert()
 
 
 def uniform_bytes(spec: ModelSpec, bits: int, group_size: int = 0) -> int:
-    """Of all experts at one width, scales counted; by default with one scale for each channel."""
+    """Bytes of all experts at one width, scales counted; by default with one scale for each channel."""
     layout = layout_bytes(spec, group_size)
     return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.projections)
 
@@ -189,6 +189,7 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     unknown = sorted(set(bits or ()) - set(known))
     if unknown:
         raise SettingsError(f"--bits {unknown[0]}: the sweep in {work} has no measurements at that width, only {known}")
+    check_budget(target, spec, min(bits or known), inputs.group_size)
     question = Question(spec, inputs, journal, metric, signal, sorted(bits or known))
     frontier, measured = question.frontier(allocation), question.measured()
     if target.kind == "loss":
@@ -214,7 +215,7 @@ def _finished(work: Path) -> tuple[Inputs, Journal]:
 
 
 def _smallest(frontier: Frontier, points: list[tuple[float, float]], target: float) -> Plan:
-    """By what is predicted. Raises TargetMissed."""
+    """The smallest plan whose predicted loss meets the target. Raises TargetMissed."""
     losses = LossMap(points, float(frontier.costs[-1]))(frontier.costs)
     holds = np.flatnonzero(losses <= target)
     if not len(holds):

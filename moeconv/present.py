@@ -49,15 +49,15 @@ def target_text(target: Target) -> str:
     return f"{target.value / 1e6:,.2f} MB" if target.kind == "size" else f"{target.value:g} bits a weight"
 
 
-def next_steps(report: ConversionReport, out: Path) -> str:
-    """What a user may run after `moeconv quantize`; profile and report need the calibration text."""
+def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
+    """What a user may run after `moeconv quantize`; profile and report need the calibration text. `profiled` is true
+    where the pack has its paths already."""
     pack = shlex.quote(str(out))
     steps = [(f'moert run {pack} "some text"', "runs it"), (f"moert info {pack}", "says what is in it")]
+    if report.calibration is not None and not profiled:
+        steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))
     if report.calibration is not None:
-        steps += [
-            (f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"),
-            (f"moeconv report {pack}", "writes a page that shows why each expert got its bits"),
-        ]
+        steps.append((f"moeconv report {pack}", "writes a page that shows why each expert got its bits"))
     widest = max(len(command) for command, _ in steps)
     return "\n".join(["", "  next:", *(f"    {command:{widest}}   {purpose}" for command, purpose in steps)])
 
@@ -76,11 +76,14 @@ def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
     """The result of `moeconv plan`: the plan for the target, and with `whole_curve` all others."""
     chosen = planned.chosen
     loss = "" if chosen.predicted_loss is None else f", loss predicted {chosen.predicted_loss:.2%}"
+    if chosen.loss is not None:
+        loss += f", measured {chosen.loss:.2%}" if loss else f", loss measured {chosen.loss:.2%}"
+    aim = "a loss of at most" if target.kind == "loss" else "at most"
     bits, share = 8 * chosen.nbytes / planned.weights, chosen.nbytes / planned.int4_bytes
     dense = f", with dense matrices at {width_text(planned.dense)}" if planned.dense else ""
     lines = [
         f"{planned.model}, quantizer {planned.quantizer}, from what was measured{dense}",
-        f"  for {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
+        f"  for {aim} {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
         f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
     ]
     if whole_curve:
@@ -164,7 +167,8 @@ def path_table(found: PathFigures, nbytes: int) -> str:
     ]
     for known, row in enumerate(found.accuracy):
         values = [None] * 3 if row is None else row
-        lines.append(f"    {known} layers known                  " + "  ".join(f"{_percent(v):>7}" for v in values))
+        name = "1 layer known" if known == 1 else f"{known} layers known"
+        lines.append(f"    {name:31}" + "  ".join(f"{_percent(v):>7}" for v in values))
     return "\n".join(lines)
 
 

@@ -45,18 +45,20 @@ def profile_paths(
     tokenizer = load_tokenizer(pack.file(TOKENIZER))
     packed = PackedModel.open(pack)
     width = context or source.context
-    if note := context_note(width, packed.spec):
+    if note := context_note(context, packed.spec):
         say(note)
+
+    named = {"calibration": "calibration", "heldout": "held-out"}
 
     def routed(split: str) -> list[Routed]:
         texts = getattr(splits, split)
         there = volume(packed.spec, tokenizer, texts, limit=samples, context=width, max_new_tokens=None).samples
-        if note := samples_note("--samples", samples, there, f"samples of the {split} text"):
+        if note := samples_note("--samples", samples, there, f"samples of the {named[split]} text"):
             say(note)
         scorer = build_scorer(
             packed, tokenizer, texts, metric, limit=samples, context=width, max_new_tokens=None
         )  # fmt: skip
-        say(f"routing of {scorer.n_samples} samples of the {split} text")
+        say(f"routing of {scorer.n_samples} samples of the {named[split]} text")
         with transformers_model(pack.root):
             return list(scorer.routes())
 

@@ -18,7 +18,7 @@ LINE_EVERY_S = 30.0
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Bar]:
-    """For `total` measurements."""
+    """A bar over `total` measurements."""
     if sys.stderr.isatty():
         with tqdm(desc=label, total=total, unit="probe") as shown:
             yield shown

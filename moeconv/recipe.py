@@ -1,4 +1,4 @@
-"""Recipes: one model and one target each, with what must come out. What CI converts."""
+"""Recipes: TOML files with a model, a target, and limits that the result must keep; CI converts them."""
 
 from __future__ import annotations
 

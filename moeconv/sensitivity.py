@@ -1,4 +1,4 @@
-"""What is each expert worth? It alone at another width, all others at the base's (EdgeMoE §3.2, its Fig. 7a)."""
+"""The sweep: what each expert costs when it alone has another width than the base (EdgeMoE §3.2, Fig. 7a)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bar(Protocol):
 
 @dataclass(frozen=True)
 class RaceRules:
-    """With probability 1 - `delta` no probe ends more than `span` of all places from where it belongs."""
+    """With probability 1 - `delta`, no probe's place in the ranking is off by more than `span` of all places."""
 
     signal: str
     delta: float
@@ -65,7 +65,7 @@ class Sweep:
         self._blocks_of = {probe: list(range(job.blocks)) for probe in probes}  # fewer where racing stopped early
 
     def missing(self) -> int:
-        """Measurements that a full sweep lacks."""
+        """Number of measurements of a full sweep that the journal lacks."""
         return sum(self._get(block, probe) is None for probe in self.probes for block in range(self.job.blocks))
 
     def run(self, runner: Runner, bar: Bar) -> None:
@@ -156,7 +156,7 @@ class Sweep:
         return self.metric.value(joined([self._reference(block) for block in range(self.job.blocks)]).columns())
 
     def _cost(self, probe: Probe) -> tuple[float, float, float]:
-        """In the order of SIGNALS."""
+        """Rise of each of SIGNALS above the base, in their order."""
         blocks = self._blocks_of[probe]
         reference = joined([self._reference(block) for block in blocks])
         base = joined([self._base(block) for block in blocks]).summary(self.metric, reference)

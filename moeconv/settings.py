@@ -31,13 +31,13 @@ _OF_TEXT = (
 
 @dataclass(frozen=True)
 class Settings:
-    """`margin` is the share of a loss target that the calibration text must leave free; `confidence` is that with
-    which the held-out loss stays under it (None: only the measured loss must). `sweep_samples` bounds what ranks the
-    experts, `samples` what judges plans, `heldout_samples` what the result is measured on (None: all there is):
-    samples of input and target, or windows of `context` tokens of running text. `memory_bytes` bounds what the sweep
-    keeps beside the model. `dense_bits` is the width of all matrices outside the experts, or of those of some roles;
-    the others are stored as they are. `racing` is the error probability of a sweep that stops early. `strict` refuses
-    text that does not carry the confidence, before the sweep."""
+    """`margin` is the share of a loss target that the calibration text must leave free; `confidence` is the
+    probability with which the held-out loss stays under the target (None: only the measured loss must).
+    `sweep_samples` bounds what ranks the experts, `samples` what judges plans, `heldout_samples` what the result is
+    measured on (None: all there is): samples of input and target, or windows of `context` tokens of running text.
+    `memory_bytes` bounds what the sweep keeps beside the model. `dense_bits` is the width of all matrices outside
+    the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
+    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep."""
 
     model: str
     out: Path
@@ -145,7 +145,7 @@ def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
 
 
 def dense_bits_text(wanted: int | Mapping[str, int]) -> str:
-    """As on the command line."""
+    """`wanted` as it is written on the command line."""
     if isinstance(wanted, int):
         return str(wanted)
     return ",".join(f"{role}={width}" for role, width in wanted.items())
@@ -180,7 +180,7 @@ def check_counts(context: int | None = None, seed: int | None = None, **counts: 
 
 
 def parse_target(loss: str | None, size: str | None, bits_per_weight: float | None) -> Target:
-    """As on the command line. Raises SettingsError."""
+    """The target that these options of the command line give. Raises SettingsError."""
     return one_target(
         None if loss is None else parse_share(loss),
         None if size is None else parse_bytes(size, "--size"),

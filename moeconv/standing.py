@@ -1,4 +1,4 @@
-"""What a promise stands on, in lines for a person: how much text, how many looks at it, what it never reached."""
+"""Lines on what a promise rests on: how much text, how often it was used, which experts it never reached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMED = 8  # experts that a line names; the report's page has all of them
 
 
 def standing(judge: Judge, looks: int, notes: Sequence[str]) -> Standing:
-    """As the report keeps it."""
+    """What the report keeps of this."""
     asked, evidence = judge.confidence, judge.evidence
     return Standing(
         asked, evidence.count, round(evidence.number, 2), len(set(evidence.heldout.tolist())),

@@ -1,4 +1,4 @@
-"""A model on trial: the original in memory, with any of its experts replaced by their quantised selves."""
+"""A model on trial: the original in memory, with weights replaced by what a pack would give back for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from moert.pack.model_spec import ExpertKey
 
 
 class Trial:
-    """`assign` gives each expert its widths; only experts whose widths change are touched. `coder` is asked for what
-    says what an expert becomes at some widths, when the first is to be quantised. `dense` says what becomes of the
-    other matrices whenever widths are assigned, and they are the original's again after `restore`."""
+    """`assign` quantises experts in the loaded model, `restore` brings back the original weights; only experts whose
+    widths change are written. `coder()` returns the ExpertCoder that quantises them: it is called when the first expert
+    is quantised, since making one may take a run over the calibration text. `dense` quantises the matrices outside the
+    experts: `assign` puts them in as a pack stores them, `restore` takes them out."""
 
     def __init__(
         self, checkpoint: Checkpoint, coder: Callable[[], ExpertCoder], dense: DenseCoder | None = None

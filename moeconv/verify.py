@@ -1,4 +1,4 @@
-"""Does a pack hold what it says? Every hash, and against the source every weight within its width's error."""
+"""Checks a pack: every hash, and against its source that each weight is within the error of its width."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def run_part(part: Part) -> dict[str, Any]:
 
     print(f"\n== {part.name}: converting", file=sys.stderr, flush=True)
     recipe = Recipe.load(Path(f"recipes/{part.name}.toml"), OUT)
-    _, report = Conversion(recipe.settings, say, bar).run()
+    _, report = Conversion(recipe.settings, say, bar, profiled_next=True).run()
     settings = recipe.settings
     figures, _ = profile_paths(
         Pack.open(settings.out), calib=None, heldout=None, seed=None, samples=settings.samples, context=None, say=say,

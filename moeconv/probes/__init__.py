@@ -1,4 +1,4 @@
-"""What does one changed expert cost? The answer of a full evaluation, from the few rows that can differ.
+"""Measures what one changed expert costs: as exact as a full evaluation, from the few rows that can differ.
 
 All experts but one are as in the base, whose layer boundaries are kept. A changed expert moves only the rows routed
 to it: w · (FFN_q(x) − FFN(x)) is added to them where the layer ends. What comes after is computed again only for

@@ -17,8 +17,8 @@ _FLOAT = 4
 
 
 def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
-    """Of a base run: for each token and layer what left the layer and what its experts were asked; and what is
-    scored."""
+    """Bytes kept of a base run: for each token and layer what left the layer and what its experts were asked; and what
+    is scored."""
     a_layer = 2 * spec.d_model * _FLOAT + 16 * spec.moe.top_k
     encoder_layers = spec.encoder.n_layers if spec.encoder else 0
     layers = volume.encoder_tokens * encoder_layers + volume.decoder_tokens * spec.decoder.n_layers
@@ -27,8 +27,8 @@ def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
 
 
 def batch_bytes(spec: ModelSpec) -> int:
-    """Of the batch that is running. While text is written, every decoder layer keeps its keys and values of the inputs,
-    twice when finished rows leave the batch."""
+    """Most bytes that the running batch takes. While text is written, every decoder layer keeps its keys and values of
+    the inputs, twice when finished rows leave the batch."""
     states = BATCH_TOKENS * spec.d_model * _FLOAT * _STATES_A_TOKEN + 3 * LOGIT_BYTES
     if spec.encoder is None:
         return states

@@ -40,7 +40,7 @@ def paragraph(text: str, kind: str = "how") -> str:
 
 
 def figure(chart: Chart, meaning: str) -> str:
-    """`meaning` is what someone hears who does not see the drawing."""
+    """HTML of one figure; `meaning` is its text for readers who cannot see it."""
     svg = chart.inline.replace("<svg ", f'<svg role="img" aria-label="{escape(meaning)}" ', 1)
     return f'<figure id="figure-{chart.name}">{svg}</figure>'
 

@@ -17,7 +17,7 @@ _SLOWEST, _SAMPLES, _LONGEST = 12, 12, 4000
 
 
 def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
-    """All but the experts."""
+    """The matrices outside the experts: their widths, bytes and loss."""
     name, title, dense = "dense", "All but the experts", report.dense
     nbytes = manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
     if dense is None:

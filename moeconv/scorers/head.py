@@ -21,7 +21,8 @@ LOGIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """Of the unquantised model, for each scored position: the mean row of the head [rows, d_model], Σ p ln p [rows]."""
+    """What is kept of the unquantised model for each scored position: the mean row of the head [rows, d_model], and
+    Σ p ln p [rows]."""
 
     mean_row: Tensor
     negentropy: Tensor

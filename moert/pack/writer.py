@@ -23,6 +23,7 @@ from moert.pack.files import fsync, write_atomically, write_in_order
 from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
+    BACKBONE,
     ExpertEntry,
     FileEntry,
     Manifest,
@@ -105,6 +106,18 @@ class PackWriter:
             fsync(path)
             with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as body:
                 self._files[relative] = file_entry(body)
+
+    def has_weights_of(self, manifest: Manifest) -> bool:
+        """True if all experts and the backbone are written, and are those of a pack with this manifest."""
+        backbone, theirs = self._files.get(BACKBONE), manifest.files.get(BACKBONE)
+        experts = {entry.key: entry.sha256 for entry in manifest.experts}
+        return (
+            self.spec == manifest.model
+            and experts == {key: entry.sha256 for key, entry in self._experts.items()}
+            and backbone is not None
+            and theirs is not None
+            and backbone.sha256 == theirs.sha256
+        )
 
     def finish(self, creator: str, quality: Quality | None) -> Manifest:
         """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from moeconv.cli import _exit_code
+from moert.pack.paths import PATHS
+from moert.pack.reader import Pack
 
 
 def test_the_json_names_the_recipe_and_says_whether_it_passed(
@@ -28,3 +30,18 @@ def test_the_json_names_the_recipe_and_says_whether_it_passed(
     failure = f"the bytes of all experts are {nbytes:,}, expected at most 10"
     assert (bad["recipe"], bad["passed"], bad["failures"]) == ("bad", False, [failure])
     assert err.splitlines()[-1] == f"moeconv: bad: {failure}"
+
+
+def test_a_recipe_that_profiles_again_does_not_say_that_paths_are_gone(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = (
+        f'model = "{sources["olmoe"]}"\ncalib = "{sources["text"]}"\nmetric = "perplexity"\ncontext = 32\n'
+        'loss = "90%"\nconfidence = "none"\nquantizer = "channel"\n'
+    )
+    recipe, out = tmp_path / "r.toml", tmp_path / "out"
+    for bits, lines, is_said in (("8", "", False), ("4", "", False), ("8", "profile_paths = false\n", True)):
+        recipe.write_text(f"{entries}bits = [{bits}]\n{lines}")
+        assert _exit_code(["recipe", "run", str(recipe), "--out", str(out)]) == 0
+        assert ("are gone: run moeconv profile-paths" in capsys.readouterr().err) is is_said
+        assert (PATHS in Pack.open(out / "r.pack").manifest.files) is not is_said

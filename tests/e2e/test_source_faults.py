@@ -81,6 +81,18 @@ def test_what_is_cut_is_said(sources: dict[str, Path], tmp_path: Path) -> None:
     assert "--context 49" in said[0]
 
 
+def test_a_context_that_has_no_effect_is_said(sources: dict[str, Path], tmp_path: Path) -> None:
+    settings = settings_for(sources, "switch", tmp_path, bits=(8,), loss=0.9, quantizer="channel", context=64)
+    note = "note: --context 64 has no effect: an encoder-decoder model takes each input whole"
+    assert note in Done(settings).said
+    said: list[str] = []
+    for context in (64, None):
+        profile_paths(
+            Pack.open(settings.out), calib=None, heldout=None, seed=None, samples=2, context=context, say=said.append
+        )
+    assert [line for line in said if "--context" in line] == [note]
+
+
 def test_what_is_there_needs_no_note(sources: dict[str, Path], tmp_path: Path) -> None:
     done = Done(settings_for(sources, "olmoe", tmp_path, bits=(8,), loss=0.9, samples=3, sweep_samples=2))
     assert not [line for line in done.said if line.startswith("note: --")]

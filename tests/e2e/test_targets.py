@@ -147,6 +147,8 @@ def test_a_success_says_that_all_is_well_and_what_to_run_next(
     against, alone = capsys.readouterr().out.splitlines()
     assert against.startswith(f"{out} is whole, and was made from {sources['olmoe']}: ")
     assert alone.startswith(f"{out} is whole: ")
+    assert _exit_code(words) == 0
+    assert "profile-paths" not in capsys.readouterr().out, "the pack has its paths still"
 
 
 def test_a_second_run_says_what_its_measurements_had_taken(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ MOECONV = [
     ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging", "moeconv.standing"),
     STAGES,
     ("moeconv.planning", "moeconv.runners", "moeconv.examples"),
-    ("moeconv.delivery", "moeconv.profile"),
+    ("moeconv.delivery", "moeconv.profile", "moeconv.subject"),
     ("moeconv.conversion",),
     ("moeconv.recipe", "moeconv.present"),
     ("moeconv.cli", "moeconv.progress"),

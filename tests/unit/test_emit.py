@@ -17,7 +17,7 @@ from moeconv import coder
 from moeconv.artifacts import Bits, uniform
 from moeconv.checkpoint import Checkpoint, CheckpointError
 from moeconv.coder import ExpertCoder
-from moeconv.emit import emit
+from moeconv.emit import Profile, emit
 from moeconv.errors import ConversionError
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
@@ -105,6 +105,21 @@ def test_backbone_and_files_are_copied_as_they_are(original: Path, tmp_path: Pat
     for name in copied:
         assert (tmp_path / "p" / name).read_bytes() == (original / name).read_bytes()
     assert (manifest.quantization.quantizer, manifest.quantization.seed) == ("rounding", 7)
+
+
+def test_a_profile_goes_in_with_the_pack_where_the_weights_are_the_same(original: Path, tmp_path: Path) -> None:
+    profiled = write(original, tmp_path / "p")
+    profile = Profile(profiled, {"paths.safetensors": b"paths"})
+    assert set(write(original, tmp_path / "p", profile=profile).files) == {*profiled.files, "paths.safetensors"}
+    assert (tmp_path / "p" / "paths.safetensors").read_bytes() == b"paths"
+    coder, spec = ExpertCoder(Checkpoint.open(original), Rounding(), None), profiled.model
+    others = emit(coder, uniform(spec, 8), tmp_path / "p", seed=7, creator="tests", profile=profile)
+    assert set(others.files) == set(profiled.files)
+    retrained = Path(shutil.copytree(original, tmp_path / "retrained"))
+    tensors = load_file(retrained / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, retrained / "model.safetensors")
+    assert set(write(retrained, tmp_path / "p", profile=profile).files) == set(profiled.files)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
