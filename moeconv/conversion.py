@@ -174,11 +174,15 @@ class Conversion:
         self._doubt(self.judge.too_few())
         with self._step("reference"):
             self.checkpoint.check_finite()
-            for what, measure in (("calibration", acceptance), ("held-out", self.heldout)):
+            texts = (
+                ("calibration", acceptance, self.material.judged),
+                ("held-out", self.heldout, self.material.heldout),
+            )
+            for what, measure, volume in texts:
                 name, value = measure.metric.name, measure.metric.value(measure.reference.columns())
                 check_reference(name, value, f"{what} text")
                 self.say(f"reference on {what} text: {name} {value:.4f} on {len(measure.reference.nats)} samples")
-                self._doubt(at_chance(measure.reference, self.checkpoint.spec.vocab_size, what))
+                self._doubt(at_chance(measure.reference, volume.entropy, what))
         self._count_looks()
 
     def _doubt(self, line: str | None) -> None:

@@ -115,14 +115,15 @@ def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, see
     return LossEstimate(before, figures.value, figures.loss, low, high, len(evaluation.nats))
 
 
-def at_chance(reference: Evaluation, vocabulary: int, what: str) -> str | None:
-    """One line where the unquantised model does no better on this text than a guess among all its tokens."""
-    nats, guess = sum(reference.nats) / sum(reference.tokens), math.log(vocabulary)
-    if nats < guess:
+def at_chance(reference: Evaluation, entropy: float, what: str) -> str | None:
+    """One line where the unquantised model does no better on this text than guessing by how frequent each token is in
+    it. `entropy` is that of these frequencies, in nats a token."""
+    nats = sum(reference.nats) / sum(reference.tokens)
+    if nats < entropy:
         return None
     return (
-        f"the unquantised model is at chance on the {what} text: {nats:.2f} nats a token, where guessing among its "
-        f"{vocabulary:,} tokens gives {guess:.2f}; losses on this text say nothing: use text that the model is for"
+        f"the unquantised model is at chance on the {what} text: {nats:.2f} nats a token, where guessing by how frequent "
+        f"each token is there gives {entropy:.2f}; losses on it say little: use text that the model is for"
     )
 
 

@@ -67,12 +67,14 @@ def build_scorer(
 class Volume:
     """How much text a scorer works on: samples (or windows), and at most how many tokens pass through the encoder and
     through the decoder, those that fill rows up among them. `documents` [samples] says which of them are of one
-    document, as numbers."""
+    document, as numbers. `entropy` is that of the tokens' frequencies in the text that is scored, in nats a token: what
+    guessing by them alone would lose."""
 
     samples: int
     encoder_tokens: int
     decoder_tokens: int
     documents: I64
+    entropy: float
 
 
 def volume(
@@ -92,20 +94,32 @@ def volume(
     context = min(context, spec.max_positions or context)
     if spec.encoder is not None or samples[0].choices:
         (texts, owner, _), documents = texts_of(chosen), documents_of(chosen)
-        sources, targets = (
-            np.array([_length(encoding.ids, spec) for encoding in tokenizer.encode_batch(part)])
+        read, scored = (
+            [encoding.ids for encoding in tokenizer.encode_batch(part)]
             for part in ([sample.source for sample in chosen], texts)
         )
+        sources, targets = (np.array([_length(ids, spec) for ids in part]) for part in (read, scored))
+        entropy = entropy_of([token for ids in scored for token in ids])
         if spec.encoder is not None:
             widest = max(targets.max(), max_new_tokens or targets.max() + SPARE_TOKENS)
             filled_up = (sources * LENGTH_SPREAD).astype(int) + 2
-            return Volume(len(chosen), int(filled_up.sum()), int(widest) * (len(targets) + len(chosen)), documents)
+            return Volume(
+                len(chosen), int(filled_up.sum()), int(widest) * (len(targets) + len(chosen)), documents, entropy
+            )
         widest = min(context, int((sources[owner] + targets).max()) + 1)
-        return Volume(len(chosen), 0, len(targets) * widest, documents)
+        return Volume(len(chosen), 0, len(targets) * widest, documents, entropy)
     running = windows_of(samples, tokenizer, context)
     _check_ids(int(running.ids.max()), spec)
     windows = spread(len(running.ids), limit)
-    return Volume(len(windows), 0, len(windows) * context, running.groups[windows])
+    entropy = entropy_of(running.ids[windows].flatten().tolist())
+    return Volume(len(windows), 0, len(windows) * context, running.groups[windows], entropy)
+
+
+def entropy_of(tokens: Sequence[int]) -> float:
+    """Of the tokens' frequencies, in nats, corrected for what a short text can't show (Miller 1955)."""
+    _, counts = np.unique(np.array(tokens), return_counts=True)
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
 
 
 def _length(ids: list[int], spec: ModelSpec) -> int:

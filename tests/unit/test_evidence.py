@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeconv.artifacts import SensitivityTable, Summary
+from moeconv.evaluation import Evaluation
 from moeconv.evidence import Evidence, effective, least, least_heldout
+from moeconv.judging import at_chance
 from moeconv.looks import LOOKS, look
 from moeconv.metrics import METRICS
 from moeconv.promise import samples_needed
-from moeconv.standing import bound_doubt, looks_text, needed_text
+from moeconv.scorers.build import entropy_of
+from moeconv.standing import bound_doubt, looks_text, needed_text, unreached_text
+from moert.pack.model_spec import ExpertKey
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60))
@@ -70,6 +75,32 @@ def test_what_is_said_is_one_true_line() -> None:
     assert bound_doubt(None) is bound_doubt(0.04) is None
     assert "negative (-8.84%)" in str(bound_doubt(-0.0884))
     assert "no bound" in str(bound_doubt(np.inf))
+
+
+def test_a_model_that_guesses_by_frequency_is_at_chance() -> None:
+    entropy = entropy_of([0, 1, 2, 3] * 1000)
+    assert entropy == pytest.approx(np.log(4), abs=1e-3)
+    assert entropy_of([7]) == 0
+    assert at_chance(evaluation(nats=1.2), entropy, "held-out") is None
+    found = at_chance(evaluation(nats=1.5), entropy, "held-out")
+    assert "at chance on the held-out text: 1.50 nats a token" in str(found)
+
+
+def evaluation(nats: float) -> Evaluation:
+    """Two samples of ten tokens."""
+    return Evaluation("unquantised", ((0.0, 1.0),) * 2, (10 * nats,) * 2, (10, 10), (0.0, 0.0), 0.0, 0)
+
+
+def test_experts_that_no_token_reached_are_named() -> None:
+    keys = [ExpertKey("decoder", 0, at) for at in range(20)]
+
+    def table(*unseen: int) -> SensitivityTable:
+        return SensitivityTable(4, Summary(1, 0, 0, 0), {}, {key: int(at not in unseen) for at, key in enumerate(keys)})
+
+    assert unreached_text(table()) is None
+    assert "2 of 20 experts saw no token" in str(unreached_text(table(3, 5)))
+    assert "D00/E003, D00/E005;" in str(unreached_text(table(3, 5)))
+    assert "D00/E007 and 4 more" in str(unreached_text(table(*range(12))))
 
 
 def test_an_infinite_bound_needs_more_text_and_divides_by_nothing() -> None:

@@ -274,7 +274,7 @@ def test_a_base_run_keeps_no_more_than_is_estimated(kind: str, blocks: int, olmo
 
 
 def test_less_memory_is_more_blocks(olmoe: Trial) -> None:
-    text = Volume(200, 0, 2_000_000, np.arange(200))
+    text = Volume(200, 0, 2_000_000, np.arange(200), 1.0)
     bounds = [batch_bytes(olmoe.spec) + room for room in (1 << 32, 1 << 28, 1 << 27, 1 << 26)]
     blocks = [blocks_for(olmoe.spec, text, bound) for bound in bounds]
     assert blocks[0] == 1
