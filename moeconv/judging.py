@@ -122,8 +122,8 @@ def at_chance(reference: Evaluation, entropy: float, what: str) -> str | None:
     if nats < entropy:
         return None
     return (
-        f"the unquantised model is at chance on the {what} text: {nats:.2f} nats a token, where guessing by how frequent "
-        f"each token is there gives {entropy:.2f}; losses on it say little: use text that the model is for"
+        f"the unquantised model is at chance on the {what} text: {nats:.2f} nats a token, where guessing by how "
+        f"frequent each token is there gives {entropy:.2f}; losses on it say little: use text that the model is for"
     )
 
 
