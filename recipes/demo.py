@@ -226,7 +226,7 @@ def run_rows(name: str, runs: list[dict[str, Any]]) -> list[Row]:
         if run["predict"] == "none":
             rows.append(Row(f"{what}: hit rate, {run['asked']}", run["hit_rate"], "of requests"))
             if run["asked"] == "auto":
-                rows.append(Row(f"{what}: hit rate, best possible", run["belady_hit_rate"], "of requests"))
+                rows.append(Row(f"{what}: hit rate, knowing the future", run["belady_hit_rate"], "of requests"))
         else:
             rows += [
                 Row(f"{what}: room for experts", run["cache_bytes"] / 1e6, "MB"),
