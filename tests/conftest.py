@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import settings
 from random_packs import write_pack
 
 torch.set_num_threads(1)
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE") if hasattr(signal, name)]
 _CACHE = tempfile.TemporaryDirectory(prefix="moert-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # drives are remembered there
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -32,10 +34,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Engines tell torch how many threads to use; the next test begins with one again."""
+def _process_as_it_was() -> Iterator[None]:
+    """What a command sets for its whole process is undone for the next test: torch's threads, and what signals do (a
+    broken pipe ends a command, and would end all tests)."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     torch.set_num_threads(1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
