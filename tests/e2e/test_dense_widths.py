@@ -62,7 +62,7 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
 
     judge = done.conversion.judge
     alone = judge.measure(uniform(trial.spec, ORIGINAL), "dense matrices alone")
-    assert report.dense.alone == estimate(judge.measure, alone, material.judged.groups, settings.seed)
+    assert report.dense.alone == estimate(judge.measure, alone, judge.used.acceptance, settings.seed)
     assert report.dense.alone.loss != 0
     plain = Done(settings_for(sources, family, tmp_path, loss=0.3, quantizer="channel", out=tmp_path / "plain.pack"))
     assert plain.report.dense is None
