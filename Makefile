@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RECIPES := recipes/g2p.toml recipes/wiki.toml
 NATIVE := moert/kernels/_native.so
+# The tests of a file stay together: what they share is made once.
+AT_ONCE := -n 2 --dist loadfile
 # The native kernels and the program that tests them, as one program.
 DRIVER := build/native/driver
 DRIVER_FLAGS := -std=gnu11 -fno-math-errno -Wall -Wextra -Imoert/kernels/csrc
@@ -40,7 +42,7 @@ demo: setup  ## convert the g2p and wiki models at 5% loss, run them in little m
 	$(PY) -m recipes.demo
 
 test: lint  ## lint, types and all tests that take seconds
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" $(AT_ONCE)
 
 test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which)
 	$(PY) -m pytest -m slow

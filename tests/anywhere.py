@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (1, 2, 3)
-SUITE = ("-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider")
+SUITE = ("-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
 USER = 65534  # nobody
 LEFT_OUT = ("build", ".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 from typing import NamedTuple
 
@@ -83,10 +85,16 @@ def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8]) -> int:
 
 def in_page_cache(path: str | os.PathLike[str]) -> bool:
     """Whether the beginning of the file can be read without the drive; True where the system does not tell. Raises
-    OSError."""
+    OSError.
+
+    The pages are looked at first, which the system shows to the file's owner alone: others may only try to read without
+    waiting, and such a try itself has the page brought in, in time if the drive is fast.
+    """
     fd = open_expert(path, direct=False)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or the question itself would bring more of it in
+        if not _shown_cached(fd):
+            return False
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or the try would bring more of it in
         return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
     except BlockingIOError:
         return False
@@ -94,6 +102,18 @@ def in_page_cache(path: str | os.PathLike[str]) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _shown_cached(fd: int) -> bool:
+    """What mincore(2) says of the file's first page: True also of a file that is not the caller's. Raises OSError,
+    AttributeError where there is no such call."""
+    if not os.fstat(fd).st_size:
+        return True
+    with mmap.mmap(fd, 1, access=mmap.ACCESS_COPY) as page:  # nothing is written: ctypes wants it writable
+        first, found = ctypes.c_char.from_buffer(page), ctypes.c_ubyte()
+        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(found))
+        del first  # or the mapping can't be closed
+    return bool(failed) or bool(found.value & 1)
 
 
 def is_direct(fd: int) -> bool:

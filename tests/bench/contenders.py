@@ -57,8 +57,8 @@ PRELOAD = Contender("mixed bits, + preload", "mixed", "two layers", "lru", DEFAU
 STI = Contender("STI-like", "int4", "budget", "lifo", "none", warm_tokens=16)
 INT4_LRU = Contender("INT4, LRU", "int4", "budget", "lru", "none", warm_tokens=32)
 INT4_LFU = Contender("INT4, LFU", "int4", "budget", "lfu", "none", warm_tokens=32)
-IO_FREE = Contender("IO-FREE", "half", "all", "lru", "none", warm_tokens=256)
-RESIDENT = Contender("moert, all in memory", "mixed", "all", "lru", "none", warm_tokens=256)
+IO_FREE = Contender("IO-FREE", "half", "all", "lru", "none", warm_tokens=128)
+RESIDENT = Contender("moert, all in memory", "mixed", "all", "lru", "none", warm_tokens=128)
 
 BUDGETED = (MOERT, STI, INT4_LRU, INT4_LFU)
 UNBUDGETED, IN_MEMORY = (IO_EXP, IO_QEXP, ON_DEMAND, PRELOAD), (IO_FREE, RESIDENT)

@@ -11,7 +11,7 @@ from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import divide, load_splits
 from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
-from moeconv.conversion import RANKING_SHARE
+from moeconv.material import RANKING_SHARE
 from moeconv.metrics import Metric, default_metric, find_metric
 from moeconv.probes.generated import Seq2SeqProber
 from moeconv.probes.text import TextProber

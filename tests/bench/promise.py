@@ -78,9 +78,9 @@ class Case:
 
 CASES = (
     Case("g2p", "perplexity", 0.003, (2, 4), samples=3000, sweep_samples=16, heldout_samples=4000),
-    Case("wiki", "perplexity", 0.05, (2, 4), samples=90, sweep_samples=2, heldout_samples=122),
-    Case("wiki", "perplexity", 0.04, (2, 4), samples=90, sweep_samples=2, heldout_samples=122, suffix=".txt"),
-    Case("docline", "perplexity", 0.05, (2, 4), samples=200, sweep_samples=8, heldout_samples=300, promised=False),
+    Case("wiki", "perplexity", 0.05, (2, 4), samples=61, sweep_samples=2, heldout_samples=61),
+    Case("wiki", "perplexity", 0.04, (2, 4), samples=61, sweep_samples=2, heldout_samples=61, suffix=".txt"),
+    Case("docline", "perplexity", 0.05, (2, 4), samples=120, sweep_samples=8, heldout_samples=160, promised=False),
 )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -103,9 +105,12 @@ def context(settings: Mapping[str, Any], packages: Sequence[str] = ()) -> dict[s
 
 def write(name: str, where: Mapping[str, Any], rows: Sequence[Row], folder: Path = FOLDER) -> Path:
     """Writes `folder`/NAME.json from a context and rows, in one step, and returns its path. A row takes a line, without
-    the fields that are None."""
+    the fields that are None; the context names those that came to no number, which cost no other row."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
+    if lost := [row.name for row in rows if not math.isfinite(row.value)]:
+        print(f"no number: {'; '.join(lost)}", file=sys.stderr, flush=True)
+        where, rows = {**where, "no number": lost}, [row for row in rows if row.name not in lost]
     lines = [_json({field: value for field, value in asdict(row).items() if value is not None}) for row in rows]
     content = f'{{"context": {_json(where, indent=1)},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
     write_atomically(path, content.encode())

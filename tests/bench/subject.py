@@ -21,7 +21,7 @@ from tests.bench.likelihood import Batch, Likelihoods, Text, judge, pairs, run, 
 from tests.bench.peers import BLOCK, Coded
 
 SPLITS = ("calibration", "heldout")
-SIZES = {"g2p": (1500, 1000), "docline": (600, 200), "wiki": (96, 40)}
+SIZES = {"g2p": (1000, 800), "docline": (400, 200), "wiki": (64, 40)}
 """Samples or windows whose inputs the quantisers see, and others, of each split, that the loss is measured on."""
 DOCUMENTS = {"g2p": "words", "docline": "docstrings", "wiki": "articles"}
 """What is resampled whole."""

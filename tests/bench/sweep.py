@@ -41,7 +41,7 @@ from tests.bench.probed import Subject
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.signals import Signals
 
-SAMPLES = {"g2p": 400, "wiki": 12, "docline": 60}  # that are timed on; windows for wiki
+SAMPLES = {"g2p": 240, "wiki": 8, "docline": 40}  # that are timed on; windows for wiki
 COMPARED = {"g2p": 48, "wiki": 3, "docline": 6}  # that results are compared on
 LEAST_PROBES = 64  # that are compared at each width
 BITS = 2

@@ -195,7 +195,7 @@ def test_auto_starts_a_cluster_quietly_and_leaves_nothing_behind(tmp_path: Path,
     seconds = 0.5 if interrupted else 0.1
     script.write_text(SCRIPT.format(notes=str(tmp_path), seconds=seconds, kill=not interrupted))
     mark = f"MOECONV_TEST_MARK={tmp_path}"
-    alone = tempfile.mkdtemp(prefix="ray-")  # no cluster of another test is found there; sockets want a short path
+    alone = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # no other cluster is there; sockets want a short path
     environment = {**os.environ, "PYTHONPATH": str(HERE), "RAY_TMPDIR": alone, mark.partition("=")[0]: str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -103,10 +103,17 @@ def test_changed_and_new_files_are_told(checkout, file):
     assert (context({})["commit"], context({})["changed"]) == (f"{clean}+", True)
 
 
-def test_figures_that_json_cannot_hold_are_refused_and_leave_the_old_file(tmp_path):
+def test_a_row_that_came_to_no_number_costs_no_other(tmp_path, capsys):
+    path = write("some", context({}), [Row("a", float("nan"), "s"), Row("b", 2.0, "s")], tmp_path)
+    found = read(path)
+    assert ([row.name for row in found.rows], found.context["no number"]) == (["b"], ["a"])
+    assert capsys.readouterr().err == "no number: a\n"
+
+
+def test_a_context_that_json_cannot_hold_is_refused_and_leaves_the_old_file(tmp_path):
     write("some", context({}), [Row("a", 1.0, "s")], tmp_path)
     with pytest.raises(ValueError, match="JSON"):
-        write("some", context({}), [Row("a", float("nan"), "s")], tmp_path)
+        write("some", context({"wrong": float("nan")}), [Row("a", 2.0, "s")], tmp_path)
     assert json.loads((tmp_path / "some.json").read_text())["rows"][0]["value"] == 1.0
 
 

@@ -54,7 +54,7 @@ def test_the_choice_with_the_fewest_nats_in_all_is_taken() -> None:
     assert likeliest([2.0, 2.0]) == 0
 
 
-@pytest.mark.parametrize("metric", METRICS.values(), ids=str)
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 def test_values_of_many_sums_are_the_values_of_each(metric: Metric) -> None:
     scores = np.random.default_rng(1).uniform(0.1, 1, (5, 7, metric.columns))
     values = metric.value_of_sums(scores.sum(axis=1))

@@ -20,7 +20,7 @@ from moert import engine as engine_module
 from moert.engine import Engine
 from moert.experts import store as store_module
 from moert.experts.buffers import Buffers
-from moert.experts.drive import IoSettings, is_direct, open_expert, read_into
+from moert.experts.drive import IoSettings, in_page_cache, is_direct, open_expert, read_into
 from moert.experts.store import ExpertStore
 from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
@@ -158,6 +158,16 @@ def test_what_was_cached_is_used_and_kept_only_if_there_is_room_and_nothing_is_a
     read(store)
     assert opened == [not cached if leaves else io.direct]
     assert cached_pages(path) == (before if leaves else 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not tell what is cached")
+def test_a_drive_that_answers_at_once_is_not_the_page_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that may not wait succeeds on a fast drive: it had the page brought in itself."""
+    pack = Pack.open(root)
+    path = pack.file(pack.entry(KEY).path)
+    monkeypatch.setattr(os, "preadv", lambda *_: 1)
+    for cached in (True, False):
+        assert (put_into_page_cache(path, cached) > 0) == cached == in_page_cache(path)
 
 
 Faults = Callable[[int, Callable[[], int]], None]
