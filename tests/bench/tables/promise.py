@@ -24,8 +24,8 @@ def parts(result: Result) -> Sequence[Part]:
             case,
             f"{{{case}: packs}} {{{case}: packs@unit}}",
             f"{{{case}: held-out loss met the target}}",
-            f"{{{case}: median held-out loss|.1%}}",
-            f"{{{case}: median bound at 95%|.1%}}",
+            f"{{{case}: median held-out loss|.2%}}",
+            f"{{{case}: median bound at 95%|.2%}}",
         )
         for case in cases
     ]
@@ -35,8 +35,8 @@ def parts(result: Result) -> Sequence[Part]:
             f"{case}, too few documents",
             f"{{{case}: packs}} {{{case}: packs@unit}}",
             f"{{{case}: packs with a promise, on too few documents}} with a promise",
-            f"{{{case}: median held-out loss|.1%}}",
-            f"{{{case}: median bound|.1%}}",
+            f"{{{case}: median held-out loss|.2%}}",
+            f"{{{case}: median bound|.2%}}",
         )
         for case in few
     ]
