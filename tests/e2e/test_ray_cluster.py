@@ -196,7 +196,8 @@ def test_auto_starts_a_cluster_quietly_and_leaves_nothing_behind(tmp_path: Path,
     script.write_text(SCRIPT.format(notes=str(tmp_path), seconds=seconds, kill=not interrupted))
     mark = f"MOECONV_TEST_MARK={tmp_path}"
     alone = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # no other cluster is there; sockets want a short path
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "RAY_TMPDIR": alone, mark.partition("=")[0]: str(tmp_path)}
+    search = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": search, "RAY_TMPDIR": alone, mark.partition("=")[0]: str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
