@@ -42,7 +42,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=900)
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:

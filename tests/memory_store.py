@@ -15,7 +15,7 @@ from moert.pack.model_spec import ExpertKey, Stack
 from moert.stats import ExpertCounters
 
 ORDER: list[tuple[Stack, int]] = [("decoder", layer) for layer in range(3)]
-PATIENCE_S = 30
+PATIENCE_S = 600
 
 
 def key(layer: int, expert: int) -> ExpertKey:

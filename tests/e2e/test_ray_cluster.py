@@ -87,19 +87,19 @@ def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
             found[task] = result
             if len(found) == 10:
                 cluster.remove_node(node, allow_graceful=False)
-    cluster.wait_for_nodes(timeout=120)  # until it is known, the next test may be sent to the lost one
+    cluster.wait_for_nodes(timeout=600)  # until it is known, the next test may be sent to the lost one
     assert len({pid for pid, *_ in notes(job)}) == 3
     (tmp_path / "alone").mkdir()
     assert found == here(ToyJob(tmp_path / "alone", seconds=0), TASKS)
 
 
 def test_workers_stay_for_the_next_call_and_go_with_the_block(cluster: Any, tmp_path: Path) -> None:
-    job = ToyJob(tmp_path)
+    job = ToyJob(tmp_path, crew=2)  # nobody goes on before both are there
     with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
         for _ in run(job, TASKS):
             break  # its caller had enough in the middle
         found = dict(run(job, TASKS[:8]))
-        before = {pid for pid, *_ in notes(job)[-8:]}
+        before = {pid for pid, *_ in notes(job)}
         again = dict(run(job, TASKS[8:]))
     assert {**found, **again} == here(ToyJob(tmp_path, seconds=0), TASKS)
     assert {pid for pid, *_ in notes(job)[-48:-24]} <= before | {os.getpid()}
@@ -107,7 +107,7 @@ def test_workers_stay_for_the_next_call_and_go_with_the_block(cluster: Any, tmp_
 
 
 def gone(pids: set[int]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids - {os.getpid()}):
             return True
@@ -207,7 +207,7 @@ def test_auto_starts_a_cluster_quietly_and_leaves_nothing_behind(tmp_path: Path,
             assert process.stdout is not None
             first = process.stdout.readline()
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
         shutil.rmtree(alone, ignore_errors=True)

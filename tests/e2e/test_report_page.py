@@ -69,7 +69,7 @@ def browse(page: Path, home: Path, *options: str) -> tuple[str, str]:
         "--window-size=900,4600", "--virtual-time-budget=500", *options, page.as_uri(),
     ]  # fmt: skip
     environment = {**os.environ, "HOME": str(home)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, done.stderr
 

@@ -27,7 +27,7 @@ SETTINGS = GenerationSettings(max_new_tokens=NEW)
 IO = ("--io", "direct,2", "--threads", "1")
 STREAMED = ("--cache", "20%", *IO)
 ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-PATIENCE_S = 120
+PATIENCE_S = 600
 SLOW_DISK = """
 import time
 from moert.experts import cache, store

@@ -518,7 +518,7 @@ def interrupted(pack: Path, *asked: object) -> tuple[str, str]:
         assert process.stdout is not None
         first = process.stdout.read(1)  # it writes
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130, errors

@@ -312,7 +312,7 @@ def test_several_threads_read_and_count_at_once(root: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert wrong == []
     assert counters.reads == 4 * len(pack.manifest.experts)
     assert counters.bytes_read == 4 * sum(entry.file_bytes for entry in pack.manifest.experts)
