@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -115,3 +115,19 @@ class Model(threading.Thread):
         assert not self.is_alive(), "it hangs"
         if self._error:
             raise self._error[0]
+
+
+def read_ahead_at_once(cache: ExpertCache) -> None:
+    """The caller reads the first of what it predicts, where it may: so something is read ahead even if the system gives
+    the loaders no time."""
+    predict = cache.predict
+
+    def at_once(keys: Sequence[ExpertKey]) -> None:
+        predict(keys)
+        with cache._lock:
+            if (slot := cache._next_predicted()) is not None:
+                cache._reading += 1
+                cache._read(slot)
+                cache._reading -= 1
+
+    cache.predict = at_once  # type: ignore[method-assign]

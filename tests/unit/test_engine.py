@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from memory_store import read_ahead_at_once
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
 from moert.budget import Budget, CacheLimit
@@ -66,6 +67,7 @@ def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
         with Engine.open(
             packs[name], None, eviction, predictor, notify=notes.append, kernels=kernels, cache=room
         ) as engine:
+            read_ahead_at_once(engine.cache)
             for _ in range(1 if room else 2):
                 for prompt, (tokens, logits) in zip(ASKED, answers[name, kernels], strict=True):
                     got_tokens, got_logits = run_greedy(engine, engine.encode(prompt), N_TOKENS)
@@ -236,6 +238,7 @@ def test_a_perfect_prediction_is_never_wasted(packs) -> None:
     steps = [(step.stack, step.layer, step.experts) for step in trace]  # all layers of this model have experts
     room, io = CacheLimit(share=0.4), IoSettings(True, 2)
     with Engine(pack, open_backend(), room, "paper", Oracle(steps), io, weighed=False) as engine:
+        read_ahead_at_once(engine.cache)
         assert run_greedy(engine, ids, N_TOKENS)[0] == tokens
         counters = engine.counters
         assert counters.prefetch_issued >= counters.prefetch_used > 0

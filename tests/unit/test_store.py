@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_store import read_ahead_at_once
 from tiny_packs import SPECS, damage_expert, write_pack
 
 from moert import engine as engine_module
@@ -339,6 +340,7 @@ def test_one_bad_moment_costs_one_retry_and_no_token(
 
     def answer() -> tuple[list[int], Engine]:
         with Engine.open(originals["decoder"], None, "lru", predict, cache=40_000, io=io, notify=str) as engine:
+            read_ahead_at_once(engine.cache)
             return engine.generate("abc", settings).result.tokens, engine
 
     expected, engine = answer()
