@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -118,16 +119,18 @@ class Model(threading.Thread):
 
 
 def read_ahead_at_once(cache: ExpertCache) -> None:
-    """The caller reads the first of what it predicts, where it may: so something is read ahead even if the system gives
-    the loaders no time."""
-    predict = cache.predict
+    """Whoever leases reads the first of what is predicted, where it may, at the latest when it gives back: so something
+    is read ahead even if the system gives the loaders no time."""
 
-    def at_once(keys: Sequence[ExpertKey]) -> None:
-        predict(keys)
-        with cache._lock:
-            if (slot := cache._next_predicted()) is not None:
-                cache._reading += 1
-                cache._read(slot)
-                cache._reading -= 1
+    def then_read(call: Callable[[Any], None]) -> Callable[[Any], None]:
+        def both(what: Any) -> None:
+            call(what)
+            with cache._lock:
+                if (slot := cache._next_predicted()) is not None:
+                    cache._reading += 1
+                    cache._read(slot)
+                    cache._reading -= 1
 
-    cache.predict = at_once  # type: ignore[method-assign]
+        return both
+
+    cache.predict, cache.give_back = then_read(cache.predict), then_read(cache.give_back)  # type: ignore[method-assign]
