@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,18 +28,29 @@ from moeconv.cluster import ClusterError, ray_runner
 from moeconv.conversion import Conversion
 
 ray = pytest.importorskip("ray", reason="needs the extra cluster")
+PATIENCE_S = 600.0
+"""Until a test says that something hangs."""
+MARK = "MOECONV_TEST_CLUSTER"
+"""In the environment of all processes of a cluster."""
 TASKS = [ToyTask(block, 10 * block + number) for block in range(3) for number in range(8)]
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without cores and two nodes of one core each."""
+    """A head without cores and two nodes of one core each. Ray gives a node 30 s to start and 10 s to answer, which a
+    busy machine does not keep: here it has as long as it takes."""
+    from ray._private import node
     from ray.cluster_utils import Cluster
 
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() * 30 / PATIENCE_S})
+    patient = {"health_check_timeout_ms": int(PATIENCE_S * 1000)}
+    head = {"num_cpus": 0, "object_store_memory": 100 << 20, "_system_config": patient}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "time", clock)
         patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)  # the nodes must find the toy
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20})
+        patch.setenv(MARK, str(os.getpid()))
+        made = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
                 made.add_node(num_cpus=1, object_store_memory=100 << 20)
@@ -62,7 +75,7 @@ def test_a_killed_worker_changes_no_result(cluster: Any, tmp_path: Path) -> None
     job = ToyJob(tmp_path, crew=3)  # nobody goes on before there is one in the killed one's place
     found: dict[ToyTask, list[tuple[int, int]]] = {}
     victim = 0
-    with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+    with ray_runner(cluster.address, ToyWorker, tmp_path, patience_s=PATIENCE_S) as run:
         for task, result in run(job, TASKS):
             assert task not in found, "a task came twice"
             found[task] = result
@@ -82,12 +95,12 @@ def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
     job = ToyJob(tmp_path, crew=3)
     node = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
     found = {}
-    with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+    with ray_runner(cluster.address, ToyWorker, tmp_path, patience_s=PATIENCE_S) as run:
         for task, result in run(job, TASKS):
             found[task] = result
             if len(found) == 10:
                 cluster.remove_node(node, allow_graceful=False)
-    cluster.wait_for_nodes(timeout=600)  # until it is known, the next test may be sent to the lost one
+    cluster.wait_for_nodes(timeout=PATIENCE_S)  # until it is known, the next test may be sent to the lost one
     assert len({pid for pid, *_ in notes(job)}) == 3
     (tmp_path / "alone").mkdir()
     assert found == here(ToyJob(tmp_path / "alone", seconds=0), TASKS)
@@ -95,7 +108,7 @@ def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
 
 def test_workers_stay_for_the_next_call_and_go_with_the_block(cluster: Any, tmp_path: Path) -> None:
     job = ToyJob(tmp_path, crew=2)  # nobody goes on before both are there
-    with ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+    with ray_runner(cluster.address, ToyWorker, tmp_path, patience_s=PATIENCE_S) as run:
         for _ in run(job, TASKS):
             break  # its caller had enough in the middle
         found = dict(run(job, TASKS[:8]))
@@ -107,7 +120,7 @@ def test_workers_stay_for_the_next_call_and_go_with_the_block(cluster: Any, tmp_
 
 
 def gone(pids: set[int]) -> bool:
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids - {os.getpid()}):
             return True
@@ -128,7 +141,10 @@ def test_a_task_that_can_not_be_done_is_one_line(
 ) -> None:
     job = ToyJob(tmp_path, bad=(13,), how=how, seconds=0.01)
     found = []
-    with pytest.raises(error, match=words) as caught, ray_runner(cluster.address, ToyWorker, tmp_path) as run:
+    with (
+        pytest.raises(error, match=words) as caught,
+        ray_runner(cluster.address, ToyWorker, tmp_path, patience_s=PATIENCE_S) as run,
+    ):
         found.extend(run(job, TASKS))
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
@@ -138,7 +154,7 @@ def test_a_task_that_can_not_be_done_is_one_line(
 def test_a_file_that_a_node_can_not_read_is_said_at_once(cluster: Any, tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"can't read .*/nowhere: it must lie at the same path"),
-        ray_runner(cluster.address, ToyWorker, tmp_path, tmp_path / "nowhere") as run,
+        ray_runner(cluster.address, ToyWorker, tmp_path, tmp_path / "nowhere", patience_s=PATIENCE_S) as run,
     ):
         list(run(ToyJob(tmp_path), TASKS))
     assert not notes(ToyJob(tmp_path))
@@ -207,7 +223,7 @@ def test_auto_starts_a_cluster_quietly_and_leaves_nothing_behind(tmp_path: Path,
             assert process.stdout is not None
             first = process.stdout.readline()
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=600)
+        out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         shutil.rmtree(alone, ignore_errors=True)
@@ -232,6 +248,13 @@ def marked(mark: str) -> set[int]:
     return found
 
 
+def named(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 class KillsOne:
     """A bar that kills a process of the cluster when the first probes are done."""
 
@@ -240,8 +263,7 @@ class KillsOne:
 
     def update(self, n: int) -> None:
         if n and not self.killed:
-            seats = subprocess.run(["pgrep", "-f", "^ray::_Seat"], capture_output=True, text=True, check=False)
-            self.killed = int(seats.stdout.split()[0])
+            self.killed = next(pid for pid in marked(f"{MARK}={os.getpid()}") if named(pid).startswith("ray::_Seat"))
             os.kill(self.killed, signal.SIGKILL)
 
 
@@ -254,8 +276,11 @@ def entries(work: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["id"])
 
 
-def test_a_sweep_on_the_cluster_is_that_of_one_process(cluster: Any, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_sweep_on_the_cluster_is_that_of_one_process(
+    cluster: Any, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same journal and the same pack, though one of the two workers is killed in the middle."""
+    monkeypatch.setattr("moeconv.cluster.ray_runner", partial(ray_runner, patience_s=PATIENCE_S))
     bar = KillsOne()
     alone = settings_for(sources, "olmoe", tmp_path / "alone", target=Target("bits", 4.0), bits=(2, 3, 4))
     spread = replace(alone, out=tmp_path / "m.pack", work=tmp_path / "work", cluster=cluster.address)
