@@ -10,7 +10,7 @@ NATIVE := moert/kernels/_native.so
 AT_ONCE := -n 2 --dist loadfile
 # The native kernels and the program that tests them, as one program.
 DRIVER := build/native/driver
-DRIVER_FLAGS := -std=gnu11 -fno-math-errno -Wall -Wextra -Imoert/kernels/csrc
+DRIVER_FLAGS := -std=gnu11 -fno-math-errno -ffp-contract=off -Wall -Wextra -Imoert/kernels/csrc
 DRIVER_SOURCES := tests/native/*.c moert/kernels/csrc/*.c -lm -pthread
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables readme clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -130,6 +130,16 @@ tables: setup  ## write the tables of README.md and docs/ anew from docs/results
 
 readme: setup  ## write the generated parts of README.md anew
 	$(PY) tests/rules/readme_help.py --write
+
+wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/
+	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt build ziglang
+	CC="$(CURDIR)/$(PY) -m ziglang cc -target x86_64-linux-gnu.2.17" \
+	    $(PY) -m build --outdir dist -C--build-option=--plat-name=manylinux2014_x86_64
+	CC="$(CURDIR)/$(PY) -m ziglang cc -target aarch64-linux-gnu.2.17" \
+	    $(PY) -m build --outdir dist -C--build-option=--plat-name=manylinux2014_aarch64
+
+test-wheel: wheel  ## install each wheel into a clean environment and run a pack there without a compiler (ARM in an emulator)
+	$(PY) -m tests.wheels dist
 
 clean:  ## remove build outputs and caches (not .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)

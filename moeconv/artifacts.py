@@ -14,7 +14,7 @@ SCHEMA = 2
 REPORT = "report.json"  # of a pack: its ConversionReport
 
 Bits = tuple[int, ...]
-"""The widths of one expert: one for each projection, in the order of `spec.moe.projections`."""
+"""The widths of one expert: one for each projection, in the order of `spec.moe.ffn.projections`."""
 
 Assignment = Mapping[ExpertKey, Bits]
 """The widths of experts: of all of them, unless something else is said."""
@@ -22,7 +22,7 @@ Assignment = Mapping[ExpertKey, Bits]
 
 def uniform(spec: ModelSpec, bits: int) -> dict[ExpertKey, Bits]:
     """Every projection of every expert at the same width."""
-    return dict.fromkeys(spec.expert_keys(), (bits,) * len(spec.moe.projections))
+    return dict.fromkeys(spec.expert_keys(), (bits,) * len(spec.moe.ffn.projections))
 
 
 class Probe(NamedTuple):

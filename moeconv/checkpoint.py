@@ -15,9 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moeconv.archs import ARCHS, Arch, UnsupportedModel
+from moeconv.archs import FAMILIES, Description, Family, UnsupportedModel
+from moeconv.archs.source import Source
 from moeconv.errors import ConversionError
-from moert.pack.model_spec import ExpertKey, ModelSpec, contradictions
+from moert.pack.errors import ManifestInvalid
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.reading import plain, read
 
 F32 = npt.NDArray[np.float32]
 
@@ -26,6 +29,7 @@ TOKENIZER_FILES = (
     "merges.txt", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_COMPUTED = (".rotary_emb.inv_freq",)  # what old versions of transformers stored, and compute now
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _CHUNK = 1 << 20
 
@@ -41,8 +45,8 @@ class Checkpoint:
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
-    arch: Arch
-    spec: ModelSpec
+    family: Family
+    description: Description
     files: Mapping[str, Path]  # name of a tensor → the file that holds it
     _open: dict[Path, Any] = field(default_factory=dict, repr=False)
 
@@ -54,40 +58,48 @@ class Checkpoint:
         if config is None:
             raise CheckpointError(f"{path} has no config.json: give a directory with a Hugging Face model")
         generation_config = _json_object(path / "generation_config.json") or {}
-        arch = ARCHS.get(str(config.get("model_type")))
-        if arch is None:
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
             raise CheckpointError(
-                f"{path}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(ARCHS)}"
+                f"{path}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
             )
         try:
-            spec = arch.spec(config, generation_config)
+            description = family.description(config, generation_config)
         except UnsupportedModel as error:
             raise CheckpointError(f"{path}: {error}") from None
         except ModuleNotFoundError:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{path / 'config.json'} is not a valid {arch.model_type} config: {_line(error)}"
+                f"{path / 'config.json'} is not a valid {family.model_type} config: {_line(error)}"
             ) from None
-        counts = (spec.vocab_size, spec.d_model, spec.n_heads, spec.n_kv_heads, spec.head_dim)
-        if min(*counts, spec.moe.num_experts, spec.moe.top_k, spec.moe.d_ff) < 1:
-            raise CheckpointError(f"{path / 'config.json'}: every size and count in it should be at least 1")
-        if (contradiction := next(contradictions(spec), None)) is not None:
+        spec = description.spec
+        try:
+            read(ModelSpec, plain(spec), f"{path / 'config.json'} can't be converted: the model", closed=True)
+        except ManifestInvalid as error:
+            raise CheckpointError(str(error)) from None
+        if (contradiction := next(spec.contradictions(), None)) is not None:
             raise CheckpointError(f"{path / 'config.json'} can't be converted: {contradiction}")
-        if not spec.moe_layers():
-            raise CheckpointError(f"{path}: the model has no layer with experts, so there is nothing to convert")
-        checkpoint = cls(path, config, generation_config, arch, spec, _tensor_files(path))
+        checkpoint = cls(path, config, generation_config, family, description, _tensor_files(path))
         checkpoint._check_names()
         checkpoint._check_equal()
         return checkpoint
 
+    @property
+    def spec(self) -> ModelSpec:
+        return self.description.spec
+
     @cached_property
     def source_dtype(self) -> str:
-        """ "BF16", "F16" or "F32": how the experts are stored."""
-        first = self.arch.expert_name(self.spec.expert_keys()[0], "up")
-        dtype = self.raw_tensor(first).dtype
+        """ "BF16", "F16" or "F32": how the experts are stored; "BF16" where their numbers are coded."""
+        first = self.description.experts(self.spec.expert_keys()[0], "up")
+        if first.form is not None:
+            return "BF16"
+        dtype = self._fetch(first.name, first.index).dtype
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{self.path}: {first} is stored as {dtype}; expected bfloat16, float16 or float32")
+            raise CheckpointError(
+                f"{self.path}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
+            )
         return _DTYPES[dtype]
 
     @cached_property
@@ -95,45 +107,44 @@ class Checkpoint:
         """Names of the tokenizer's files, relative to `path`."""
         return [name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
-    def raw_tensor(self, name: str) -> torch.Tensor:
-        """One tensor by its name in the checkpoint, in its own dtype. Raises CheckpointError."""
+    def _fetch(self, name: str, index: int | None = None) -> torch.Tensor:
+        """One tensor by its name in the checkpoint, or one index of its first dimension, in its own dtype. Raises
+        CheckpointError."""
         file = self.files.get(name)
         if file is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}: the checkpoint is incomplete")
         try:
-            return self._read(file, name)
+            return self._read(file, name, index)
         except Exception as error:
-            if self._reads_well(file, name):  # Ctrl-C inside the library comes out as some error of its own
+            if self._reads_well(file, name, index):  # Ctrl-C inside the library comes out as some error of its own
                 raise KeyboardInterrupt from None
             raise CheckpointError(
                 f"{file} is missing or damaged ({_line(error)}): fetch the checkpoint again"
             ) from None
 
-    def _read(self, file: Path, name: str) -> torch.Tensor:
+    def _read(self, file: Path, name: str, index: int | None) -> torch.Tensor:
         if file not in self._open:
             from safetensors import safe_open
 
             self._open[file] = safe_open(file, framework="pt")
-        tensor: torch.Tensor = self._open[file].get_tensor(name)
+        opened = self._open[file]
+        tensor: torch.Tensor = opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
         return tensor
 
-    def _reads_well(self, file: Path, name: str) -> bool:
+    def _reads_well(self, file: Path, name: str, index: int | None) -> bool:
         self._open.pop(file, None)
         with suppress(Exception):
-            self._read(file, name)
+            self._read(file, name, index)
             return True
         return False
-
-    def tensor(self, name: str) -> F32:
-        """One tensor by its name in the checkpoint, as float32. Raises CheckpointError."""
-        return self.raw_tensor(name).float().numpy()
 
     def expert(self, key: ExpertKey) -> dict[str, F32]:
         """Projection → weights [out, in] of one expert."""
         weights = {}
-        for projection in self.spec.moe.projections:
-            name = self.arch.expert_name(key, projection)
-            weights[projection] = self._shaped(name, self.spec.projection_shape(projection)).float().numpy()
+        for projection in self.spec.moe.ffn.projections:
+            source = self.description.experts(key, projection)
+            found = self._shaped(source, self.spec.projection_shape(projection)).float()
+            weights[projection] = found.contiguous().numpy()
         return weights
 
     def check_finite(self) -> None:
@@ -147,7 +158,9 @@ class Checkpoint:
 
     def backbone_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor that stays unquantised, by its canonical name, in its own dtype."""
-        return self._shaped(self._backbone_names[canonical], shape)
+        if canonical in self.description.computed:
+            return self.description.computed[canonical]
+        return self._shaped(self.description.backbone[canonical], shape)
 
     @cached_property
     def sha256(self) -> str:
@@ -161,31 +174,35 @@ class Checkpoint:
                     digest.update(chunk)
         return digest.hexdigest()
 
-    @cached_property
-    def _backbone_names(self) -> dict[str, str]:
-        return self.arch.backbone_names(self.spec)
-
-    def _shaped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.raw_tensor(name)
+    def _shaped(self, source: Source, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = source.read(self._fetch)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{self.path}: {name} has the shape {tuple(tensor.shape)}, config.json implies {shape}"
+                f"{self.path}: {source.name} has the shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
         return tensor
 
     def _check_names(self) -> None:
-        wanted = list(self._backbone_names.values())
+        sources = list(self.description.backbone.values())
         for key in self.spec.expert_keys():
-            wanted += [self.arch.expert_name(key, projection) for projection in self.spec.moe.projections]
+            sources += [self.description.experts(key, projection) for projection in self.spec.moe.ffn.projections]
+        wanted = dict.fromkeys(name for source in sources for name in source.names)
         missing = [name for name in wanted if name not in self.files]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"{self.path} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
+        known = {*wanted, *(copy for _, copy in self.description.copies)}
+        unknown = [name for name in self.files if name not in known and not name.endswith(_COMPUTED)]
+        if unknown:
+            raise CheckpointError(
+                f"{self.path} holds the tensor {unknown[0]!r}, which a {self.family.model_type} model of this "
+                "config.json has no place for: what it is for would be left out of the pack"
+            )
 
     def _check_equal(self) -> None:
-        for one, other in self.arch.equal_tensors(self.spec):
+        for one, other in self.description.copies:
             both = one in self.files and other in self.files
-            if both and not torch.equal(self.raw_tensor(one), self.raw_tensor(other)):
+            if both and not torch.equal(self._fetch(one), self._fetch(other)):
                 raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
 
 

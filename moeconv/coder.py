@@ -13,7 +13,8 @@ from moeconv.errors import WeightsUnusable
 from moeconv.moments import Moments
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
 from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16
-from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
+from moert.pack.manifest import Dtype16
+from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.reader import Projection
 
 ORIGINAL = 32
@@ -29,13 +30,13 @@ Wanted = tuple[ExpertKey, Bits]
 def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
     """Experts of one layer beside each other, as many as may be quantised in one call (`BATCH_BYTES`)."""
     at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
-    layers: dict[tuple[Stack, int], list[Wanted]] = {}
+    layers: dict[tuple[StackName, int], list[Wanted]] = {}
     for key, bits in wanted:
         layers.setdefault((key.stack, key.layer), []).append((key, bits))
     return [layer[start : start + at_once] for layer in layers.values() for start in range(0, len(layer), at_once)]
 
 
-def dtype16_of(checkpoint: Checkpoint) -> str:
+def dtype16_of(checkpoint: Checkpoint) -> Dtype16:
     """ "BF16" or "F16": how a pack of this checkpoint stores 16 bits."""
     return "BF16" if checkpoint.source_dtype == "BF16" else "F16"
 
@@ -73,7 +74,7 @@ class ExpertCoder:
         self._cached_bytes = 0
 
     @property
-    def dtype16(self) -> str:
+    def dtype16(self) -> Dtype16:
         return dtype16_of(self.checkpoint)
 
     @property
@@ -84,7 +85,7 @@ class ExpertCoder:
         return [
             (key, projection)
             for key in spec.expert_keys()
-            for projection in spec.moe.projections
+            for projection in spec.moe.ffn.projections
             if self.quantizer.too_few(self.moments.rows(key), spec.projection_shape(projection)[1])
         ]
 
@@ -95,7 +96,7 @@ class ExpertCoder:
         """
         coded: dict[str, Projection] = {}
         source: dict[str, F32] = {}
-        for name, width in zip(self.checkpoint.spec.moe.projections, bits, strict=True):
+        for name, width in zip(self.checkpoint.spec.moe.ffn.projections, bits, strict=True):
             cached = self._cached(key, name, width)
             if cached is not None:
                 coded[name] = cached
@@ -110,7 +111,7 @@ class ExpertCoder:
 
     def weights(self, key: ExpertKey, bits: Bits) -> dict[str, F32]:
         """Projection → weights [out, in] as a pack gives them back; ORIGINAL stands for the checkpoint's own."""
-        names = self.checkpoint.spec.moe.projections
+        names = self.checkpoint.spec.moe.ffn.projections
         if ORIGINAL in bits:
             if set(bits) != {ORIGINAL}:
                 raise ValueError(f"{key}: an expert is original as a whole or not at all, got {bits}")
@@ -122,7 +123,7 @@ class ExpertCoder:
         """Quantises one of the `batches`, so that `code` and `weights` find it. An expert alone is left to them."""
         together: dict[tuple[str, int], list[ExpertKey]] = {}
         for key, bits in batch:
-            for name, width in zip(self.checkpoint.spec.moe.projections, bits, strict=True):
+            for name, width in zip(self.checkpoint.spec.moe.ffn.projections, bits, strict=True):
                 if width < 16 and self._cached(key, name, width) is None:
                     keys = together.setdefault((name, width), [])
                     if key not in keys:

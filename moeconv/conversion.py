@@ -12,6 +12,7 @@ from pathlib import Path
 from moeconv.allocation.curve import curve
 from moeconv.allocation.problem import Plan
 from moeconv.allocation.search import MeasuredPlan, search
+from moeconv.archs.errors import transformers_model
 from moeconv.artifacts import ConversionReport, SensitivityTable, Step, SweepCost, uniform
 from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from moeconv.evaluation import Evaluation
 from moeconv.examples import side_by_side
 from moeconv.judging import Judge, at_chance, check_reference, estimate
 from moeconv.limits import notes
+from moeconv.loaded import LoadedModel
 from moeconv.looks import look
 from moeconv.material import TOKENIZER, Material
 from moeconv.measure import Measure
@@ -90,6 +92,8 @@ class Conversion:
             self.work.save("subject.json", self.subject)
             self.journal = self.work.journal(directory)
             self.say(f"work directory {self.work.path}, {len(self.journal)} measurements in its journal")
+            self.checkpoint.check_finite()
+            self.moments = self._moments()
             self._references()
             self._dense_alone()
             widths = self._uniform_widths()
@@ -129,34 +133,18 @@ class Conversion:
     # What is made when it is first needed; a run that only reads its journal needs little of it ----------------------
 
     @cached_property
-    def trial(self) -> Trial:
+    def loaded(self) -> LoadedModel:
         """The model in memory."""
-        return Trial(self.checkpoint, lambda: self.coder, self.dense)
+        return LoadedModel(self.checkpoint, self.dense)
+
+    @cached_property
+    def trial(self) -> Trial:
+        return Trial(self.loaded, self.coder)
 
     @cached_property
     def coder(self) -> ExpertCoder:
         moments = None if self.moments is None else Moments.load(self.moments)
         return ExpertCoder(self.checkpoint, self.quantizer, moments)
-
-    @cached_property
-    def moments(self) -> Path | None:
-        """File with the moments of the experts' inputs on the ranking text; None where the quantizer needs none."""
-        if self.quantizer.wants == "nothing":
-            return None
-        path = self.work.path / f"moments-{self.quantizer.wants}.safetensors"
-        if not path.is_file():
-            with self._step("moments"):
-                scorer = self.material.scorer(self.trial, self.material.ranking, self._moment_samples())
-                self.trial.assign(uniform(self.checkpoint.spec, ORIGINAL))
-                found = collect(self.trial.calls, scorer.score, self.quantizer.wants)
-                found.save(path)
-        return path
-
-    def _moment_samples(self) -> int:
-        spec, ranked = self.checkpoint.spec, self.material.ranked
-        wanted = ROWS_AN_INPUT * max(spec.d_model, spec.moe.d_ff) * spec.moe.num_experts / spec.moe.top_k
-        scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)
-        return math.ceil(wanted * ranked.samples / scarcer)
 
     def _measure(self, what: str, samples: tuple[Sample, ...], limit: int | None) -> Measure:
         return Measure(
@@ -166,6 +154,24 @@ class Conversion:
 
     # Stages -----------------------------------------------------------------------------------------------------------
 
+    def _moments(self) -> Path | None:
+        """File with the moments of the experts' inputs on the ranking text; None where the quantizer needs none."""
+        if self.quantizer.wants == "nothing":
+            return None
+        path = self.work.path / f"moments-{self.quantizer.wants}.safetensors"
+        if not path.is_file():
+            with self._step("moments"), transformers_model(self.checkpoint.path):
+                scorer = self.material.scorer(self.loaded, self.material.ranking, self._moment_samples())
+                self.loaded.set_dense(stored=True)
+                collect(self.loaded.calls, scorer.score, self.quantizer.wants).save(path)
+        return path
+
+    def _moment_samples(self) -> int:
+        spec, ranked = self.checkpoint.spec, self.material.ranked
+        wanted = ROWS_AN_INPUT * max(spec.d_model, spec.moe.ffn.d_ff) * spec.moe.n / spec.moe.router.top_k
+        scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)
+        return math.ceil(wanted * ranked.samples / scarcer)
+
     def _references(self) -> None:
         """The unquantised model's answers, on both texts that losses are measured on."""
         acceptance = self._measure("acceptance", self.material.acceptance, self.settings.samples)
@@ -173,7 +179,6 @@ class Conversion:
         self.judge = Judge(acceptance, self.material)
         self._doubt(self.judge.too_few())
         with self._step("reference"):
-            self.checkpoint.check_finite()
             texts = (
                 ("calibration", acceptance, self.material.judged),
                 ("held-out", self.heldout, self.material.heldout),

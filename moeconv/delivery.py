@@ -166,7 +166,7 @@ def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport 
 
 def _expert_bytes(spec: ModelSpec, widths: Assignment, group_size: int) -> dict[str, int]:
     """Bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
-    nbytes, names = layout_bytes(spec, group_size), spec.moe.projections
+    nbytes, names = layout_bytes(spec, group_size), spec.moe.ffn.projections
     planned = sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
     uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}
     return {"pack": planned, **uniform}

@@ -16,7 +16,7 @@ from moeconv.settings import dense_bits_text
 from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization
-from moert.pack.model_spec import ModelSpec, backbone_tensors, dense_roles
+from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Projection
 
 GROUP_SIZE = 64
@@ -26,7 +26,7 @@ def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense |
     """One width stands for all roles that the model has. Raises SettingsError for a role that it has not."""
     if wanted is None:
         return None
-    roles = dense_roles(spec)
+    roles = spec.roles()
     bits = dict.fromkeys(map(str, roles), wanted) if isinstance(wanted, int) else dict(wanted)
     unknown = [role for role in bits if role not in roles]
     if unknown:
@@ -48,13 +48,13 @@ class DenseCoder:
     def __init__(self, checkpoint: Checkpoint, dense: Dense | None) -> None:
         self.checkpoint = checkpoint
         self.dense = dense
-        self._shapes = backbone_tensors(checkpoint.spec)
+        self._tensors = checkpoint.spec.tensors
         self._coded: dict[str, Projection] = {}
 
     @property
     def names(self) -> list[str]:
         """Canonical names of the matrices that have a width."""
-        return [name for name in self._shapes if self.width(name) is not None]
+        return [name for name in self._tensors if self.width(name) is not None]
 
     def width(self, name: str) -> int | None:
         return dense_width(self.checkpoint.spec, self.dense, name)
@@ -89,15 +89,16 @@ class DenseCoder:
 
     def source(self, name: str) -> Tensor:
         """Any tensor of the backbone, in the checkpoint's own type."""
-        return self.checkpoint.backbone_tensor(name, self._shapes[name])
+        return self.checkpoint.backbone_tensor(name, self._tensors[name].shape)
 
     def backbone_bytes(self) -> tuple[int, int]:
         """Bytes of all tensors outside the experts: as a pack stores them, and as the checkpoint does."""
         spec, stored, original = self.checkpoint.spec, 0, 0
         quantization = Quantization("", 0, dtype16_of(self.checkpoint), 0, self.dense)
+        there = self.checkpoint.description.backbone
         for name, tensors in stored_tensors(spec, quantization).items():
             element = self.source(name).element_size()
-            original += element * int(np.prod(self._shapes[name]))
+            original += element * int(np.prod(self._tensors[name].shape)) if name in there else 0
             for dtype, shape in tensors.values():
                 stored += (element if dtype is None else DTYPE_BYTES[dtype]) * int(np.prod(shape))
         return stored, original

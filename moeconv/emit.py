@@ -21,7 +21,7 @@ from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names
 from moert.pack.errors import WriteFailed
 from moert.pack.manifest import BACKBONE, Manifest, Quality, Quantization
-from moert.pack.model_spec import ExpertKey, backbone_tensors
+from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
 
@@ -86,10 +86,11 @@ def _write_experts(
 
 
 def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
-    count = len(checkpoint.spec.moe.projections)
+    count = len(checkpoint.spec.moe.ffn.projections)
     for key in checkpoint.spec.expert_keys():
         if len(widths.get(key, ())) != count or not set(widths[key]) <= set(WIDTHS):
-            raise ValueError(f"expert {key} needs a width among {WIDTHS} for each of {checkpoint.spec.moe.projections}")
+            projections = checkpoint.spec.moe.ffn.projections
+            raise ValueError(f"expert {key} needs a width among {WIDTHS} for each of {projections}")
 
 
 def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantization) -> str:
@@ -102,7 +103,7 @@ def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantizat
 
 def _write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
     tensors: dict[str, Tensor] = {}
-    for name in backbone_tensors(dense.checkpoint.spec):
+    for name in dense.checkpoint.spec.tensors:
         if dense.width(name) is not None:
             tensors |= _stored(name, dense.code(name), dtype16)
             continue

@@ -17,10 +17,9 @@ from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.scorers.experts import Call, ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.files import atomic_write
-from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 SCHEMA = "1"
-Place = tuple[Stack, int]  # a layer with experts
 _SIDES = ("in", "mid")  # what enters gate and up, and what enters down
 
 
@@ -56,7 +55,7 @@ class Moments:
         return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in ("rows", side)))
 
     def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
-        return self.tensors[_name(key.stack, key.layer, what)][key.expert : key.expert + 1]
+        return self.tensors[_name(key.at, what)][key.expert : key.expert + 1]
 
     @property
     def digest(self) -> str:
@@ -106,12 +105,12 @@ class Moments:
 def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
     """Memory that `collect` takes beside the model and the batch that runs."""
     power = {"nothing": 0, "squares": 1, "products": 2}[wants]
-    an_expert = spec.d_model**power + spec.moe.d_ff**power if power else 0
-    return len(spec.moe_layers()) * spec.moe.num_experts * 4 * an_expert
+    an_expert = spec.d_model**power + spec.moe.ffn.d_ff**power if power else 0
+    return len(spec.moe_layers()) * spec.moe.n * 4 * an_expert
 
 
-def _name(stack: Stack, layer: int, what: str) -> str:
-    return f"{stack[0].upper()}{layer:02d}.{what}"
+def _name(at: LayerKey, what: str) -> str:
+    return f"{at}.{what}"
 
 
 @torch.inference_mode()
@@ -124,25 +123,24 @@ def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Mome
     with calls.watching(lambda place, call: layers[place].see(call)):
         run()
     tensors: dict[str, npt.NDArray[Any]] = {}
-    for (stack, at), layer in layers.items():
-        tensors[_name(stack, at, "rows")] = layer.rows.numpy()
+    for at, layer in layers.items():
+        tensors[_name(at, "rows")] = layer.rows.numpy()
         for side in _SIDES:
-            tensors[_name(stack, at, side)] = layer.mean(side)
+            tensors[_name(at, side)] = layer.mean(side)
     return Moments(wants, tensors)
 
 
 class _Layer:
     """Sums over the tokens of one layer's experts."""
 
-    def __init__(self, calls: ExpertCalls, place: Place, wants: Wants) -> None:
+    def __init__(self, calls: ExpertCalls, place: LayerKey, wants: Wants) -> None:
         self.calls, self.place = calls, place
         self.products = wants == "products"
         spec = calls.spec
-        self.rows = torch.zeros(spec.moe.num_experts, dtype=torch.int64)
-        sizes = {"in": spec.d_model, "mid": spec.moe.d_ff}
+        self.rows = torch.zeros(spec.moe.n, dtype=torch.int64)
+        sizes = {"in": spec.d_model, "mid": spec.moe.ffn.d_ff}
         self.sums = {
-            side: torch.zeros(spec.moe.num_experts, *([size] * (2 if self.products else 1)))
-            for side, size in sizes.items()
+            side: torch.zeros(spec.moe.n, *([size] * (2 if self.products else 1))) for side, size in sizes.items()
         }
 
     def see(self, call: Call) -> None:

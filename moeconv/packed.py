@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from moeconv.archs import ARCHS, Arch
+from moeconv.archs import FAMILIES, Family
 from moeconv.archs.errors import transformers_model
 from moeconv.archs.weights import fill_backbone
 from moeconv.errors import ConversionError
@@ -20,7 +20,7 @@ from moeconv.scorers.experts import ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.dense import dense_width, quantized
 from moert.pack.manifest import BACKBONE
-from moert.pack.model_spec import ModelSpec, backbone_tensors
+from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack, Projection, projection_weights
 
 
@@ -29,7 +29,7 @@ class PackedModel:
     """A pack's weights, dequantised to float32, inside the transformers model of its config.json."""
 
     pack: Pack
-    arch: Arch
+    family: Family
     spec: ModelSpec
     model: Any
     calls: ExpertCalls
@@ -38,24 +38,29 @@ class PackedModel:
     def open(cls, pack: Pack) -> PackedModel:
         """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
         config = json.loads(pack.read_file("config.json"))
-        arch = ARCHS.get(config.get("model_type", ""))
-        if arch is None:
+        family = FAMILIES.get(config.get("model_type", ""))
+        if family is None:
             raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
         with transformers_model(pack.root):
-            model: Any = arch.empty(pack.root)
+            model: Any = family.empty(pack.root)
         spec = pack.manifest.model
-        fill_backbone(model, arch, spec, _weights(pack))
+        fill_backbone(model, family.description(config, _generation_config(pack)), _weights(pack))
         for key in spec.expert_keys():
             projections = pack.projections(key, pack.read_expert(key))
             for name, projection in projections.items():
                 weight = torch.from_numpy(projection_weights(projection))
-                arch.expert_weight(model, key, name).copy_(weight)
-        return cls(pack, arch, spec, model, ExpertCalls(model, arch, spec))
+                family.expert_weight(model, key, name).copy_(weight)
+        return cls(pack, family, spec, model, ExpertCalls(model, family, spec))
 
     @property
     def stored_head(self) -> None:
         """None: a pack's head never changes."""
         return None
+
+
+def _generation_config(pack: Pack) -> Any:
+    name = "generation_config.json"
+    return json.loads(pack.read_file(name)) if name in pack.manifest.files else {}
 
 
 def backbone_of(pack: Pack) -> dict[str, Tensor]:
@@ -73,14 +78,14 @@ def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Pr
         return weight
     manifest = pack.manifest
     assert manifest.quantization.dense is not None
-    in_features = backbone_tensors(manifest.model)[name][1]
+    in_features = manifest.model.tensors[name].shape[1]
     return quantized(manifest.model, manifest.quantization.dense, name, in_features, lambda part: tensors[part].numpy())
 
 
 def _weights(pack: Pack) -> Iterator[tuple[str, Tensor]]:
     """Canonical name and float32 weights of the backbone."""
     tensors, manifest = backbone_of(pack), pack.manifest
-    for name in backbone_tensors(manifest.model):
+    for name in manifest.model.tensors:
         if dense_width(manifest.model, manifest.quantization.dense, name) is None:
             yield name, tensors[name].float()
         else:

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from moeconv.scorers import Routed
-from moert.pack.model_spec import Stack
+from moert.pack.model_spec import LayerKey, StackName
 from moert.pack.paths import TransitionTable
 from moert.pack.trace import SampleRoutes, Trace, record
 
-Routes = dict[Stack, list[npt.NDArray[np.int64]]]
-"""For each stack, one array [tokens, top_k] per layer with experts; row t is the same token in each."""
+Routes = dict[LayerKey, npt.NDArray[np.int64]]
+"""[tokens, top_k] of each layer with experts, in the order of execution; row t is the same token in all of a stack."""
 
 SCORED_TOKENS = 4000
 
@@ -30,25 +30,21 @@ class PathFigures:
     but coverage are judged on layers that have two before them; None where there is no such layer."""
 
     tokens: int
-    coverage20: Mapping[Stack, float]
+    coverage20: Mapping[StackName, float]
     best_next: float | None
     accuracy: tuple[tuple[float, float, float] | None, ...]
 
 
 def routes_of(parts: Sequence[Routed]) -> Routes:
     """The routing of all samples: of running text, or of inputs and the greedy outputs to them."""
-    routes: Routes = {}
-    for stack, layer in parts[0].experts:
-        joined = torch.cat([part.experts[stack, layer] for part in parts]).numpy()
-        routes.setdefault(stack, []).append(joined)
-    return routes
+    return {at: torch.cat([part.experts[at] for part in parts]).numpy() for at in parts[0].experts}
 
 
 def trace_of(parts: Sequence[Routed], num_experts: int) -> Trace:
     """The same sample by sample, in the order of the text and not of the batches."""
     samples: dict[int, SampleRoutes] = {}
     for part in parts:
-        stacks: dict[Stack, list[npt.NDArray[np.int64]]] = {}
+        stacks: dict[StackName, list[npt.NDArray[np.int64]]] = {}
         for (stack, _), experts in part.experts.items():
             stacks.setdefault(stack, []).append(experts.numpy())
         pieces = {
@@ -64,11 +60,18 @@ def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigu
     """Coverage on the profiled text, accuracy of the table on held-out text."""
     accuracy = tuple(_accuracy(table, heldout, known) for known in (0, 1, 2))
     return PathFigures(
-        tokens=sum(len(layers[0]) for layers in routes.values()),
-        coverage20={stack: coverage(layers) for stack, layers in routes.items()},
+        tokens=sum(len(layers[0]) for layers in _by_stack(routes).values()),
+        coverage20={stack: coverage(layers) for stack, layers in _by_stack(routes).items()},
         best_next=_best_next(table, heldout),
         accuracy=accuracy,
     )
+
+
+def _by_stack(routes: Routes) -> dict[StackName, list[npt.NDArray[np.int64]]]:
+    found: dict[StackName, list[npt.NDArray[np.int64]]] = {}
+    for at, experts in routes.items():
+        found.setdefault(at.stack, []).append(experts)
+    return found
 
 
 def coverage(layers: Sequence[npt.NDArray[np.int64]], share: float = 0.2) -> float:
@@ -82,17 +85,18 @@ def coverage(layers: Sequence[npt.NDArray[np.int64]], share: float = 0.2) -> flo
 def _predictions(table: TransitionTable, routes: Routes, known: int) -> Iterator[tuple[set[int], list[int]]]:
     """(what a token selects, all experts in order of probability), for every layer that has two before it and at most
     SCORED_TOKENS tokens, spread over all."""
-    for stack, layers in routes.items():
-        count = len(layers[0])
-        tokens = np.unique(np.linspace(0, count - 1, min(count, SCORED_TOKENS)).astype(np.int64))
-        for layer in range(2, len(layers)):
-            for token in tokens:
-                actual = set(_selected(layers[layer], token))
-                if actual:
-                    one = _selected(layers[layer - 1], token) if known > 0 else []
-                    two = _selected(layers[layer - 2], token) if known > 1 else []
-                    likely = np.argsort(-table.probabilities(stack, layer, one, two), kind="stable")
-                    yield actual, likely.tolist()
+    order = list(routes)
+    for earlier, before, at in zip(order, order[1:], order[2:], strict=False):
+        if earlier.stack != at.stack:
+            continue
+        count = len(routes[at])
+        for token in np.unique(np.linspace(0, count - 1, min(count, SCORED_TOKENS)).astype(np.int64)):
+            actual = set(_selected(routes[at], token))
+            if actual:
+                one = _selected(routes[before], token) if known > 0 else []
+                two = _selected(routes[earlier], token) if known > 1 else []
+                likely = np.argsort(-table.probabilities(at, one, two), kind="stable")
+                yield actual, likely.tolist()
 
 
 def _selected(layer: npt.NDArray[np.int64], token: int) -> list[int]:

@@ -78,7 +78,7 @@ class Inputs:
 
     def fits(self, spec: ModelSpec) -> bool:
         """Whether the table is about the experts of this model."""
-        probes, n_projections = self.table.costs, len(spec.moe.projections)
+        probes, n_projections = self.table.costs, len(spec.moe.ffn.projections)
         whole = all(len(probe.bits) == n_projections for probe in probes)
         return whole and {probe.key for probe in probes} in (set(), set(spec.expert_keys()))
 
@@ -170,7 +170,7 @@ def weights_of(spec: ModelSpec) -> int:
 def uniform_bytes(spec: ModelSpec, bits: int, group_size: int = 0) -> int:
     """Bytes of all experts at one width, scales counted; by default with one scale for each channel."""
     layout = layout_bytes(spec, group_size)
-    return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.projections)
+    return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.ffn.projections)
 
 
 def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:

@@ -62,7 +62,7 @@ def profile_paths(
         with transformers_model(pack.root):
             return list(scorer.routes())
 
-    num_experts = packed.spec.moe.num_experts
+    num_experts = packed.spec.moe.n
     parts = routed("calibration")
     seen = routes_of(parts)
     table = build(num_experts, seen)

@@ -42,7 +42,7 @@ class RaceRules:
 
 def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> list[Probe]:
     """Every expert at each width that is not the base's: whole, or one of its projections at a time."""
-    n = len(spec.moe.projections)
+    n = len(spec.moe.ffn.projections)
     parts = [(place,) for place in range(n)] if per_projection else [tuple(range(n))]
     patterns: list[Bits] = [
         tuple(bits if place in part else BASE_BITS for place in range(n))
@@ -178,7 +178,7 @@ class Sweep:
             entry = self._get(block)
             assert entry is not None
             for key in totals:
-                totals[key] += entry["rows"][f"{key.stack[0].upper()}{key.layer:02d}"][key.expert]
+                totals[key] += entry["rows"][str(key.at)][key.expert]
         return totals
 
     def _base(self, block: int) -> Evaluation:

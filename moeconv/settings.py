@@ -14,7 +14,7 @@ from moeconv.errors import SettingsError
 from moeconv.metrics import find_metric
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moert.pack.codec import WIDTHS
-from moert.pack.model_spec import DENSE_ROLES
+from moert.pack.parts import ROLES
 from moert.pack.sizes import NotASize, parse_size
 
 DEFAULT_CONTEXT = 256
@@ -138,8 +138,8 @@ def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
             raise SettingsError(f"{given}: expected a width among {widths}")
         return
     for role, width in wanted.items():
-        if role not in DENSE_ROLES:
-            raise SettingsError(f"{given}: there is no role {role}: expected roles among {', '.join(DENSE_ROLES)}")
+        if role not in ROLES:
+            raise SettingsError(f"{given}: there is no role {role}: expected roles among {', '.join(ROLES)}")
         if width not in WIDTHS:
             raise SettingsError(f"{given}: {role} can't have {width} bits: expected a width among {widths}")
 

@@ -13,7 +13,7 @@ from moeconv.errors import VerifyFailed
 from moeconv.packed import backbone_of, dense_projection
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.dense import dense_width
-from moert.pack.model_spec import ExpertKey, backbone_tensors
+from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, Projection
 
 MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
@@ -49,7 +49,7 @@ def _backbone_error(pack: Pack, source: Checkpoint) -> float:
     """The largest share of an error over all matrices that have a width; all other tensors must be equal."""
     manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
     dense = manifest.quantization.dense
-    for name, shape in backbone_tensors(source.spec).items():
+    for name, (_, shape, _) in source.spec.tensors.items():
         original = source.backbone_tensor(name, shape)
         if dense is not None and dense_width(source.spec, dense, name) is not None:
             stored = dense_projection(pack, tensors, name)

@@ -10,19 +10,19 @@ from fractions import Fraction
 
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
-from moert.pack.model_spec import backbone_tensors
+from moert.pack.model_spec import LayerKey
 from moert.pack.sizes import NotASize, parse_size
 from moert.stats import size
 
 _SHARE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*%")
 
 _UNPACKED = 6  # bytes a weight, in float32 and on the way to that
-FIRST_BYTES = 16 << 20
-"""What the first request brings for good, beside what it is given: mostly pages of libraries that have not run before
-(11 to 14 MB measured on x86)."""
+FIRST_BYTES = 10 << 20
+"""What the first request brings for good, beside what it is given: pages of libraries that have not run before, and
+scratch that the kernels keep (6 to 9 MB measured on x86)."""
 _MARGIN_BYTES = 14 << 20  # for what malloc and large pages keep (9 MB measured), and the kernel's own (2 MB)
 _MARGIN_PART = 128  # and this part of the limit; page tables alone take a 512th
-_STARTING_BYTES = 12 << 20  # libraries, threads and buffers that come with the weights (10 MB measured)
+_STARTING_BYTES = 4 << 20  # libraries, threads and buffers that come with the weights (2 MB measured)
 _SLACK_BYTES = 4 << 20  # between two starts of the same command
 _FREE_PART = 10  # of what is free, what `auto` leaves to others
 
@@ -121,15 +121,15 @@ class Budget:
         """`widened`: weights are computed with in float32; otherwise they stay as they are stored. `thread_bytes`: of
         all threads. `page_bytes`: of this machine's memory."""
         spec, files = manifest.model, [entry.file_bytes for entry in manifest.experts]
-        per_layer: dict[tuple[str, int], list[int]] = {}
+        per_layer: dict[LayerKey, list[int]] = {}
         for entry in manifest.experts:
-            per_layer.setdefault((entry.key.stack, entry.key.layer), []).append(entry.file_bytes)
-        demand = {at: sum(sorted(sizes)[-spec.moe.top_k :]) for at, sizes in per_layer.items()}
+            per_layer.setdefault(entry.key.at, []).append(entry.file_bytes)
+        demand = {at: sum(sorted(sizes)[-spec.moe.router.top_k :]) for at, sizes in per_layer.items()}
         return cls(
             backbone_bytes=_widened_bytes(manifest) if widened else _stored_bytes(manifest),
             scratch_bytes=_UNPACKED * spec.weights_per_expert() if widened else 0,
             layer_bytes=max(demand.values(), default=0),
-            token_bytes=sum(nbytes for (stack, _), nbytes in demand.items() if stack == "decoder"),
+            token_bytes=sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder"),
             expert_bytes=sum(files),
             thread_bytes=thread_bytes,
             filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in files), default=1.0),
@@ -197,4 +197,4 @@ def _stored_bytes(manifest: Manifest) -> int:
 
 
 def _widened_bytes(manifest: Manifest) -> int:
-    return 4 * sum(math.prod(shape) for shape in backbone_tensors(manifest.model).values())
+    return 4 * sum(math.prod(tensor.shape) for tensor in manifest.model.tensors.values())

@@ -21,12 +21,13 @@ from moert.options import (
     InputOption,
     IoOption,
     KernelsOption,
+    KvOption,
     MemoryOption,
     PackArgument,
     Predict,
     PredictOption,
     ThreadsOption,
-    limits,
+    engine_settings,
 )
 from moert.pack.errors import PackError
 from moert.prompts import PromptRecord, check_output, read_prompt
@@ -99,6 +100,7 @@ def run(
     ] = None,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
+    kv: KvOption = "16",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
 ) -> None:
@@ -116,7 +118,10 @@ def run(
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
-    engine = _open(pack, memory, cache, eviction, predict, io, threads, kernels)
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    from moert.engine import Engine
+
+    engine = Engine.open(pack, chosen)
     to_stderr = stats and not (as_json and input_path is None)
     with engine, _figures(engine, as_json) if to_stderr else nullcontext():
         if input_path is None:
@@ -142,6 +147,7 @@ def bench(
     ] = 32,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
+    kv: KvOption = "16",
     plot: Annotated[
         str | None,
         typer.Option(
@@ -153,13 +159,11 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
-    from moert.experts.drive import parse_io
-
-    (limit, room), reading = limits(memory, cache), parse_io(io)
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 
-    settings = BenchSettings(limit, room, reading, eviction.value, predict.value, threads, kernels, max_new_tokens)
+    settings = BenchSettings(chosen, max_new_tokens)
     command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
 
 
@@ -207,18 +211,6 @@ def _settings(
     if unused:
         console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")
     return settings
-
-
-def _open(
-    pack: Path, memory: str | None, cache: str | None, eviction: Eviction, predict: Predict, io: str,
-    threads: int | None, kernels: str,
-) -> Engine:  # fmt: skip
-    from moert.experts.drive import parse_io
-
-    (limit, room), reading = limits(memory, cache), parse_io(io)
-    from moert.engine import Engine
-
-    return Engine.open(pack, limit, eviction.value, predict.value, threads, kernels=kernels, io=reading, cache=room)
 
 
 @contextmanager

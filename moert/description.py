@@ -10,12 +10,13 @@ from moert.budget import FIRST_BYTES, Budget
 from moert.errors import TokenizerMissing
 from moert.kernels import library
 from moert.memory import held_bytes, thread_bytes
+from moert.models.footprint import Footprint
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
-from moert.regulator import TYPICAL_NEW_TOKENS, TYPICAL_PROMPT_TOKENS, request_bytes
+from moert.regulator import TYPICAL_NEW_TOKENS, TYPICAL_PROMPT_TOKENS
 from moert.stats import size
 from moert.system import usable_cores
 
@@ -24,7 +25,6 @@ def describe(pack: Pack) -> dict[str, Any]:
     """Everything as plain values; bytes are bytes, losses fractions."""
     manifest, spec = pack.manifest, pack.manifest.model
     budget = Budget.of(manifest)
-    stacks = {"encoder": spec.encoder, "decoder": spec.decoder}
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
     known = (BACKBONE, PATHS, TRACE)
     return {
@@ -32,13 +32,11 @@ def describe(pack: Pack) -> dict[str, Any]:
         "creator": manifest.creator,
         "family": spec.family,
         "layers": {
-            name: {"all": stack.n_layers, "with_experts": len(stack.moe_layers)}
-            for name, stack in stacks.items()
-            if stack is not None
+            name: {"all": len(stack), "with_experts": len(spec.moe_layers(name))} for name, stack in spec.stacks.items()
         },
         "experts": {
-            "per_layer": spec.moe.num_experts,
-            "top_k": spec.moe.top_k,
+            "per_layer": spec.moe.n,
+            "top_k": spec.moe.router.top_k,
             "all": len(manifest.experts),
             "weights_each": spec.weights_per_expert(),
         },
@@ -102,7 +100,7 @@ def _smallest_memory(pack: Pack) -> int:
 
     widened = library.missing() is not None
     budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()))
-    needed = request_bytes(pack.manifest.model, widened, [TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+    needed = Footprint(pack.manifest.model, widened).request([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
     return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
 
 

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
+from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from moert.backbone import encode, load_backbone, load_tokenizer
 from moert.budget import Budget, CacheLimit, MemoryLimit
-from moert.errors import InputInvalid, ThreadsInvalid, memory_shortage
+from moert.errors import InputInvalid, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.belady import Recorder, headroom
 from moert.experts.cache import ExpertCache
+from moert.experts.demand import Demand
 from moert.experts.drive import DEFAULT_THREADS, IoSettings
 from moert.experts.eviction import EVICTION
 from moert.experts.executor import CachedExperts
 from moert.experts.probe import settings_for
-from moert.experts.replay import Step
-from moert.experts.selection import AUTO_EVICTION, DEFAULT
+from moert.experts.selection import DEFAULT
 from moert.experts.store import ExpertStore
 from moert.generation.batch import Answer, Batch, Interrupted
 from moert.generation.detokenize import Detokenizer
@@ -33,13 +33,15 @@ from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
 from moert.memory import drop_page_cache, held_bytes, most_bytes, thread_bytes
-from moert.models.model import build_model
+from moert.models.footprint import Footprint
+from moert.models.model import Model
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
-from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR, eviction_for, predictor_for
+from moert.policies import eviction_for, predictor_for
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.regulator import Regulator
+from moert.settings import EngineSettings
 from moert.stats import PAGE_CACHE, ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats, size
 from moert.system import usable_cores
 from moert.turns import Turns
@@ -56,15 +58,14 @@ class Engine:
     """
 
     def __init__(
-        self, pack: Pack, backend: Backend, room: MemoryLimit | CacheLimit | None, eviction: str,
-        predictor: Predictor | None, io: IoSettings | None, weighed: bool = True,
-    ) -> None:  # fmt: skip
-        """`room`: of the process or of the experts. `predictor` may be any that fits the model; not `weighed`, all is
-        read that it names, whatever that is worth. See `open` for the rest."""
+        self, pack: Pack, backend: Backend, settings: EngineSettings, predictor: Predictor | None, weighed: bool = True
+    ) -> None:
+        """`predictor`: any that fits the model, in place of the one that the settings name; not `weighed`, all is read
+        that it names, whatever that is worth. See `open` for the rest."""
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
-        self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(torch.get_num_threads()))
+        self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads))
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self.notify: Notify = _to_stderr
@@ -72,30 +73,32 @@ class Engine:
         self._notes: list[str] = []  # for the first request that runs
         self._warned = self._split = False
         self._least_room = sys.maxsize  # bytes that experts had while anything ran
-        self.eviction, self._streams = eviction, False
+        self.eviction, self._streams = settings.eviction, False
         self.recorder = Recorder()
         self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
-        self._measures_drive = io is None
-        self._store = ExpertStore(pack, backend, self.counters, io or IoSettings(True, DEFAULT_THREADS))
+        self._measures_drive = settings.reading is None
+        io = settings.reading or IoSettings(True, DEFAULT_THREADS)
+        self._store = ExpertStore(pack, backend, self.counters, io)
         self.cache = ExpertCache(
             self._store, EVICTION[DEFAULT](self.spec.moe_layers()), 0, self.counters, self._store.io.threads
         )
-        self._regulator = self._regulated(room)
+        footprint = Footprint(self.spec, backend.widens, settings.kv_bits)
+        self._regulator = self._regulated(footprint, settings.limit)
         self._regulator.check_open()
         weights = load_backbone(pack)
         self.ahead = None
         if predictor is not None:
             price = Worth() if weighed else None
             self.ahead = Lookahead(self.spec, self._nbytes, self.cache, self.counters, predictor, price)
-        self.runner = CachedExperts(pack, self.cache, backend, self.ahead, self.recorder)
-        self.model = build_model(self.spec, weights, self.runner, backend)
+        self.runner = CachedExperts(pack, self.cache, backend, self.ahead, [self.recorder.add])
+        self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits)
         del weights
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
         if self.ahead is not None:
-            self.ahead.guesses = self.model.guesses()
+            self.ahead.routers = self.model.routers
 
-    def _regulated(self, room: MemoryLimit | CacheLimit | None) -> Regulator:
+    def _regulated(self, footprint: Footprint, room: MemoryLimit | CacheLimit | None) -> Regulator:
         limit = room_bytes = None
         name = ""
         if isinstance(room, CacheLimit):
@@ -104,50 +107,36 @@ class Engine:
             name = room.named(limit)
             if room.nbytes is not None and limit < room.nbytes:
                 self._notes.append(f"--memory {size(room.nbytes)} is more than {name}: that is used")
-        return Regulator(self.spec, self.budget, self.backend.widens, self.cache, limit, room_bytes, limit_name=name)
+        return Regulator(footprint, self.budget, self.cache, limit, room_bytes, limit_name=name)
 
     @classmethod
     def open(
         cls,
         path: str | os.PathLike[str],
-        memory: int | MemoryLimit | None = None,
-        eviction: str = DEFAULT_EVICTION,
-        predictor: str = DEFAULT_PREDICTOR,
-        threads: int | None = None,
-        trace: list[Step] | None = None,
+        settings: EngineSettings | None = None,
+        *,
+        trace: list[Demand] | None = None,
         notify: Notify | None = None,
-        kernels: str = AUTO_KERNELS,
-        io: IoSettings | None = None,
-        cache: int | CacheLimit | None = None,
+        **changes: Any,
     ) -> Engine:
-        """`memory`: bytes for the whole process; `cache`: bytes for the experts alone; with neither, experts stay in
-        memory once they were read.
+        """`changes`: settings by name, for those that `settings` (or the default ones) should not have.
 
-        `eviction`: a name from EVICTION, or "auto", which replays the pack's trace at this budget. `predictor`: a name
-        from PREDICTORS. `io`: how experts are read; None takes what lies in the page cache from there if all of them
-        fit into memory, otherwise it measures what is best for the drive, and remembers it.
-        `threads` is for the arithmetic, by default and at most one for each usable core. `trace` collects what every
-        layer demands.
-        `notify` gets notes and warnings, which otherwise go to stderr. `kernels`: see `moert.kernels.open_backend`.
-        Raises PackError, PathsMissing, ThreadsInvalid, InstructionSetInvalid, BudgetTooSmall or OutOfMemory, KeyError
-        for unknown names, and ValueError for `memory` beside `cache`.
+        `trace` collects what every layer demands. `notify` gets notes and warnings, which otherwise go to stderr.
+        Raises PackError, SettingInvalid, PathsMissing, InstructionSetInvalid, BudgetTooSmall or OutOfMemory.
         """
-        if memory is not None and cache is not None:
-            raise ValueError("memory and cache exclude each other: give the room of the process or of the experts")
-        if eviction not in (AUTO_EVICTION, *EVICTION):
-            raise KeyError(eviction)
+        chosen = (settings or EngineSettings()).but(**changes)
         pack = Pack.open(path)
-        limit = MemoryLimit(nbytes=memory) if isinstance(memory, int) else memory
-        room = CacheLimit(nbytes=cache) if isinstance(cache, int) else cache
-        chosen = predictor_for(pack, predictor)
+        predictor = predictor_for(pack, chosen.predictor)
         with memory_shortage(), ExitStack() as opened:
-            count, cut = _set_threads(threads)
-            backend = open_backend(kernels, count)
+            count, cut = _threads(chosen.threads)
+            backend = open_backend(chosen.kernels, count)
             opened.callback(backend.close)
-            engine = cls(pack, backend, limit or room, eviction, chosen, io)
+            engine = cls(pack, backend, chosen, predictor)
             opened.pop_all()  # the engine closes it from now on
-        engine.runner.trace, engine.notify = trace, notify or _to_stderr
-        slow = missing_note() if kernels == AUTO_KERNELS else None
+        engine.notify = notify or _to_stderr
+        if trace is not None:
+            engine.runner.listeners.append(trace.append)
+        slow = missing_note() if chosen.kernels == AUTO_KERNELS else None
         engine._notes += [note for note in (slow, cut) if note is not None]
         return engine
 
@@ -307,15 +296,12 @@ class Engine:
         self.close()
 
 
-def _set_threads(threads: int | None) -> tuple[int, str | None]:
-    """Tells torch the number of threads, by default and at most one for each usable core; a note if that is fewer than
-    was asked for. Raises ThreadsInvalid."""
+def _threads(threads: int | None) -> tuple[int, str | None]:
+    """The number of threads, by default and at most one for each usable core; a note if that is fewer than
+    was asked for."""
     cores = usable_cores()
     asked = cores if threads is None else threads
-    if asked < 1:
-        raise ThreadsInvalid(f"--threads {asked} can't compute anything: give at least 1")
     count = min(asked, cores)
-    torch.set_num_threads(count)
     note = f"--threads {asked} is more than the {cores} core(s) that this process may use: {count} are used"
     return count, note if count < asked else None
 

@@ -30,8 +30,16 @@ class PathsMissing(RunError):
     """A predictor needs the pack's path tables, and the pack has none."""
 
 
-class ThreadsInvalid(RunError):
-    """--threads below 1."""
+class SettingInvalid(RunError):
+    """A setting that can't be. The message is one line that begins with its name, as Python writes it."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
+
+    def __reduce__(self) -> tuple[type[SettingInvalid], tuple[str, str]]:
+        """So that it comes through from another process."""
+        return type(self), (self.name, self.problem)
 
 
 class OutOfMemory(RunError):
@@ -40,12 +48,10 @@ class OutOfMemory(RunError):
 
 @contextmanager
 def memory_shortage() -> Iterator[None]:
-    """torch raises a RuntimeError where the system refuses memory: this makes it OutOfMemory."""
+    """Where the system refuses memory: OutOfMemory."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-            raise
+    except MemoryError:
         raise OutOfMemory("there is not enough memory: give a smaller --memory or a shorter prompt") from None
 
 

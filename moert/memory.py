@@ -72,9 +72,9 @@ def most_bytes(root: Path = ROOT) -> int | None:
 
 
 def thread_bytes(threads: int, root: Path = ROOT) -> int:
-    """What so many threads that compute may take, once in the native kernels and once in torch."""
+    """What so many threads that compute may take."""
     mode = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    return 2 * threads * (_LARGE_STACK_BYTES if "[always]" in mode else _THREAD_BYTES)
+    return threads * (_LARGE_STACK_BYTES if "[always]" in mode else _THREAD_BYTES)
 
 
 def return_early() -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moert.errors import RunError
+from moert.errors import RunError, SettingInvalid
 
 if TYPE_CHECKING:
-    from moert.budget import CacheLimit, MemoryLimit
+    from moert.settings import EngineSettings
 
 
 class Eviction(str, Enum):
@@ -89,17 +89,34 @@ KernelsOption = Annotated[
     str,
     typer.Option(
         help="What computes: auto (the best instruction set that moert info --system lists), one of those by name, "
-        "or reference (torch: slow, takes more memory, does not round activations to 8 bits)."
+        "or reference (numpy: slow, takes more memory, does not round activations to 8 bits)."
     ),
 ]
 
 
-def limits(memory: str | None, cache: str | None) -> tuple[MemoryLimit | None, CacheLimit | None]:
-    """Of the process, or of the experts. Raises RunError."""
-    from moert.budget import parse_cache, parse_memory
+KvOption = Annotated[
+    str,
+    typer.Option(
+        "--kv",
+        metavar="16|8",
+        help="Bits of keys and values: 8 take half the memory of 16 (make bench-rounding: what that adds to a loss).",
+    ),
+]
+_FLAGS = {"predictor": "predict", "kv_bits": "kv"}
+
+
+def engine_settings(
+    memory: str | None, cache: str | None, eviction: Eviction, predict: Predict, io: str, threads: int | None,
+    kernels: str, kv: str,
+) -> EngineSettings:  # fmt: skip
+    """What was said on the command line. Raises RunError."""
+    from moert.settings import EngineSettings
 
     if memory is not None and cache is not None:
         raise RunError("--memory and --cache exclude each other: give the room of the process or that of the experts")
-    if cache is not None:
-        return None, parse_cache(cache)
-    return parse_memory("auto" if memory is None else memory), None
+    bits = int(kv) if kv.strip() in ("8", "16") else kv
+    limit = "auto" if memory is None and cache is None else memory
+    try:
+        return EngineSettings(limit, cache, eviction.value, predict.value, io, threads, kernels, bits)  # type: ignore[arg-type]
+    except SettingInvalid as error:
+        raise RunError(f"--{_FLAGS.get(error.name, error.name)} {error.problem}") from None

@@ -16,6 +16,7 @@ from moert.pack.trace import TRACE, Trace
 from moert.predict import NEED_TABLES, PREDICTORS
 from moert.predict.predictor import Predictor
 
+EVICTIONS = (AUTO_EVICTION, *EVICTION)
 DEFAULT_EVICTION = AUTO_EVICTION
 DEFAULT_PREDICTOR = "gate"
 

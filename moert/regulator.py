@@ -8,9 +8,8 @@ from typing import Protocol
 
 from moert import memory
 from moert.budget import FIRST_BYTES, Budget
-from moert.models.activations import activation_bytes
-from moert.models.kv import BLOCK_TOKENS, growth_bytes, state_bytes
-from moert.pack.model_spec import ModelSpec
+from moert.models.footprint import Footprint
+from moert.models.kv import BLOCK_TOKENS
 
 TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
 _SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
@@ -34,9 +33,8 @@ class Regulator:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        footprint: Footprint,
         budget: Budget,
-        widened: bool,
         cache: Cache,
         limit_bytes: int | None = None,
         cache_bytes: int | None = None,
@@ -46,7 +44,7 @@ class Regulator:
         """For a process that has its weights still to load. `limit_bytes` bounds it, or `cache_bytes` the experts; with
         neither all of them stay."""
         self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
-        self._spec, self._budget, self._widened, self._cache = spec, budget, widened, cache
+        self._footprint, self._budget, self._cache = footprint, budget, cache
         self._measure = measure
         self._idle_at_first: int | None = None
         self.tight = self._is_tight()
@@ -60,15 +58,15 @@ class Regulator:
             self._budget.check_cache(self.cache_bytes)
         if self.limit_bytes is not None:
             held, loading = self._measure(), self._budget.loading_bytes
-            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._request_bytes([1], 1)):
-                typical = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._footprint.request([1], 1)):
+                typical = self._footprint.request([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
                 what = f"a usual request ({TYPICAL_PROMPT_TOKENS} prompt tokens, {TYPICAL_NEW_TOKENS} new ones) needs"
                 raise self._budget.too_small(self._limit_name, held, loading, typical, what)
 
     def check(self, prompts: Sequence[int], max_new_tokens: int) -> None:
         """Raises BudgetTooSmall if a request can't run to its end."""
         if self.limit_bytes is not None:
-            held, needed = self._idle_bytes(), self._request_bytes(prompts, max_new_tokens)
+            held, needed = self._idle_bytes(), self._footprint.request(prompts, max_new_tokens)
             if not self._budget.fits(self.limit_bytes, held, needed + FIRST_BYTES):
                 raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs")
 
@@ -81,7 +79,7 @@ class Regulator:
         limit, held = self.limit_bytes, self._idle_bytes()
 
         def room(count: int) -> int:
-            needed = self._request_bytes(prompts[:count], max_new_tokens)
+            needed = self._footprint.request(prompts[:count], max_new_tokens)
             return self._budget.left_bytes(limit, held, needed + FIRST_BYTES)
 
         alone, all_bytes = room(1), self._budget.expert_bytes
@@ -94,7 +92,7 @@ class Regulator:
 
     def smallest_memory(self, prompts: Sequence[int], max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""
-        needed = self._request_bytes(prompts, max_new_tokens)
+        needed = self._footprint.request(prompts, max_new_tokens)
         return self._budget.smallest_bytes(self._idle_bytes(), needed + FIRST_BYTES)
 
     def before_prompt(self, prompts: Sequence[int], max_new_tokens: int) -> tuple[int, str | None]:
@@ -110,34 +108,30 @@ class Regulator:
         memory.return_freed()
         self.check(prompts, max_new_tokens)
         others = self._others_bytes() + self._first_bytes()
-        coming = _prompt_bytes(self._spec, self._widened, prompts)
+        coming = self._footprint.prompt(prompts)
         self._resize(others, coming)
-        written = _written_bytes(self._spec, self._widened, prompts, max_new_tokens)
+        most = max(coming, self._footprint.written(prompts, max_new_tokens))
         more = self._budget.token_bytes - self._budget.layer_bytes
-        enough = self._budget.smallest_bytes(others, written + more)
-        left = self._budget.left_bytes(self.limit_bytes, others, max(written, coming))
+        enough = self._budget.smallest_bytes(others, most + more)
+        left = self._budget.left_bytes(self.limit_bytes, others, most)
         return self._budget.fitting_bytes(left), self._warning(left, f"--memory {enough}")
 
     def after_token(self, prompts: Sequence[int], new_tokens: int) -> None:
         """Gives the experts the room of the prompt's activations, and takes from them, block by block, what keys and
         values will need."""
-        read = [(tokens if self._spec.encoder is None else 1) + new_tokens - 1 for tokens in prompts]
+        read = self._footprint.read(prompts, new_tokens)
         if self.limit_bytes is None or (new_tokens > 1 and all(length % BLOCK_TOKENS for length in read)):
             return
         if new_tokens == 1:
             memory.return_freed()
-        step = activation_bytes(self._spec, len(prompts), self._widened, len(prompts))
-        self._resize(self._others_bytes(), step + sum(growth_bytes(self._spec, length) for length in read))
+        self._resize(self._others_bytes(), self._footprint.next_block(prompts, new_tokens))
 
     def _is_tight(self) -> bool:
         if self.limit_bytes is None:
             return False
-        typical = self._request_bytes([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+        typical = self._footprint.request([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
         coming = self._budget.loading_bytes + FIRST_BYTES + typical
         return self._budget.left_bytes(self.limit_bytes, self._others_bytes(), coming) < self._budget.expert_bytes
-
-    def _request_bytes(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        return request_bytes(self._spec, self._widened, prompts, max_new_tokens)
 
     def _others_bytes(self) -> int:
         return self._measure() - self._cache.held_bytes
@@ -173,18 +167,3 @@ class Regulator:
             f"the expert cache of {max(cache_bytes, self._budget.layer_bytes)} bytes holds less than one token demands "
             f"({token} bytes over all decoder layers), so experts are read again for each token: {enough} avoids that"
         )
-
-
-def request_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int], max_new_tokens: int) -> int:
-    """The most that keys, values and activations of a request take at one time."""
-    return max(_prompt_bytes(spec, widened, prompts), _written_bytes(spec, widened, prompts, max_new_tokens))
-
-
-def _prompt_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int]) -> int:
-    read = activation_bytes(spec, sum(prompts), widened, len(prompts))
-    return read + sum(state_bytes(spec, tokens, 1) for tokens in prompts)
-
-
-def _written_bytes(spec: ModelSpec, widened: bool, prompts: Sequence[int], max_new_tokens: int) -> int:
-    step = activation_bytes(spec, len(prompts), widened, len(prompts))
-    return step + sum(state_bytes(spec, tokens, max_new_tokens) for tokens in prompts)

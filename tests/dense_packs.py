@@ -11,15 +11,17 @@ from random_packs import random_expert
 from safetensors.torch import save
 from torch import Tensor
 
-from moert.kernels.backend import StoredWeights
-from moert.kernels.reference import ReferenceBackend
-from moert.pack.codec import QuantizedMatrix, pack_codes
+from moert.kernels.backend import Stored
+from moert.kernels.reference import weights
+from moert.pack.codec import F32, pack_codes
 from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.manifest import BACKBONE, Dense, Quantization
-from moert.pack.model_spec import ModelSpec, backbone_tensors
+from moert.pack.model_spec import ModelSpec
 from moert.pack.writer import PackWriter
+from tests.shapes import shapes_of
 
 Tensors = dict[str, Tensor]
+"""What is written: torch has all types that a file may hold."""
 GROUP = 4
 
 
@@ -46,7 +48,7 @@ def random_backbone(spec: ModelSpec, quantization: Quantization, seed: int = 0) 
     rng, found = np.random.default_rng(seed), {}
     types = {"F16": torch.float16, "BF16": torch.bfloat16, None: torch.float32}
     for name, parts in stored_tensors(spec, quantization).items():
-        out_features, *rest = backbone_tensors(spec)[name]
+        out_features, *rest = shapes_of(spec)[name]
         width = dense_width(spec, quantization.dense, name)
         for part, (dtype, shape) in parts.items():
             if part.endswith(".qweight"):
@@ -57,10 +59,6 @@ def random_backbone(spec: ModelSpec, quantization: Quantization, seed: int = 0) 
     return found
 
 
-def widened(weights: Mapping[str, StoredWeights]) -> Tensors:
+def widened(backbone: Mapping[str, Stored]) -> dict[str, F32]:
     """What the reference computes with: all in float32."""
-    backend = ReferenceBackend()
-    return {
-        name: backend.matrix(stored) if isinstance(stored, QuantizedMatrix) else stored.float()
-        for name, stored in weights.items()
-    }
+    return {name: weights(stored) for name, stored in backbone.items()}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from moert.experts.cache import ExpertCache
+from moert.experts.demand import Arrivals, Demand
 from moert.experts.eviction import EVICTION
 from moert.pack.errors import HashMismatch
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.stats import ExpertCounters
 
-ORDER: list[tuple[Stack, int]] = [("decoder", layer) for layer in range(3)]
+ORDER = [LayerKey("decoder", layer) for layer in range(3)]
 PATIENCE_S = 600
 
 
@@ -80,9 +81,14 @@ def make(capacity: int, policy: str = "lru", loaders: int = 1) -> Made:
     return ExpertCache(store, EVICTION[policy](ORDER), capacity, counters, loaders), store, counters
 
 
+def begin(cache: ExpertCache, layer: int, experts: Iterable[int]) -> Arrivals:
+    """A layer of the decoder demands experts."""
+    return cache.begin(Demand(LayerKey("decoder", layer), tuple(experts)))
+
+
 def use(cache: ExpertCache, layer: int, experts: list[int]) -> None:
     """A layer of a prompt: one expert after the other, those that follow named."""
-    cache.begin_layer("decoder", layer, experts)
+    begin(cache, layer, experts)
     keys = [key(layer, expert) for expert in experts]
     for place, wanted in enumerate(keys):
         with cache.lease([wanted], keys[place + 1 :]) as lease:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,20 @@ import numpy as np
 from moert.pack.codec import QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
 from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
-from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
+from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter
+from tests.shapes import Shape, every
 
-DECODER = ModelSpec(
-    family="olmoe", vocab_size=11, d_model=10, n_heads=2, n_kv_heads=1, head_dim=6, encoder=None,
-    decoder=StackSpec(3, (0, 2)),
-    moe=MoeSpec(num_experts=3, top_k=2, d_ff=7, activation="silu", gated=True, norm_topk=False, capacity=None),
-    d_ff_dense=9, norm_eps=1e-5, positions="rope", rope_theta=10000.0, relative_buckets=0, relative_max_distance=0,
-    attention_scale=0.408, qk_norm=True, clip_qkv=None, tied_head=False, logit_scale=1.0, max_positions=64,
-    bos_token_id=None, eos_token_ids=(1,), pad_token_id=0, decoder_start_token_id=None,
-)  # fmt: skip
-
-ENCODER_DECODER = replace(
-    DECODER,
-    family="switch", encoder=StackSpec(2, (1,)), decoder=StackSpec(2, (0, 1)), n_kv_heads=2,
-    moe=MoeSpec(num_experts=2, top_k=1, d_ff=13, activation="relu", gated=False, norm_topk=False, capacity=4),
-    positions="relative", rope_theta=0.0, relative_buckets=8, relative_max_distance=16, attention_scale=1.0,
-    qk_norm=False, tied_head=True, decoder_start_token_id=0,
-)  # fmt: skip
+DECODER = Shape(
+    11, d_model=10, n_heads=2, n_kv_heads=1, head_dim=6, decoder=(True, False, True), num_experts=3, top_k=2, d_ff=7,
+    d_ff_dense=9, scale=0.408, qk_norm=True, max_positions=64, eos=(1,), pad=0, family="olmoe",
+).spec  # fmt: skip
+ENCODER_DECODER = Shape(
+    11, d_model=10, n_heads=2, n_kv_heads=2, head_dim=6, encoder=(False, True), decoder=every(2), num_experts=2,
+    top_k=1, d_ff=13, activation="relu", gated=False, capacity=4, d_ff_dense=9, scale=1.0, tied=True, max_positions=64,
+    eos=(1,), pad=0, start=0, family="switch",
+).spec  # fmt: skip
 
 SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER}
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
@@ -60,7 +53,7 @@ def random_expert(spec: ModelSpec, key: ExpertKey, group: int, seed: int = 0) ->
     widths = (2, 3, 4, 8, 16)
     return {
         name: random_matrix(rng, *spec.projection_shape(name), widths[(2 * index + at) % 5], group)
-        for at, name in enumerate(spec.moe.projections)
+        for at, name in enumerate(spec.moe.ffn.projections)
     }
 
 

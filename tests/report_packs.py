@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 from random_packs import random_expert
-from tiny_packs import DECODER
-from tiny_packs import SWITCH as TINY
+from tiny_packs import DECODER_SHAPE, SWITCH_SHAPE
 
 from moeconv.artifacts import (
     ConversionReport,
@@ -24,20 +23,13 @@ from moeconv.artifacts import (
     to_json,
 )
 from moert.pack.manifest import LossEstimate, Quantization
-from moert.pack.model_spec import ModelSpec, MoeSpec, StackSpec
+from moert.pack.model_spec import STACKS, LayerKey, ModelSpec
 from moert.pack.paths import PATHS, build
 from moert.pack.writer import PackWriter
+from tests.shapes import every
 
-SWITCH = replace(
-    TINY,
-    encoder=StackSpec(4, (0, 1, 2, 3)), decoder=StackSpec(4, (0, 1, 2, 3)), d_model=8,
-    moe=MoeSpec(num_experts=8, top_k=1, d_ff=8, activation="relu", gated=False, norm_topk=False, capacity=5),
-)  # fmt: skip
-LARGE = replace(
-    DECODER,
-    d_model=8, decoder=StackSpec(12, tuple(range(12))),
-    moe=MoeSpec(num_experts=16, top_k=2, d_ff=8, activation="silu", gated=True, norm_topk=True, capacity=None),
-)  # fmt: skip
+SWITCH = SWITCH_SHAPE.but(encoder=every(4), decoder=every(4), d_model=8, num_experts=8, d_ff=8).spec
+LARGE = DECODER_SHAPE.but(d_model=8, decoder=every(12), num_experts=16, d_ff=8, renormalise=True).spec
 NASTY = '<script>alert("x")</script> & <b>bold</b>'
 
 
@@ -45,7 +37,7 @@ def full_report(spec: ModelSpec, seed: int = 0) -> ConversionReport:
     """Every part is there; the first expert saw no token and costs nothing."""
     rng = np.random.default_rng(seed)
     keys = spec.expert_keys()
-    width = (2,) * len(spec.moe.projections)
+    width = (2,) * len(spec.moe.ffn.projections)
     costs = {Probe(key, width): _costs(rng) for key in keys}
     coverage = {key: int(tokens) for key, tokens in zip(keys, rng.lognormal(7, 1.5, len(keys)), strict=True)}
     costs[Probe(keys[0], width)], coverage[keys[0]] = (0.0, 0.0, 0.0), 0
@@ -98,7 +90,7 @@ def report_pack(out: Path, spec: ModelSpec, report: dict[str, Any] | bytes | Non
         body = report if isinstance(report, bytes) else json.dumps(report).encode()
         writer.write_file("report.json", body)
     if paths:
-        writer.write_file(PATHS, build(spec.moe.num_experts, _routes(spec)).to_bytes())
+        writer.write_file(PATHS, build(spec.moe.n, _routes(spec)).to_bytes())
     writer.finish("tests", None)
     return out
 
@@ -116,17 +108,13 @@ def _costs(rng: np.random.Generator) -> tuple[float, float, float]:
     return size + float(rng.normal()) * 5e-4, size * 0.7, size * 0.5
 
 
-def _routes(spec: ModelSpec) -> Any:
+def _routes(spec: ModelSpec) -> dict[LayerKey, Any]:
     """Tokens that mostly keep to a few paths."""
     rng = np.random.default_rng(1)
+    kinds = {stack: np.minimum(rng.geometric(0.12, 6000), 40) for stack in STACKS}
     routes = {}
-    for name, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
-        if stack is not None:
-            kind = np.minimum(rng.geometric(0.12, 6000), 40)
-            layers = []
-            for layer in stack.moe_layers:
-                first = np.where(rng.random(6000) < 0.75, kind * 7 + layer * 3, rng.integers(0, 1 << 16, 6000))
-                chosen = [(first + 5 * k) % spec.moe.num_experts for k in range(spec.moe.top_k)]
-                layers.append(np.stack(chosen, 1))
-            routes[name] = layers
+    for at in spec.moe_layers():
+        kind = kinds[at.stack] * 7 + at.layer * 3
+        first = np.where(rng.random(6000) < 0.75, kind, rng.integers(0, 1 << 16, 6000))
+        routes[at] = np.stack([(first + 5 * k) % spec.moe.n for k in range(spec.moe.router.top_k)], 1)
     return routes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ OLMOE_VARIANTS: dict[str, dict[str, Any]] = {
     "top-1": {"num_experts_per_tok": 1},
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
+QWEN3_MOE_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normed top-k": {"norm_topk_prob": True},
+    "some layers dense": {"mlp_only_layers": [0]},
+    "every second layer dense": {"decoder_sparse_step": 2},
+    "wider heads": {"head_dim": 10},
+    "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                 "original_max_position_embeddings": 128}},
+}  # fmt: skip
+MIXTRAL_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied head": {"tie_word_embeddings": True},
+    "window": {"sliding_window": 5},
+    "top-1": {"num_experts_per_tok": 1},
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+}  # fmt: skip
 
 
 def tiny_switch(path: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -59,6 +78,39 @@ def tiny_olmoe(path: Path, seed: int = 0, **overrides: Any) -> Path:
         "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
     }  # fmt: skip
     return _save(OlmoeForCausalLM(OlmoeConfig(**{**settings, **overrides})), path, seed)
+
+
+def tiny_qwen3_moe(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a Qwen3-MoE checkpoint of 2 layers and 6 experts, 2 of them active, in bf16 to `path`."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 52, "moe_intermediate_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
+        "num_experts_per_tok": 2, "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS,
+    }  # fmt: skip
+    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides})), path, seed)
+
+
+def tiny_mixtral(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a Mixtral checkpoint of 2 layers and 4 experts, 2 of them active, in bf16 to `path`."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
+    }  # fmt: skip
+    return _save(MixtralForCausalLM(MixtralConfig(**{**settings, **overrides})), path, seed)
+
+
+TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
+    "switch_transformers": (tiny_switch, SWITCH_VARIANTS),
+    "olmoe": (tiny_olmoe, OLMOE_VARIANTS),
+    "qwen3_moe": (tiny_qwen3_moe, QWEN3_MOE_VARIANTS),
+    "mixtral": (tiny_mixtral, MIXTRAL_VARIANTS),
+}
+"""Every family: what writes a tiny checkpoint of it, and what to try of its config."""
 
 
 def _save(model: Any, path: Path, seed: int) -> Path:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from moert.bench.measure import BenchSettings
-from moert.budget import CacheLimit
-from moert.experts.drive import IoSettings
+from dataclasses import replace
+from typing import Any
 
-SETTINGS = BenchSettings(
-    cache=CacheLimit(share=0.5), io=IoSettings(False, 1), eviction="lru", predictor="none", threads=1, new_tokens=3
-)
+from moert.bench.measure import BenchSettings
+from moert.settings import EngineSettings
+
+SETTINGS = BenchSettings(EngineSettings(cache="50%", io="buffered,1", eviction="lru", predictor="none", threads=1), 3)
+
+
+def but(**changes: Any) -> BenchSettings:
+    """These, with other settings of the engine."""
+    return replace(SETTINGS, engine=SETTINGS.engine.but(**changes))

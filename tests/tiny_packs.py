@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,30 +11,28 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from moert.engine import Engine
-from moert.pack.codec import QuantizedMatrix, n_groups, pack_codes
+from moert.kernels.backend import I64
+from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16
 from moert.pack.layout import group_of
 from moert.pack.manifest import Quantization
-from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, Stack, StackSpec, backbone_tensors
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
+from tests.shapes import Shape, every, frequencies
 
 VOCAB, PAD, EOS, UNKNOWN = 64, 0, 1, 2
-DECODER = ModelSpec(
-    family="olmoe", vocab_size=VOCAB, d_model=24, n_heads=4, n_kv_heads=2, head_dim=6, encoder=None,
-    decoder=StackSpec(4, (0, 1, 3)),
-    moe=MoeSpec(num_experts=8, top_k=2, d_ff=20, activation="silu", gated=True, norm_topk=False, capacity=None),
-    d_ff_dense=16, norm_eps=1e-5, positions="rope", rope_theta=10000.0, relative_buckets=0, relative_max_distance=0,
-    attention_scale=0.408, qk_norm=True, clip_qkv=None, tied_head=False, logit_scale=1.0, max_positions=400,
-    bos_token_id=None, eos_token_ids=(EOS,), pad_token_id=PAD, decoder_start_token_id=None,
+DECODER_SHAPE = Shape(
+    VOCAB, d_model=24, n_heads=4, n_kv_heads=2, head_dim=6, decoder=(True, True, False, True), num_experts=8, top_k=2,
+    d_ff=20, scale=0.408, qk_norm=True, max_positions=400, eos=(EOS,), pad=PAD, family="olmoe",
 )  # fmt: skip
-SWITCH = replace(
-    DECODER,
-    family="switch", encoder=StackSpec(2, (0, 1)), decoder=StackSpec(3, (0, 1, 2)), n_kv_heads=4,
-    moe=MoeSpec(num_experts=6, top_k=1, d_ff=28, activation="relu", gated=False, norm_topk=False, capacity=5),
-    d_ff_dense=0, positions="relative", rope_theta=0.0, relative_buckets=8, relative_max_distance=16,
-    attention_scale=1.0, qk_norm=False, tied_head=True, max_positions=None, decoder_start_token_id=PAD,
+SWITCH_SHAPE = Shape(
+    VOCAB, d_model=24, n_heads=4, n_kv_heads=4, head_dim=6, encoder=every(2), decoder=every(3), num_experts=6, top_k=1,
+    d_ff=28, activation="relu", gated=False, capacity=5, scale=1.0, tied=True, eos=(EOS,), pad=PAD, start=PAD,
+    family="switch",
 )  # fmt: skip
+SHAPES = {"decoder": DECODER_SHAPE, "switch": SWITCH_SHAPE}
+DECODER, SWITCH = DECODER_SHAPE.spec, SWITCH_SHAPE.spec
 SPECS = {"decoder": DECODER, "switch": SWITCH}
 PROMPTS = ("one small step", "hello world", "zigzag", "the quick brown fox jumps over the lazy dog")
 _GROUP, _WIDTHS = 8, (2, 16, 3, 8, 4)
@@ -47,8 +43,8 @@ def write_pack(out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool =
     writer = PackWriter(out, spec, Quantization("group", _GROUP, "BF16", seed), f"seed {seed}")
     rng = np.random.default_rng(seed)
     for index, key in enumerate(spec.expert_keys()):
-        widths = [_WIDTHS[(index + at) % len(_WIDTHS)] for at in range(len(spec.moe.projections))]
-        names = zip(spec.moe.projections, widths, strict=True)
+        widths = [_WIDTHS[(index + at) % len(_WIDTHS)] for at in range(len(spec.moe.ffn.projections))]
+        names = zip(spec.moe.ffn.projections, widths, strict=True)
         writer.write_expert(key, {name: _matrix(rng, *spec.projection_shape(name), bits) for name, bits in names})
     writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
     writer.write_file("config.json", b"{}\n")
@@ -56,7 +52,7 @@ def write_pack(out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool =
         writer.write_file("tokenizer.json", _tokenizer().to_str().encode())
     manifest = writer.finish("tests", None)
     if paths:
-        add_to_pack(out, manifest, PATHS, build(spec.moe.num_experts, record_routes(out)).to_bytes())
+        add_to_pack(out, manifest, PATHS, build(spec.moe.n, record_routes(out)).to_bytes())
     return out
 
 
@@ -64,7 +60,10 @@ def backbone(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     """In bfloat16, each matrix of a size that keeps the signal's."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for name, shape in backbone_tensors(spec).items():
+    for name, (_, shape, _) in spec.tensors.items():
+        if name.startswith("rope."):
+            weights[name] = torch.from_numpy(frequencies(2 * shape[0]))
+            continue
         noise = torch.randn(shape, generator=generator)
         keep = name.startswith("embed") or "bias" in name
         values = 1 + 0.1 * noise if len(shape) == 1 else noise if keep else 1.5 * noise * shape[-1] ** -0.5
@@ -72,7 +71,7 @@ def backbone(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def run_greedy(engine: Engine, ids: list[int], n_tokens: int) -> tuple[list[int], Tensor]:
+def run_greedy(engine: Engine, ids: list[int], n_tokens: int) -> tuple[list[int], F32]:
     """(tokens, logits [n_tokens, vocab]) of a greedy run that no end token stops."""
     engine.reserve(len(ids), n_tokens)
     state, logits = engine.model.prefill(ids)
@@ -80,30 +79,27 @@ def run_greedy(engine: Engine, ids: list[int], n_tokens: int) -> tuple[list[int]
     while len(tokens) < n_tokens:
         rows.append(engine.model.step(state, tokens[-1]))
         tokens.append(int(rows[-1].argmax()))
-    return tokens, torch.stack(rows)
+    return tokens, np.stack(rows)
 
 
-def record_routes(root: Path, prompts: tuple[str, ...] = PROMPTS) -> dict[Stack, list[np.ndarray]]:
+def record_routes(root: Path, prompts: tuple[str, ...] = PROMPTS) -> dict[LayerKey, I64]:
     """What the routers select on the prompts and 30 greedy tokens after each: one [tokens, top_k] a layer.
 
-    On the reference, whose steps go the same way as its prompts.
+    On the reference, so that they are the same on all machines.
     """
-    seen: dict[tuple[Stack, int], list[np.ndarray]] = {}
+    seen: dict[LayerKey, list[I64]] = {}
     with Engine.open(root, predictor="none", kernels="reference") as engine:
         inner = engine.runner.run
 
-        def run(stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
-            seen.setdefault((stack, layer), []).append(experts.numpy().copy())
-            inner(stack, layer, hidden, experts, weights, out)
+        def run(at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
+            seen.setdefault(at, []).append(experts.copy())
+            inner(at, hidden, experts, weights, out)
 
         engine.runner.run = run  # type: ignore[method-assign]
         for prompt in prompts:
             run_greedy(engine, engine.encode(prompt), 30)
         order = engine.spec.moe_layers()
-    routes: dict[Stack, list[np.ndarray]] = {}
-    for stack, layer in order:
-        routes.setdefault(stack, []).append(np.concatenate(seen[stack, layer]))
-    return routes
+    return {at: np.concatenate(seen[at]) for at in order}
 
 
 def damage_expert(root: Path, key: ExpertKey) -> None:
@@ -117,8 +113,7 @@ def damage_expert(root: Path, key: ExpertKey) -> None:
 def _matrix(rng: np.random.Generator, out_features: int, in_features: int, bits: int) -> Projection:
     spread = 1.5 * in_features**-0.5
     if bits == 16:
-        values: Any = torch.from_numpy(rng.normal(size=(out_features, in_features)) * spread).bfloat16().float()
-        return values.numpy()
+        return from_bfloat16(to_bfloat16((rng.normal(size=(out_features, in_features)) * spread).astype(np.float32)))
     group = group_of(in_features, _GROUP)
     shape = (out_features, n_groups(in_features, group))
     codes = rng.integers(0, 1 << bits, (out_features, in_features)).astype(np.uint8)

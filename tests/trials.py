@@ -11,6 +11,7 @@ from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
 from moeconv.dense import DenseCoder, dense_of
+from moeconv.loaded import LoadedModel
 from moeconv.metrics import METRICS
 from moeconv.quantizers import QUANTIZERS
 from moeconv.scorers.build import build_scorers, load_tokenizer
@@ -22,7 +23,7 @@ from moeconv.trial import Trial
 def trial_of(model: Path, dense_bits: int | Mapping[str, int] | None = None) -> Trial:
     checkpoint = Checkpoint.open(model)
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
-    return Trial(checkpoint, lambda: coder, DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits)))
+    return Trial(LoadedModel(checkpoint, DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits))), coder)
 
 
 def words(rng: random.Random, count: int) -> str:

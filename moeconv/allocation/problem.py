@@ -18,7 +18,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 
 
 class Unit(NamedTuple):
-    """What gets a width of its own: these projections (by their place in `spec.moe.projections`) of one expert."""
+    """What gets a width of its own: these projections (by their place in `spec.moe.ffn.projections`) of one expert."""
 
     key: ExpertKey
     projections: tuple[int, ...]
@@ -94,7 +94,7 @@ def problem(
     `projection_bytes(projection, bits)` are the bytes of one projection with its scales. Raises SettingsError for a
     width that was not measured, WeightsUnusable for an expert that no width leaves with a finite cost.
     """
-    n_projections, allowed = len(spec.moe.projections), sorted(set(widths))
+    n_projections, allowed = len(spec.moe.ffn.projections), sorted(set(widths))
     single = any(len(set(probe.bits)) > 1 for probe in table.costs)
     parts = [(place,) for place in range(n_projections)] if single else [tuple(range(n_projections))]
     keys = spec.expert_keys()
@@ -102,7 +102,7 @@ def problem(
     for part in parts:
         probes = [[Probe(key, _bits(n_projections, part, bits, table.base_bits)) for bits in allowed] for key in keys]
         costs = shrunk(np.array([[_cost(table, probe, signal) for probe in row] for row in probes]))
-        sizes = [sum(projection_bytes(spec.moe.projections[place], bits) for place in part) for bits in allowed]
+        sizes = [sum(projection_bytes(spec.moe.ffn.projections[place], bits) for place in part) for bits in allowed]
         for key, row in zip(keys, costs.tolist(), strict=True):
             found = options(Option(*one) for one in zip(allowed, sizes, row, strict=True))
             if not found:
@@ -120,7 +120,7 @@ def layout_bytes(spec: ModelSpec, group_size: int) -> Callable[[str, int], int]:
 
     def nbytes(projection: str, bits: int) -> int:
         if (projection, bits) not in sizes:
-            layout = expert_layout(spec, key, dict.fromkeys(spec.moe.projections, bits), group_size, "F16", 4096)
+            layout = expert_layout(spec, key, dict.fromkeys(spec.moe.ffn.projections, bits), group_size, "F16", 4096)
             own = [slot for slot in layout.slots if slot.name.startswith(f"{projection}.")]
             sizes[projection, bits] = sum(slot.stop - slot.start for slot in own)
         return sizes[projection, bits]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moeconv.archs import Arch
-    from moert.pack.model_spec import ModelSpec
+from moeconv.archs.description import Description
 
 
-def fill_backbone(model: Any, arch: Arch, spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> None:
+def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Writes each tensor where the model has it, and wherever else the model keeps a copy."""
-    names = arch.backbone_names(spec)
+    names = description.parameters
     with torch.no_grad():
         for canonical, weight in weights:
-            model.get_parameter(names[canonical]).copy_(weight)
-        for stored, copy in arch.equal_tensors(spec):
+            if canonical in names:  # the others the model computes by itself
+                model.get_parameter(names[canonical]).copy_(weight)
+        for stored, copy in description.copies:
             model.get_parameter(copy).copy_(model.get_parameter(stored))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from moeconv.artifacts import Probe
 from moeconv.scorers import Scores
-from moeconv.scorers.experts import Place
+from moert.pack.model_spec import LayerKey
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,6 @@ class Prober(Protocol):
         """Answers to probes of one layer, in their order."""
         ...
 
-    def rows_of(self) -> dict[Place, list[int]]:
+    def rows_of(self) -> dict[LayerKey, list[int]]:
         """For each layer with experts, how many rows the base gave to each expert."""
         ...

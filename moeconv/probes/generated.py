@@ -17,10 +17,11 @@ from moeconv.probes import Found
 from moeconv.probes.changes import Pairs, changed_rows, changes, entering, pairs_of
 from moeconv.probes.rewrites import Rewrite, batches
 from moeconv.scorers import Scores
-from moeconv.scorers.experts import Call, Place, Substitute
+from moeconv.scorers.experts import Call, Substitute
 from moeconv.scorers.generated import Bucket, GeneratedScorer
 from moeconv.scorers.seq2seq import padded
 from moeconv.trial import Trial
+from moert.pack.model_spec import LayerKey
 
 BATCH_TOKENS = 8192
 WAITING_TOKENS = 32768  # encoded tokens that may wait until there are enough rows for full batches
@@ -38,7 +39,7 @@ class Base:
     item: Tensor  # [sequences]: its place in the scorer's items, -1 for none
     output_of: Tensor  # [sequences]: whether it is what the row's base wrote
     encoded: Tensor  # [rows, source tokens, d_model]
-    calls: dict[Place, Call]
+    calls: dict[LayerKey, Call]
     after: dict[str, list[Tensor]]  # by stack: what left each layer, over rows or over sequences
     nats: Tensor  # [sequences, tokens], float64
     kls: Tensor
@@ -81,9 +82,9 @@ class Seq2SeqProber:
         self.written = [ids for base in self.bases for ids in base.written]
         return self.scorer.scores_of(self.item_nats, self.item_kls, self.written)
 
-    def rows_of(self) -> dict[Place, list[int]]:
+    def rows_of(self) -> dict[LayerKey, list[int]]:
         """Encoder rows of the inputs, decoder rows of the targets and of what was written."""
-        count = self.trial.spec.moe.num_experts
+        count = self.trial.spec.moe.n
         return {
             place: torch.stack([base.calls[place].rows(count) for base in self.bases]).sum(dim=0).tolist()
             for place in self.trial.spec.moe_layers()
@@ -96,7 +97,7 @@ class Seq2SeqProber:
             self.item_nats.repeat(len(probes), 1), self.item_kls.repeat(len(probes), 1),
             [{} for _ in probes], [0] * len(probes),
         )  # fmt: skip
-        place = (probes[0].key.stack, probes[0].key.layer)
+        place = probes[0].key.at
         substitute = self._substitute(place, probes) if place[0] == "decoder" else None
         waiting: list[Rewrite] = []
         offset = 0
@@ -156,7 +157,7 @@ class Seq2SeqProber:
     # Probes -----------------------------------------------------------------------------------------------------------
 
     def _encoder(
-        self, base: Base, place: Place, probes: Sequence[Probe], answers: Answers, offset: int
+        self, base: Base, place: LayerKey, probes: Sequence[Probe], answers: Answers, offset: int
     ) -> Iterator[list[Rewrite]]:
         mask = base.bucket.mask
         found = changes(self.trial, base.calls[place], mask.shape[1], probes)
@@ -180,7 +181,7 @@ class Seq2SeqProber:
                 yield [_from_start(base, probe, row, encoded[at].clone(), offset) for at, (probe, row) in listed]
 
     def _decoder(
-        self, base: Base, place: Place, probes: Sequence[Probe], answers: Answers, offset: int
+        self, base: Base, place: LayerKey, probes: Sequence[Probe], answers: Answers, offset: int
     ) -> Iterator[list[Rewrite]]:
         layer, after = place[1], base.after["decoder"]
         found = changes(self.trial, base.calls[place], base.tokens.shape[1], probes)
@@ -241,7 +242,7 @@ class Seq2SeqProber:
             for rewrite, ids in zip(part, written, strict=True):
                 answers.rewritten[rewrite.probe][rewrite.place] = ids
 
-    def _substitute(self, place: Place, probes: Sequence[Probe]) -> Substitute:
+    def _substitute(self, place: LayerKey, probes: Sequence[Probe]) -> Substitute:
         experts = torch.tensor([probe.key.expert for probe in probes])
         weights = [self.trial.weights(probe.key, probe.bits) for probe in probes]
         return Substitute(place, torch.zeros(0, dtype=torch.long), experts, weights)

@@ -19,9 +19,9 @@ _FLOAT = 4
 def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
     """Bytes kept of a base run: for each token and layer what left the layer and what its experts were asked; and what
     is scored."""
-    a_layer = 2 * spec.d_model * _FLOAT + 16 * spec.moe.top_k
-    encoder_layers = spec.encoder.n_layers if spec.encoder else 0
-    layers = volume.encoder_tokens * encoder_layers + volume.decoder_tokens * spec.decoder.n_layers
+    a_layer = 2 * spec.d_model * _FLOAT + 16 * spec.moe.router.top_k
+    encoder_layers = len(spec.encoder) if spec.encoder else 0
+    layers = volume.encoder_tokens * encoder_layers + volume.decoder_tokens * len(spec.decoder)
     scored = volume.decoder_tokens * (2 * spec.d_model * _FLOAT + 32)
     return layers * a_layer + scored + volume.encoder_tokens * spec.d_model * _FLOAT
 
@@ -32,7 +32,7 @@ def batch_bytes(spec: ModelSpec) -> int:
     states = BATCH_TOKENS * spec.d_model * _FLOAT * _STATES_A_TOKEN + 3 * LOGIT_BYTES
     if spec.encoder is None:
         return states
-    keys_and_values = 2 * spec.n_kv_heads * spec.head_dim * spec.decoder.n_layers
+    keys_and_values = sum(2 * spec.decoder[layer].attention.kv_features for layer in range(len(spec.decoder)))
     return states + (WRITTEN_TOKENS * 2 * keys_and_values + WAITING_TOKENS * spec.d_model) * _FLOAT
 
 

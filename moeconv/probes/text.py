@@ -11,9 +11,10 @@ from moeconv.artifacts import Probe
 from moeconv.probes import Found
 from moeconv.probes.changes import Change, Pairs, changed_rows, changes, entering, pairs_of
 from moeconv.scorers import Scores
-from moeconv.scorers.experts import Call, Place
+from moeconv.scorers.experts import Call
 from moeconv.scorers.text import TextScorer
 from moeconv.trial import Trial
+from moert.pack.model_spec import LayerKey
 
 BATCH_TOKENS = 8192
 
@@ -32,7 +33,7 @@ class TextProber:
     @torch.inference_mode()
     def prepare(self) -> Scores:
         self.after: list[Tensor] = []
-        self.calls: dict[Place, Call] = {}
+        self.calls: dict[LayerKey, Call] = {}
         outputs: list[list[Tensor]] = [[] for _ in range(self.n_layers)]
         parts, finals = [], []
         for batch in self.scorer.batches():
@@ -51,14 +52,14 @@ class TextProber:
         self.nats[scored], self.kls[scored] = nats, kls
         return self.scorer.scores_of(self.nats.sum(dim=1), self.kls.sum(dim=1))
 
-    def rows_of(self) -> dict[Place, list[int]]:
-        return {place: call.rows(self.trial.spec.moe.num_experts).tolist() for place, call in self.calls.items()}
+    def rows_of(self) -> dict[LayerKey, list[int]]:
+        return {place: call.rows(self.trial.spec.moe.n).tolist() for place, call in self.calls.items()}
 
     @torch.inference_mode()
     def probe(self, probes: Sequence[Probe]) -> list[Found]:
         rows_before = self.trial.calls.rows
         key = probes[0].key
-        found = changes(self.trial, self.calls[key.stack, key.layer], self.texts.ids.shape[1], probes)
+        found = changes(self.trial, self.calls[key.at], self.texts.ids.shape[1], probes)
         nats = self.nats.sum(dim=1).repeat(len(probes), 1)  # [probes, windows]
         kls = self.kls.sum(dim=1).repeat(len(probes), 1)
         for pairs in pairs_of(found, BATCH_TOKENS // self.texts.ids.shape[1]):

@@ -19,6 +19,7 @@ from moeconv.coder import ExpertCoder, batches
 from moeconv.dense import DenseCoder
 from moeconv.errors import ConversionError
 from moeconv.evaluation import Evaluation
+from moeconv.loaded import LoadedModel
 from moeconv.material import TOKENIZER
 from moeconv.metrics import find_metric
 from moeconv.moments import Moments
@@ -83,7 +84,7 @@ class SweepWorker:
         self._enter(task.block)
         assert self._prober is not None
         if not task.probes:
-            rows = {f"{stack[0].upper()}{layer:02d}": found for (stack, layer), found in self._prober.rows_of().items()}
+            rows = {str(at): found for at, found in self._prober.rows_of().items()}
             base, reference = self._base.to_json(), self._references[task.block].to_json()
             return [{"reference": reference, "base": base, "rows": rows}]
         started = time.perf_counter()
@@ -96,7 +97,7 @@ class SweepWorker:
 
     def _prepare_layer(self, probes: Sequence[Probe]) -> None:
         for batch in batches(self.trial.spec, probes):
-            self.trial.coder().prepare(batch)
+            self.trial.coder.prepare(batch)
 
     def _enter(self, block: int) -> None:
         """Makes this block's base run, in place of another's. A block that is entered for the first time needs the
@@ -154,4 +155,4 @@ def _trial(job: SweepJob) -> Trial:
     checkpoint = Checkpoint.open(job.model)
     moments = None if job.moments is None else Moments.load(job.moments)
     coder = ExpertCoder(checkpoint, QUANTIZERS[job.quantizer](job.group_size), moments)
-    return Trial(checkpoint, lambda: coder, DenseCoder(checkpoint, job.dense))
+    return Trial(LoadedModel(checkpoint, DenseCoder(checkpoint, job.dense)), coder)

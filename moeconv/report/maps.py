@@ -55,7 +55,7 @@ def number_map(name: str, label: str, values: Mapping[ExpertKey, float], spec: M
 
 def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> Chart:
     """One panel for each projection; a single one where every expert has all its projections at the same width."""
-    projections = spec.moe.projections
+    projections = spec.moe.ffn.projections
     alike = all(len(set(entry.bits.values())) == 1 for entry in experts)
     panels = {"all projections": projections[0]} if alike else {projection: projection for projection in projections}
     cells = {
@@ -89,9 +89,9 @@ def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> C
 def grid(values: Mapping[ExpertKey, float], spec: ModelSpec) -> F64:
     """[layers with experts, experts], in the order of execution; NaN where there is no value."""
     rows = {place: row for row, place in enumerate(spec.moe_layers())}
-    cells = np.full((len(rows), spec.moe.num_experts), np.nan)
+    cells = np.full((len(rows), spec.moe.n), np.nan)
     for key, value in values.items():
-        cells[rows[key.stack, key.layer], key.expert] = value
+        cells[rows[key.at], key.expert] = value
     return cells
 
 
@@ -100,7 +100,7 @@ def _image(axes: Any, cells: F64, spec: ModelSpec, **colours: Any) -> Any:
     image = axes.imshow(np.ma.masked_invalid(cells), aspect="auto", interpolation="none", **colours)
     step = max(1, -(-len(cells) // 16))
     places = list(enumerate(spec.moe_layers()))[::step]
-    axes.set_yticks([row for row, _ in places], [f"{stack[0].upper()}{layer:02d}" for _, (stack, layer) in places])
+    axes.set_yticks([row for row, _ in places], [str(at) for _, at in places])
     every = max(1, -(-cells.shape[1] // 16))
     axes.set_xticks(range(0, cells.shape[1], every))
     axes.set_facecolor(GRID)

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.model_spec import Stack
+from moert.pack.model_spec import STACKS, StackName
 from moert.pack.paths import ContextCounts, LayerPaths, TransitionTable
 
 F64 = npt.NDArray[np.float64]
 
 
-def path_shares(table: TransitionTable, stack: Stack) -> tuple[F64, F64] | None:
+def path_shares(table: TransitionTable, stack: StackName) -> tuple[F64, F64] | None:
     """(share of paths, share of tokens), both from 0 to 1, the most frequent paths first (EdgeMoE Fig. 4).
 
     The table counts paths through three successive layers with experts; those of all such layers go in. None where
     the stack has fewer layers or nothing was counted.
     """
-    counts = [layer.two_before.counts for layer in table.stacks[stack] if len(layer.two_before.counts)]
+    counts = [layer.two_before.counts for layer in table.of_stack(stack) if len(layer.two_before.counts)]
     if not counts:
         return None
     ordered = np.sort(np.concatenate(counts).astype(np.float64))[::-1]
@@ -39,7 +39,7 @@ def prediction(table: TransitionTable, top_k: int) -> list[tuple[float, float, f
     its own left out, so a context seen once predicts nothing. With top_k > 1 one expert of each layer is taken as
     known. Layers that have two before them; None where there is no such layer.
     """
-    judged = [layer for layers in table.stacks.values() for layer in layers[2:]]
+    judged = [layer for stack in STACKS for layer in table.of_stack(stack)[2:]]
     results: list[tuple[float, float, float]] = []
     for known in range(3):
         hits, total = np.zeros(3), 0.0

@@ -109,7 +109,7 @@ def path_section(table: TransitionTable | None, top_k: int) -> Section:
         return Section(
             name, title, paragraph("Not counted yet: moeconv profile-paths PACK adds the paths to the pack.")
         )
-    found = {stack: path_shares(table, stack) for stack in table.stacks}
+    found = {stack: path_shares(table, stack) for stack in dict.fromkeys(at.stack for at in table.layers)}
     shares = {str(stack): share for stack, share in found.items() if share is not None}
     guessed = prediction(table, top_k)
     if not shares or guessed is None:

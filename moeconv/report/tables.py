@@ -121,14 +121,14 @@ def expert_section(report: ConversionReport, manifest: Manifest) -> Section:
     for entry in manifest.experts:
         value = importance.get(entry.key, entry.importance)
         tokens = coverage.get(entry.key)
-        widths = [entry.bits[projection] for projection in manifest.model.moe.projections]
+        widths = [entry.bits[projection] for projection in manifest.model.moe.ffn.projections]
         rows.append(
             f"<tr><td>{entry.key}</td>{_number(sum(widths) / len(widths), '/'.join(map(str, widths)))}"
             f"{_number(value, None if value is None else percent(value, 3))}"
             f"{_number(tokens, None if tokens is None else f'{tokens:,}')}"
             f"{_number(entry.tensor_bytes, f'{entry.tensor_bytes:,}')}</tr>"
         )
-    projections = "/".join(manifest.model.moe.projections)
+    projections = "/".join(manifest.model.moe.ffn.projections)
     heads = [("expert", ""), (f"bits {projections}", "number"), ("importance", "number"), ("tokens seen", "number"),
              ("bytes", "number")]  # fmt: skip
     head = "".join(f'<th class="{kind}"><button type="button">{name}</button></th>' for name, kind in heads)

@@ -59,7 +59,7 @@ def _contents(pack: Pack) -> dict[str, bytes]:
         width_section(manifest),
         dense_section(report, manifest),
         curve_section(report, spec),
-        path_section(table, spec.moe.top_k),
+        path_section(table, spec.moe.router.top_k),
         coverage_section(report, spec),
         step_section(report),
         sample_section(report),

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moeconv.archs import Arch
+from moeconv.archs import Family
 from moeconv.metrics import F64
-from moeconv.scorers.experts import ExpertCalls, Place
-from moert.pack.model_spec import ModelSpec, Stack
+from moeconv.scorers.experts import ExpertCalls
+from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Routed:
     of samples (or windows), `lengths` how many tokens each has, by stack.
     """
 
-    experts: Mapping[Place, Tensor]
+    experts: Mapping[LayerKey, Tensor]
     samples: Sequence[int]
-    lengths: Mapping[Stack, Sequence[int]]
+    lengths: Mapping[StackName, Sequence[int]]
 
 
 class Subject(Protocol):
@@ -60,7 +60,7 @@ class Subject(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def arch(self) -> Arch: ...
+    def family(self) -> Family: ...
 
     @property
     def calls(self) -> ExpertCalls: ...

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeconv.archs import Arch
-from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, Stack
+from moeconv.archs import Family
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.parts import Ffn
 
-Place = tuple[Stack, int]
 Weights = tuple[Tensor, ...]
-"""One expert's matrices [out, in], in the order of `moe.projections`."""
+"""One expert's matrices [out, in], in the order of `ffn.projections`."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.functional.relu,
@@ -45,7 +45,7 @@ class Substitute:
     """Row r of the batch belongs to probe `probe_of_row[r]`, for which another set of weights stands in for one expert
     of the layer `place`."""
 
-    place: Place
+    place: LayerKey
     probe_of_row: Tensor  # [rows]
     expert_of_probe: Tensor  # [probes]
     weights: Sequence[Weights]  # [probes]
@@ -54,30 +54,30 @@ class Substitute:
 class ExpertCalls:
     """Takes over the experts of all layers. `rows` counts rows computed, each by one expert."""
 
-    def __init__(self, model: Any, arch: Arch, spec: ModelSpec) -> None:
+    def __init__(self, model: Any, family: Family, spec: ModelSpec) -> None:
         self.spec = spec
-        self.arch = arch
+        self.family = family
         self.rows = 0
-        self._watch: Callable[[Place, Call], None] | None = None
+        self._watch: Callable[[LayerKey, Call], None] | None = None
         self._active: Tensor | None = None
         self._substitute: Substitute | None = None
-        self._weights: dict[Place, list[Weights]] = {}
+        self._weights: dict[LayerKey, list[Weights]] = {}
         for place in spec.moe_layers():
             self._weights[place] = [
-                tuple(arch.expert_weight(model, ExpertKey(*place, expert), name) for name in spec.moe.projections)
-                for expert in range(spec.moe.num_experts)
+                tuple(family.expert_weight(model, ExpertKey(*place, expert), name) for name in spec.moe.ffn.projections)
+                for expert in range(spec.moe.n)
             ]
-            arch.experts_module(model, *place).forward = partial(self._run, place)
+            family.experts_module(model, place).forward = partial(self._run, place)
 
     def flops(self, rows: int) -> int:
         """Operations in `rows` expert rows: two for each weight."""
         return rows * 2 * self.spec.weights_per_expert()
 
     def weights(self, key: ExpertKey) -> Weights:
-        return self._weights[key.stack, key.layer][key.expert]
+        return self._weights[key.at][key.expert]
 
     @contextmanager
-    def watching(self, watch: Callable[[Place, Call], None]) -> Iterator[None]:
+    def watching(self, watch: Callable[[LayerKey, Call], None]) -> Iterator[None]:
         """Shows what each layer's experts are asked inside the block."""
         self._watch = watch
         try:
@@ -86,9 +86,9 @@ class ExpertCalls:
             self._watch = None
 
     @contextmanager
-    def recording(self) -> Iterator[dict[Place, Call]]:
+    def recording(self) -> Iterator[dict[LayerKey, Call]]:
         """Collects what each layer's experts were asked last inside the block."""
-        seen: dict[Place, Call] = {}
+        seen: dict[LayerKey, Call] = {}
         with self.watching(seen.__setitem__):
             yield seen
 
@@ -104,15 +104,15 @@ class ExpertCalls:
 
     def inner(self, key: ExpertKey, x: Tensor) -> Tensor:
         """What enters an expert's down matrix. x [rows, d_model] → [rows, d_ff]"""
-        return _inner(x, self.weights(key), self.spec.moe)
+        return _inner(x, self.weights(key), self.spec.moe.ffn)
 
     def ffn(self, x: Tensor, weights: Weights) -> Tensor:
         """One expert's feed-forward. x [rows, d_model] → [rows, d_model]; counted."""
         self.rows += len(x)
-        return expert_ffn(x, weights, self.spec.moe)
+        return expert_ffn(x, weights, self.spec.moe.ffn)
 
-    def _run(self, place: Place, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
-        chosen, weights = self.arch.routed(selected, router_weights)
+    def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
+        chosen, weights = self.family.routed(selected, router_weights)
         if self._active is not None:
             chosen = chosen.masked_fill(~self._active.reshape(-1, 1), -1)
         if self._watch is not None:
@@ -141,17 +141,17 @@ class ExpertCalls:
         return result
 
 
-def expert_ffn(x: Tensor, weights: Weights, moe: MoeSpec) -> Tensor:
-    """y = down(act(up(x))), or y = down(act(gate(x)) * up(x)), clamped as `moe.activation_limit` says
+def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn) -> Tensor:
+    """y = down(act(up(x))), or y = down(act(gate(x)) * up(x)), clamped as `ffn.act.limit` says
     (moert/pack/SPEC.md, section 5). x [rows, d_model] → [rows, d_model]."""
-    return nn.functional.linear(_inner(x, weights, moe), weights[-1])
+    return nn.functional.linear(_inner(x, weights, ffn), weights[-1])
 
 
-def _inner(x: Tensor, weights: Weights, moe: MoeSpec) -> Tensor:
-    act, limit = _ACTIVATIONS[moe.activation], moe.activation_limit
+def _inner(x: Tensor, weights: Weights, ffn: Ffn) -> Tensor:
+    act, limit = _ACTIVATIONS[ffn.act.name], ffn.act.limit
     first = nn.functional.linear(x, weights[0])
     inner = act(first if limit is None else first.clamp(max=limit))
-    if not moe.gated:
+    if not ffn.gated:
         return inner
     up = nn.functional.linear(x, weights[1])
     return inner * (up if limit is None else up.clamp(-limit, limit))

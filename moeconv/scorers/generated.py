@@ -16,7 +16,7 @@ from moeconv.scorers import Routed, Scores, Subject
 from moeconv.scorers.head import ReferenceRows
 from moeconv.scorers.items import Items, tally, texts_of
 from moeconv.scorers.seq2seq import Seq2Seq, padded
-from moert.pack.model_spec import ModelSpec, Stack
+from moert.pack.model_spec import ModelSpec, StackName
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 16384
@@ -100,7 +100,7 @@ class GeneratedScorer:
         return tally(self.metric, items, self.samples, nats.numpy()[back], kls.numpy()[back], outputs)
 
     def texts(self, written: Sequence[Sequence[int]]) -> list[str]:
-        stops = self.subject.spec.eos_token_ids
+        stops = self.subject.spec.tokens.eos
         ids = [[token for token in row if token not in stops] for row in written]
         return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
 
@@ -115,7 +115,7 @@ class GeneratedScorer:
             with self.subject.calls.recording() as seen:
                 inputs = {"input_ids": self.model.fed(written)}
                 self.model.decode(inputs, written >= 0, encoded, bucket.mask)
-            real: dict[Stack, Tensor] = {"encoder": bucket.mask.bool(), "decoder": written >= 0}
+            real: dict[StackName, Tensor] = {"encoder": bucket.mask.bool(), "decoder": written >= 0}
             calls = {**seen_encoder, **seen}
             experts = {place: call.chosen[real[place[0]].flatten()] for place, call in calls.items()}
             yield Routed(experts, bucket.rows, {stack: taken.sum(dim=1).tolist() for stack, taken in real.items()})
@@ -164,5 +164,5 @@ def _like_lengths(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
 
 def _pad(spec: ModelSpec) -> int:
     """Any token will do, since padding is masked; some models name one that they have no embedding for."""
-    pad = spec.pad_token_id
+    pad = spec.tokens.pad
     return pad if pad is not None and pad < spec.vocab_size else 0

@@ -36,7 +36,7 @@ class Head:
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self.weight: Tensor = model.get_output_embeddings().weight
-        self.scale = spec.logit_scale
+        self.scale = spec.head.scale
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
 
     def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:

@@ -22,9 +22,9 @@ class Seq2Seq:
         self.spec = subject.spec
         self.calls = subject.calls
         self.head = Head(subject.model, subject.spec)
-        self.encoder = StackRunner(subject.model, subject.arch, "encoder")
-        self.decoder = StackRunner(subject.model, subject.arch, "decoder")
-        self.start_token = subject.spec.decoder_start_token_id or 0
+        self.encoder = StackRunner(subject.model, subject.family, "encoder")
+        self.decoder = StackRunner(subject.model, subject.family, "decoder")
+        self.start_token = subject.spec.tokens.start or 0
 
     def encode(self, inputs: dict[str, Tensor], mask: Tensor, start: int = 0, after: After | None = None) -> Tensor:
         """`inputs`: input_ids [rows, tokens], or inputs_embeds for what enters the layer `start`; `mask` [rows, tokens]
@@ -65,7 +65,7 @@ class Seq2Seq:
 
         count, begin = len(prefixes), min(map(len, prefixes))
         written = padded(prefixes, -1, max_new_tokens)
-        stops = torch.tensor(self.spec.eos_token_ids)
+        stops = torch.tensor(self.spec.tokens.eos)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         rows, busy = torch.arange(count), torch.ones(count, dtype=torch.bool)
         tokens = self.fed(written[:, : begin + 1])
@@ -91,7 +91,7 @@ class Seq2Seq:
 
     def resumable(self, max_new_tokens: int) -> bool:
         """A pass over a whole output drops tokens beyond an expert's capacity; writing token by token does not."""
-        capacity = self.spec.moe.capacity
+        capacity = self.spec.moe.router.capacity
         return capacity is None or capacity >= max_new_tokens
 
 

@@ -7,17 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moeconv.archs import Arch
-from moert.pack.model_spec import Stack
+from moeconv.archs import Family
+from moert.pack.model_spec import StackName
 
 After = Callable[[int, Tensor], Tensor | None]
 """after(layer, hidden [rows, tokens, d_model]): sees what leaves a layer, and may replace it."""
 
 
 class StackRunner:
-    def __init__(self, model: Any, arch: Arch, stack: Stack) -> None:
-        self.module = arch.stack_module(model, stack)
-        self.attribute = arch.layer_list
+    def __init__(self, model: Any, family: Family, stack: StackName) -> None:
+        self.family = family
+        self.module = family.tower(model, stack)
+        self.attribute = family.layer_list
         self.n_layers = len(getattr(self.module, self.attribute))
 
     def run(self, inputs: dict[str, Any], start: int = 0, after: After | None = None) -> Tensor:
@@ -27,7 +28,7 @@ class StackRunner:
         hooks = []
         if after is not None:
             hooks = [layers[at].register_forward_hook(_hook(at, after)) for at in range(start, self.n_layers)]
-        setattr(self.module, self.attribute, nn.ModuleList(list(layers)[start:]))
+        setattr(self.module, self.attribute, nn.ModuleList(self.family.resumed(layers, start)))
         try:
             hidden: Tensor = self.module(**{"use_cache": False, **inputs}).last_hidden_state
             return hidden

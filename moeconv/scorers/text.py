@@ -143,7 +143,7 @@ class TextScorer:
         self.subject = subject
         self.texts = texts
         self.metric = metric
-        self.stack = StackRunner(subject.model, subject.arch, "decoder")
+        self.stack = StackRunner(subject.model, subject.family, "decoder")
         self.head = Head(subject.model, subject.spec)
         self.reference: ReferenceRows | None = None  # of the scored places, row by row
 

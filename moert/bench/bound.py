@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moert.experts.belady import reads_of_belady
-from moert.experts.replay import Step
+from moert.experts.demand import Demand
 from moert.pack.model_spec import ExpertKey
 
 
@@ -24,7 +24,7 @@ class FurthestFirst:
 
 
 def furthest_first(
-    trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], cache_bytes: int, held: Sequence[ExpertKey] = ()
+    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], cache_bytes: int, held: Sequence[ExpertKey] = ()
 ) -> FurthestFirst:
     """Replays the trace, with `held` in memory before it.
 
@@ -32,7 +32,7 @@ def furthest_first(
     little less, so that this is a figure to compare with and no bound: moert.bench.pfoo has that. Raises ValueError if
     an expert alone is larger than the cache.
     """
-    before = [Step(key.stack, key.layer, (key.expert,)) for key in held]  # as if each had been read before
+    before = [Demand(key.at, (key.expert,)) for key in held]  # as if each had been read before
     read = reads_of_belady([*before, *trace], nbytes, cache_bytes)[len(before) :]
     return FurthestFirst(len(read), int((read > 0).sum()), int(read.sum()))
 

@@ -31,7 +31,7 @@ def bench(
     figures follow as tables, and as pictures in that folder. Raises PackError, RunError."""
     folder = None if plot is None else _folder(plot, packs)
     for path in packs:
-        predictor_for(Pack.open(path), settings.predictor)
+        predictor_for(Pack.open(path), settings.engine.predictor)
     measured = []
     for path in packs:
         measured.append(measure(path, settings, texts))

@@ -5,25 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from moert.bench.bound import FurthestFirst, furthest_first
 from moert.bench.pfoo import least_bytes
-from moert.budget import CacheLimit, MemoryLimit
-from moert.experts.drive import IoSettings
+from moert.engine import Engine, Notify
+from moert.experts.demand import Demand
 from moert.experts.probe import read_for, settings_for
-from moert.experts.replay import Step
 from moert.memory import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
-from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR
+from moert.settings import EngineSettings
 from moert.stats import RunStats
 
 if TYPE_CHECKING:
-    from moert.engine import Engine, Notify
     from moert.generation.detokenize import Detokenizer
 
 TEXTS = (
@@ -42,25 +40,10 @@ _ROOM = 1.5  # free memory, as a multiple of the experts, in which everything el
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The options of `moert bench` that change a run. Each prompt gets exactly `new_tokens`: no token ends a text."""
+    """How a pack is run. Each prompt gets exactly `new_tokens`: no token ends a text."""
 
-    memory: MemoryLimit | None = None
-    cache: CacheLimit | None = None
-    io: IoSettings | None = None
-    eviction: str = DEFAULT_EVICTION
-    predictor: str = DEFAULT_PREDICTOR
-    threads: int | None = None
-    kernels: str = "auto"
+    engine: EngineSettings = field(default_factory=EngineSettings)
     new_tokens: int = 32
-
-    def open(self, pack: Path, trace: list[Step], notify: Notify | None = None) -> Engine:
-        """Raises what Engine.open does."""
-        from moert.engine import Engine
-
-        return Engine.open(
-            pack, memory=self.memory, cache=self.cache, io=self.io, eviction=self.eviction, predictor=self.predictor,
-            threads=self.threads, kernels=self.kernels, trace=trace, notify=notify,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,7 +99,7 @@ class BenchRun:
     io: str
     threads: int
     kernels: str
-    trace: tuple[Step, ...]
+    trace: tuple[Demand, ...]
     nbytes: dict[ExpertKey, int]
 
     @property
@@ -158,27 +141,25 @@ def measure(
     If nobody says how fast the drive is, that is measured at the end, and so is the same run with all experts in
     memory, where they fit there whatever the settings say. `notify`: see Engine.open. Raises PackError, RunError.
     """
-    import torch
 
     pack = Pack.open(path)
     files = [pack.file(entry.path) for entry in pack.manifest.experts]
     for file in files:
         drop_page_cache(file)
-    trace: list[Step] = []
+    trace: list[Demand] = []
     started = time.perf_counter()
-    with settings.open(path, trace, notify) as engine:
+    with Engine.open(path, settings.engine, trace=trace, notify=notify) as engine:
         open_s = time.perf_counter() - started
-        engine.model.spec = replace(engine.spec, eos_token_ids=())
         prompts = [engine.encode(text) for text in texts] if texts else _tokens(engine, TEXTS, settings.new_tokens)
         first_request_s = _warm(engine, settings.new_tokens).first_s
         before, held = engine.stats(), engine.cache.resident()
         trace.clear()
         samples = tuple(_sample(engine, ids, settings.new_tokens) for ids in prompts)
-        after, threads, kernels = engine.stats(), torch.get_num_threads(), engine.backend.name
+        after, threads, kernels = engine.stats(), engine.backend.threads, engine.backend.name
     nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
     resident_s = None
     if disk_bytes_per_s is None:
-        disk_bytes_per_s = read_for(itertools.cycle(files), settings.io or settings_for(files), _DISK_S)
+        disk_bytes_per_s = read_for(itertools.cycle(files), settings.engine.reading or settings_for(files), _DISK_S)
         resident_s = _resident_s(path, settings, prompts)
     room_bytes = max(sample.room_bytes for sample in samples)
     return BenchRun(
@@ -222,9 +203,7 @@ def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]
     free, experts = machine_memory().free_bytes, Pack.open(path).manifest.experts
     if free is None or free < _ROOM * sum(entry.file_bytes for entry in experts):
         return None
-    resident = replace(settings, memory=None, cache=None, predictor="none")
-    with resident.open(path, [], silent) as engine:
-        engine.model.spec = replace(engine.spec, eos_token_ids=())
+    with Engine.open(path, settings.engine, memory=None, cache=None, predictor="none", notify=silent) as engine:
         _warm(engine, settings.new_tokens)
         return sum(_sample(engine, ids, settings.new_tokens).total_s for ids in prompts)
 
@@ -245,7 +224,7 @@ def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
     from moert.generation.settings import GenerationSettings
 
     clock, started = TokenTimes(engine), time.perf_counter()
-    settings = GenerationSettings(max_new_tokens=new_tokens)
+    settings = GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True)
     answer = engine.generate_ids(ids, settings, detokenizer=cast("Detokenizer", clock))
     later = tuple(late - early for early, late in itertools.pairwise(clock.times))
     return Sample(len(ids), tuple(answer.result.tokens), clock.times[0] - started, later, clock.room_bytes)

@@ -13,18 +13,18 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.replay import Step
+from moert.experts.demand import Demand
 from moert.pack.model_spec import ExpertKey
 
 I64 = npt.NDArray[np.int64]
 
 
 def least_bytes(
-    trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], capacity_bytes: int, held: Collection[ExpertKey] = ()
+    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], capacity_bytes: int, held: Collection[ExpertKey] = ()
 ) -> int:
     """Bytes that any policy reads, whatever it keeps and however early it reads, if it holds `held` at first and runs
     experts in the order of the trace. Raises ValueError if a demanded expert alone is larger than the capacity."""
-    keys = [key for step in trace for key in step.expert_keys()]
+    keys = [key for demand in trace for key in demand.expert_keys()]
     if not keys:
         return 0
     place = {key: number for number, key in enumerate(dict.fromkeys(keys))}

@@ -67,16 +67,19 @@ def _share(demands: int, measured: BenchRun) -> float:
 def _settings(measured: BenchRun) -> dict[str, Any]:
     """The settings of a run, with what `auto` stood for; no eviction where all experts fit. Limits are given as
     they were asked for, and in bytes."""
-    settings, limit, room = measured.settings, measured.settings.memory, measured.settings.cache
+    settings, limit = measured.settings.engine, measured.settings.engine.limit
+    memory = limit if isinstance(limit, MemoryLimit) else None
+    room = limit if isinstance(limit, CacheLimit) else None
     return {
-        "memory": None if limit is None else {"asked": asked(limit), "bytes": measured.memory_bytes},
+        "memory": None if memory is None else {"asked": asked(memory), "bytes": measured.memory_bytes},
         "cache": None if room is None else {"asked": asked(room), "bytes": measured.cache_bytes},
         "io": measured.io,
         "eviction": measured.eviction,
         "predict": settings.predictor,
         "threads": measured.threads,
         "kernels": measured.kernels,
-        "new_tokens": settings.new_tokens,
+        "kv_bits": settings.kv_bits,
+        "new_tokens": measured.settings.new_tokens,
     }
 
 

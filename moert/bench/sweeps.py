@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from moert.bench import figures
 from moert.bench.figures import Figure, label_of, token_ms
@@ -33,7 +34,11 @@ def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Se
 
 
 def with_cache(settings: BenchSettings, nbytes: int) -> BenchSettings:
-    return replace(settings, memory=None, cache=CacheLimit(nbytes=nbytes))
+    return _with(settings, memory=None, cache=nbytes)
+
+
+def _with(settings: BenchSettings, **changes: Any) -> BenchSettings:
+    return replace(settings, engine=settings.engine.but(**changes))
 
 
 def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, BenchSettings]:
@@ -42,9 +47,9 @@ def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, Bench
     `layer_bytes`: what one token can demand of a layer. The last step has the settings' own budget for experts, or half
     of them where there is none.
     """
-    on_demand = replace(with_cache(settings, layer_bytes), eviction="lru", predictor="none")
-    preloading = replace(with_cache(settings, 2 * layer_bytes), eviction="lru")
-    caching = replace(settings, memory=None, cache=settings.cache or _HALF)
+    on_demand = _with(with_cache(settings, layer_bytes), eviction="lru", predictor="none")
+    preloading = _with(with_cache(settings, 2 * layer_bytes), eviction="lru")
+    caching = _with(settings, memory=None, cache=settings.engine.cache or _HALF)
     return {"low bits, on demand": on_demand, "+ preload": preloading, "+ cache": caching}
 
 

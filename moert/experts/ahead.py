@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
+from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from moert.experts.cache import ExpertCache
-from moert.pack.model_spec import ExpertKey, ModelSpec, Stack
+from moert.experts.demand import Arrivals, Demand
+from moert.pack.codec import F32
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName
 from moert.pack.paths import F64
 from moert.predict.predictor import Predictor, Selected, Situation
 from moert.predict.worth import Worth
@@ -18,8 +20,14 @@ from moert.stats import ExpertCounters, ReadAhead
 _UNWEIGHED = 2  # without a Worth: at most this many times top_k predicted experts are read for each token
 
 
+class Asked(Protocol):
+    """What is asked of a router (moert.models.router.Router)."""
+
+    def guess(self, x: F32) -> F32: ...
+
+
 class Lookahead:
-    """Call, for each layer, `spoken` when its router has selected experts, then `look` to predict the next layer's.
+    """Call, for each layer, `demanded` when its router has decided, then `look` to predict the next layer's.
 
     With `worth` only experts whose reading is expected to save time are read, and none while reading ahead makes tokens
     slower. Without it the likeliest ones are always read: for recorded futures and controls.
@@ -29,20 +37,17 @@ class Lookahead:
         self, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], cache: ExpertCache, counters: ExpertCounters,
         predictor: Predictor, worth: Worth | None,
     ) -> None:  # fmt: skip
-        self.guesses: Mapping[tuple[Stack, int], Callable[[Tensor], Tensor]] = {}
-        """The model's routers (Model.guesses), for predictors that ask them."""
+        self.routers: Mapping[LayerKey, Asked] = {}
+        """The model's, for predictors that ask them early."""
         self._cache, self._counters, self._predictor, self._worth = cache, counters, predictor, worth
-        self._top_k, self._order = spec.moe.top_k, spec.moe_layers()
+        self._top_k, self._order = spec.moe.router.top_k, spec.moe_layers()
         self._places = {at: index for index, at in enumerate(self._order)}
-        self._first = {stack: self._order.index((stack, layer)) for stack, layer in reversed(self._order)}
-        self._nbytes = {
-            (stack, layer): [nbytes[ExpertKey(stack, layer, expert)] for expert in range(spec.moe.num_experts)]
-            for stack, layer in self._order
-        }
+        self._first = {at.stack: index for at, index in reversed(self._places.items())}
+        self._nbytes = {at: [nbytes[at.expert(number)] for number in range(spec.moe.n)] for at in self._order}
         self._n_experts = len(nbytes)
         self._history: list[Selected] = []
         self._asked_s = self._asked_stall_s = 0.0
-        self._asked_about: tuple[Stack, int] | None = None
+        self._asked_about: LayerKey | None = None
         self._token_s: float | None = None
         self._read = (0, 0.0)  # bytes and seconds of reading so far
 
@@ -56,62 +61,58 @@ class Lookahead:
         self._history = []
         self._cache.predict(())
 
-    def spoken(
-        self, stack: Stack, layer: int, demanded: Collection[int], begun: Sequence[ExpertKey], missing: int
-    ) -> None:
-        """The router has decided. `begun`: reads that were begun ahead; `missing`: how many are still to be read."""
+    def demanded(self, demand: Demand, arrivals: Arrivals) -> None:
+        """What came after the last `look`."""
         if self._worth is None:
             return
-        nbytes = self._nbytes[stack, layer]
-        came_early = sum(nbytes[key.expert] for key in begun if key.expert in demanded)
-        self._worth.lacked(came_early + missing * nbytes[0])
-        if self._asked_about != (stack, layer):
+        nbytes, begun = self._nbytes[demand.at], [key.expert for key in arrivals.begun]
+        came_early = sum(nbytes[expert] for expert in begun if expert in demand.experts)
+        self._worth.lacked(came_early + arrivals.missing * nbytes[0])
+        if self._asked_about != demand.at:
             return
         self._asked_about = None
         window_s = time.perf_counter() - self._asked_s - (self._counters.stall_s - self._asked_stall_s)
-        self._worth.observe(demanded, [key.expert for key in begun], missing, max(0.0, window_s))
+        self._worth.observe(demand.experts, begun, arrivals.missing, max(0.0, window_s))
 
-    def look(self, stack: Stack, layer: int, experts: Selected, x: Tensor) -> None:
+    def look(self, present: LayerKey, experts: Selected, x: F32) -> None:
         """`experts`: what each token selected; x [tokens, d_model] as the layer's experts find it. Called once all that
         this layer needs is on its way."""
-        place = self._places[stack, layer]
-        if place == self._first[stack]:
+        place = self._places[present]
+        if place == self._first[present.stack]:
             self._history = []
-            self._time_token(stack, len(experts))
+            self._time_token(present.stack, len(experts))
         if self._cache.n_resident == self._n_experts or (self._worth is not None and not self._worth.asks()):
             return
         started = time.perf_counter()
         self._history = [*self._history[-1:], experts]
         following = place + 1 if place + 1 < len(self._order) else self._first.get("decoder", 0)
-        next_stack, next_layer = at = self._order[following]
-        goes_on = following > place and next_stack == stack  # else the first layer of another token or of the decoder
-        prediction = self._predictor.predict(
-            Situation(
-                next_stack, following - self._first[next_stack], self._history if goes_on else [],
-                len(experts) if goes_on else 1, self._top_k, lambda: self._scores(at, x) if goes_on else None,
-            )
-        )  # fmt: skip
-        absent = self._cache.absent([ExpertKey(next_stack, next_layer, expert) for expert, _ in prediction])
+        at = self._order[following]
+        if following > place and at.stack == present.stack:
+            n_tokens = len(experts)
+            situation = Situation(at, self._history, n_tokens, self._top_k, lambda: self._scores(at, x))
+        else:  # the first layer of another token, or of the decoder
+            n_tokens = 1
+            situation = Situation(at, [], n_tokens, self._top_k)
+        prediction = self._predictor.predict(situation)
+        absent = self._cache.absent([at.expert(number) for number, _ in prediction])
         ranked = [each for each, is_absent in zip(prediction, absent, strict=True) if is_absent]
         if self._worth is None:
-            most = _UNWEIGHED * self._top_k * (len(experts) if goes_on else 1)
+            most = _UNWEIGHED * self._top_k * n_tokens
             wanted = [expert for expert, _ in ranked[:most]]
         else:
             wanted = self._worth.wanted(ranked, self._nbytes[at])
             self._asked_about, self._asked_s, self._asked_stall_s = at, time.perf_counter(), self._counters.stall_s
-        self._cache.predict([ExpertKey(next_stack, next_layer, expert) for expert in wanted])
+        self._cache.predict([at.expert(number) for number in wanted])
         if self._worth is not None and len(experts) == 1:
             self._worth.asked(time.perf_counter() - started)
 
-    def _scores(self, at: tuple[Stack, int], x: Tensor) -> F64 | None:
-        guess = self.guesses.get(at)
-        if guess is None:
+    def _scores(self, at: LayerKey, x: F32) -> F64 | None:
+        router = self.routers.get(at)
+        if router is None:
             return None
-        with torch.inference_mode():
-            scores: F64 = guess(x).double().numpy()
-        return scores
+        return router.guess(x).astype(np.float64)
 
-    def _time_token(self, stack: Stack, n_tokens: int) -> None:
+    def _time_token(self, stack: StackName, n_tokens: int) -> None:
         """A pass begins: tells the price how long the last one took, if that and this are of a single token."""
         if self._worth is None:
             return

@@ -13,9 +13,10 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.replay import Replay, Step
+from moert.experts.demand import Demand
+from moert.experts.replay import Replay
 from moert.experts.usage import I64, place_of
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.model_spec import ExpertKey
 
 MOST_DEMANDS = 1 << 18
 """Demands that a recorder keeps: 1 MiB, and a fraction of a second to judge."""
@@ -29,12 +30,12 @@ class Recorder:
         self._most = most
         self._codes = array("I")
 
-    def add(self, stack: Stack, layer: int, experts: Sequence[int]) -> None:
-        """What a layer demands, in the order in which it is used. A step is recorded whole or not at all."""
-        self.demands += len(experts)
+    def add(self, demand: Demand) -> None:
+        """Recorded whole or not at all."""
+        self.demands += len(demand.experts)
         if self.demands <= self._most:
-            place = place_of(stack, layer) << 16
-            self._codes.extend([place | expert for expert in experts])
+            place = place_of(demand.at) << 16
+            self._codes.extend([place | expert for expert in demand.experts])
 
     def __len__(self) -> int:
         """Demands that were recorded."""
@@ -47,7 +48,7 @@ class Recorder:
 
 def code_of(key: ExpertKey) -> int:
     """An expert as a recorder writes it."""
-    return place_of(key.stack, key.layer) << 16 | key.expert
+    return place_of(key.at) << 16 | key.expert
 
 
 def headroom(recorded: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> Replay:
@@ -59,20 +60,22 @@ def headroom(recorded: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes
     return _best(recorded.codes(), nbytes, capacity_bytes)[0]
 
 
-def replay_belady(trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> Replay:
+def replay_belady(trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> Replay:
     """The same for a whole trace."""
     return _best(_record(trace).codes(), nbytes, budget_bytes)[0]
 
 
-def reads_of_belady(trace: Sequence[Step], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> npt.NDArray[np.int64]:
+def reads_of_belady(
+    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int
+) -> npt.NDArray[np.int64]:
     """[demands]: the bytes that each demand of a trace, in order, reads under the same rule; 0 for a hit."""
     return _best(_record(trace).codes(), nbytes, budget_bytes)[1]
 
 
-def _record(trace: Sequence[Step]) -> Recorder:
-    recorded = Recorder(sum(len(step.experts) for step in trace))
-    for step in trace:
-        recorded.add(step.stack, step.layer, step.experts)
+def _record(trace: Sequence[Demand]) -> Recorder:
+    recorded = Recorder(sum(len(demand.experts) for demand in trace))
+    for demand in trace:
+        recorded.add(demand)
     return recorded
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from moert.experts.buffers import Buffers
+from moert.experts.demand import Arrivals, Demand
 from moert.experts.eviction import EvictionPolicy
 from moert.experts.lease import Lease, Slot
 from moert.experts.residency import Residency
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.model_spec import ExpertKey
 from moert.stats import ExpertCounters
 
 HANDED_OVER_BYTES = 128 << 10
@@ -106,17 +107,16 @@ class ExpertCache:
             self._buffers.release(capacity_bytes - self._residency.used_bytes)
             self._under_way -= 1
 
-    def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> tuple[list[ExpertKey], int]:
-        """The router of `layer` has decided on `experts`: predictions for it are over. Gives the predicted experts that
-        were begun to be read, and how many of `experts` are still to be read from the beginning."""
+    def begin(self, demand: Demand) -> Arrivals:
+        """A layer begins: predictions for it are over."""
         with self._lock:
             self._under_way += 1
             self._expect_nothing()
-            self._residency.begin_layer(stack, layer, experts)
+            self._residency.begin(demand)
             begun, self._begun = self._begun, []
-            missing = sum(ExpertKey(stack, layer, expert) not in self._slots for expert in experts)
+            missing = sum(key not in self._slots for key in demand.expert_keys())
             self._under_way -= 1
-        return begun, missing
+        return Arrivals(begun, missing)
 
     def absent(self, keys: Sequence[ExpertKey]) -> list[bool]:
         """Which experts are neither in memory nor being read."""

@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from moert.experts.succession import Succession
 from moert.experts.usage import F64, FORGETTING, Candidates, place_of
-from moert.pack.model_spec import Stack
+from moert.pack.model_spec import LayerKey
 
-Layer = tuple[Stack, int]
-LayerOrder = Sequence[Layer]
+LayerOrder = Sequence[LayerKey]
 """Every layer with experts, in the order of execution (ModelSpec.moe_layers)."""
 
 _RARELY = 1e-9  # stands for the probability of what was never demanded
@@ -23,7 +22,7 @@ _RARELY = 1e-9  # stands for the probability of what was never demanded
 class EvictionPolicy(Protocol):
     """Says what each candidate is worth by itself, whatever the others are."""
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
 
         `present` is the layer being executed; what it still needs is not among the candidates.
@@ -45,45 +44,45 @@ class PaperEviction:
     def __init__(self, order: LayerOrder) -> None:
         self._nearness = {present: self._row(order, present) for present in order}
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         nearness = self._nearness[present][candidates.place]
         return np.where(nearness < 0, -1, candidates.frequency * nearness)
 
     @staticmethod
-    def _row(order: LayerOrder, present: Layer) -> npt.NDArray[np.int64]:
+    def _row(order: LayerOrder, present: LayerKey) -> npt.NDArray[np.int64]:
         """[places of layers]: how near each layer is to the present one; -1 where the decoder never asks for it."""
-        cycle = [layer for layer in order if layer[0] == "decoder"] if present[0] == "decoder" else list(order)
-        row = np.full(1 + max(place_of(*layer) for layer in order), -1)
+        cycle = [layer for layer in order if layer.stack == "decoder"] if present.stack == "decoder" else list(order)
+        row = np.full(1 + max(place_of(layer) for layer in order), -1)
         for index, layer in enumerate(cycle):
-            row[place_of(*layer)] = (len(cycle) - index + cycle.index(present)) % len(cycle)
+            row[place_of(layer)] = (len(cycle) - index + cycle.index(present)) % len(cycle)
         return row
 
 
 class LeastRecentlyUsed:
     """Evicts what was demanded longest ago; what was never demanded counts from when it was loaded."""
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return np.maximum(candidates.last_used, candidates.loaded_at)
 
 
 class LeastFrequentlyUsed:
     """Evicts what was demanded least often since the start."""
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return candidates.frequency
 
 
 class FirstInFirstOut:
     """Evicts what was loaded first."""
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return candidates.loaded_at
 
 
 class LastInFirstOut:
     """Evicts what was loaded last, so that what filled the memory first stays: a fixed preload buffer (STI)."""
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return -candidates.loaded_at
 
 
@@ -101,9 +100,9 @@ class ExpectedWait:
         self._succession = succession
         self._latest: dict[int, tuple[int, ...]] = {}  # by place: what _following was looked up for
         self._following = np.zeros((0, 0))  # [places, num_experts], not a number where nothing is known
-        self._n_places = 1 + max(place_of(*layer) for layer in order)
+        self._n_places = 1 + max(place_of(layer) for layer in order)
 
-    def worth(self, candidates: Candidates, present: Layer) -> npt.NDArray[Any]:
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         often = candidates.frequency / np.maximum(candidates.visits, 1)
         lately: F64 = (1.0 - FORGETTING) * candidates.recent * np.exp2(log2(FORGETTING) * candidates.age)
         probability: F64 = 0.5 * (often + lately)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from moert.experts.ahead import Lookahead
-from moert.experts.belady import Recorder
 from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache
+from moert.experts.demand import Demand, Listener
 from moert.experts.lease import Lease
-from moert.experts.replay import Step
-from moert.kernels.backend import ROWS, Backend
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.kernels.backend import I64, ROWS, Backend
+from moert.pack.codec import F32
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack
 
 WAVE_BYTES = 1 << 20
@@ -25,46 +23,43 @@ class CachedExperts:
     """The ExpertRunner of moert.models: experts from the cache, in ascending order, so that answers don't depend on it.
 
     `ahead` reads the next layer's likely experts while this layer computes; None: nothing is read before it is
-    demanded. `recorder` and `trace` collect the demand of each layer, the one in little memory and up to a limit.
+    demanded. `listeners` hear of each demand.
     """
 
     def __init__(
         self, pack: Pack, cache: ExpertCache, backend: Backend, ahead: Lookahead | None,
-        recorder: Recorder | None = None, trace: list[Step] | None = None,
+        listeners: Iterable[Listener] = (),
     ) -> None:  # fmt: skip
-        self.trace = trace
-        self._recorder = recorder
+        self.listeners = list(listeners)
         self._cache, self._backend, self._ahead = cache, backend, ahead
         manifest = pack.manifest
         mean_bytes = sum(entry.file_bytes for entry in manifest.experts) / len(manifest.experts)
         self._overlaps = mean_bytes >= HANDED_OVER_BYTES
-        self._moe = manifest.model.moe
+        self._ffn = manifest.model.moe.ffn
         self._keys = {
-            (stack, layer): [ExpertKey(stack, layer, expert) for expert in range(self._moe.num_experts)]
-            for stack, layer in manifest.model.moe_layers()
+            at: [at.expert(number) for number in range(manifest.model.moe.n)] for at in manifest.model.moe_layers()
         }
 
-    def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
-        """See moert.models.moe.ExpertRunner. Raises PackError if an expert can't be read."""
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
+        """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
         if len(hidden) == 1:
             taken = experts[0] >= 0
-            self.run_one(stack, layer, hidden, experts[0][taken].tolist(), weights[0][taken], out)
+            self._run_one(at, hidden, experts[0][taken].tolist(), np.ascontiguousarray(weights[0][taken]), out)
             return
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)[int((chosen < 0).sum()) :]  # without those that were dropped
-        taken = chosen[order].bincount()
-        needed = taken.nonzero().flatten()
-        keys, counts = self._begin(stack, layer, needed.tolist()), taken[needed].tolist()
-        tokens, weights = order // experts.shape[1], weights.flatten()[order]
+        chosen = experts.reshape(-1)
+        order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]  # without those that were dropped
+        needed, counts = np.unique(chosen[order], return_counts=True)
+        keys, rows_of = self._begin(at, needed.tolist()), counts.tolist()
+        tokens, share = (order // experts.shape[1]).astype(np.int32), weights.reshape(-1)[order]
         first = row = 0
-        for stop in self._waves(keys, counts, len(hidden)):
+        for stop in self._waves(keys, rows_of, len(hidden)):
             with self._cache.lease(keys[first:stop], keys[stop:]) as lease:
                 if self._ahead is not None and stop == len(keys):
-                    self._ahead.look(stack, layer, experts.numpy(), out)
-                for rows in _pieces(counts[first:stop]):
+                    self._ahead.look(at, experts, out)
+                for rows in _pieces(rows_of[first:stop]):
                     until = row + sum(rows)
-                    self._backend.run_all(
-                        lease.all(), rows, tokens[row:until], weights[row:until], hidden, out, self._moe
+                    self._backend.mixture(
+                        lease.all(), rows, tokens[row:until], share[row:until], hidden, out, self._ffn
                     )
                     row = until
             first = stop
@@ -82,40 +77,38 @@ class CachedExperts:
         if keys:
             yield len(keys)
 
-    def run_one(
-        self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor
-    ) -> None:
+    def _run_one(self, at: LayerKey, hidden: F32, experts: list[int], weights: F32, out: F32) -> None:
         """The same for one token, whose experts are in memory all at once."""
-        with self._cache.lease(self._begin(stack, layer, experts)) as lease:
+        with self._cache.lease(self._begin(at, experts)) as lease:
             if self._ahead is not None:
-                self._ahead.look(stack, layer, np.array([experts]), out)
+                self._ahead.look(at, np.array([experts]), out)
             ready = lease.ready()
             if self._overlaps and len(ready) < len(experts):
                 self._run_as_they_come(lease, ready, hidden, weights, out)
-            else:
-                self._backend.mix(lease.all(), weights, hidden, out, self._moe)
+            elif experts:
+                ones, first = [1] * len(experts), np.zeros(len(experts), np.int32)
+                self._backend.mixture(lease.all(), ones, first, weights, hidden, out, self._ffn)
 
-    def _run_as_they_come(self, lease: Lease, ready: list[int], hidden: Tensor, weights: Tensor, out: Tensor) -> None:
+    def _run_as_they_come(self, lease: Lease, ready: list[int], hidden: F32, weights: F32, out: F32) -> None:
         """Computes with the experts that are there while others are read; added up in their order all the same."""
         missing = [place for place in range(len(weights)) if place not in ready]
-        parts = torch.empty(len(weights), hidden.shape[1])
-        self._backend.parts([lease.expert(place) for place in ready], hidden, self._moe, parts[: len(ready)])
+        parts = np.empty((len(weights), hidden.shape[1]), np.float32)
+        self._backend.parts([lease.expert(place) for place in ready], hidden, parts[: len(ready)], self._ffn)
         for row, place in enumerate(missing, len(ready)):
-            self._backend.parts([lease.expert(place)], hidden, self._moe, parts[row : row + 1])
-        order = torch.tensor([*ready, *missing]).argsort()
+            self._backend.parts([lease.expert(place)], hidden, parts[row : row + 1], self._ffn)
+        order = np.argsort([*ready, *missing])
         self._backend.add_parts(parts[order], weights, out)
 
-    def _begin(self, stack: Stack, layer: int, needed: list[int]) -> list[ExpertKey]:
+    def _begin(self, at: LayerKey, needed: list[int]) -> list[ExpertKey]:
         """The router has decided: `needed`, ascending, each once."""
-        begun, missing = self._cache.begin_layer(stack, layer, needed)
+        demand = Demand(at, tuple(needed))
+        arrivals = self._cache.begin(demand)
         if self._ahead is not None:
-            self._ahead.spoken(stack, layer, needed, begun, missing)
-        if self._recorder is not None:
-            self._recorder.add(stack, layer, needed)
-        if self.trace is not None:
-            self.trace.append(Step(stack, layer, tuple(needed)))
-        table = self._keys[stack, layer]
-        return [table[expert] for expert in needed]
+            self._ahead.demanded(demand, arrivals)
+        for hear in self.listeners:
+            hear(demand)
+        table = self._keys[at]
+        return [table[number] for number in needed]
 
 
 def _pieces(counts: list[int]) -> list[list[int]]:

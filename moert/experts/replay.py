@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moert.experts.demand import Demand
 from moert.experts.eviction import EvictionPolicy
 from moert.experts.residency import Residency
-from moert.pack.model_spec import ExpertKey, Stack
-
-
-@dataclass(frozen=True)
-class Step:
-    """One layer of one forward pass: the experts that its router selected, each once, ascending."""
-
-    stack: Stack
-    layer: int
-    experts: tuple[int, ...]
-
-    def expert_keys(self) -> list[ExpertKey]:
-        return [ExpertKey(self.stack, self.layer, expert) for expert in self.experts]
+from moert.pack.model_spec import ExpertKey
 
 
 @dataclass(frozen=True)
@@ -38,26 +27,26 @@ class Replay:
         return self.hits / self.demands if self.demands else 0.0
 
 
-Observer = Callable[[Step, Sequence[ExpertKey], Sequence[ExpertKey], Residency], None]
-"""Called with the step, experts that were brought in at once, who was evicted for them, and who is resident."""
+Observer = Callable[[Demand, Sequence[ExpertKey], Sequence[ExpertKey], Residency], None]
+"""Called with the demand, experts that were brought in at once, who was evicted for them, and who is resident."""
 
 
 def replay(
-    trace: Iterable[Step],
+    trace: Iterable[Demand],
     nbytes: Mapping[ExpertKey, int],
     budget_bytes: int,
     policy: EvictionPolicy,
     observer: Observer | None = None,
 ) -> Replay:
-    """What a step needs is brought in at once if it fits together, as for one token, else expert by expert.
+    """What a layer needs is brought in at once if it fits together, as for one token, else expert by expert.
 
     Raises ValueError if some demanded expert alone is larger than the budget.
     """
     residency = Residency(budget_bytes, policy)
     demands = misses = bytes_read = evictions = peak = 0
-    for step in trace:
-        residency.begin_layer(step.stack, step.layer, step.experts)
-        keys = step.expert_keys()
+    for demand in trace:
+        residency.begin(demand)
+        keys = demand.expert_keys()
         demands += len(keys)
         for group in _groups(residency, keys, nbytes):
             missing = [key for key in group if key not in residency]
@@ -71,7 +60,7 @@ def replay(
                 evictions += len(victims)
                 peak = max(peak, residency.used_bytes)
                 if observer is not None:
-                    observer(step, missing, victims, residency)
+                    observer(demand, missing, victims, residency)
             for key in group:
                 residency.demand(key)
                 residency.done(key)

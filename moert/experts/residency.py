@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from moert.experts.eviction import EvictionPolicy, Layer
+from moert.experts.demand import Demand
+from moert.experts.eviction import EvictionPolicy
 from moert.experts.usage import Usage
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 
 class Residency:
@@ -24,9 +25,9 @@ class Residency:
         self.used_bytes = 0
         self.policy = policy
         self._usage = Usage()
-        self._present: Layer | None = None
-        self._needed: set[tuple[Stack, int, int]] = set()
-        self._resident: dict[tuple[Stack, int, int], int] = {}  # key → row of the usage
+        self._present: LayerKey | None = None
+        self._needed: set[ExpertKey] = set()
+        self._resident: dict[ExpertKey, int] = {}  # key → row of the usage
         self._is_resident = bytearray()  # by row
         self._nbytes = array("q")  # by row
         self._smallest = 1 << 62  # of all experts so far
@@ -37,11 +38,11 @@ class Residency:
     def __iter__(self) -> Iterator[ExpertKey]:
         return (self._usage.keys[row] for row in self._resident.values())
 
-    def begin_layer(self, stack: Stack, layer: int, experts: Collection[int]) -> None:
-        """The router has decided: `experts` are what this layer needs."""
-        self._present = (stack, layer)
-        self._usage.visit(stack, layer, experts)
-        self._needed = {(stack, layer, expert) for expert in experts}
+    def begin(self, demand: Demand) -> None:
+        """A layer begins; what it needs is guarded until it was used."""
+        self._present = demand.at
+        self._usage.visit(demand)
+        self._needed = set(demand.expert_keys())
 
     def owes(self) -> bool:
         """True while something that the present layer has still to use is not resident."""
@@ -101,7 +102,7 @@ class Residency:
         return chosen if missing <= 0 else None
 
     def _choose(
-        self, missing: int, guarded: Sequence[Collection[tuple[Stack, int, int]]], present: Layer
+        self, missing: int, guarded: Sequence[Collection[ExpertKey]], present: LayerKey
     ) -> tuple[list[ExpertKey], int]:
         """What the policy lets go first, and the bytes that are missing then (none if 0 or less)."""
         free = bytearray(self._is_resident)
@@ -126,5 +127,5 @@ class Residency:
 
     def _last_resort(self, locked: Collection[ExpertKey], predicted: Sequence[ExpertKey]) -> list[ExpertKey]:
         unlikely_first = [key for key in reversed(predicted) if key not in self._needed]
-        needed_last_first = [ExpertKey(*key) for key in sorted(self._needed, reverse=True)]
+        needed_last_first = sorted(self._needed, reverse=True)
         return [key for key in (*unlikely_first, *needed_last_first) if key in self and key not in locked]

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 from moert.experts.drive import IoSettings, in_page_cache, open_expert, read_into
-from moert.kernels.backend import Backend, Expert
+from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
+from moert.kernels.checksum import crc32
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
+from moert.pack.layout import group_of
+from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, unreadable
 from moert.stats import ExpertCounters
@@ -35,8 +38,7 @@ class ExpertStore:
         self._pack, self._backend, self._counters = pack, backend, counters
         self._lock = threading.Lock()
         self._files = {entry.key: os.fspath(pack.file(entry.path)) for entry in pack.manifest.experts}
-        for entry in pack.manifest.experts:
-            pack.layout(entry.key)  # so that no thread has to
+        self._views = {entry.key: _views(pack, entry) for entry in pack.manifest.experts}
 
     def files(self) -> list[Path]:
         """The files of all experts."""
@@ -68,7 +70,7 @@ class ExpertStore:
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """What was read, as the backend takes it."""
-        return self._backend.expert(self._pack, key, buffer)
+        return self._backend.expert(ExpertView(buffer, self._views[key]))
 
     def _read_once(self, key: ExpertKey, into: U8) -> None:
         path = self._files[key]
@@ -83,10 +85,22 @@ class ExpertStore:
         if found != len(into):
             relative = self._pack.entry(key).path
             raise FileTruncated(f"{relative}: read {found} of {len(into)} bytes: copy the pack again")
-        self._pack.check_expert(key, into)
+        self._pack.check_expert(key, into, crc32)
 
     def _named(self, key: ExpertKey, error: Exception) -> PackError:
         if isinstance(error, OSError):
             return unreadable(self._pack.root, self._pack.entry(key).path, error)
         assert isinstance(error, PackError)
         return error
+
+
+def _views(pack: Pack, entry: ExpertEntry) -> dict[str, ProjectionView]:
+    """Where the projections of an expert lie in its file."""
+    quantization, layout, views = pack.manifest.quantization, pack.layout(entry.key), {}
+    for name, width in entry.bits.items():
+        shape = pack.manifest.model.projection_shape(name)
+        parts = ("weight",) if width == 16 else ("qweight", "scale", "min")
+        places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in parts)
+        group = group_of(shape[1], quantization.group_size)
+        views[name] = ProjectionView(shape, width, group, quantization.dtype16, places)
+    return views

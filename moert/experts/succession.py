@@ -30,12 +30,12 @@ class Succession:
 
         The trace must be one of this model (Trace.check).
         """
-        if "decoder" not in trace.stacks or 2 * len(spec.decoder.moe_layers) * trace.num_experts**2 > MOST_BYTES:
+        if "decoder" not in trace.stacks or 2 * len(spec.moe_layers("decoder")) * trace.num_experts**2 > MOST_BYTES:
             return cls({})
         chosen = trace.stacks["decoder"].experts[first_token:].astype(np.int64)  # [tokens, layers, top_k]
         return cls({
-            place_of("decoder", layer): _shares(chosen[:, index], trace.num_experts)
-            for index, layer in enumerate(spec.decoder.moe_layers)
+            place_of(at): _shares(chosen[:, index], trace.num_experts)
+            for index, at in enumerate(spec.moe_layers("decoder"))
         })  # fmt: skip
 
     def after(self, place: int, experts: Collection[int]) -> F64 | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.experts.demand import Demand
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -51,9 +52,9 @@ class Candidates:
     """Not a column: the experts that each layer (by place) demanded at its latest visit."""
 
 
-def place_of(stack: Stack, layer: int) -> int:
+def place_of(at: LayerKey) -> int:
     """A number for each layer of either stack."""
-    return 2 * layer + (stack == "decoder")
+    return 2 * at.layer + (at.stack == "decoder")
 
 
 class Usage:
@@ -63,7 +64,7 @@ class Usage:
         self.clock = 0
         self.steps = 0
         self.keys: list[ExpertKey] = []
-        self._rows: dict[tuple[Stack, int, int], int] = {}
+        self._rows: dict[ExpertKey, int] = {}
         self._order, self._place = array("q"), array("q")
         self._frequency, self._last_used, self._loaded_at = array("q"), array("q"), array("q")
         self._last_visit, self._recent = array("q"), array("d")
@@ -76,7 +77,7 @@ class Usage:
         if row is None:
             row = self._rows[key] = len(self.keys)
             self.keys.append(key)
-            place = place_of(key.stack, key.layer)
+            place = place_of(key.at)
             self._know(place)
             self._place.append(place)
             self._order.append(((key.stack == "encoder") << 48) | key.layer << 16 | key.expert)
@@ -87,9 +88,9 @@ class Usage:
         self._loaded_at[row] = self.clock
         return row
 
-    def visit(self, stack: Stack, layer: int, experts: Iterable[int]) -> None:
-        """A layer begins that demands `experts`."""
-        place = place_of(stack, layer)
+    def visit(self, demand: Demand) -> None:
+        """A layer begins."""
+        place = place_of(demand.at)
         self._know(place)
         self.steps += 1
         since, visits = self.steps - self._visited_at[place], self._visits[place]
@@ -97,7 +98,7 @@ class Usage:
             self._interval[place] += (since - self._interval[place]) * (_USUAL if visits > 1 else 1.0)
         self._visited_at[place] = self.steps
         self._visits[place] = visits + 1
-        self._latest[place] = tuple(experts)
+        self._latest[place] = demand.experts
 
     def demand(self, row: int) -> None:
         """The present visit of the expert's layer demands it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from moert.pack.codec import F32
 
 
-def choose(logits: Tensor) -> int:
+def choose(logits: F32) -> int:
     """logits [vocab] → the id with the largest; the smallest id among equals."""
-    return int(logits.numpy().argmax())
+    return int(logits.argmax())

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
+import numpy as np
 
 from moert.generation import greedy, sampling
 from moert.generation.settings import GenerationSettings
 from moert.models.model import Model
+from moert.pack.codec import F32
 
 StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "interrupted"]
 
@@ -64,13 +65,13 @@ class Generation:
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
         self._held = ""  # text that may turn out to begin a stop string
-        self._generator = torch.Generator().manual_seed(settings.seed)
+        self._generator = np.random.default_rng(settings.seed)
 
     @property
     def result(self) -> GenerationResult:
         return GenerationResult(list(self.tokens), self.text, self.stop_reason)
 
-    def take(self, logits: torch.Tensor) -> Piece:
+    def take(self, logits: F32) -> Piece:
         """Chooses the next token from its logits [vocab]; `ended` tells whether it is the last."""
         token = self._choose(logits)
         self.tokens.append(token)
@@ -85,13 +86,13 @@ class Generation:
             self.ended = True
         return Piece(token, text)
 
-    def _choose(self, logits: torch.Tensor) -> int:
+    def _choose(self, logits: F32) -> int:
         if self.settings.temperature == 0.0:
             return greedy.choose(logits)
         return sampling.choose(logits, self.settings, self._generator)
 
     def _reason_to_stop(self, token: int) -> StopReason | None:
-        if token in self.model.spec.eos_token_ids:
+        if token in self.model.spec.tokens.eos and not self.settings.ignore_eos:
             return "eos"
         if len(self.tokens) >= self.settings.max_new_tokens:
             return "max_new_tokens"
@@ -115,7 +116,7 @@ class Generation:
 def advance(model: Model, generations: Sequence[Generation]) -> Iterator[list[Piece]]:
     """Runs new generations together to their ends: each turn gives a piece of every one that had not ended."""
     states, rows = zip(*model.prefill_many([generation.prompt_ids for generation in generations]), strict=True)
-    running, logits = list(zip(generations, states, strict=True)), torch.stack(rows)
+    running, logits = list(zip(generations, states, strict=True)), np.stack(rows)
     del states, rows  # what has ended frees its keys and values
     while True:
         yield [generation.take(row) for (generation, _), row in zip(running, logits, strict=True)]

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-from torch import Tensor
+import numpy as np
 
 from moert.generation.settings import GenerationSettings
+from moert.pack.codec import F32
 
 
-def choose(logits: Tensor, settings: GenerationSettings, generator: torch.Generator) -> int:
+def choose(logits: F32, settings: GenerationSettings, generator: np.random.Generator) -> int:
     """logits [vocab] → an id, drawn from what the settings leave."""
-    probabilities = filtered(logits, settings).softmax(-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    below = np.cumsum(softmax(filtered(logits, settings)), dtype=np.float64)
+    return int(np.searchsorted(below, generator.random() * below[-1], side="right"))
 
 
-def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
+def filtered(logits: F32, settings: GenerationSettings) -> F32:
     """logits [vocab] → the same over the temperature, minus infinity where a filter refuses a token."""
-    scores = logits / settings.temperature
-    if not bool(scores.isfinite().all()):  # so cold that float32 overflows: only distances to the largest matter
-        scores = ((logits.double() - logits.max()) / settings.temperature).float()
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scores: F32 = logits / np.float32(settings.temperature)
+    if not np.isfinite(scores).all():  # so cold that float32 overflows: only distances to the largest matter
+        with np.errstate(over="ignore"):
+            scores = ((logits.astype(np.float64) - logits.max()) / settings.temperature).astype(np.float32)
     if settings.top_k:
         scores = keep_top_k(scores, settings.top_k)
     if settings.top_p < 1.0:
@@ -30,21 +30,32 @@ def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
     return scores
 
 
-def keep_top_k(scores: Tensor, k: int) -> Tensor:
+def keep_top_k(scores: F32, k: int) -> F32:
     """Keeps the k largest, and any equal to the last of them."""
-    smallest = scores.topk(min(k, scores.shape[-1])).values[-1]
-    return scores.masked_fill(scores < smallest, -math.inf)
+    k = min(k, len(scores))
+    smallest = np.partition(scores, len(scores) - k)[len(scores) - k]
+    kept: F32 = np.where(scores < smallest, np.float32(-np.inf), scores)
+    return kept
 
 
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
+def keep_top_p(scores: F32, p: float) -> F32:
     """Keeps the likeliest tokens until they hold a probability of p, at least one."""
-    ascending, order = scores.sort()
-    below = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    order = np.argsort(scores, kind="stable")
+    below = np.cumsum(softmax(scores[order])) <= np.float32(1 - p)
     below[-1] = False
-    return scores.masked_fill(torch.zeros_like(below).scatter(0, order, below), -math.inf)
+    kept: F32 = scores.copy()
+    kept[order[below]] = -np.inf
+    return kept
 
 
-def keep_min_p(scores: Tensor, p: float) -> Tensor:
+def keep_min_p(scores: F32, p: float) -> F32:
     """Keeps what is at least p times as likely as the likeliest token."""
-    probabilities = scores.softmax(-1)
-    return scores.masked_fill(probabilities < p * probabilities.max(), -math.inf)
+    probabilities = softmax(scores)
+    kept: F32 = np.where(probabilities < np.float32(p) * probabilities.max(), np.float32(-np.inf), scores)
+    return kept
+
+
+def softmax(scores: F32) -> F32:
+    powers = np.exp(scores - scores.max())
+    shares: F32 = powers / powers.sum()
+    return shares

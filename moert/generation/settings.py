@@ -20,7 +20,7 @@ class GenerationSettings:
 
     `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set that holds this much probability (1: all),
     `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before the first of
-    `stop_strings`. Raises InvalidSetting.
+    `stop_strings`, and after an end token unless `ignore_eos`. Raises InvalidSetting.
     """
 
     max_new_tokens: int = 256
@@ -30,6 +30,7 @@ class GenerationSettings:
     min_p: float = 0.0
     seed: int = 0
     stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
     @property
     def without_effect(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The arithmetic: what models ask of it, a readable version in torch, and a fast one in C."""
+"""The arithmetic: what models ask of it, a readable version in numpy, and a fast one in C."""
 
 from __future__ import annotations
 

@@ -1,28 +1,44 @@
-"""What models and the expert executor ask of the arithmetic; reference.py and native.py give it."""
+"""What models and the expert executor ask of the arithmetic: coarse operations on C-contiguous float32 arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NewType, Protocol, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar, cast
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from moert.pack.codec import U8, QuantizedMatrix
-from moert.pack.model_spec import ExpertKey, MoeSpec
-from moert.pack.reader import Pack
+from moert.pack.codec import F32, U8, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
+from moert.pack.parts import Attention, Ffn
+
+I64 = npt.NDArray[np.int64]
 
 ROWS = 256
-"""Tokens of a prompt that are handed over at once, which bounds what the arithmetic needs beside them; a fixed number,
-so that no budget changes answers."""
+"""Rows of a prompt that a caller passes on at once, so that what is made of them stays small."""
 
-StoredWeights = Tensor | QuantizedMatrix
-"""One weight of the backbone: a tensor of the type that is stored, or a matrix of fewer bits."""
+
+@dataclass(frozen=True)
+class Floats:
+    """A tensor of floats as it is stored; `data` has the numbers' bytes: float16, bfloat16 as uint16, or float32."""
+
+    dtype: Literal["F16", "BF16", "F32"]
+    data: npt.NDArray[np.generic]
+
+    def widened(self) -> F32:
+        """A copy in float32."""
+        if self.dtype == "BF16":
+            return from_bfloat16(self.data.view(np.uint16))
+        return self.data.astype(np.float32)
+
+
+Stored = Floats | QuantizedMatrix
+"""A matrix [out, in] of the backbone."""
 
 M = TypeVar("M")
-"""What a backend holds a dense matrix [out, in] as."""
-
+"""What a backend holds a matrix as."""
 E = TypeVar("E")
-"""What a backend holds the weights of one feed-forward part as."""
+"""What a backend holds the weights of one feed-forward as."""
 
 Matrix = NewType("Matrix", object)
 """The same where any backend may be in use: only the backend that made it looks inside."""
@@ -31,105 +47,147 @@ Expert = NewType("Expert", object)
 """As Matrix."""
 
 
-class AttentionBlock(Protocol[M]):
-    """The weights and settings of one attention block; k and v are None where keys and values are given to it."""
+class ExpertView(NamedTuple):
+    """An expert as its file lies in a buffer."""
 
-    norm: Tensor  # [d_model]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    q: M
-    o: M
-    heads: int
-    kv_heads: int
-    head_dim: int
+    buffer: U8
+    projections: Mapping[str, ProjectionView]
+
+
+class ProjectionView(NamedTuple):
+    """`places`: where in the buffer its weights begin, or its codes, scales and minima."""
+
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    dtype16: Literal["F16", "BF16"]
+    places: tuple[int, ...]
+
+    def stored(self, buffer: U8) -> Stored:
+        """What lies in the buffer, not copied."""
+        out, inputs = self.shape
+        if self.bits == 16:
+            data = buffer[self.places[0] :][: 2 * out * inputs].view(np.uint16).reshape(out, inputs)
+            return Floats(self.dtype16, data.view(np.float16) if self.dtype16 == "F16" else data)
+        groups, size = n_groups(inputs, self.group_size), row_bytes(inputs, self.bits)
+        codes = buffer[self.places[0] :][: out * size].reshape(out, size)
+        scale, minimum = (
+            buffer[at:][: 2 * out * groups].view(np.float16).reshape(out, groups) for at in self.places[1:]
+        )
+        return QuantizedMatrix(self.bits, inputs, self.group_size, codes, scale, minimum)
+
+
+@dataclass(frozen=True)
+class AttentionWeights(Generic[M]):
+    """One attention. norm [d_model]; q_norm, k_norm as its part says; sinks [n]. `own`: tokens attend to the sequence
+    that they are of, else to what was kept before; `causal`: to no later ones. The first `rope_dims` features of a head
+    turn."""
+
+    part: Attention
     eps: float
-    scale: float
-    clip: float | None
-
-    @property
-    def k(self) -> M | None: ...
-
-    @property
-    def v(self) -> M | None: ...
-
-
-class AttentionStep(Protocol):
-    """One token through one attention block."""
-
-    def __call__(
-        self, x: Tensor, keys: Tensor, values: Tensor, length: int, turn: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """x [1, d_model] += attention(norm(x)). keys, values [kv_heads, ≥ length, head_dim], float32; unless they are
-        given, those of this token are written to row length - 1. turn [2, head_dim]: cosines and signed sines. bias
-        [heads, length]."""
-        ...
+    own: bool
+    causal: bool
+    rope_dims: int
+    norm: F32
+    q_norm: F32 | None
+    k_norm: F32 | None
+    sinks: F32 | None
+    q: M
+    k: M
+    v: M
+    o: M
 
 
-class StepsOf(Protocol[M]):
-    """Whole steps of one token as one call each, where many small ones would cost more than the arithmetic."""
+class Positions(NamedTuple):
+    """Of the tokens that are read: `turns` [tokens, 2, dims / 2] cosines and sines, or None; `bias` [heads, offsets] by
+    how far a key lies after the query, of which the one at `zero` is that of the query itself, or None."""
 
-    def attention(self, block: AttentionBlock[M]) -> AttentionStep: ...
+    turns: F32 | None = None
+    bias: F32 | None = None
+    zero: int = 0
 
-    def route(self, x: Tensor, norm: Tensor, eps: float, router: M, moe: MoeSpec) -> tuple[Tensor, list[int], Tensor]:
-        """x [1, d_model] → norm(x), top_k experts ascending, their weights [top_k]; the tensors are written anew by the
-        next call."""
-        ...
 
-    def head(self, x: Tensor, norm: Tensor, eps: float, factor: float, matrix: M) -> Tensor:
-        """x [1, d_model] → matrix · (norm(x) * factor), [1, out]."""
-        ...
+class KeptKeys(Protocol):
+    """What is asked of moert.models.kv.Kept."""
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    key_steps: npt.NDArray[np.float16] | None
+    value_steps: npt.NDArray[np.float16] | None
+    length: int
 
 
 class BackendOf(Protocol[M, E]):
-    """Activations are float32. Not for use by several threads at once."""
+    """Not for use by several threads at once. One token or many: each gets the same bits."""
 
     name: str
+
+    threads: int
 
     widens: bool
     """True if weights are held and computed with in float32; False if they stay as they are stored."""
 
-    @property
-    def steps(self) -> StepsOf[M] | None: ...
-
-    def matrix(self, stored: StoredWeights) -> M:
+    def matrix(self, stored: Stored) -> M:
         """A copy: `stored` may lie in a mapped file."""
         ...
 
-    def rows(self, matrix: M, ids: Sequence[int]) -> Tensor:
+    def rows(self, matrix: M, ids: Sequence[int]) -> F32:
         """Rows of a matrix as they are: [len(ids), in]."""
         ...
 
-    def linear(self, x: Tensor, matrices: Sequence[M]) -> Tensor:
-        """x [tokens, in] → [tokens, all rows of the matrices, one matrix after the other]."""
+    def linear(self, x: F32, matrix: M) -> F32:
+        """x [tokens, in] → [tokens, out]"""
         ...
 
-    def expert(self, pack: Pack, key: ExpertKey, buffer: U8) -> E:
-        """An expert whose file was read into `buffer`, which it keeps alive."""
+    def norm(self, x: F32, weight: F32, eps: float) -> F32:
+        """x [tokens, n] → x / √(mean(x²) + eps) · weight"""
+        ...
+
+    def attend(self, weights: AttentionWeights[M], x: F32, kept: KeptKeys, start: int, positions: Positions) -> None:
+        """x [tokens, d_model] += attention(norm(x)) for the tokens of one sequence from position `start` on, whose keys
+        and values are written to `kept` first, if they are not given."""
+        ...
+
+    def keep(self, weights: AttentionWeights[M], encoded: F32, kept: KeptKeys, start: int) -> None:
+        """Writes keys and values of encoded [tokens, d_model] to `kept` from `start` on."""
+        ...
+
+    def scores(self, x: F32, norm: F32, eps: float, router: M) -> tuple[F32, F32]:
+        """x [tokens, d_model] → norm(x), and softmax(router · norm(x)) [tokens, experts]."""
+        ...
+
+    def choose(self, probabilities: F32, top_k: int, renormalise: bool) -> tuple[I64, F32]:
+        """probabilities [tokens, experts], which are spoiled → the largest [tokens, top_k], ascending by number, the
+        first of equal ones; and their probabilities."""
+        ...
+
+    def head(self, x: F32, norm: F32, eps: float, factor: float, matrix: M) -> F32:
+        """x [tokens, d_model] → matrix · (norm(x) · factor), [tokens, out]"""
+        ...
+
+    def expert(self, view: ExpertView) -> E:
+        """Keeps the buffer alive."""
         ...
 
     def dense(self, gate: M | None, up: M, down: M) -> E:
-        """The feed-forward part of a layer without experts, as if it were one."""
+        """The feed-forward of a layer without experts, as if it were one."""
         ...
 
-    def mix(self, experts: Sequence[E], weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
-        """One token: out [1, d_model] += the sum of weights [n] times expert(x [1, d_model]), in the order given."""
-        ...
-
-    def parts(self, experts: Sequence[E], x: Tensor, moe: MoeSpec, out: Tensor) -> None:
-        """The same in two steps, where experts come one after the other: out [n, d_model] = expert(x) for each."""
-        ...
-
-    def add_parts(self, parts: Tensor, weights: Tensor, out: Tensor) -> None:
-        """out [1, d_model] += the sum of weights [n] times parts [n, d_model], in the order given: bit for bit what
-        `mix` gives."""
-        ...
-
-    def run_all(
-        self, experts: Sequence[E], counts: Sequence[int], tokens: Tensor, weights: Tensor, x: Tensor,
-        out: Tensor, moe: MoeSpec,
+    def mixture(
+        self, experts: Sequence[E], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32, x: F32,
+        out: F32, spec: Ffn,
     ) -> None:  # fmt: skip
-        """Many tokens, one expert after the other, each with the next `counts` of the tokens (int64 [n]) and weights
-        [n]: out[tokens] += weights[:, None] * expert(x[tokens]). No token comes twice to an expert."""
+        """One expert after the other, each with the next `counts` of the tokens [n] and weights [n]:
+        out[tokens] += weights[:, None] · expert(x[tokens]). No token comes twice to an expert."""
+        ...
+
+    def parts(self, experts: Sequence[E], x: F32, out: F32, spec: Ffn) -> None:
+        """The same in two steps for one token x [1, d_model]: out [n, d_model] = expert(x) for each."""
+        ...
+
+    def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
+        """out [1, d_model] += the sum of weights [n] times parts [n, d_model], in the order given: bit for bit what
+        `mixture` gives."""
         ...
 
     def close(self) -> None: ...

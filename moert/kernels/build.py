@@ -11,13 +11,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread"]
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-pthread"]
+LINK = ["-shared", "-pthread", "-Wl,--strip-debug"]  # what some compilers put in unasked
 
 
 class CompilerMissing(Exception):
@@ -44,20 +48,19 @@ def find_compiler() -> list[str]:
 def compile_library(target: Path) -> None:
     """Writes the library to `target`; if that fails, an old one does not stay. Raises CompilerMissing,
     CompilationFailed."""
-    sources = sorted(str(path) for path in (HERE / "csrc").glob("*.c"))
+    sources = sorted((HERE / "csrc").glob("*.c"))
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_suffix(".partial")  # a process that has the old one open keeps it
     try:
-        command = [*find_compiler(), *FLAGS, *sources, "-o", str(fresh), "-lm"]
+        compiler = find_compiler()
         fresh.unlink(missing_ok=True)
-        try:
-            found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        except OSError as error:
-            raise CompilationFailed(f"{command[0]} does not run: {error.strerror}") from None
-        if found.returncode:
-            raise CompilationFailed(f"{command[0]} ended with {found.returncode}:\n{found.stderr.strip()}")
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [os.path.join(folder, f"{source.stem}.o") for source in sources]
+            pairs = zip(sources, objects, strict=True)
+            list(pool.map(lambda pair: _run([*compiler, *FLAGS, "-c", str(pair[0]), "-o", pair[1]]), pairs))
+            _run([*compiler, *LINK, *objects, "-o", str(fresh), "-lm"])
         if not fresh.exists():
-            raise CompilationFailed(f"{command[0]} wrote no library: is it a C compiler?")
+            raise CompilationFailed(f"{compiler[0]} wrote no library: is it a C compiler?")
     except BaseException:
         fresh.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
@@ -65,8 +68,18 @@ def compile_library(target: Path) -> None:
     fresh.replace(target)
 
 
+def _run(command: list[str]) -> None:
+    """Raises CompilationFailed."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise CompilationFailed(f"{command[0]} does not run: {error.strerror}") from None
+    if found.returncode:
+        raise CompilationFailed(f"{command[0]} ended with {found.returncode}:\n{found.stderr.strip()}")
+
+
 class BuildNative(build_ext):  # type: ignore[misc]
-    """Without a compiler, or with one that fails, the installation goes on: moert then computes with torch."""
+    """Without a compiler, or with one that fails, the installation goes on: moert then computes with numpy."""
 
     def run(self) -> None:
         """Without the compiler that setuptools sets up, which fails for some $CC; straight to its place among the
@@ -82,6 +95,13 @@ class BuildNative(build_ext):  # type: ignore[misc]
             compile_library(Path(self.get_ext_fullpath(ext.name)))
         except (CompilerMissing, CompilationFailed) as error:
             _say(f"the native kernels were not built, moert will be slow: {error}")
+
+
+class PlainWheel(bdist_wheel):  # type: ignore[misc]
+    """The library has no Python in it: one wheel of a platform is for all versions."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 def _say(message: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import struct
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from moert.errors import RunError
 
-ABI = 2
+ABI = 5
 PATH = Path(__file__).with_name("_native.so")
 KINDS = {"F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes; one with codes has their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
@@ -44,10 +44,21 @@ class Attention(Structure):
     """The struct moert_attention."""
 
     _fields_ = [
-        ("norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("sinks", c_void_p),
         ("q", Matrix), ("k", Matrix), ("v", Matrix), ("o", Matrix),
-        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
-        ("eps", c_float), ("scale", c_float), ("clip", c_float),
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("rope_dims", c_int32),
+        ("norm_each", c_int32), ("causal", c_int32), ("window", c_int32),
+        ("eps", c_float), ("scale", c_float), ("clip", c_float), ("softcap", c_float),
+    ]  # fmt: skip
+
+
+class Keys(Structure):
+    """The struct moert_keys."""
+
+    _fields_ = [
+        ("keys", c_void_p), ("values", c_void_p), ("key_steps", c_void_p), ("value_steps", c_void_p),
+        ("key_stride", c_int64), ("value_stride", c_int64),
+        ("key_step_stride", c_int64), ("value_step_stride", c_int64),
     ]  # fmt: skip
 
 
@@ -55,6 +66,7 @@ _POOL, _DATA = c_void_p, c_void_p
 # name: (result, arguments), as in moert.h. Data is passed by address.
 _FUNCTIONS = {
     "moert_abi": (c_int, []),
+    "moert_block": (c_int, [c_int, c_int]),
     "moert_isa_count": (c_int, []),
     "moert_isa_name": (c_char_p, [c_int]),
     "moert_isa_runs": (c_int, [c_int]),
@@ -70,10 +82,15 @@ _FUNCTIONS = {
     "moert_add_parts": (None, [_POOL, _DATA, _DATA, _DATA, c_int, c_int, _DATA]),
     "moert_attend": (
         c_int,
-        [_POOL, POINTER(Attention), _DATA, _DATA, _DATA, c_int64, c_int, _DATA, _DATA, c_int64],
+        [_POOL, POINTER(Attention), c_int, _DATA, POINTER(Keys), c_int, c_int, _DATA, _DATA, c_int64],
     ),
-    "moert_route": (c_int, [_POOL, _DATA, c_float, POINTER(Matrix), _DATA, c_int, c_int, _DATA, _DATA, _DATA]),
-    "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), _DATA, _DATA]),
+    "moert_keep": (c_int, [_POOL, POINTER(Attention), c_int, _DATA, c_int, POINTER(Keys)]),
+    "moert_norm": (None, [_POOL, _DATA, c_float, c_int, c_int, _DATA, _DATA]),
+    "moert_scores": (c_int, [_POOL, _DATA, c_float, POINTER(Matrix), c_int, _DATA, _DATA, _DATA]),
+    "moert_choose": (None, [_DATA, c_int, c_int, c_int, c_int, _DATA, _DATA]),
+    "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
+    "moert_crc32_fast": (c_int, []),
+    "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _DATA, _DATA]),
 }
 
 
@@ -147,7 +164,7 @@ def missing_note() -> str | None:
     found = _open(PATH)
     if isinstance(found, Library):
         return None
-    return f"no native kernels: {found.reason}; computing with torch, slowly: {found.advice}"
+    return f"no native kernels: {found.reason}; computing with numpy, slowly: {found.advice}"
 
 
 @cache

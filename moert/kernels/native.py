@@ -1,42 +1,40 @@
-"""The backend that multiplies the pack's bytes as they are, in C (csrc/), activations rounded to 8 bits."""
+"""The native kernels as a backend: hands the bytes of a pack, and the addresses of arrays, to the C in csrc."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_int32, c_int64, c_void_p
+from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from moert.kernels.arena import Arena
-from moert.kernels.backend import AttentionBlock, StoredWeights
-from moert.kernels.library import ACTIVATIONS, KINDS, Attention, Ffn, Library, Matrix, NativeFailed, check
-from moert.pack.codec import U8, QuantizedMatrix
-from moert.pack.layout import group_of
-from moert.pack.model_spec import ExpertKey, MoeSpec
-from moert.pack.reader import Pack
+from moert.kernels.backend import I64, AttentionWeights, ExpertView, Floats, KeptKeys, Positions, Stored
+from moert.kernels.library import ACTIVATIONS, KINDS, Attention, Ffn, Keys, Library, Matrix, NativeFailed, check
+from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.parts import Ffn as FfnSpec
 
-_KIND_OF = {torch.float16: KINDS["F16"], torch.bfloat16: KINDS["BF16"], torch.float32: KINDS["F32"]}
 _Item = TypeVar("_Item", bound=np.generic)
-_Plan = tuple[str, tuple[int, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class NativeMatrix:
     """A dense matrix; `stored` lies where `struct` points to."""
 
-    stored: StoredWeights
+    stored: Stored
     struct: Matrix
 
     @property
     def rows(self) -> int:
         return int(self.struct.rows)
+
+    @property
+    def cols(self) -> int:
+        return int(self.struct.cols)
 
 
 class NativeExpert:
@@ -52,20 +50,13 @@ class NativeBackend:
     widens = False
 
     def __init__(self, library: Library, isa: int, threads: int) -> None:
-        self.name = library.instruction_sets[isa].name
+        self.name, self.threads = library.instruction_sets[isa].name, threads
         self._call: Any = library.functions
         self._pool = self._call.moert_pool_open(isa, threads)
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
         self._arena = Arena()
-        self._plans: dict[tuple[Pack, ExpertKey], list[_Plan]] = {}  # experts come again and again, at other addresses
-        self._routed: tuple[Tensor, Any, Tensor] | None = None
-        self._first_token = torch.zeros(1 << 16, dtype=torch.int32)  # top_k is below 2^16
-        self._starts = torch.arange(1 << 16, dtype=torch.int32)
-
-    @property
-    def steps(self) -> NativeBackend:
-        return self
+        self._blocks: dict[int, tuple[Attention, object]] = {}  # by id of the AttentionWeights, which is kept alive
 
     def close(self) -> None:
         """Ends the threads. Nothing may be computed after that."""
@@ -73,49 +64,92 @@ class NativeBackend:
             self._call.moert_pool_close(self._pool)
             self._pool, self._call = None, None
 
-    def matrix(self, stored: StoredWeights) -> NativeMatrix:
+    def matrix(self, stored: Stored) -> NativeMatrix:
         if isinstance(stored, QuantizedMatrix):
             qweight, scale, minimum = self._kept(stored.qweight), self._kept(stored.scale), self._kept(stored.minimum)
-            kept: StoredWeights = QuantizedMatrix(
-                stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum
-            )
+            kept = QuantizedMatrix(stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum)
             struct = Matrix(
                 qweight.ctypes.data, scale.ctypes.data, minimum.ctypes.data, stored.bits, len(qweight),
                 stored.in_features, stored.group_size,
             )  # fmt: skip
-        else:
-            if stored.dtype not in _KIND_OF:
-                stored = stored.float()
-            plain = stored.contiguous()
-            kept = torch.from_numpy(self._kept(plain.view(torch.uint8).numpy())).view(plain.dtype)
-            struct = Matrix(kept.data_ptr(), None, None, _KIND_OF[kept.dtype], *kept.shape, kept.shape[1])
-        return NativeMatrix(kept, struct)
+            return NativeMatrix(kept, struct)
+        data = self._kept(np.ascontiguousarray(stored.data))
+        rows, cols = data.shape
+        return NativeMatrix(
+            Floats(stored.dtype, data), Matrix(data.ctypes.data, None, None, KINDS[stored.dtype], rows, cols, cols)
+        )
 
-    def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> Tensor:
-        out = torch.empty(len(ids), matrix.struct.cols)
+    def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> F32:
+        out = np.empty((len(ids), matrix.cols), np.float32)
         places = (c_int64 * len(ids))(*ids)
-        check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, out.data_ptr()))
+        check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, out.ctypes.data))
         return out
 
-    def linear(self, x: Tensor, matrices: Sequence[NativeMatrix]) -> Tensor:
-        x = x.contiguous()
-        outputs = [torch.empty(x.shape[0], matrix.rows) for matrix in matrices]
-        count = len(matrices)
+    def linear(self, x: F32, matrix: NativeMatrix) -> F32:
+        out = np.empty((len(x), matrix.rows), np.float32)
+        matrices, outputs = (c_void_p * 1)(addressof(matrix.struct)), (c_void_p * 1)(out.ctypes.data)
+        check(self._call.moert_linear(self._pool, 1, matrices, x.ctypes.data, len(x), outputs))
+        return out
+
+    def norm(self, x: F32, weight: F32, eps: float) -> F32:
+        out = np.empty_like(x)
+        self._call.moert_norm(self._pool, weight.ctypes.data, eps, *x.shape, x.ctypes.data, out.ctypes.data)
+        return out
+
+    def attend(
+        self, weights: AttentionWeights[NativeMatrix], x: F32, kept: KeptKeys, start: int, positions: Positions
+    ) -> None:
+        block = self._block(weights, weights.own)
+        turns, bias = positions.turns, positions.bias
         check(
-            self._call.moert_linear(
-                self._pool, count, (c_void_p * count)(*(addressof(matrix.struct) for matrix in matrices)),
-                x.data_ptr(), x.shape[0], (c_void_p * count)(*(output.data_ptr() for output in outputs)),
+            self._call.moert_attend(
+                self._pool, byref(block), len(x), x.ctypes.data, byref(keys_of(kept)), start, kept.length,
+                None if turns is None else turns.ctypes.data,
+                None if bias is None else bias.ctypes.data + bias.itemsize * positions.zero,
+                0 if bias is None else bias.shape[1],
             )
         )  # fmt: skip
-        return outputs[0] if count == 1 else torch.cat(outputs, 1)
 
-    def expert(self, pack: Pack, key: ExpertKey, buffer: U8) -> NativeExpert:
-        plan = self._plans.get((pack, key))
-        if plan is None:
-            plan = self._plans[pack, key] = [_plan(pack, key, name) for name in pack.entry(key).bits]
-        start = buffer.ctypes.data
-        ffn = Ffn(**{name: Matrix(*(start + at for at in places), *rest) for name, places, rest in plan})
-        return NativeExpert(ffn, buffer)
+    def keep(self, weights: AttentionWeights[NativeMatrix], encoded: F32, kept: KeptKeys, start: int) -> None:
+        block = self._block(weights, True)
+        keys = keys_of(kept)
+        check(self._call.moert_keep(self._pool, byref(block), len(encoded), encoded.ctypes.data, start, byref(keys)))
+
+    def scores(self, x: F32, norm: F32, eps: float, router: NativeMatrix) -> tuple[F32, F32]:
+        hidden, probabilities = np.empty_like(x), np.empty((len(x), router.rows), np.float32)
+        check(
+            self._call.moert_scores(
+                self._pool, norm.ctypes.data, eps, router.struct, len(x), x.ctypes.data, hidden.ctypes.data,
+                probabilities.ctypes.data,
+            )
+        )  # fmt: skip
+        return hidden, probabilities
+
+    def choose(self, probabilities: F32, top_k: int, renormalise: bool) -> tuple[I64, F32]:
+        tokens = len(probabilities)
+        chosen, weights = np.empty((tokens, top_k), np.int64), np.empty((tokens, top_k), np.float32)
+        self._call.moert_choose(
+            probabilities.ctypes.data, *probabilities.shape, top_k, renormalise, chosen.ctypes.data, weights.ctypes.data
+        )
+        return chosen, weights
+
+    def head(self, x: F32, norm: F32, eps: float, factor: float, matrix: NativeMatrix) -> F32:
+        out = np.empty((len(x), matrix.rows), np.float32)
+        check(
+            self._call.moert_head(
+                self._pool, norm.ctypes.data, eps, factor, matrix.struct, len(x), x.ctypes.data, out.ctypes.data
+            )
+        )
+        return out
+
+    def expert(self, view: ExpertView) -> NativeExpert:
+        start, ffn = view.buffer.ctypes.data, Ffn()
+        for name, part in view.projections.items():
+            places = [start + at for at in part.places]
+            kind = KINDS[part.dtype16] if part.bits == 16 else part.bits
+            group = part.shape[1] if part.bits == 16 else part.group_size
+            setattr(ffn, name, Matrix(*places, *[None] * (3 - len(places)), kind, *part.shape, group))
+        return NativeExpert(ffn, view.buffer)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
         ffn = Ffn(up=up.struct, down=down.struct)
@@ -123,75 +157,54 @@ class NativeBackend:
             ffn.gate = gate.struct
         return NativeExpert(ffn, (gate, up, down))
 
-    def mix(self, experts: Sequence[NativeExpert], weights: Tensor, x: Tensor, out: Tensor, moe: MoeSpec) -> None:
-        count = len(experts)
-        self._mixture(
-            moe, count, (c_void_p * count)(*[expert.address for expert in experts]), self._starts.data_ptr(),
-            self._first_token.data_ptr(), weights, x, out,
-        )  # fmt: skip
-
-    def run_all(
-        self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: Tensor, weights: Tensor, x: Tensor,
-        out: Tensor, moe: MoeSpec,
+    def mixture(
+        self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32,
+        x: F32, out: F32, spec: FfnSpec,
     ) -> None:  # fmt: skip
-        n, rows = len(experts), tokens.to(torch.int32)
-        starts = (c_int32 * (n + 1))(0, *accumulate(counts))
-        addresses = (c_void_p * n)(*[expert.address for expert in experts])
-        self._mixture(moe, n, addresses, addressof(starts), rows.data_ptr(), weights.contiguous(), x, out)
-
-    def parts(self, experts: Sequence[NativeExpert], x: Tensor, moe: MoeSpec, out: Tensor) -> None:
-        count = len(experts)
-        check(
-            self._call.moert_parts(
-                self._pool, ACTIVATIONS[moe.activation], _limit(moe), count,
-                (c_void_p * count)(*[expert.address for expert in experts]), self._starts.data_ptr(),
-                self._first_token.data_ptr(), x.data_ptr(), 1, out.data_ptr(),
-            )
-        )  # fmt: skip
-
-    def add_parts(self, parts: Tensor, weights: Tensor, out: Tensor) -> None:
-        self._call.moert_add_parts(
-            self._pool, parts.data_ptr(), weights.data_ptr(), self._first_token.data_ptr(), *parts.shape, out.data_ptr()
-        )
-
-    def attention(self, block: AttentionBlock[NativeMatrix]) -> NativeAttention:
-        return NativeAttention(self, block)
-
-    def route(
-        self, x: Tensor, norm: Tensor, eps: float, router: NativeMatrix, moe: MoeSpec
-    ) -> tuple[Tensor, list[int], Tensor]:
-        if self._routed is None or self._routed[0].shape != x.shape or len(self._routed[1]) != moe.top_k:
-            self._routed = torch.empty_like(x), (c_int64 * moe.top_k)(), torch.empty(moe.top_k)
-        hidden, experts, weights = self._routed
-        check(
-            self._call.moert_route(
-                self._pool, norm.data_ptr(), eps, router.struct, x.data_ptr(), moe.top_k, moe.norm_topk,
-                hidden.data_ptr(), experts, weights.data_ptr(),
-            )
-        )  # fmt: skip
-        return hidden, experts[:], weights
-
-    def head(self, x: Tensor, norm: Tensor, eps: float, factor: float, matrix: NativeMatrix) -> Tensor:
-        y = torch.empty(1, matrix.rows)
-        check(
-            self._call.moert_head(
-                self._pool, norm.data_ptr(), eps, factor, matrix.struct, x.data_ptr(), y.data_ptr()
-            )
-        )  # fmt: skip
-        return y
-
-    def attend(self, struct: Attention, *arguments: Any) -> None:
-        check(self._call.moert_attend(self._pool, byref(struct), *arguments))
-
-    def _mixture(
-        self, moe: MoeSpec, count: int, experts: Any, starts: int, tokens: int, weights: Tensor, x: Tensor, out: Tensor
-    ) -> None:
+        addresses, starts = _addresses(experts), np.fromiter(accumulate(counts, initial=0), np.int32, len(counts) + 1)
         check(
             self._call.moert_mixture(
-                self._pool, ACTIVATIONS[moe.activation], _limit(moe), count, experts, starts, tokens,
-                weights.data_ptr(), x.data_ptr(), x.shape[0], out.data_ptr(),
+                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), len(experts), addresses, starts.ctypes.data,
+                tokens.ctypes.data, weights.ctypes.data, x.ctypes.data, len(x), out.ctypes.data,
             )
         )  # fmt: skip
+
+    def parts(self, experts: Sequence[NativeExpert], x: F32, out: F32, spec: FfnSpec) -> None:
+        count = len(experts)
+        starts, first = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
+        check(
+            self._call.moert_parts(
+                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), count, _addresses(experts), starts.ctypes.data,
+                first.ctypes.data, x.ctypes.data, 1, out.ctypes.data,
+            )
+        )  # fmt: skip
+
+    def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
+        first = np.zeros(len(parts), np.int32)
+        self._call.moert_add_parts(
+            self._pool, parts.ctypes.data, weights.ctypes.data, first.ctypes.data, *parts.shape, out.ctypes.data
+        )
+
+    def _block(self, weights: AttentionWeights[NativeMatrix], with_keys: bool) -> Attention:
+        """The struct, made once; without the matrices of keys and values where these are there already."""
+        key = 2 * id(weights) + with_keys
+        if key not in self._blocks:
+            part = weights.part
+            block = Attention(
+                norm=weights.norm.ctypes.data, heads=part.n, kv_heads=part.kv, head_dim=part.dim,
+                rope_dims=weights.rope_dims, norm_each=part.qk_norm == "head", causal=weights.causal,
+                window=part.window or 0, eps=weights.eps, scale=part.scale,
+                clip=math.inf if part.clip is None else part.clip, softcap=part.softcap or 0.0, q=weights.q.struct,
+                o=weights.o.struct,
+            )  # fmt: skip
+            if with_keys:
+                block.k, block.v = weights.k.struct, weights.v.struct
+            if weights.q_norm is not None and weights.k_norm is not None:
+                block.q_norm, block.k_norm = weights.q_norm.ctypes.data, weights.k_norm.ctypes.data
+            if weights.sinks is not None:
+                block.sinks = weights.sinks.ctypes.data
+            self._blocks[key] = block, weights
+        return self._blocks[key][0]
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
         """A copy in large pages."""
@@ -200,43 +213,16 @@ class NativeBackend:
         return room
 
 
-def _limit(moe: MoeSpec) -> float:
-    return math.inf if moe.activation_limit is None else moe.activation_limit
+def keys_of(kept: KeptKeys) -> Keys:
+    """Where these lie; they have to outlive it."""
+    parts = (kept.keys, kept.values, kept.key_steps, kept.value_steps)
+    strides = [0 if part is None else part.strides[0] // part.itemsize for part in parts]
+    return Keys(*(None if part is None else part.ctypes.data for part in parts), *strides)
 
 
-class NativeAttention:
-    """See `moert.kernels.backend.AttentionStep`."""
-
-    def __init__(self, backend: NativeBackend, block: AttentionBlock[NativeMatrix]) -> None:
-        self._backend, self._alive = backend, block
-        self._struct = Attention(
-            norm=block.norm.data_ptr(), heads=block.heads, kv_heads=block.kv_heads, head_dim=block.head_dim,
-            eps=block.eps, scale=block.scale, clip=math.inf if block.clip is None else block.clip,
-        )  # fmt: skip
-        for name, matrix in (("q", block.q), ("k", block.k), ("v", block.v), ("o", block.o)):
-            if matrix is not None:
-                setattr(self._struct, name, matrix.struct)
-        for name, norm in (("q_norm", block.q_norm), ("k_norm", block.k_norm)):
-            if norm is not None:
-                setattr(self._struct, name, norm.data_ptr())
-
-    def __call__(
-        self, x: Tensor, keys: Tensor, values: Tensor, length: int, turn: Tensor | None, bias: Tensor | None
-    ) -> None:
-        self._backend.attend(
-            self._struct, x.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0), length,
-            None if turn is None else turn.data_ptr(), None if bias is None else bias.data_ptr(),
-            0 if bias is None else bias.stride(0),
-        )  # fmt: skip
+def _addresses(experts: Sequence[NativeExpert]) -> Any:
+    return (c_void_p * len(experts))(*[expert.address for expert in experts])
 
 
-def _plan(pack: Pack, key: ExpertKey, name: str) -> _Plan:
-    """A projection: its name, where its parts begin in the file, and the rest of its struct."""
-    quantization, layout = pack.manifest.quantization, pack.layout(key)
-    rows, cols = pack.manifest.model.projection_shape(name)
-    width = pack.entry(key).bits[name]
-    if width == 16:
-        place = layout.data_offset + layout.slot(f"{name}.weight").start
-        return name, (place,), (None, None, KINDS[quantization.dtype16], rows, cols, cols)
-    places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in ("qweight", "scale", "min"))
-    return name, places, (width, rows, cols, group_of(cols, quantization.group_size))
+def _limit(spec: FfnSpec) -> float:
+    return math.inf if spec.act.limit is None else spec.act.limit

@@ -1,1 +1,1 @@
-"""The two shapes of model a pack can hold, in torch: decoder-only and encoder–decoder."""
+"""Models put together from the parts that a pack names, in numpy; the arithmetic with weights is a backend's."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from moert.kernels.backend import ROWS
-from moert.models.attention import SCORE_BYTES
 from moert.pack.model_spec import ModelSpec
+from moert.pack.parts import Attention, Experts, Ffn, Layer
 
 _ROUNDED = 16
 """Bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and a
 quarter more, as their scratch grows ahead."""
-_PADDED = 256  # numbers of a row are rounded to whole multiples of this
-_REFERENCE_COPIES = 4  # of each number that an expert makes, in torch
+_PADDED = 512  # numbers of a row are rounded to whole multiples of this
+_REFERENCE_COPIES = 4  # of each number that an expert makes, in numpy
 _LOGITS = 3  # for each sequence: the last ones, the present ones, and those put together
 _DRAWN = 10  # the same numbers sorted, filtered and so on, of one sequence
 
@@ -22,35 +22,39 @@ def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int
 
 
 def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
-    rows = min(tokens, ROWS)
-    whole = tokens * _whole_row_bytes(spec) + _mixture_bytes(spec, tokens, widened)
-    return whole + rows * _projection_row_bytes(spec) + _score_bytes(spec, tokens, rows)
+    """Of the layer that takes the most."""
+    return max(
+        tokens * _whole_row_bytes(spec.d_model, kind)
+        + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
+        + _attention_bytes(spec.d_model, kind.attention, tokens, name == "encoder", widened)
+        for name, stack in spec.stacks.items()
+        for kind in stack.kinds
+    )
 
 
-def _whole_row_bytes(spec: ModelSpec) -> int:
+def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     """What a token keeps while a layer runs: the stream, its norm, the router's scores and choice."""
-    moe = spec.moe
-    keys_values = 0 if spec.encoder is None else 2 * spec.n_kv_heads * spec.head_dim
-    return 4 * (2 * spec.d_model + keys_values + 4 * moe.num_experts) + 48 * moe.top_k
+    choice = 16 * kind.ffn.n + 48 * kind.ffn.router.top_k if isinstance(kind.ffn, Experts) else 0
+    return 4 * 3 * d_model + choice
 
 
-def _mixture_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
+def _mixture_bytes(d_model: int, part: Ffn | Experts, tokens: int, widened: bool) -> int:
     """Bytes that one call of the experts takes, with as many rows as it may have; for one token, all of its experts."""
-    widths = (spec.d_model, max(spec.moe.d_ff, spec.d_ff_dense))
-    rows = max(min(tokens, ROWS), spec.moe.top_k)
+    top_k, ffn = (part.router.top_k, part.ffn) if isinstance(part, Experts) else (1, part)
+    widths, rows = (d_model, ffn.d_ff), max(min(tokens, ROWS), top_k)
     if widened:
         return rows * 4 * _REFERENCE_COPIES * sum(widths)
-    return rows * _ROUNDED * sum(-(-width // _PADDED) * _PADDED for width in widths)
+    return rows * _ROUNDED * sum(map(_padded, widths))
 
 
-def _projection_row_bytes(spec: ModelSpec) -> int:
-    """Bytes that attention takes for one row of the block of a prompt that it is at."""
-    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    return 4 * (2 * spec.d_model + 3 * (q + 2 * kv)) + _ROUNDED * (-(-max(spec.d_model, q) // _PADDED) * _PADDED)
+def _attention_bytes(d_model: int, part: Attention, tokens: int, whole: bool, widened: bool) -> int:
+    """Bytes that one call of attention takes: a piece of a prompt, or, where `whole`, all of it."""
+    rows, q, kv = tokens if whole else min(tokens, ROWS), part.q_features, part.kv_features
+    made = rows * (4 * (d_model + 2 * q + 2 * kv) + _ROUNDED * (_padded(d_model) + _padded(q)) // 2)
+    if not widened:
+        return made
+    return 2 * made + 4 * _REFERENCE_COPIES * (rows * tokens + 2 * tokens * kv)
 
 
-def _score_bytes(spec: ModelSpec, tokens: int, rows: int) -> int:
-    if spec.encoder is None:
-        return 8 * rows * tokens  # a mask and its copy
-    block = max(min(SCORE_BYTES, 4 * spec.n_heads * rows * tokens), 4 * spec.n_heads * tokens)
-    return 5 * block + 64 * spec.n_heads * tokens
+def _padded(width: int) -> int:
+    return -(-width // _PADDED) * _PADDED

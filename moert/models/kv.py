@@ -1,70 +1,80 @@
-"""Keys and values of the tokens so far: buffers that grow in blocks."""
+"""Keys and values of the tokens so far, in 16 or 8 bits: buffers that grow in blocks, laid out as csrc/moert.h says."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from moert.pack.model_spec import ModelSpec
+from moert.pack.parts import Attention, Layer
 
+F16 = npt.NDArray[np.float16]
+KvBits = Literal[8, 16]
+
+KEYS = 64
+"""Keys that lie together (MOERT_KEYS)."""
 BLOCK_TOKENS = 128
 
 
-class KvCache:
-    """Keys and values of one attention layer, [n_kv_heads, tokens, head_dim] each."""
+class Kept:
+    """Keys and values of one attention: `keys` [kv, blocks, dim, KEYS], `values` [kv, tokens, dim], float16; or of 8
+    bits, times the steps of their tokens, `key_steps` [kv, blocks, KEYS] and `value_steps` [kv, tokens]."""
 
-    def __init__(self, n_kv_heads: int, head_dim: int, expected: int = 0) -> None:
+    def __init__(self, part: Attention, expected: int = 0, bits: KvBits = 16) -> None:
         """`expected`: tokens that will come soon, for which room is made at once when the first of them does."""
         self.length = 0
-        self._expected = expected
-        self._buffer = torch.empty(2, n_kv_heads, 0, head_dim)
-        self._halves = (self._buffer[0], self._buffer[1])
+        self._part, self._expected, self._bits = part, expected, bits
+        self.keys, self.values, self.key_steps, self.value_steps = self._room(0)
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """keys, values [n_kv_heads, new, head_dim] → views of all keys and values so far."""
+    def extend(self, new: int) -> int:
+        """Makes room for `new` tokens, whose keys and values are the caller's to write; gives the first one's place."""
         start = self.length
-        all_keys, all_values = self.extend(keys.shape[1])
-        all_keys[:, start : self.length] = keys
-        all_values[:, start : self.length] = values
-        return all_keys[:, : self.length], all_values[:, : self.length]
-
-    def extend(self, new: int) -> tuple[Tensor, Tensor]:
-        """Makes room for `new` tokens, whose rows are the caller's to write; gives the buffers [n_kv_heads, ≥ length,
-        head_dim] of keys and of values."""
         self.length += new
-        if self.length > self._buffer.shape[2]:
-            self._grow(max(self.length, self._expected))
-        return self._halves
+        if self.length > self.values.shape[1]:
+            room = self._room(rounded(max(self.length, self._expected)))
+            for old, fresh in zip(self._parts, room, strict=True):
+                if old is not None and fresh is not None:
+                    fresh[:, : old.shape[1]] = old
+            self.keys, self.values, self.key_steps, self.value_steps = room
+        return start
 
     @property
     def nbytes(self) -> int:
-        return self._buffer.nbytes
+        return sum(part.nbytes for part in self._parts if part is not None)
 
-    def _grow(self, tokens: int) -> None:
-        _, heads, _, head_dim = self._buffer.shape
-        larger = torch.empty(2, heads, rounded(tokens), head_dim)
-        larger[:, :, : self._buffer.shape[2]] = self._buffer
-        self._buffer, self._halves = larger, (larger[0], larger[1])
+    @property
+    def _parts(self) -> tuple[npt.NDArray[Any] | None, ...]:
+        return self.keys, self.values, self.key_steps, self.value_steps
+
+    def _room(self, tokens: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], F16 | None, F16 | None]:
+        heads, dim, blocks, small = self._part.kv, self._part.dim, tokens // KEYS, self._bits == 8
+        number = np.int8 if small else np.float16
+        # Whole blocks are multiplied; what lies behind the last key must be a number.
+        keys, values = np.zeros((heads, blocks, dim, KEYS), number), np.empty((heads, tokens, dim), number)
+        if not small:
+            return keys, values, None, None
+        return keys, values, np.zeros((heads, blocks, KEYS), np.float16), np.empty((heads, tokens), np.float16)
 
 
 @dataclass
 class State:
-    """All that a running sequence remembers. `cross` holds (keys, values) of the encoded input for each layer."""
+    """All that a running sequence remembers: of each decoder layer what it has read, and with an encoder what that has
+    made of the input."""
 
-    caches: list[KvCache]
-    cross: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    own: list[Kept]
+    cross: list[Kept] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         """Tokens that the decoder has read."""
-        return self.caches[0].length
+        return self.own[0].length
 
     @property
     def nbytes(self) -> int:
-        cross = sum(keys.nbytes + values.nbytes for keys, values in self.cross)
-        return cross + sum(cache.nbytes for cache in self.caches)
+        return sum(kept.nbytes for kept in (*self.own, *self.cross))
 
 
 def rounded(tokens: int) -> int:
@@ -72,24 +82,35 @@ def rounded(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, tokens: int) -> int:
-    """Upper bound for caches of `tokens` tokens; one layer counts twice, as it does while its buffer grows."""
-    return (n_layers + 1) * 2 * n_kv_heads * head_dim * 4 * rounded(tokens)
-
-
-def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int) -> int:
+def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int, bits: KvBits = 16) -> int:
     """Upper bound of the bytes that keys and values take while such a request runs."""
     if spec.max_positions is not None:
         max_new_tokens = max(1, min(max_new_tokens, spec.max_positions - prompt_tokens))
-    layers, heads = spec.decoder.n_layers, spec.n_kv_heads
-    if spec.encoder is None:
-        return cache_bytes(layers, heads, spec.head_dim, prompt_tokens + max_new_tokens)
-    cross = layers * 2 * heads * spec.head_dim * 4 * prompt_tokens
-    return cross + cache_bytes(layers, heads, spec.head_dim, 1 + max_new_tokens)
+    per_token, largest = token_bytes(spec, bits)
+    tokens = prompt_tokens + max_new_tokens if spec.encoder is None else 1 + max_new_tokens
+    crossed = sum(_kept_bytes(kind.cross, bits) for kind in _layers(spec) if kind.cross is not None)
+    return crossed * rounded(prompt_tokens) + (per_token + largest) * rounded(tokens)
 
 
-def growth_bytes(spec: ModelSpec, length: int) -> int:
+def growth_bytes(spec: ModelSpec, length: int, bits: KvBits = 16) -> int:
     """Upper bound of what the keys and values of the next block take beside `length` present ones, the copy of a layer
     that grows included."""
-    per_token = 2 * spec.n_kv_heads * spec.head_dim * 4
-    return per_token * (spec.decoder.n_layers * BLOCK_TOKENS + rounded(length + 1))
+    per_token, largest = token_bytes(spec, bits)
+    return per_token * BLOCK_TOKENS + largest * rounded(length + 1)
+
+
+def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> tuple[int, int]:
+    """Bytes that the keys and values of one token take in all layers of the decoder, and in the largest of them, which
+    counts twice while its buffer grows."""
+    each = [_kept_bytes(kind.attention, bits) for kind in _layers(spec)]
+    return sum(each), max(each)
+
+
+def _kept_bytes(part: Attention, bits: KvBits) -> int:
+    """Of the key and the value of one token."""
+    steps = 2 if bits == 8 else 0
+    return 2 * part.kv * (part.dim * bits // 8 + steps)
+
+
+def _layers(spec: ModelSpec) -> list[Layer]:
+    return [spec.decoder[layer] for layer in range(len(spec.decoder))]

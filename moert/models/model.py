@@ -1,66 +1,220 @@
-"""What every model can do, and how one is made from a pack's ModelSpec and backbone."""
+"""A model made of the parts that its ModelSpec names: reads tokens, gives logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
 
-from moert.kernels.backend import Backend, StoredWeights
-from moert.models.kv import State
-from moert.models.moe import ExpertRunner, Guess
-from moert.pack.model_spec import ModelSpec, Stack
+from moert.kernels.backend import ROWS, AttentionWeights, Backend, Floats, Matrix, Positions, Stored
+from moert.models.ffn import DenseFfn, ExpertRunner, MoeFfn, Routers
+from moert.models.kv import Kept, KvBits, State
+from moert.models.positions import DistanceBias, Rotary
+from moert.models.router import LearnedRouter
+from moert.pack.codec import F32
+from moert.pack.model_spec import LayerKey, ModelSpec, StackName
+from moert.pack.parts import Experts, Layer, Rope, Stack
+
+Weights = dict[str, Stored]
+"""Canonical name → as stored."""
 
 
-class Model(Protocol):
-    """Reads tokens and gives logits: without gradients, in float32, deterministic. Each sequence has its own State.
+class _Builder:
+    """Takes weights out of a dict by name."""
 
-    Many sequences at once read each expert once per layer for all of them; what comes out is bit for bit what each
-    alone gives on the native kernels, and close to it on the reference, where torch multiplies many rows otherwise.
-    """
+    def __init__(self, weights: Weights, ropes: Sequence[Rope], backend: Backend) -> None:
+        self._weights, self._ropes, self.backend = weights, ropes, backend
 
-    spec: ModelSpec
+    def matrix(self, name: str) -> Matrix:
+        return self.backend.matrix(self._weights.pop(f"{name}.weight"))
 
-    def prefill(self, ids: list[int]) -> tuple[State, Tensor]:
+    def floats(self, name: str) -> F32:
+        """What is never quantised: a copy in float32."""
+        stored = self._weights.pop(name)
+        assert isinstance(stored, Floats), f"{name} is no tensor of floats"
+        return stored.widened()
+
+    def attention(self, layer: Layer, name: str, crossing: bool, causal: bool) -> AttentionWeights[Matrix]:
+        part = layer.cross if crossing else layer.attention
+        assert part is not None
+        at = f"{name}.{'cross' if crossing else 'attn'}"
+        norm = self.floats(f"{at}_norm.weight")
+        q_norm, k_norm = (
+            self.floats(f"{at}.{each}_norm.weight") if part.qk_norm is not None else None for each in ("q", "k")
+        )
+        sinks = self.floats(f"{at}.sinks") if part.sinks else None
+        q, k, v, o = (self.matrix(f"{at}.{each}") for each in ("q", "k", "v", "o"))
+        dims = 0 if part.rope is None else self._ropes[part.rope].dims
+        return AttentionWeights(
+            part, layer.norm.eps, not crossing, causal, dims, norm, q_norm, k_norm, sinks, q, k, v, o
+        )
+
+    def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn:
+        name, part, eps = f"{at.stack}.{at.layer}", layer.ffn, layer.norm.eps
+        norm = self.floats(f"{name}.ffn_norm.weight")
+        if isinstance(part, Experts):
+            routers[at] = LearnedRouter(norm, eps, self.matrix(f"{name}.router"), part.router, self.backend)
+            return MoeFfn(at, routers, runner)
+        gate, up, down = (
+            self.matrix(f"{name}.ffn.{each}") if each in part.projections else None for each in ("gate", "up", "down")
+        )
+        assert up is not None
+        assert down is not None
+        return DenseFfn(part, norm, eps, self.backend.dense(gate, up, down), self.backend)
+
+
+class _Layer:
+    def __init__(self, part: Layer, at: LayerKey, builder: _Builder, runner: ExpertRunner, routers: Routers) -> None:
+        name, decoding = f"{at.stack}.{at.layer}", at.stack == "decoder"
+        self.rope = part.attention.rope
+        self.attention = builder.attention(part, name, crossing=False, causal=decoding)
+        self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
+        self.ffn = builder.ffn(part, at, runner, routers)
+
+
+class _Tower:
+    """The layers of one stack, what they share of positions, and the norm that ends it."""
+
+    def __init__(
+        self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: _Builder, runner: ExpertRunner,
+        routers: Routers,
+    ) -> None:  # fmt: skip
+        self.backend, self.ropes = builder.backend, ropes
+        self.norm, self.eps = builder.floats(f"{name}.norm.weight"), stack.norm.eps
+        self.bias = None
+        if stack.buckets is not None:
+            table = builder.floats(f"{name}.relative_bias.weight")
+            self.bias = DistanceBias(stack.buckets, table, bidirectional=name == "encoder")
+        self.layers = [
+            _Layer(stack[layer], LayerKey(name, layer), builder, runner, routers) for layer in range(len(stack))
+        ]
+
+    def read(
+        self, x: F32, lengths: Sequence[int], own: Sequence[Sequence[Kept]], cross: Sequence[Sequence[Kept]]
+    ) -> None:
+        """x [tokens, d_model], sequences of `lengths` tokens one after the other, goes through all layers in place.
+        `own` and `cross`: for each sequence those of its layers."""
+        starts = np.cumsum([0, *lengths])
+        sequences = [x[start : start + n] for start, n in zip(starts, lengths, strict=False)]
+        for place, layer in enumerate(self.layers):
+            for number, rows in enumerate(sequences):
+                self._attend(layer, rows, own[number][place])
+                if layer.cross is not None:
+                    for piece in _pieces(rows):
+                        self.backend.attend(layer.cross, piece, cross[number][place], 0, Positions())
+            layer.ffn(x, lengths)
+
+    def _attend(self, layer: _Layer, rows: F32, kept: Kept) -> None:
+        if not layer.attention.causal:  # all keys are there before the first query looks
+            assert len(rows) <= ROWS or kept.length == 0
+        for piece in _pieces(rows) if layer.attention.causal else (rows,):
+            start = kept.extend(len(piece))
+            turns = None if layer.rope is None else self.ropes[layer.rope].turns(start, len(piece))
+            bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(kept.length)
+            self.backend.attend(layer.attention, piece, kept, start, Positions(turns, bias, zero))
+
+
+def _pieces(rows: F32) -> list[F32]:
+    return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+
+
+class Model:
+    """Without gradients, in float32, deterministic. Each sequence has its own State. Many sequences at once read each
+    expert once per layer for all of them; what comes out is bit for bit what each alone gives."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16
+    ) -> None:
+        """`weights` is emptied on the way. The model keeps copies, so that nothing holds the file that they lie in."""
+        builder = _Builder(weights, spec.ropes, backend)
+        self.spec, self.backend, self.kv_bits = spec, backend, kv_bits
+        self.routers: Routers = {}
+        """Those of all layers with experts; put another in one's place, and the layer asks that."""
+        self.embed = builder.matrix("embed")
+        self._head = self.embed if spec.head.tied else builder.matrix("head")
+        ropes = [Rotary(rope, builder.floats(f"rope.{place}.frequencies")) for place, rope in enumerate(spec.ropes)]
+        towers = {
+            name: _Tower(name, stack, ropes, builder, runner, self.routers) for name, stack in spec.stacks.items()
+        }
+        self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
+
+    def prefill(self, ids: Sequence[int]) -> tuple[State, F32]:
         """Reads the prompt; returns the state after it and the logits [vocab] of the first token to write.
 
         Encoder–decoder: encodes the ids and runs the decoder's start token. Raises ValueError for an empty prompt.
         """
-        ...
+        return self.prefill_many([ids])[0]
 
-    def step(self, state: State, token: int) -> Tensor:
-        """Appends one token to the state; returns the logits [vocab] of the token after it."""
-        ...
-
-    def prefill_many(self, prompts: Sequence[list[int]]) -> list[tuple[State, Tensor]]:
+    def prefill_many(self, prompts: Sequence[Sequence[int]]) -> list[tuple[State, F32]]:
         """`prefill` for several prompts at once."""
-        ...
+        states, reads = self._states(prompts), prompts
+        if self._encoder is not None:
+            reads = [[self._start]] * len(prompts)
+        ends = self._decode(reads, states)[np.cumsum([len(ids) for ids in reads]) - 1]
+        return list(zip(states, self._logits(ends), strict=True))
 
-    def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> Tensor:
+    def step(self, state: State, token: int) -> F32:
+        """Appends one token to the state; returns the logits [vocab] of the token after it."""
+        logits: F32 = self.step_many([state], [token])[0]
+        return logits
+
+    def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> F32:
         """`step` for several sequences at once; returns logits [sequences, vocab]."""
-        ...
+        return self._logits(self._decode([[token] for token in tokens], states))
 
-    def guesses(self) -> Mapping[tuple[Stack, int], Guess]:
-        """For each layer with experts: its router, to be asked about a hidden state before the layer is reached."""
-        ...
-
-    def forward_all(self, ids: list[int], target_ids: list[int] | None = None) -> Tensor:
+    def forward_all(self, ids: Sequence[int], target_ids: Sequence[int] | None = None) -> F32:
         """Teacher-forced logits [n, vocab] in one pass.
 
         Decoder-only: row i follows ids[: i + 1]. Encoder–decoder: `target_ids` are what the decoder reads, start
-        token included, and row i follows target_ids[: i + 1].
+        token included, and row i follows target_ids[: i + 1]. Raises ValueError for the wrong one of both.
         """
-        ...
+        if (self._encoder is not None) != bool(target_ids):
+            raise ValueError("target_ids are for encoder–decoder models, and these need them, start token included")
+        states = self._states([ids])
+        return self._logits(self._decode([target_ids or ids], states))
 
+    @property
+    def _start(self) -> int:
+        start = self.spec.tokens.start
+        assert start is not None
+        return start
 
-def build_model(spec: ModelSpec, weights: dict[str, StoredWeights], runner: ExpertRunner, backend: Backend) -> Model:
-    """`weights`: canonical name → as stored, what `moert.pack.model_spec.backbone_tensors` lists.
+    def _states(self, prompts: Sequence[Sequence[int]]) -> list[State]:
+        """New ones; with an encoder, what it makes of the prompts is in them."""
+        if not all(prompts):
+            raise ValueError("the prompt has no tokens")
+        lengths = [len(ids) if self._encoder is None else 0 for ids in prompts]
+        states = [
+            State([Kept(layer.attention.part, expected, self.kv_bits) for layer in self._decoder.layers])
+            for expected in lengths
+        ]
+        if self._encoder is not None:
+            for state, encoded in zip(states, self._encode(self._encoder, prompts), strict=True):
+                state.cross = [self._crossed(layer, encoded) for layer in self._decoder.layers]
+        return states
 
-    The dict is emptied on the way. The model keeps copies, so that nothing holds the file that the weights lie in.
-    """
-    from moert.models.decoder import DecoderModel
-    from moert.models.switch import SwitchModel
+    def _crossed(self, layer: _Layer, encoded: F32) -> Kept:
+        assert layer.cross is not None
+        kept = Kept(layer.cross.part, len(encoded), self.kv_bits)
+        for piece in _pieces(encoded):
+            self.backend.keep(layer.cross, piece, kept, kept.extend(len(piece)))
+        return kept
 
-    model = DecoderModel if spec.encoder is None else SwitchModel
-    return model(spec, weights, runner, backend)
+    def _encode(self, encoder: _Tower, prompts: Sequence[Sequence[int]]) -> list[F32]:
+        """Hidden states of each prompt, [tokens, d_model]."""
+        lengths = [len(ids) for ids in prompts]
+        x = self.backend.rows(self.embed, [token for ids in prompts for token in ids])
+        own = [[Kept(layer.attention.part, n) for layer in encoder.layers] for n in lengths]
+        encoder.read(x, lengths, own, [])
+        return np.split(self.backend.norm(x, encoder.norm, encoder.eps), np.cumsum(lengths)[:-1])
+
+    def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
+        """Runs the tokens of each sequence after those in its state → hidden states [all tokens, d_model]."""
+        x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
+        lengths = [len(ids) for ids in sequences]
+        self._decoder.read(x, lengths, [state.own for state in states], [state.cross for state in states])
+        return x
+
+    def _logits(self, x: F32) -> F32:
+        decoder = self._decoder
+        return self.backend.head(np.ascontiguousarray(x), decoder.norm, decoder.eps, self.spec.head.scale, self._head)

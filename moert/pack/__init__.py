@@ -1,1 +1,1 @@
-"""The pack format: what the bytes mean (see SPEC.md). No torch in here."""
+"""The pack format: what the bytes mean (see SPEC.md)."""

@@ -12,7 +12,7 @@ from moert.pack.codec import QuantizedMatrix, n_groups, row_bytes
 from moert.pack.errors import HeaderInvalid
 from moert.pack.layout import group_of
 from moert.pack.manifest import BACKBONE, Dense, Quantization
-from moert.pack.model_spec import ModelSpec, backbone_tensors, dense_role
+from moert.pack.model_spec import ModelSpec
 
 StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]
 """Name → dtype, as safetensors calls it, and shape. None: any floating-point type, that of the source."""
@@ -20,7 +20,7 @@ StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]
 
 def dense_width(spec: ModelSpec, dense: Dense | None, name: str) -> int | None:
     """The width of the tensor of this canonical name; None where it is stored as in the source."""
-    role = dense_role(spec, name)
+    role = spec.tensors[name].role
     return None if dense is None or role is None else dense.bits.get(role)
 
 
@@ -32,17 +32,17 @@ def part_names(name: str) -> tuple[str, str, str]:
 
 def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, StoredTensors]:
     """Canonical name → the tensors that stand for it: itself, or codes, scales and minima."""
-    dense, found = quantization.dense, {}
-    for name, shape in backbone_tensors(spec).items():
+    dense, found = quantization.dense, dict[str, StoredTensors]()
+    for name, (_, shape, _) in spec.tensors.items():
         width = dense_width(spec, dense, name)
         if dense is None or width is None or width == 16:
-            dtype = None if width is None else quantization.dtype16
-            found[name] = {name: (dtype, shape)}
+            found[name] = {name: (None if width is None else quantization.dtype16, shape)}
             continue
         out_features, in_features = shape
         groups = n_groups(in_features, group_of(in_features, dense.group_size))
-        rows, wide = (out_features, row_bytes(in_features, width)), (out_features, groups)
-        found[name] = dict(zip(part_names(name), (("U8", rows), ("F16", wide), ("F16", wide)), strict=True))
+        codes, scale, minimum = part_names(name)
+        wide = ("F16", (out_features, groups))
+        found[name] = {codes: ("U8", (out_features, row_bytes(in_features, width))), scale: wide, minimum: wide}
     return found
 
 

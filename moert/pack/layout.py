@@ -58,7 +58,7 @@ def expert_layout(
 ) -> ExpertLayout:
     """The layout of the expert `key` whose projections have the widths `bits`."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
-    for projection in spec.moe.projections:
+    for projection in spec.moe.ffn.projections:
         out_features, in_features = spec.projection_shape(projection)
         width = bits[projection]
         if width == 16:

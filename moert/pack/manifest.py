@@ -1,40 +1,102 @@
-"""manifest.json: the one file that says what a pack holds. Read strictly, written last."""
+"""manifest.json: the one file that says what a pack holds. Written last, and read strictly (moert.pack.parser)."""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
 
-from moert.pack.errors import UnsafePath
+from moert.pack.codec import WIDTHS
+from moert.pack.errors import ManifestInvalid, UnsafePath
 from moert.pack.layout import ExpertLayout, expert_layout
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
+from moert.pack.reading import MAX_BYTES, MAX_COUNT, Read, Within, brief, mapping, plain, read
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
-MAJOR = 1
+MAJOR, MINOR = 2, 0
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
+_HEX = frozenset("0123456789abcdef")
+_CRC32 = (1 << 32) - 1
+
+Dtype16 = Literal["F16", "BF16"]
+
+
+# How single fields are read -----------------------------------------------------------------------------------------
+
+
+def safe_path(path: str, where: str = "manifest.json") -> str:
+    """`path` itself if it stays inside the pack; raises UnsafePath otherwise."""
+    if not isinstance(path, str):
+        raise ManifestInvalid(f"{where} should be a path, found {brief(path)}")
+    pure = PurePosixPath(path)
+    sound = path.isascii() and path.isprintable() and not set("\\:").intersection(path) and 0 < len(path) <= 200
+    if not sound or not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path:
+        raise UnsafePath(f"manifest.json names the file {path[:80]!r}, which is not a plain path inside the pack")
+    return path
+
+
+def _digest(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) != 64 or not _HEX.issuperset(value):
+        raise ManifestInvalid(f"{where} should be a sha256 in hexadecimal, found {brief(value)}")
+    return value
+
+
+def _key(value: Any, where: str) -> ExpertKey:
+    key = value if isinstance(value, list) else []
+    whole = [item for item in key[1:3] if isinstance(item, int) and not isinstance(item, bool)]
+    if len(key) != 3 or len(whole) != 2 or not isinstance(key[0], str) or key[0] not in STACKS:
+        found = f"[{', '.join(brief(item) for item in key[:4])}]" if isinstance(value, list) else brief(value)
+        raise ManifestInvalid(f'{where} should be ["decoder", layer, expert], found {found}')
+    return ExpertKey("encoder" if key[0] == "encoder" else "decoder", key[1], key[2])
+
+
+def _widths(value: Any, where: str) -> dict[str, int]:
+    widths = mapping(value, where)
+    for name, width in widths.items():
+        if not isinstance(width, int) or isinstance(width, bool) or width not in WIDTHS:
+            raise ManifestInvalid(f"{where}: {name[:20]} should be among {WIDTHS}, found {brief(width)}")
+    return widths
+
+
+def _bits(value: Any, where: str) -> dict[str, int]:
+    if not {"gate", "up", "down"}.issuperset(mapping(value, where)):
+        raise ManifestInvalid(f"{where} should give widths for gate, up and down, found {brief(list(value))}")
+    return _widths(value, where)
+
+
+def _model(value: Any, where: str) -> ModelSpec:
+    return read(ModelSpec, value, where, closed=True)
+
+
+def _files(value: Any, where: str) -> dict[str, FileEntry]:
+    named = mapping(value, where).items()
+    return {safe_path(name): read(FileEntry, item, f"{where}: {name[:60]}") for name, item in named}
+
+
+# What the manifest holds --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """A file of the pack that is not an expert."""
 
-    nbytes: int
-    sha256: str
-    crc32: int
+    nbytes: Annotated[int, Within(0, MAX_BYTES)]
+    sha256: Annotated[str, Read(_digest)]
+    crc32: Annotated[int, Within(0, _CRC32)]
 
 
 @dataclass(frozen=True)
 class Dense:
-    """How matrices outside the experts were quantised: a width for each of DENSE_ROLES that has one, 16 among them.
+    """How matrices outside the experts were quantised: a width for each of ROLES that has one, 16 among them.
     group_size as for experts."""
 
     quantizer: str
-    group_size: int
-    bits: Mapping[str, int]
+    group_size: Annotated[int, Within(0, MAX_COUNT)]
+    bits: Annotated[Mapping[str, int], Read(_widths)]
 
 
 @dataclass(frozen=True)
@@ -43,9 +105,9 @@ class Quantization:
     other matrices; None: they are as in the source."""
 
     quantizer: str
-    group_size: int
-    dtype16: str  # "F16" or "BF16": how 16-bit projections are stored
-    seed: int
+    group_size: Annotated[int, Within(0, MAX_COUNT)]
+    dtype16: Dtype16  # how 16-bit projections are stored
+    seed: Annotated[int, Within(0, 1 << 32)]
     dense: Dense | None = None
 
 
@@ -58,7 +120,7 @@ class LossEstimate:
     loss: float
     low: float
     high: float
-    samples: int
+    samples: Annotated[int, Within(0, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
@@ -70,8 +132,8 @@ class Quality:
     target_loss: float | None
     calibration: LossEstimate | None
     heldout: LossEstimate | None
-    calibration_sha256: str
-    heldout_sha256: str
+    calibration_sha256: Annotated[str, Read(_digest)]
+    heldout_sha256: Annotated[str, Read(_digest)]
 
 
 @dataclass(frozen=True)
@@ -82,26 +144,26 @@ class ExpertEntry:
     measured when this expert alone goes to 2 bits, all others at 4, above that with all at 4; None where not measured.
     """
 
-    key: ExpertKey
-    path: str
-    file_bytes: int
-    tensor_bytes: int
-    bits: Mapping[str, int]
-    sha256: str
-    crc32: int
+    key: Annotated[ExpertKey, Read(_key)]
+    path: Annotated[str, Read(safe_path)]
+    file_bytes: Annotated[int, Within(1, MAX_BYTES)]
+    tensor_bytes: Annotated[int, Within(1, MAX_BYTES)]
+    bits: Annotated[Mapping[str, int], Read(_bits)]
+    sha256: Annotated[str, Read(_digest)]
+    crc32: Annotated[int, Within(0, _CRC32)]
     importance: float | None
 
 
 @dataclass(frozen=True)
 class Manifest:
     creator: str
-    page_bytes: int
-    model: ModelSpec
+    page_bytes: Annotated[int, Within(4096, 1 << 20)]
+    model: Annotated[ModelSpec, Read(_model)]
     quantization: Quantization
     quality: Quality | None
-    files: Mapping[str, FileEntry]
+    files: Annotated[Mapping[str, FileEntry], Read(_files)]
     experts: tuple[ExpertEntry, ...]
-    minor: int
+    minor: Annotated[int, Within(0, MAX_COUNT)] = MINOR
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
@@ -118,11 +180,6 @@ class Manifest:
         return 8 * self.expert_tensor_bytes() / weights
 
 
-def minor_of(model: ModelSpec, quantization: Quantization) -> int:
-    """The minor version that first had all that such a pack uses."""
-    return 0 if quantization.dense is None and model.moe.activation_limit is None else 1
-
-
 def expert_path(key: ExpertKey) -> str:
     """Where an expert lies in the pack: experts/D03/E005.safetensors."""
     return f"experts/{key}.safetensors"
@@ -130,16 +187,10 @@ def expert_path(key: ExpertKey) -> str:
 
 def dump_manifest(manifest: Manifest) -> str:
     """The manifest as JSON text, one expert a line so that a diff can be read; its last field is its own checksum."""
-    document = asdict(manifest)
-    document.pop("minor")
-    for part, name in ((document["model"]["moe"], "activation_limit"), (document["quantization"], "dense")):
-        if part[name] is None:
-            del part[name]  # what version 1.0 does not know is there only where it is used
-    experts = document.pop("experts")
-    head = {"format": FORMAT_NAME, "major": MAJOR, "minor": manifest.minor, **document}
-    lines = [
-        json.dumps({**expert, "key": list(expert["key"])}, separators=(",", ":"), allow_nan=False) for expert in experts
-    ]
+    document = plain(manifest)
+    minor, experts = document.pop("minor"), document.pop("experts")
+    head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
+    lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
     text = json.dumps(head, indent=1, allow_nan=False)
     return seal(text[: text.rindex("\n}")] + ',\n "experts": [\n  ' + ",\n  ".join(lines) + "\n ]")
 
@@ -147,12 +198,3 @@ def dump_manifest(manifest: Manifest) -> str:
 def seal(body: str) -> str:
     """Ends the text of a manifest (a JSON object without its closing brace) with the checksum of what is there."""
     return f"{body}{SEAL}{zlib.crc32(body.encode())}\n}}\n"
-
-
-def safe_path(path: str) -> str:
-    """`path` itself if it stays inside the pack; raises UnsafePath otherwise."""
-    pure = PurePosixPath(path)
-    plain = path.isascii() and path.isprintable() and not set("\\:").intersection(path) and 0 < len(path) <= 200
-    if not plain or not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path:
-        raise UnsafePath(f"manifest.json names the file {path[:80]!r}, which is not a plain path inside the pack")
-    return path

@@ -1,215 +1,187 @@
-"""ModelSpec: all that the runtime must know of an architecture, free of any family's own names."""
+"""ModelSpec: all that the runtime must know of an architecture, as a tree of parts; and how its layers are named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple
 
-Stack = Literal["encoder", "decoder"]
-_MOST_FEATURES = 1 << 24
-STACKS: tuple[Stack, ...] = ("encoder", "decoder")
+from moert.pack.parts import ROLES, Experts, Ffn, Role, Rope, Stack, Tensor
+from moert.pack.reading import MAX_COUNT, Within
 
-DenseRole = Literal["attention", "router", "ffn", "head", "embed"]
-DENSE_ROLES: tuple[DenseRole, ...] = ("attention", "router", "ffn", "head", "embed")
-"""What a dense matrix (one outside the experts) is for; a pack gives widths to roles."""
+StackName = Literal["encoder", "decoder"]
+STACKS: tuple[StackName, ...] = ("encoder", "decoder")
+
+
+class LayerKey(NamedTuple):
+    """Names one layer: which stack, and which of all its layers, whether these have experts or not."""
+
+    stack: StackName
+    layer: int
+
+    def expert(self, number: int) -> ExpertKey:
+        return ExpertKey(self.stack, self.layer, number)
+
+    def __str__(self) -> str:
+        return f"{self.stack[0].upper()}{self.layer:02d}"
 
 
 class ExpertKey(NamedTuple):
-    """Names one expert: which stack, which layer of it (counted over all its layers), which expert."""
+    """Names one expert of a layer."""
 
-    stack: Stack
+    stack: StackName
     layer: int
     expert: int
 
-    def __str__(self) -> str:
-        return f"{self.stack[0].upper()}{self.layer:02d}/E{self.expert:03d}"
-
-
-@dataclass(frozen=True)
-class StackSpec:
-    """One tower of layers. `moe_layers` are the indices of the layers whose feed-forward part has experts."""
-
-    n_layers: int
-    moe_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    """The experts: one shape for all of them.
-
-    `projections` are ("up", "down") for a plain and ("gate", "up", "down") for a gated feed-forward:
-    y = down(act(up(x))) or y = down(act(gate(x)) * up(x)). `norm_topk` rescales the selected router
-    probabilities to sum to 1. `capacity` is the most tokens of one sequence that one expert takes in one forward
-    pass (later tokens skip it); None means no limit. With `activation_limit` the gate is clamped to at most the limit
-    and up to ± the limit before the activation; without a gate, up to at most the limit.
-    """
-
-    num_experts: int
-    top_k: int
-    d_ff: int
-    activation: Literal["relu", "silu", "gelu", "gelu_new"]
-    gated: bool
-    norm_topk: bool
-    capacity: int | None
-    activation_limit: float | None = None
-
     @property
-    def projections(self) -> tuple[str, ...]:
-        return ("gate", "up", "down") if self.gated else ("up", "down")
+    def at(self) -> LayerKey:
+        return LayerKey(self.stack, self.layer)
+
+    def __str__(self) -> str:
+        return f"{self.at}/E{self.expert:03d}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """From the last norm to logits: hidden · scale, times a matrix of its own or, if `tied`, the embedding."""
+
+    tied: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Special tokens. `start` is what an encoder–decoder's decoder reads first."""
+
+    bos: Annotated[int | None, Within(0, MAX_COUNT)]
+    eos: Annotated[tuple[int, ...], Within(0, MAX_COUNT)]
+    pad: Annotated[int | None, Within(0, MAX_COUNT)]
+    start: Annotated[int | None, Within(0, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """An architecture in canonical terms; the converter fills it from a family's config.
-
-    Shapes: embeddings [vocab_size, d_model]; q [n_heads * head_dim, d_model]; k, v [n_kv_heads * head_dim,
-    d_model]; expert gate, up [d_ff, d_model], down [d_model, d_ff].
-    """
+    """An architecture; the converter fills it from a family's config. With an encoder, every layer of the decoder also
+    attends to what that has made of the input."""
 
     family: str
-    vocab_size: int
-    d_model: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    encoder: StackSpec | None
-    decoder: StackSpec
-    moe: MoeSpec
-    d_ff_dense: int  # of layers without experts; 0 where there are none
-    norm_eps: float
-    positions: Literal["rope", "relative"]
-    rope_theta: float  # 0 unless positions == "rope"
-    relative_buckets: int  # 0 unless positions == "relative"
-    relative_max_distance: int  # 0 unless positions == "relative"
-    attention_scale: float
-    qk_norm: bool  # RMS norm over the whole q and k vectors, before the heads are split
-    clip_qkv: float | None
-    tied_head: bool  # logits = hidden @ embed.T
-    logit_scale: float  # hidden states are multiplied by it before the head
-    max_positions: int | None
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
-    decoder_start_token_id: int | None
+    vocab_size: Annotated[int, Within(1, MAX_COUNT)]
+    d_model: Annotated[int, Within(1, MAX_COUNT)]
+    encoder: Stack | None
+    decoder: Stack
+    ropes: tuple[Rope, ...]
+    head: Head
+    tokens: Tokens
+    max_positions: Annotated[int | None, Within(0, MAX_COUNT)]
 
-    def stack(self, name: Stack) -> StackSpec | None:
+    def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
 
-    def moe_layers(self) -> list[tuple[Stack, int]]:
-        """Every layer with experts, in the order of execution."""
-        order: list[tuple[Stack, int]] = []
-        for name in STACKS:
-            stack = self.stack(name)
-            if stack is not None:
-                order += [(name, layer) for layer in stack.moe_layers]
-        return order
+    @cached_property
+    def stacks(self) -> dict[StackName, Stack]:
+        """Those that the model has, in the order of execution."""
+        return {name: stack for name in STACKS if (stack := self.stack(name)) is not None}
+
+    @cached_property
+    def experts(self) -> dict[LayerKey, Experts]:
+        """Those of every layer that has some, in the order of execution."""
+        return {
+            LayerKey(name, layer): ffn
+            for name, stack in self.stacks.items()
+            for layer in range(len(stack))
+            if isinstance(ffn := stack[layer].ffn, Experts)
+        }
+
+    @property
+    def moe(self) -> Experts:
+        """What all layers with experts have alike: see `contradictions`."""
+        return next(iter(self.experts.values()))
+
+    def moe_layers(self, name: StackName | None = None) -> list[LayerKey]:
+        """Every layer with experts, in the order of execution; of one stack if it is named."""
+        return [at for at in self.experts if name in (None, at.stack)]
 
     def expert_keys(self) -> list[ExpertKey]:
         """Every expert, in the order of execution."""
-        return [
-            ExpertKey(name, layer, expert)
-            for name, layer in self.moe_layers()
-            for expert in range(self.moe.num_experts)
-        ]
+        return [at.expert(number) for at, experts in self.experts.items() for number in range(experts.n)]
 
     def projection_shape(self, projection: str) -> tuple[int, int]:
         """(out_features, in_features) of one projection of an expert."""
-        if projection == "down":
-            return self.d_model, self.moe.d_ff
-        return self.moe.d_ff, self.d_model
+        return self.moe.ffn.shape(projection, self.d_model)
 
     def weights_per_expert(self) -> int:
-        return len(self.moe.projections) * self.d_model * self.moe.d_ff
+        return len(self.moe.ffn.projections) * self.d_model * self.moe.ffn.d_ff
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that stays in memory, by its canonical name: the contract of backbone.safetensors."""
+        return {tensor.name: tensor for tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[Tensor]:
+        tied = self.head.tied
+        yield Tensor("embed.weight", (self.vocab_size, self.d_model), "head" if tied else "embed")
+        if not tied:
+            yield Tensor("head.weight", (self.vocab_size, self.d_model), "head")
+        for place, rope in enumerate(self.ropes):
+            yield from rope.tensors(f"rope.{place}")
+        for name, stack in self.stacks.items():
+            yield from stack.tensors(name, self.d_model)
+
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that the model has matrices of."""
+        found = {tensor.role for tensor in self.tensors.values()}
+        return tuple(role for role in ROLES if role in found)
+
+    def contradictions(self) -> Iterator[str]:
+        """What parts that are each legal say together, and no model can have."""
+        for name, stack in self.stacks.items():
+            for contradiction in stack.contradictions():
+                yield f"in the {name}, {contradiction}"
+                return
+        if self.encoder is not None and any(kind.attention.window is not None for kind in self.encoder.kinds):
+            yield "in the encoder, a layer has a window, which is one of tokens before"
+            return
+        if not self.experts:
+            yield "it has no layer with experts: such a pack can't exist"
+            return
+        for at, experts in self.experts.items():
+            if experts != self.moe and _alike(experts) != _alike(self.moe):
+                yield f"the experts of layer {at} have another number or shape than those of the first such layer"
+                return
+        if self.head.scale == 0:
+            yield "the scale of its head is 0, so that nothing the model reads would matter"
+        yield from self._positions()
+        yield from self._reading()
+
+    def _positions(self) -> Iterator[str]:
+        for place, rope in enumerate(self.ropes):
+            for contradiction in rope.contradictions():
+                yield f"rope {place}: {contradiction}"
+        for name, stack in self.stacks.items():
+            for attention in (kind.attention for kind in stack.kinds):
+                if attention.rope is None:
+                    continue
+                if attention.rope >= len(self.ropes):
+                    yield f"in the {name}, a layer has rope {attention.rope}, there are {len(self.ropes)}"
+                elif self.ropes[attention.rope].dims > attention.dim:
+                    yield f"rope {attention.rope} turns {self.ropes[attention.rope].dims} features of {attention.dim}"
+
+    def _reading(self) -> Iterator[str]:
+        crossing = {kind.cross is not None for kind in self.decoder.kinds}
+        if self.encoder is None:
+            if True in crossing:
+                yield "the decoder attends to an encoder's output, and there is no encoder"
+            return
+        if False in crossing:
+            yield "there is an encoder that not all layers of the decoder attend to"
+        if any(kind.cross is not None for kind in self.encoder.kinds):
+            yield "the encoder attends to an encoder's output"
+        start = self.tokens.start
+        if start is None or start >= self.vocab_size:
+            yield f"its start token is {start}, the decoder starts with a token below {self.vocab_size}"
 
 
-def backbone_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name → shape of every tensor that stays in memory. This list is the contract of backbone.safetensors.
-
-    All matrices are stored [out_features, in_features].
-    """
-    d, q_dim, kv_dim = spec.d_model, spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
-    if not spec.tied_head:
-        shapes["head.weight"] = (spec.vocab_size, d)
-    for name in STACKS:
-        stack = spec.stack(name)
-        if stack is None:
-            continue
-        shapes[f"{name}.norm.weight"] = (d,)
-        if spec.positions == "relative":
-            shapes[f"{name}.relative_bias.weight"] = (spec.relative_buckets, spec.n_heads)
-        for layer in range(stack.n_layers):
-            at = f"{name}.{layer}"
-            blocks = ["attn", "cross"] if name == "decoder" and spec.encoder is not None else ["attn"]
-            for block in blocks:
-                shapes[f"{at}.{block}_norm.weight"] = (d,)
-                shapes[f"{at}.{block}.q.weight"] = (q_dim, d)
-                shapes[f"{at}.{block}.k.weight"] = (kv_dim, d)
-                shapes[f"{at}.{block}.v.weight"] = (kv_dim, d)
-                shapes[f"{at}.{block}.o.weight"] = (d, q_dim)
-                if spec.qk_norm:
-                    shapes[f"{at}.{block}.q_norm.weight"] = (q_dim,)
-                    shapes[f"{at}.{block}.k_norm.weight"] = (kv_dim,)
-            shapes[f"{at}.ffn_norm.weight"] = (d,)
-            if layer in stack.moe_layers:
-                shapes[f"{at}.router.weight"] = (spec.moe.num_experts, d)
-            else:
-                for projection in spec.moe.projections:
-                    out_in = (d, spec.d_ff_dense) if projection == "down" else (spec.d_ff_dense, d)
-                    shapes[f"{at}.ffn.{projection}.weight"] = out_in
-    return shapes
-
-
-def dense_role(spec: ModelSpec, name: str) -> DenseRole | None:
-    """What the matrix of this canonical name (one of `backbone_tensors`) is for; None for norms and position biases."""
-    if name in ("embed.weight", "head.weight"):
-        return "head" if name == "head.weight" or spec.tied_head else "embed"
-    block, _, matrix = name.removesuffix(".weight").rpartition(".")
-    if matrix == "router":
-        return "router"
-    if block.endswith(".ffn"):
-        return "ffn"
-    return "attention" if block.endswith((".attn", ".cross")) and matrix in ("q", "k", "v", "o") else None
-
-
-def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
-    """The roles that the model has matrices of."""
-    found = {dense_role(spec, name) for name in backbone_tensors(spec)}
-    return tuple(role for role in DENSE_ROLES if role in found)
-
-
-def contradictions(spec: ModelSpec) -> Iterator[str]:
-    """What numbers and choices that are each legal say together, and no model of version 1 can have."""
-    if spec.n_heads * spec.head_dim > _MOST_FEATURES:
-        yield f"n_heads times head_dim is {spec.n_heads * spec.head_dim}, it should be at most {_MOST_FEATURES}"
-    if spec.norm_eps <= 0:
-        yield f"norm_eps is {spec.norm_eps}, it should be above 0"
-    limit = spec.moe.activation_limit
-    if limit is not None and limit <= 0:
-        yield f"activation_limit is {limit}, it should be above 0"
-    for name in ("attention_scale", "logit_scale"):
-        if getattr(spec, name) == 0:
-            yield f"{name} is 0, so that nothing the model reads would matter"
-    if spec.positions == "rope":
-        if spec.encoder is not None:
-            yield "positions are 'rope', but there is an encoder, whose positions are 'relative' in version 1"
-        if spec.head_dim % 2:
-            yield f"positions are 'rope', but head_dim is {spec.head_dim}, which has no halves"
-        if spec.rope_theta <= 0:
-            yield f"positions are 'rope', but rope_theta is {spec.rope_theta}, it should be above 0"
-        return
-    if spec.encoder is None:
-        yield "positions are 'relative', but there is no encoder: a decoder alone has 'rope' in version 1"
-    if spec.qk_norm or spec.clip_qkv is not None:
-        yield "qk_norm or clip_qkv is set, which models with an encoder do not have in version 1"
-    if spec.relative_buckets < 4 or spec.relative_buckets % 2:
-        yield f"relative_buckets is {spec.relative_buckets}, it should be even and at least 4"
-    if spec.relative_max_distance <= spec.relative_buckets // 2:
-        yield (
-            f"relative_max_distance is {spec.relative_max_distance}, it should be above {spec.relative_buckets // 2}, "
-            "half of relative_buckets"
-        )
-    start = spec.decoder_start_token_id
-    if start is None or start >= spec.vocab_size:
-        yield f"decoder_start_token_id is {start}, the decoder starts with a token below {spec.vocab_size}"
+def _alike(experts: Experts) -> tuple[int, Ffn, int]:
+    """What experts of all layers must share: caches, tables and budgets count on it."""
+    return experts.n, experts.ffn, experts.router.top_k

@@ -1,12 +1,12 @@
 """paths.safetensors: which experts follow which, counted on calibration text (EdgeMoE §3.3). SPEC.md has the layout.
 
-Layers here are layers with experts, counted from 0 within each stack. A context is a selected expert of the layer
-before, or a pair (a, b) of experts of the two layers before, a of the earlier one, with the id a * num_experts + b.
+Only layers with experts are counted. A context is a selected expert of the last such layer before, or a pair (a, b) of
+experts of the two before, a of the earlier one, with the id a * num_experts + b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.errors import HeaderInvalid
-from moert.pack.model_spec import STACKS, ModelSpec, Stack
+from moert.pack.model_spec import STACKS, LayerKey, ModelSpec, StackName
 from moert.pack.tensors import TensorFile, to_bytes
 
 PATHS = "paths.safetensors"
-VERSION = 1
+VERSION = 2
 _CHUNK_TOKENS = 8192
+_MOST_LAYERS = 4096
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -60,29 +61,30 @@ class LayerPaths:
 
 @dataclass(frozen=True)
 class TransitionTable:
-    """The counts of every layer with experts of every stack."""
+    """The counts of every layer with experts, in the order of execution."""
 
     num_experts: int
-    stacks: Mapping[Stack, tuple[LayerPaths, ...]]
+    layers: Mapping[LayerKey, LayerPaths]
 
-    def probabilities(
-        self, stack: Stack, layer: int, one_before: Sequence[int] = (), two_before: Sequence[int] = ()
-    ) -> F64:
-        """[num_experts]: how likely a token goes to each expert of `layer` (a layer with experts, from 0).
+    def of_stack(self, stack: StackName) -> list[LayerPaths]:
+        """Its layers in order."""
+        return [paths for at, paths in self.layers.items() if at.stack == stack]
 
-        `one_before` are the token's experts in the layer before, `two_before` in the one before that; -1 is ignored.
+    def probabilities(self, at: LayerKey, one_before: Sequence[int] = (), two_before: Sequence[int] = ()) -> F64:
+        """[num_experts]: how likely a token goes to each expert of the layer.
+
+        `one_before` are the token's experts in the layer with experts before, `two_before` in the one before that; -1
+        is ignored.
         Counts of all contexts are added; where they are zero, one layer less is looked at, at last none. All zeros if
         nothing was ever seen in this layer.
         """
-        counts = self.counts(stack, layer, one_before, two_before)[0]
+        counts = self.counts(at, one_before, two_before)[0]
         total = counts.sum()
         return counts / total if total else counts
 
-    def counts(
-        self, stack: Stack, layer: int, one_before: Sequence[int] = (), two_before: Sequence[int] = ()
-    ) -> tuple[F64, int]:
-        """(counts [num_experts], layers looked back: 2, 1 or 0). Raises IndexError for a layer that is not there."""
-        paths, size = self.stacks[stack][layer], self.num_experts
+    def counts(self, at: LayerKey, one_before: Sequence[int] = (), two_before: Sequence[int] = ()) -> tuple[F64, int]:
+        """(counts [num_experts], layers looked back: 2, 1 or 0). Raises KeyError for a layer that is not there."""
+        paths, size = self.layers[at], self.num_experts
         before = np.array([expert for expert in one_before if expert >= 0], dtype=np.int64)
         earlier = np.array([expert for expert in two_before if expert >= 0], dtype=np.int64)
         if len(before) and len(earlier):
@@ -97,29 +99,27 @@ class TransitionTable:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the tables are not those of a model of this shape."""
-        found = {stack: len(layers) for stack, layers in self.stacks.items()}
-        towers = {stack: spec.stack(stack) for stack in STACKS}
-        expected = {stack: len(tower.moe_layers) for stack, tower in towers.items() if tower is not None}
-        if self.num_experts != spec.moe.num_experts or found != expected:
+        expected = spec.moe_layers()
+        if self.num_experts != spec.moe.n or list(self.layers) != expected:
             raise HeaderInvalid(
-                f"{PATHS} counts {self.num_experts} experts in {found} layers, the model has {spec.moe.num_experts} "
-                f"in {expected}: profile the paths of this pack again"
+                f"{PATHS} counts {self.num_experts} experts in {_said(self.layers)}, the model has "
+                f"{spec.moe.n} in {_said(expected)}: profile the paths of this pack again"
             )
 
     def to_bytes(self) -> bytes:
         """The file's content; equal tables give equal bytes."""
         tensors: dict[str, npt.NDArray[Any]] = {}
-        for stack, layers in self.stacks.items():
-            for index, paths in enumerate(layers):
-                at = f"{stack}.{index}"
-                tensors[f"{at}.frequency"] = paths.frequency
-                for name, table in (("one", paths.one_before), ("two", paths.two_before)):
-                    tensors[f"{at}.{name}.contexts"] = table.contexts
-                    tensors[f"{at}.{name}.rows"] = table.rows
-                    tensors[f"{at}.{name}.experts"] = table.experts
-                    tensors[f"{at}.{name}.counts"] = table.counts
+        for (stack, layer), paths in self.layers.items():
+            at = f"{stack}.{layer}"
+            tensors[f"{at}.frequency"] = paths.frequency
+            for name, table in (("one", paths.one_before), ("two", paths.two_before)):
+                tensors[f"{at}.{name}.contexts"] = table.contexts
+                tensors[f"{at}.{name}.rows"] = table.rows
+                tensors[f"{at}.{name}.experts"] = table.experts
+                tensors[f"{at}.{name}.counts"] = table.counts
         metadata = {"format": "model.pack paths", "version": VERSION, "num_experts": self.num_experts}
-        metadata |= {f"{stack}_layers": len(layers) for stack, layers in self.stacks.items()}
+        for stack in dict.fromkeys(at.stack for at in self.layers):
+            metadata[f"{stack}_layers"] = ",".join(str(at.layer) for at in self.layers if at.stack == stack)
         return to_bytes(tensors, metadata)
 
     @classmethod
@@ -127,27 +127,37 @@ class TransitionTable:
         """Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(PATHS, body, VERSION)
         size = file.number("num_experts", 65535)
-        stacks: dict[Stack, tuple[LayerPaths, ...]] = {}
-        for stack in STACKS:
-            if file.has(f"{stack}_layers"):
-                n_layers = file.number(f"{stack}_layers", 4096)
-                stacks[stack] = tuple(_layer(file, f"{stack}.{index}", size) for index in range(n_layers))
-        return cls(size, stacks)
+        order = [
+            LayerKey(stack, layer)
+            for stack in STACKS
+            if file.has(f"{stack}_layers")
+            for layer in file.numbers(f"{stack}_layers", _MOST_LAYERS)
+        ]
+        return cls(size, {at: _layer(file, f"{at.stack}.{at.layer}", size) for at in order})
 
 
-def build(num_experts: int, routes: Mapping[Stack, Sequence[npt.NDArray[np.integer[Any]]]]) -> TransitionTable:
+def build(num_experts: int, routes: Mapping[LayerKey, npt.NDArray[np.integer[Any]]]) -> TransitionTable:
     """Counts routing traces.
 
-    `routes`: for each stack, one array [tokens, top_k] for each of its layers with experts, in order; row t is the
-    same token in every layer, -1 marks a layer that dropped it. With top_k > 1 every pair of experts (one of each of
-    the two layers before) counts once for every expert selected after it.
+    `routes`: [tokens, top_k] for each layer with experts, in the order of execution; row t is the same token in every
+    layer of a stack, -1 marks a layer that dropped it. With top_k > 1 every pair of experts (one of each of the two
+    layers before) counts once for every expert selected after it.
     """
-    stacks: dict[Stack, tuple[LayerPaths, ...]] = {}
-    for stack in STACKS:
-        if stack in routes:
-            layers = [np.asarray(array, dtype=np.int64) for array in routes[stack]]
-            stacks[stack] = tuple(_count_layer(layers[: index + 1], num_experts) for index in range(len(layers)))
-    return TransitionTable(num_experts, stacks)
+    layers: dict[LayerKey, LayerPaths] = {}
+    so_far: dict[StackName, list[I64]] = {}
+    for at, experts in routes.items():
+        before = so_far.setdefault(at.stack, [])
+        before.append(np.asarray(experts, dtype=np.int64))
+        layers[at] = _count_layer(before, num_experts)
+    return TransitionTable(num_experts, layers)
+
+
+def _said(layers: Iterable[LayerKey]) -> str:
+    """The layers of each stack, for a message."""
+    of: dict[StackName, list[str]] = {}
+    for stack, layer in layers:
+        of.setdefault(stack, []).append(str(layer))
+    return " and ".join(f"{stack} layers {', '.join(found)}" for stack, found in of.items()) or "no layer"
 
 
 def _count_layer(layers: list[I64], size: int) -> LayerPaths:

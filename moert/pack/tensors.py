@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -42,6 +43,16 @@ class TensorFile:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= high):
             raise self.wrong(f"{field} should be a number from 1 to {high}, found {text[:40]!r}")
         return int(text)
+
+    def numbers(self, field: str, below: int) -> list[int]:
+        """Rising numbers from 0 to `below` - 1 in the metadata, written 1,3,5."""
+        text = self._metadata.get(field, "")
+        parts = text.split(",")
+        if len(parts) <= below and all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+            found = [int(part) for part in parts]
+            if found[-1] < below and all(one < other for one, other in itertools.pairwise(found)):
+                return found
+        raise self.wrong(f"{field} should be rising numbers below {below}, found {text[:40]!r}")
 
     def tensor(self, name: str, dtype: Any, ndim: int = 1) -> npt.NDArray[Any]:
         """The tensor of this name, dtype and number of dimensions."""

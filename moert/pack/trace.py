@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.errors import HeaderInvalid
-from moert.pack.model_spec import STACKS, ModelSpec, Stack
+from moert.pack.model_spec import STACKS, ModelSpec, StackName
 from moert.pack.tensors import TensorFile, to_bytes
 
 TRACE = "trace.safetensors"
@@ -25,7 +25,7 @@ MOST_ENTRIES = 1 << 17
 """Entries (one expert of one token in one layer) that are recorded at most: 256 KiB."""
 
 U16 = npt.NDArray[np.uint16]
-SampleRoutes = Mapping[Stack, npt.NDArray[np.integer[Any]]]
+SampleRoutes = Mapping[StackName, npt.NDArray[np.integer[Any]]]
 """For each stack with experts [tokens, layers, top_k]: experts of one sample, -1 where it was dropped. The layers are
 those with experts, in order."""
 
@@ -44,7 +44,7 @@ class Trace:
     """The routing of some samples: the encoder reads all tokens of a sample at once, the decoder one by one."""
 
     num_experts: int
-    stacks: Mapping[Stack, StackTrace]
+    stacks: Mapping[StackName, StackTrace]
 
     @property
     def n_samples(self) -> int:
@@ -54,7 +54,7 @@ class Trace:
     def decoder_tokens(self) -> int:
         return len(self.stacks["decoder"].experts) if "decoder" in self.stacks else 0
 
-    def sample(self, index: int) -> dict[Stack, U16]:
+    def sample(self, index: int) -> dict[StackName, U16]:
         """Experts of one sample [tokens, layers, top_k], the encoder's first."""
         return {
             name: self.stacks[name].experts[self.stacks[name].starts[index] : self.stacks[name].starts[index + 1]]
@@ -65,16 +65,12 @@ class Trace:
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if this is not the routing of a model of this shape."""
         found = {name: trace.experts.shape[1:] for name, trace in self.stacks.items()}
-        towers = {name: spec.stack(name) for name in STACKS}
-        expected = {
-            name: (len(tower.moe_layers), spec.moe.top_k)
-            for name, tower in towers.items()
-            if tower is not None and tower.moe_layers
-        }
-        if self.num_experts != spec.moe.num_experts or found != expected:
+        counts = {name: len(spec.moe_layers(name)) for name in STACKS}
+        expected = {name: (count, spec.moe.router.top_k) for name, count in counts.items() if count}
+        if self.num_experts != spec.moe.n or found != expected:
             raise HeaderInvalid(
                 f"{TRACE} names {self.num_experts} experts in (layers, top_k) {found}, the model has "
-                f"{spec.moe.num_experts} in {expected}: profile the paths of this pack again"
+                f"{spec.moe.n} in {expected}: profile the paths of this pack again"
             )
 
     def to_bytes(self) -> bytes:
@@ -89,7 +85,7 @@ class Trace:
         """Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(TRACE, body, VERSION)
         num_experts = file.number("num_experts", 65535)
-        stacks: dict[Stack, StackTrace] = {}
+        stacks: dict[StackName, StackTrace] = {}
         for name in STACKS:
             if file.has_tensor(f"{name}.experts"):
                 stacks[name] = _stack(file, name, num_experts)
@@ -110,7 +106,7 @@ def record(num_experts: int, samples: Iterable[SampleRoutes]) -> Trace:
             break
         kept.append(sample)
         room -= entries
-    stacks: dict[Stack, StackTrace] = {}
+    stacks: dict[StackName, StackTrace] = {}
     for name in STACKS:
         parts = [sample[name] for sample in kept if name in sample]
         if parts:
@@ -125,7 +121,7 @@ def _as_u16(experts: npt.NDArray[np.integer[Any]], num_experts: int) -> U16:
     return np.where(experts < 0, DROPPED, experts).astype(np.uint16)
 
 
-def _stack(file: TensorFile, name: Stack, num_experts: int) -> StackTrace:
+def _stack(file: TensorFile, name: StackName, num_experts: int) -> StackTrace:
     experts: U16 = file.tensor(f"{name}.experts", np.uint16, 3)
     starts: npt.NDArray[np.uint32] = file.tensor(f"{name}.samples", np.uint32)
     sound = (

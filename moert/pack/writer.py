@@ -31,7 +31,6 @@ from moert.pack.manifest import (
     Quantization,
     dump_manifest,
     expert_path,
-    minor_of,
 )
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import MANIFEST, Projection, is_pack
@@ -129,7 +128,6 @@ class PackWriter:
             quality=quality,
             files=self._files,
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
-            minor=minor_of(self.spec, self.quantization),
         )
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())

@@ -11,5 +11,5 @@ class Popularity:
         self._tables = tables
 
     def predict(self, situation: Situation) -> Prediction:
-        share = self._tables.probabilities(situation.stack, situation.layer)
+        share = self._tables.probabilities(situation.at)
         return ranked(of_any_token(of_one_token(share, situation.top_k), situation.n_tokens))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.model_spec import Stack
+from moert.pack.model_spec import LayerKey
 from moert.pack.paths import F64
 
 Selected = npt.NDArray[np.integer[Any]]
@@ -28,14 +28,13 @@ def no_scores() -> F64 | None:
 class Situation:
     """What is known when somebody asks which experts a layer will demand.
 
-    `layer` is the one predicted; it counts the layers with experts of the stack from 0. `n_tokens` will go through it
-    together, each to `top_k` experts. `history` holds what these tokens selected in the layers before, in order; it
-    is empty where they have no such layer. `scores` applies that layer's router to the present hidden state and gives
-    the mean of its probabilities over the tokens, [num_experts]; None where there is no such state.
+    `at` is the layer predicted. `n_tokens` will go through it together, each to `top_k` experts. `history` holds what
+    these tokens selected in the layers with experts before, in order; it is empty where they have no such layer.
+    `scores` asks that layer's router about the present hidden state and gives the mean of its probabilities over the
+    tokens, [num_experts]; None where there is no such state.
     """
 
-    stack: Stack
-    layer: int
+    at: LayerKey
     history: Sequence[Selected]
     n_tokens: int
     top_k: int

@@ -30,5 +30,5 @@ class Transitions:
     def _of_token(
         self, situation: Situation, one_before: list[int] | tuple[()], two_before: list[int] | tuple[()]
     ) -> F64:
-        share = self._tables.probabilities(situation.stack, situation.layer, one_before, two_before)
+        share = self._tables.probabilities(situation.at, one_before, two_before)
         return of_one_token(share, situation.top_k)

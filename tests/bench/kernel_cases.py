@@ -12,7 +12,10 @@ from types import TracebackType
 import numpy as np
 
 from moert.kernels.library import ACTIVATIONS, Attention, Ffn, Library, NativeFailed, check
+from moert.kernels.native import keys_of
+from moert.models.kv import Kept
 from moert.pack.codec import F32
+from moert.pack.parts import Attention as Parts
 from tests.bench.kernel_weights import Material, Shape, nbytes_of
 
 
@@ -53,6 +56,15 @@ class Widths:
 
 def vector(*shape: int) -> F32:
     return np.random.default_rng(1).standard_normal(shape, np.float32)
+
+
+def kept_of(part: Parts, tokens: int) -> Kept:
+    """Keys and values of so many tokens: small numbers."""
+    kept = Kept(part, tokens)
+    kept.extend(tokens)
+    for each in (kept.keys, kept.values):
+        each[...] = 0.01
+    return kept
 
 
 class Kernels:
@@ -113,41 +125,48 @@ class Kernels:
         """One token through an attention block of its own a call, each with its own keys and values."""
         width, dim = size.d_model, size.d_model // size.heads
         matrices = self._material.matrices([(width, width)], bits, group)
-        norm, turn, x = np.ones(width, np.float32), vector(2, dim), vector(width)
+        norm, turn, x = np.ones(width, np.float32), vector(2, dim // 2), vector(width)
         blocks = []
         for first in range(0, len(matrices) - 3, 4):
             block = Attention(
                 norm=norm.ctypes.data, q_norm=norm.ctypes.data, k_norm=norm.ctypes.data, heads=size.heads,
-                kv_heads=size.heads, head_dim=dim, eps=size.eps, scale=dim**-0.5, clip=math.inf,
+                kv_heads=size.heads, head_dim=dim, rope_dims=dim, causal=1, eps=size.eps, scale=dim**-0.5,
+                clip=math.inf,
             )  # fmt: skip
             block.q, block.k, block.v, block.o = matrices[first : first + 4]
             blocks.append(block)
-        cache = np.full((len(blocks), 2, size.heads, size.context, dim), 0.01, np.float32)
-        each = [(byref(block), kv[0].ctypes.data, kv[1].ctypes.data) for block, kv in zip(blocks, cache, strict=True)]
-        attend, pool = self._call.moert_attend, self._pool
+        part = Parts(size.heads, size.heads, dim, dim**-0.5, "whole", None, rope=None, buckets=None)
+        cache = [kept_of(part, size.context) for _ in blocks]
+        keys = [keys_of(kept) for kept in cache]
+        each = [(byref(block), byref(kept)) for block, kept in zip(blocks, keys, strict=True)]
+        attend, pool, last = self._call.moert_attend, self._pool, size.context - 1
 
         def run() -> None:
             hidden = x.copy()
             at, turn_at = hidden.ctypes.data, turn.ctypes.data
-            for block, keys, values in each:
-                check(attend(pool, block, at, keys, values, size.context * dim, size.context, turn_at, None, 0))
+            for block, kept in each:
+                check(attend(pool, block, 1, at, kept, last, size.context, turn_at, None, 0))
 
-        nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + cache.nbytes
-        return Case(name, run, len(blocks), nbytes, alive=(norm, cache))
+        nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + len(blocks) * 4 * width * size.context
+        halves = [each for kept in cache for each in (kept.keys, kept.values)]
+        return Case(name, run, len(blocks), nbytes, alive=(norm, *halves))
 
     def route(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
-        """One token and another router a call."""
+        """One token and another router a call: probabilities, and the largest of them."""
         routers = self._material.matrices([(size.experts, size.d_model)], bits, group)
-        norm, x, hidden, weights = np.ones(size.d_model, np.float32), *(vector(size.d_model) for _ in range(3))
+        norm, x, hidden = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.d_model)
+        probabilities, weights = vector(size.experts), vector(size.top_k)
         chosen = np.empty(size.top_k, np.int64)
-        route, pool, before = self._call.moert_route, self._pool, (norm.ctypes.data, size.eps)
-        after = x.ctypes.data, size.top_k, 0, hidden.ctypes.data, chosen.ctypes.data, weights.ctypes.data
+        scores, choose, pool = self._call.moert_scores, self._call.moert_choose, self._pool
+        before, after = (norm.ctypes.data, size.eps), (1, x.ctypes.data, hidden.ctypes.data, probabilities.ctypes.data)
+        choice = probabilities.ctypes.data, 1, size.experts, size.top_k, 0, chosen.ctypes.data, weights.ctypes.data
 
         def run() -> None:
             for router in routers:
-                check(route(pool, *before, byref(router), *after))
+                check(scores(pool, *before, byref(router), *after))
+                choose(*choice)
 
-        alive = norm, x, hidden, weights, chosen
+        alive = norm, x, hidden, probabilities, weights, chosen
         return Case(name, run, len(routers), sum(map(nbytes_of, routers)), alive=alive)
 
     def head(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
@@ -158,7 +177,7 @@ class Kernels:
 
         def run() -> None:
             for matrix in heads:
-                check(head(pool, norm.ctypes.data, size.eps, 1.0, byref(matrix), x.ctypes.data, y.ctypes.data))
+                check(head(pool, norm.ctypes.data, size.eps, 1.0, byref(matrix), 1, x.ctypes.data, y.ctypes.data))
 
         return Case(name, run, len(heads), sum(map(nbytes_of, heads)))
 

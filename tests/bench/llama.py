@@ -18,9 +18,10 @@ import numpy as np
 
 from moert.pack.codec import F16, F32
 from moert.pack.files import atomic_write
-from moert.pack.model_spec import ExpertKey, ModelSpec, backbone_tensors
+from moert.pack.model_spec import ExpertKey, ModelSpec
 from tests.bench.runner import serve
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, projection, weight
+from tests.shapes import THETA, shapes_of
 
 MODELS = {"Q4_K": 12, "Q2_K": 10}
 """The type of the experts → its number in ggml; all other matrices are Q4_K. llama.cpp's own mixtures (Q4_K_M, Q2_K)
@@ -61,14 +62,15 @@ def write_half(path: Path, spec: ModelSpec = OLMOE) -> None:
     writer.add_tokenizer_model("none")
     writer.add_context_length(spec.max_positions or 0)
     writer.add_embedding_length(spec.d_model)
-    writer.add_block_count(spec.decoder.n_layers)
-    writer.add_feed_forward_length(spec.moe.d_ff)
-    writer.add_head_count(spec.n_heads)
-    writer.add_head_count_kv(spec.n_kv_heads)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_rope_freq_base(spec.rope_theta)
-    writer.add_expert_count(spec.moe.num_experts)
-    writer.add_expert_used_count(spec.moe.top_k)
+    writer.add_block_count(len(spec.decoder))
+    writer.add_feed_forward_length(spec.moe.ffn.d_ff)
+    attention = spec.decoder[0].attention
+    writer.add_head_count(attention.n)
+    writer.add_head_count_kv(attention.kv)
+    writer.add_layer_norm_rms_eps(spec.decoder.norm.eps)
+    writer.add_rope_freq_base(THETA)
+    writer.add_expert_count(spec.moe.n)
+    writer.add_expert_used_count(spec.moe.router.top_k)
     writer.add_file_type(1)  # mostly 16 bits
     for name, shape in _shapes(spec):
         dtype = np.dtype(_dtype(name))
@@ -86,22 +88,27 @@ def _dtype(name: str) -> type[np.floating[Any]]:
     return np.float32 if "norm" in name or "ffn_gate_inp" in name else np.float16
 
 
+def _kept(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What is no expert, without the frequencies: llama.cpp makes them from their base."""
+    return ((name, shape) for name, shape in shapes_of(spec).items() if not name.startswith("rope."))
+
+
 def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, shape in backbone_tensors(spec).items():
+    for name, shape in _kept(spec):
         yield gguf_name(name), shape
-    for layer in spec.decoder.moe_layers:
-        for part in spec.moe.projections:
-            yield f"blk.{layer}.ffn_{part}_exps.weight", (spec.moe.num_experts, *spec.projection_shape(part))
+    for _, layer in spec.moe_layers():
+        for part in spec.moe.ffn.projections:
+            yield f"blk.{layer}.ffn_{part}_exps.weight", (spec.moe.n, *spec.projection_shape(part))
 
 
 def _tensors(spec: ModelSpec) -> Iterator[F16 | F32]:
     """In the order of `_shapes`; the experts of a layer are one tensor for each projection."""
-    for name, shape in backbone_tensors(spec).items():
+    for name, shape in _kept(spec):
         yield weight(name, shape)
-    for layer in spec.decoder.moe_layers:
-        for part in spec.moe.projections:
-            joined = np.empty((spec.moe.num_experts, *spec.projection_shape(part)), np.float16)
-            for expert in range(spec.moe.num_experts):
+    for _, layer in spec.moe_layers():
+        for part in spec.moe.ffn.projections:
+            joined = np.empty((spec.moe.n, *spec.projection_shape(part)), np.float16)
+            for expert in range(spec.moe.n):
                 joined[expert] = projection(spec, ExpertKey("decoder", layer, expert), part)
             yield joined
 
@@ -140,7 +147,7 @@ def bytes_per_token(path: Path, spec: ModelSpec = OLMOE) -> int:
     total = 0.0
     for tensor in GGUFReader(path).tensors:
         if "_exps" in tensor.name:
-            total += int(tensor.n_bytes) * spec.moe.top_k / spec.moe.num_experts
+            total += int(tensor.n_bytes) * spec.moe.router.top_k / spec.moe.n
         elif tensor.name != "token_embd.weight":
             total += int(tensor.n_bytes)
     return round(total)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from tests.bench.runner import serve
@@ -16,16 +15,15 @@ class Ours:
     """An engine that keeps all experts in memory. No token ends a text, so that all runs have the length asked for."""
 
     def __init__(self, pack: Path) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is imported
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
         from moert.engine import Engine
 
         self._engine = Engine.open(pack, predictor="none", threads=THREADS)
-        self._engine.model.spec = replace(self._engine.spec, eos_token_ids=())
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
         from moert.generation.settings import GenerationSettings
 
-        answer = self._engine.generate_ids(ids, GenerationSettings(max_new_tokens=new_tokens))
+        answer = self._engine.generate_ids(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
         return answer.result.tokens, answer.time_to_first_token_s, answer.total_s
 
     def logits(self, ids: list[int]) -> list[float]:
@@ -49,10 +47,10 @@ class Ours:
         from moert.pack.manifest import BACKBONE
 
         manifest, spec = self._engine.pack.manifest, self._engine.spec
-        total = manifest.expert_tensor_bytes() * spec.moe.top_k // spec.moe.num_experts
+        total = manifest.expert_tensor_bytes() * spec.moe.router.top_k // spec.moe.n
         with safe_open(self._engine.pack.file(BACKBONE), framework="np") as file:
             for name in file.keys():  # noqa: SIM118
-                if spec.tied_head or not name.startswith("embed."):
+                if spec.head.tied or not name.startswith("embed."):
                     total += file.get_tensor(name).nbytes
         return total
 

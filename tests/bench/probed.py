@@ -11,6 +11,7 @@ from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import divide, load_splits
 from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
+from moeconv.loaded import LoadedModel
 from moeconv.material import RANKING_SHARE
 from moeconv.metrics import Metric, default_metric, find_metric
 from moeconv.probes.generated import Seq2SeqProber
@@ -18,11 +19,10 @@ from moeconv.probes.text import TextProber
 from moeconv.quantizers import QUANTIZERS
 from moeconv.scorers import Scores
 from moeconv.scorers.build import build_scorer, load_tokenizer
-from moeconv.scorers.experts import Place
 from moeconv.scorers.text import TextScorer
 from moeconv.sensitivity import BASE_BITS
 from moeconv.trial import Trial
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 
 class Subject:
@@ -32,7 +32,7 @@ class Subject:
         path = Path("recipes/models") / name
         self.name, checkpoint = name, Checkpoint.open(path)
         self.coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
-        self.trial, self.spec = Trial(checkpoint, lambda: self.coder), checkpoint.spec
+        self.trial, self.spec = Trial(LoadedModel(checkpoint), self.coder), checkpoint.spec
         splits = load_splits(name, None, seed=0)
         self.metric: Metric = find_metric(splits.metric or default_metric(splits.seq2seq, splits.choices))
         text = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, seed=0)[0]
@@ -52,11 +52,11 @@ class Subject:
         self.base_s = time.perf_counter() - started
         self.base_flops = self.trial.calls.flops(self.trial.calls.rows - rows)
 
-    def probes(self, place: Place, bits: int) -> list[Probe]:
-        width = (bits,) * len(self.spec.moe.projections)
-        return [Probe(ExpertKey(*place, expert), width) for expert in range(self.spec.moe.num_experts)]
+    def probes(self, place: LayerKey, bits: int) -> list[Probe]:
+        width = (bits,) * len(self.spec.moe.ffn.projections)
+        return [Probe(ExpertKey(*place, expert), width) for expert in range(self.spec.moe.n)]
 
-    def some(self, place: Place, bits: int, count: int) -> list[Probe]:
+    def some(self, place: LayerKey, bits: int, count: int) -> list[Probe]:
         """`count` of them, or all there are, from the rarely to the often used."""
         rows = self.prober.rows_of()[place]
         order = np.argsort(rows, kind="stable")

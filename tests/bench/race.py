@@ -110,7 +110,7 @@ def _turn(entry: Entry, runner: Runner, seconds: float, outcome: Outcome) -> Non
 
 
 def start(device: Device, setting: Setting, memory_bytes: int) -> float:
-    """Seconds from the start of a process to its first token, with nothing in the page cache: Python, torch, opening
+    """Seconds from the start of a process to its first token, with nothing in the page cache: Python, numpy, opening
     the pack, a look at the drive, of which nothing is remembered, the choice of an eviction policy, the token.
 
     Raises RuntimeError if the process ends.

@@ -1,6 +1,7 @@
-"""What rounding activations to 8 bits costs: a pack on the same held-out text, with native and with reference kernels.
+"""What rounding costs that the converter's measurements do not contain: a pack on the same held-out text.
 
-The converter measures with float32 activations, so this is what the runtime adds to the loss that it promised.
+Native kernels beside the reference: activations of 8 bits. Keys and values of 16 bits, and of 8, which the runtime does
+not have, beside those of float32, all on the reference.
 """
 
 from __future__ import annotations
@@ -10,14 +11,24 @@ import math
 import random
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
+from moert.kernels.backend import opaque
+from moert.kernels.reference import ReferenceBackend
+from moert.pack.codec import F32
+from moert.pack.reader import Pack
 from tests.bench.result import Row, context, table, write
+from tests.kept_keys import NarrowKeys, WideKeys
+from tests.parity.packs import open_model
 
+F64 = npt.NDArray[np.float64]
 WINDOW, WINDOWS, WORDS = 256, 96, 600
 PACKS = {"g2p": Path("build/demo/g2p.pack"), "wiki": Path("build/demo/wiki.pack")}
 
@@ -28,6 +39,8 @@ def main() -> int:
         print(f"{' and '.join(missing)} missing: make demo makes them", file=sys.stderr)
         return 2
     rows = wiki_rows(PACKS["wiki"]) + g2p_rows(PACKS["g2p"])
+    for name, path in PACKS.items():
+        rows += key_rows(name, Pack.open(path))
     path = write("rounding", context({"windows": WINDOWS, "tokens": WINDOW, "words": WORDS}), rows)
     print(table(rows))
     print(f"written to {path}")
@@ -45,10 +58,9 @@ def wiki_rows(pack: Path) -> list[Row]:
         engine.reserve(WINDOW, 1)
     for start in starts:
         window = ids[start : start + WINDOW]
-        one, two = (engine.model.forward_all(window).log_softmax(-1) for engine in (exact, rounded))
-        target = torch.tensor(window[1:])[:, None]
-        losses.append((_nll(one, target), _nll(two, target)))
-        divergence.append(float((one.exp() * (one - two)).sum(-1).mean()))
+        one, two = (log_softmax(engine.model.forward_all(window)) for engine in (exact, rounded))
+        losses.append((_nll(one, window[1:]), _nll(two, window[1:])))
+        divergence.append(float((np.exp(one) * (one - two)).sum(-1).mean()))
     low, high = _interval(losses)
     rise = Row("wiki: relative rise with native kernels", 100 * (math.exp(_mean_difference(losses)) - 1), "%")
     return [
@@ -75,12 +87,54 @@ def g2p_rows(pack: Path) -> list[Row]:
     ]
 
 
+def key_rows(name: str, pack: Pack) -> list[Row]:
+    """How much the perplexity of a token rises by the rounding of keys and values."""
+    texts, models = list(_texts(name, pack)), {"32": WideKeys(), "16": ReferenceBackend(), "8": NarrowKeys()}
+    found = {}
+    for bits, backend in models.items():
+        model, _ = open_model(pack, opaque(backend))
+        found[bits] = [_nll(log_softmax(model.forward_all(*inputs)), wanted) for *inputs, wanted in texts]
+    rows = []
+    for bits in ("16", "8"):
+        losses = list(zip(found["32"], found[bits], strict=True))
+        low, high = _interval(losses)
+        rise = Row(
+            f"{name}: relative rise with keys of {bits} bits", 100 * (math.exp(_mean_difference(losses)) - 1), "%"
+        )
+        rows.append(rise.within(100 * low, 100 * high, len(losses)))
+    return rows
+
+
+def _texts(name: str, pack: Pack) -> Iterator[tuple[list[int], ...]]:
+    """What goes into the model, and the tokens that should come out of the first of its last places."""
+    tokenizer = Tokenizer.from_buffer(pack.read_file("tokenizer.json"))
+    lines = [json.loads(line) for line in _lines(name)]
+    if name == "wiki":
+        ids = tokenizer.encode("".join(line["text"] for line in lines[:60])).ids
+        for start in range(0, min(len(ids) - WINDOW, WINDOWS * WINDOW), WINDOW):
+            window = ids[start : start + WINDOW]
+            yield window, window[1:]
+        return
+    begin = pack.manifest.model.tokens.start
+    assert begin is not None
+    for line in lines[:WORDS]:
+        target = tokenizer.encode(line["target"]).ids
+        yield tokenizer.encode(line["input"]).ids, [begin, *target[:-1]], target
+
+
 def _lines(name: str) -> list[str]:
     return Path(f"build/data/{name}/heldout.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-def _nll(logprobs: torch.Tensor, target: torch.Tensor) -> float:
-    return -float(logprobs[:-1].gather(1, target).mean())
+def log_softmax(logits: F32) -> F64:
+    """[tokens, vocab]"""
+    below = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    logs: F64 = below - np.log(np.exp(below).sum(-1, keepdims=True))
+    return logs
+
+
+def _nll(logprobs: F64, target: list[int]) -> float:
+    return -float(logprobs[np.arange(len(target)), target].mean())
 
 
 def _mean_difference(losses: list[tuple[float, float]]) -> float:

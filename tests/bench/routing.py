@@ -10,17 +10,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.model_spec import Stack
+from moert.pack.codec import F32
+from moert.pack.model_spec import LayerKey
 
 if TYPE_CHECKING:
-    from moert.engine import Engine
+    from moert.kernels.backend import I64
+    from moert.models.ffn import Routers
+    from moert.models.router import Routed, Router
 
 DATA = Path("build/data/wiki")
 WINDOW = 256  # tokens: as far as the wiki model reads
@@ -42,30 +44,35 @@ def join(first: Routing, second: Routing, num_experts: int) -> Routing:
 
 def record(pack: Path, windows: Sequence[Sequence[int]]) -> tuple[Routing, Guesses]:
     """What the pack's own routers select, and guess, reading each window of tokens from its start."""
-    import torch
-
     from moert.engine import Engine
 
-    seen: dict[int, list[Any]] = {}
-    guessed: dict[int, list[Any]] = {}
+    seen: dict[LayerKey, list[I64]] = {}
+    guessed: dict[LayerKey, list[F32]] = {}
     with Engine.open(pack, predictor="none", threads=1) as engine:
-        inner, routers, layers = engine.runner.run, engine.model.guesses(), engine.spec.decoder.moe_layers
+        routers, layers = engine.model.routers, engine.spec.moe_layers()
         following = dict(itertools.pairwise(layers))
 
-        def run(stack: Stack, layer: int, hidden: Any, experts: Any, weights: Any, out: Any) -> None:
-            seen.setdefault(layer, []).append(experts.clone())
-            if layer in following:
-                guess = routers[stack, following[layer]]
-                guessed.setdefault(following[layer], []).append(torch.stack([guess(row) for row in out.split(1)]))
-            inner(stack, layer, hidden, experts, weights, out)
+        class Heard(Replaced):
+            """Writes down what a router says, and what the next one would say of the same tokens."""
 
-        engine.runner.run = run  # type: ignore[method-assign]
+            def route(self, x: F32, lengths: Sequence[int]) -> Routed:
+                routed = self.router.route(x, lengths)
+                seen.setdefault(self.at, []).append(routed.experts)
+                if (after := following.get(self.at)) is not None:
+                    guess = routers[after].guess
+                    rows = [guess(x[token : token + 1]) for token in range(len(x))]
+                    guessed.setdefault(after, []).append(np.stack(rows))
+                return routed
+
+        for at in layers:
+            routers[at] = Heard(at, routers[at])
         for ids in windows:
             engine.reserve(len(ids), 1)
             engine.model.forward_all(list(ids))
-    guessed[layers[0]] = [torch.zeros_like(part) for part in guessed[layers[1]]]
-    experts, scores = (torch.stack([torch.cat(parts[layer]) for layer in layers], 1) for parts in (seen, guessed))
-    return experts.numpy().astype(np.uint8), scores.numpy().astype(np.float16)
+    guessed[layers[0]] = [np.zeros_like(part) for part in guessed[layers[1]]]
+    experts = np.stack([np.concatenate(seen[layer]) for layer in layers], 1)
+    scores = np.stack([np.concatenate(guessed[layer]) for layer in layers], 1)
+    return experts.astype(np.uint8), scores.astype(np.float16)
 
 
 def windows_of(text: str, tokenizer: Any, count: int) -> list[list[int]]:
@@ -85,53 +92,64 @@ def joined(pack: Path, split: str, count: int) -> tuple[Routing, Guesses]:
     lines = (DATA / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     tokenizer = Tokenizer.from_file(str(pack / "tokenizer.json"))
     windows = windows_of("".join(json.loads(line)["text"] for line in lines), tokenizer, 2 * count)
-    routing, guesses = (each[:, :LAYERS] for each in record(pack, windows))
-    half = count * WINDOW
-    both = join(routing[:half], routing[half:], Pack.open(pack).manifest.model.moe.num_experts)
+    routing, guesses = record(pack, windows)
+    routing, guesses, half = routing[:, :LAYERS], guesses[:, :LAYERS], count * WINDOW
+    both = join(routing[:half], routing[half:], Pack.open(pack).manifest.model.moe.n)
     return both, np.concatenate([guesses[:half], guesses[half:]], 2) / np.float16(2)
 
 
-class ReplayedRouting:
-    """Puts a recorded routing in the place of what an engine's routers say and guess; the weights stay theirs.
+class Replaced:
+    """A router in front of another."""
 
-    Token after token, it goes on where the last request ended, and starts anew at the end of the recording.
+    def __init__(self, at: LayerKey, router: Router) -> None:
+        self.at, self.router = at, router
+
+    def route(self, x: F32, lengths: Sequence[int]) -> Routed:
+        return self.router.route(x, lengths)
+
+    def guess(self, x: F32) -> F32:
+        return self.router.guess(x)
+
+
+class ReplayedRouting:
+    """A recorded routing, token after token: `take` what a layer selects, and what was guessed of it before.
+
+    It goes on where the last request ended, and starts anew at the end of the recording.
     """
 
-    def __init__(self, engine: Engine, routing: Routing, guesses: Guesses) -> None:
-        runner: Any = engine.runner
+    def __init__(self, routing: Routing, guesses: Guesses) -> None:
         self._routing, self._guesses, self._at = routing, guesses, 0
-        self._one, self._many = runner.run_one, runner.run
-        layers = engine.spec.decoder.moe_layers
-        self._places, self._last = {layer: place for place, layer in enumerate(layers)}, layers[-1]
         self._rows = np.arange(0)  # of the recording: the tokens on their way
-        runner.run_one, runner.run = self.run_one, self.run
-        if engine.ahead is not None:
-            engine.ahead.guesses = {("decoder", layer): partial(self._guess, layer) for layer in layers}
 
-    def run_one(self, stack: Stack, layer: int, hidden: Any, experts: list[int], weights: Any, out: Any) -> None:
-        """See moert.models.moe.ExpertRunner."""
-        self._one(stack, layer, hidden, self._take(layer, 1)[0].tolist(), weights, out)
+    def replace(self, routers: Routers, layers: Sequence[LayerKey]) -> None:
+        """Puts itself in the place of what these routers say and guess; the weights stay theirs."""
+        for place, at in enumerate(layers):
+            routers[at] = ReplayedRouter(at, routers[at], self, place)
 
-    def run(self, stack: Stack, layer: int, hidden: Any, experts: Any, weights: Any, out: Any) -> None:
-        """The same for some tokens."""
-        import torch
-
-        taken = self._take(layer, len(hidden))
-        if len(hidden) == 1:
-            self._one(stack, layer, hidden, taken[0].tolist(), weights[0], out)
-        else:
-            self._many(stack, layer, hidden, torch.from_numpy(taken.astype(np.int64)), weights, out)
-
-    def _take(self, layer: int, tokens: int) -> Routing:
-        """[tokens, top_k]; the last layer moves on."""
+    def take(self, place: int, tokens: int) -> Routing:
+        """[tokens, top_k] of the layer with experts at this place; the last one moves on."""
         self._rows = np.arange(self._at, self._at + tokens) % len(self._routing)
-        if layer == self._last:
+        if place == self._routing.shape[1] - 1:
             self._at = (self._at + tokens) % len(self._routing)
-        taken: Routing = self._routing[self._rows, self._places[layer]]
+        taken: Routing = self._routing[self._rows, place]
         return taken
 
-    def _guess(self, layer: int, x: Any) -> Any:
-        """[num_experts], the mean over the tokens on their way, whatever their hidden states x are."""
-        import torch
+    def guessed(self, place: int) -> F32:
+        """[num_experts], the mean over the tokens on their way."""
+        mean: F32 = self._guesses[self._rows, place].astype(np.float32).mean(0)
+        return mean
 
-        return torch.from_numpy(self._guesses[self._rows, self._places[layer]].astype(np.float32).mean(0))
+
+class ReplayedRouter(Replaced):
+    """Says what was recorded; hidden states and weights are those of the router behind it."""
+
+    def __init__(self, at: LayerKey, router: Router, recorded: ReplayedRouting, place: int) -> None:
+        super().__init__(at, router)
+        self._recorded, self._place = recorded, place
+
+    def route(self, x: F32, lengths: Sequence[int]) -> Routed:
+        taken = self._recorded.take(self._place, len(x)).astype(np.int64)
+        return self.router.route(x, lengths)._replace(experts=taken)
+
+    def guess(self, x: F32) -> F32:
+        return self._recorded.guessed(self._place)

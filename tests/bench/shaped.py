@@ -16,46 +16,28 @@ import numpy as np
 from moert.pack.codec import F16, F32, QuantizedMatrix, pack_codes
 from moert.pack.dense import dense_width, part_names
 from moert.pack.manifest import BACKBONE, Dense, Quantization
-from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec, backbone_tensors
+from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import PackWriter
+from tests.shapes import Shape, every, frequencies, shapes_of
 
 FOLDER = Path("build/bench/shaped")
 SEED = 20261121
 GROUP = 64
 THREADS = 2
 
-OLMOE = ModelSpec(
-    family="olmoe",
-    vocab_size=50304,
-    d_model=2048,
-    n_heads=16,
-    n_kv_heads=16,
-    head_dim=128,
-    encoder=None,
-    decoder=StackSpec(6, tuple(range(6))),
-    moe=MoeSpec(num_experts=64, top_k=8, d_ff=1024, activation="silu", gated=True, norm_topk=False, capacity=None),
-    d_ff_dense=0,
-    norm_eps=1e-5,
-    positions="rope",
-    rope_theta=10000.0,
-    relative_buckets=0,
-    relative_max_distance=0,
-    attention_scale=128**-0.5,
-    qk_norm=True,
-    clip_qkv=None,
-    tied_head=False,
-    logit_scale=1.0,
-    max_positions=4096,
-    bos_token_id=None,
-    eos_token_ids=(),
-    pad_token_id=None,
-    decoder_start_token_id=None,
-)
+OLMOE_SHAPE = Shape(
+    50304, d_model=2048, n_heads=16, n_kv_heads=16, head_dim=128, decoder=every(6), num_experts=64, top_k=8, d_ff=1024,
+    scale=128**-0.5, qk_norm=True, max_positions=4096, family="olmoe",
+)  # fmt: skip
+OLMOE = OLMOE_SHAPE.spec
 
 
 def weight(name: str, shape: tuple[int, ...]) -> F32:
-    """One tensor: norms are ones, embeddings normal, all else normal over √in, so that activations stay near 1."""
+    """One tensor: norms are ones, frequencies those of plain rotary positions, embeddings normal, all else normal over
+    √in, so that activations stay near 1."""
+    if name.startswith("rope."):
+        return frequencies(2 * shape[0])
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     random = np.random.Generator(np.random.SFC64([SEED, zlib.crc32(name.encode())]))
@@ -87,7 +69,7 @@ def write_pack(
     out: Path, bits: int | Mapping[ExpertKey, int], dense: Mapping[str, int], spec: ModelSpec = OLMOE
 ) -> None:
     """A pack with all experts at `bits`, or each at its own, and dense matrices at the widths `dense` (a role of
-    `moert.pack.model_spec` → a width); nothing if it is there already."""
+    `moert.pack.parts` → a width); nothing if it is there already."""
     widths = dict.fromkeys(spec.expert_keys(), bits) if isinstance(bits, int) else bits
     stated = bits if isinstance(bits, int) else zlib.crc32(bytes(widths[key] for key in spec.expert_keys()))
     creator = json.dumps(["shaped", SEED, stated, dict(dense)])
@@ -98,7 +80,7 @@ def write_pack(
     writer = PackWriter(out, spec, quantization, creator)
 
     def write(key: ExpertKey) -> None:
-        width, weights = widths[key], {name: projection(spec, key, name) for name in spec.moe.projections}
+        width, weights = widths[key], {name: projection(spec, key, name) for name in spec.moe.ffn.projections}
         parts = {name: matrix if width == 16 else quantize(matrix, width) for name, matrix in weights.items()}
         writer.write_expert(key, parts)
 
@@ -113,7 +95,7 @@ def _write_backbone(path: Path, spec: ModelSpec, dense: Dense | None) -> None:
     from safetensors.numpy import save_file
 
     tensors: dict[str, np.ndarray] = {}
-    for name, shape in backbone_tensors(spec).items():
+    for name, shape in shapes_of(spec).items():
         values, width = weight(name, shape), dense_width(spec, dense, name)
         if width in (None, 16):
             tensors[name] = values if width is None else values.astype(np.float16)

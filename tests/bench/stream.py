@@ -42,7 +42,7 @@ DEVICES = {
 }
 SAME_AS_Q2_K = "Q2_K"
 Q2_K_BITS = 8 * 84 / 256  # a block of 256 weights takes 84 bytes, and experts are in nothing else
-PROCESS_BYTES = 300_000_000  # Python, torch, keys and values, activations: what a budget gets beside the weights
+PROCESS_BYTES = 300_000_000  # Python, its libraries, keys, values, activations: what a budget gets beside the weights
 HALF = 0.5  # the budget of baselines that read a prompt, of llama.cpp, and of starts
 STARTS = 3
 PLANNED_S = {"g2p": 90, "wiki": 90, "olmoe-shaped": 300, "llama": 60}
@@ -127,7 +127,7 @@ def model_rows(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) ->
         if mine in outcomes and RESIDENT.name in outcomes:
             bandwidth = min(disk, device.read_bps or disk)
             rows += bound_rows(f"{where}: {mine}", outcomes[mine], outcomes[RESIDENT.name], bandwidth)
-    # Next to Python and torch, the reference models are nothing.
+    # Next to Python and its libraries, the reference models are nothing.
     if device.name == "ssd" and packs.routing and IO_FREE.name in outcomes:
         rows += memory_rows(where, outcomes, sizes.shares)
     return [*rows, *start_rows(where, device, packs, failed)]

@@ -75,7 +75,7 @@ def as_converted(source: Manifest, spec: ModelSpec) -> dict[ExpertKey, int]:
     """The widths that a conversion gave another model, for the experts whose routing comes from there: every so many
     experts once again."""
     widths = {entry.key: max(entry.bits.values()) for entry in source.experts}
-    return {key: widths[key._replace(expert=key.expert % source.model.moe.num_experts)] for key in spec.expert_keys()}
+    return {key: widths[key._replace(expert=key.expert % source.model.moe.n)] for key in spec.expert_keys()}
 
 
 def add_paths(pack: Path, calibration: routing.Routing) -> None:
@@ -85,10 +85,10 @@ def add_paths(pack: Path, calibration: routing.Routing) -> None:
     from moert.pack.writer import add_to_pack
 
     manifest = Pack.open(pack).manifest
-    experts, windows = manifest.model.moe.num_experts, len(calibration) // routing.WINDOW
+    experts, windows = manifest.model.moe.n, len(calibration) // routing.WINDOW
     if PATHS not in manifest.files:
-        layers = [calibration[:, layer].astype(np.int64) for layer in range(calibration.shape[1])]
-        manifest = add_to_pack(pack, manifest, PATHS, build(experts, {"decoder": layers}).to_bytes())
+        routes = {at: calibration[:, place].astype(np.int64) for place, at in enumerate(manifest.model.moe_layers())}
+        manifest = add_to_pack(pack, manifest, PATHS, build(experts, routes).to_bytes())
     if TRACE not in manifest.files:
         samples: list[SampleRoutes] = [{"decoder": part.astype(np.int64)} for part in np.split(calibration, windows)]
         add_to_pack(pack, manifest, TRACE, record(experts, samples).to_bytes())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.bench.runner import serve
 
 if TYPE_CHECKING:
-    from moert.experts.replay import Step
+    from moert.experts.demand import Demand
     from moert.pack.model_spec import ExpertKey
 
 THREADS = 2
@@ -93,7 +93,7 @@ class Streamed:
     """The session. What its engine demands is remembered, so that it can be said what no cache could have avoided."""
 
     def __init__(self, setting: Setting) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is imported
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
         import numpy as np
 
         from moert.budget import parse_cache
@@ -101,7 +101,7 @@ class Streamed:
         from moert.experts.drive import parse_io
         from tests.bench.routing import ReplayedRouting
 
-        self._trace: list[Step] = []
+        self._trace: list[Demand] = []
         self._starts: list[tuple[int, list[ExpertKey]]] = []  # of segments: place in the trace, what was in memory
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
@@ -115,7 +115,8 @@ class Streamed:
             self._prompts = itertools.cycle([json.loads(line) for line in lines])
         if setting.routing is not None:
             with np.load(setting.routing) as recorded:
-                ReplayedRouting(self._engine, recorded["heldout"], recorded["guesses"])
+                replayed = ReplayedRouting(recorded["heldout"], recorded["guesses"])
+                replayed.replace(self._engine.model.routers, self._engine.spec.moe_layers())
 
     def run(self, seconds: float, least: int) -> dict[str, Any]:
         """Writes for so long, but no fewer than `least` tokens → a Segment."""

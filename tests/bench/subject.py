@@ -62,20 +62,20 @@ class Subject:
         model, fitting = name.removesuffix(FITTING), name.endswith(FITTING)
         path = Path("recipes/models") / model
         checkpoint = Checkpoint.open(path)
-        self.arch, self.spec = checkpoint.arch, checkpoint.spec
-        self.model: Any = self.arch.load(path, torch.float32)
+        self.family, self.spec = checkpoint.family, checkpoint.spec
+        self.model: Any = self.family.load(path, torch.float32)
         seen, texts = _texts(model, path)
-        calls = ExpertCalls(self.model, self.arch, self.spec)
+        calls = ExpertCalls(self.model, self.family, self.spec)
         self.moments: Moments = collect(calls, lambda: run(self.model, seen), "products")
         self.weights: dict[Matrices, F32] = {
             (stack, layer, projection): np.stack(
                 [
-                    self.arch.expert_weight(self.model, ExpertKey(stack, layer, expert), projection).numpy().copy()
-                    for expert in range(self.spec.moe.num_experts)
+                    self.family.expert_weight(self.model, ExpertKey(stack, layer, expert), projection).numpy().copy()
+                    for expert in range(self.spec.moe.n)
                 ]
             )
             for stack, layer in self.spec.moe_layers()
-            for projection in self.spec.moe.projections
+            for projection in self.spec.moe.ffn.projections
         }
         if fitting:
             self.weights = {at: w for at, w in self.weights.items() if w.shape[2] % BLOCK == 0}
@@ -104,7 +104,7 @@ class Subject:
         Which ones is not chosen by what they cost: that is the allocation's part.
         """
         share = (limit - low.bits) / (high.bits - low.bits)
-        n = self.spec.moe.num_experts
+        n = self.spec.moe.n
         coded, nbytes, start = {}, {}, 0.0
         for at, first in low.coded.items():
             steps = np.floor(start + share * np.arange(n + 1))
@@ -126,12 +126,12 @@ class Subject:
             stack, layer, projection = at
             for expert, weight in enumerate(coded.weights):
                 key = ExpertKey(stack, layer, expert)  # type: ignore[arg-type]
-                self.arch.expert_weight(self.model, key, projection).copy_(torch.from_numpy(weight))
+                self.family.expert_weight(self.model, key, projection).copy_(torch.from_numpy(weight))
         judged = {split: judge(self.model, text) for split, text in self.texts.items()}
         return Result(self.name, quantized.method, quantized.name, quantized.bits, (lost / whole) ** 0.5, judged)
 
     def _bits(self, nbytes: Mapping[Matrices, float]) -> float:
-        experts = self.spec.moe.num_experts
+        experts = self.spec.moe.n
         weights = sum(matrices.size for matrices in self.weights.values())
         return 8 * experts * sum(nbytes.values()) / weights
 

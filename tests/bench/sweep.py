@@ -34,8 +34,8 @@ from moeconv.artifacts import Probe
 from moeconv.probes import Found
 from moeconv.probes.generated import Seq2SeqProber
 from moeconv.probes.text import TextProber
-from moeconv.scorers.experts import Place
 from moeconv.sensitivity import BASE_BITS, PROBES_A_TASK
+from moert.pack.model_spec import LayerKey
 from tests.bench.agreement import Agreement
 from tests.bench.probed import Subject
 from tests.bench.result import Row, context, row_of_runs, table, write
@@ -63,7 +63,7 @@ class Contest:
     def __init__(self, subject: Subject, naive_probes: int) -> None:
         self.subject = subject
         self.naive_probes = naive_probes
-        self.layers: dict[Place, Layer] = {}
+        self.layers: dict[LayerKey, Layer] = {}
         self.found: dict[Probe, Found] = {}
 
     def run(self) -> None:
@@ -75,12 +75,12 @@ class Contest:
             layer = self.layers[place] = Layer()
             for side in (self._exact, self._naive)[:: 1 if number % 2 == 0 else -1]:
                 side(place, layer)
-            share = layer.exact_s / (layer.naive_s * subject.spec.moe.num_experts)
+            share = layer.exact_s / (layer.naive_s * subject.spec.moe.n)
             left = (time.perf_counter() - started) / (number + 1) * (len(places) - number - 1)
             said = f"{subject.name}: {place[0]} layer {place[1]}, exact takes {share:.2f} of the naive time"
             print(f"{said}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
-    def _exact(self, place: Place, layer: Layer) -> None:
+    def _exact(self, place: LayerKey, layer: Layer) -> None:
         probes = self.subject.probes(place, BITS)
         started, rows = time.perf_counter(), self.subject.trial.calls.rows
         for start in range(0, len(probes), PROBES_A_TASK):
@@ -89,7 +89,7 @@ class Contest:
         layer.exact_s = time.perf_counter() - started
         layer.exact_flops = self.subject.trial.calls.flops(self.subject.trial.calls.rows - rows)
 
-    def _naive(self, place: Place, layer: Layer) -> None:
+    def _naive(self, place: LayerKey, layer: Layer) -> None:
         chosen = self.subject.some(place, BITS, self.naive_probes)
         results = [self.subject.naive(probe) for probe in chosen]
         layer.naive_s = statistics.fmean(seconds for _, seconds, _ in results)
@@ -97,12 +97,12 @@ class Contest:
 
     def rows(self) -> list[Row]:
         subject, layers = self.subject, list(self.layers.values())
-        name, count, experts = subject.name, len(self.found), subject.spec.moe.num_experts
+        name, count, experts = subject.name, len(self.found), subject.spec.moe.n
         naive_flops = experts * sum(layer.naive_flops for layer in layers)
         naive_s = experts * sum(layer.naive_s for layer in layers)
         exact_flops = sum(layer.exact_flops for layer in layers) + subject.base_flops
         exact_s = sum(layer.exact_s for layer in layers) + subject.base_s
-        least = subject.trial.calls.flops(least_rows(subject.prober, subject.spec.moe.top_k))
+        least = subject.trial.calls.flops(least_rows(subject.prober, subject.spec.moe.router.top_k))
         free = sum(rows.count(0) for rows in subject.prober.rows_of().values())
         shares = [layer.exact_s / (experts * layer.naive_s) for layer in layers]
         return [
@@ -134,11 +134,11 @@ def least_rows(prober: TextProber | Seq2SeqProber, top_k: int) -> int:
     for base in prober.bases:
         for (stack, layer), call in base.calls.items():
             if stack == "decoder":
-                total += _causal(call.chosen, base.real, (spec.decoder.n_layers - layer - 1) * top_k)
+                total += _causal(call.chosen, base.real, (len(spec.decoder) - layer - 1) * top_k)
                 continue
             mask = base.bucket.mask.bool()
-            later = mask.sum(dim=1) * (spec.encoder.n_layers - layer - 1)
-            later = later.index_add(0, base.of_row, base.real.sum(dim=1) * spec.decoder.n_layers)
+            later = mask.sum(dim=1) * (len(spec.encoder) - layer - 1)
+            later = later.index_add(0, base.of_row, base.real.sum(dim=1) * len(spec.decoder))
             for hits in _hits(call.chosen, mask):
                 total += int(hits.sum()) + int(later[hits.any(dim=1)].sum()) * top_k
     return total

@@ -46,7 +46,7 @@ def test_a_packed_model_answers_like_its_source(tmp_path: Path) -> None:
         settings = Settings(str(source), tmp_path / f"{name}.pack", tmp_path / "work", bits=(16,))
         Done(settings)
         packed = PackedModel.open(Pack.open(settings.out))
-        original = Checkpoint.open(source).arch.load(source, torch.float32)
+        original = Checkpoint.open(source).family.load(source, torch.float32)
         inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if packed.spec.encoder else {})
         with torch.inference_mode():
             torch.testing.assert_close(packed.model(**inputs).logits, original(**inputs).logits, atol=1e-5, rtol=1e-5)
@@ -65,7 +65,7 @@ def test_conversion_meets_its_target_and_the_pack_is_the_model_that_was_measured
     assert report.calibration.loss <= 0.015
     assert report.upper_bound is None
     assert report.expert_bytes["pack"] == manifest.expert_tensor_bytes()
-    assert sum(report.bits_histogram.values()) == len(manifest.experts) * len(manifest.model.moe.projections)
+    assert sum(report.bits_histogram.values()) == len(manifest.experts) * len(manifest.model.moe.ffn.projections)
     chosen = [point for point in report.curve if point.chosen]
     assert [point.nbytes for point in chosen] == [report.expert_bytes["pack"]]
     assert chosen[0].loss == report.calibration.loss
@@ -80,9 +80,9 @@ def test_conversion_meets_its_target_and_the_pack_is_the_model_that_was_measured
     packed, trial = PackedModel.open(pack), done.conversion.trial
     trial.assign({entry.key: tuple(entry.bits.values()) for entry in manifest.experts})
     for key in manifest.model.expert_keys():
-        for name in manifest.model.moe.projections:
-            weight = trial.arch.expert_weight(trial.model, key, name)
-            assert torch.equal(weight, packed.arch.expert_weight(packed.model, key, name))
+        for name in manifest.model.moe.ffn.projections:
+            weight = trial.family.expert_weight(trial.model, key, name)
+            assert torch.equal(weight, packed.family.expert_weight(packed.model, key, name))
 
 
 def test_a_margin_is_left_free_on_the_calibration_text(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -292,18 +292,19 @@ def test_profiled_paths_are_what_the_routers_chose(sources: dict[str, Path], fam
     trace.check(pack.manifest.model)
     assert nbytes == (settings.out / PATHS).stat().st_size + (settings.out / TRACE).stat().st_size
     moe = pack.manifest.model.moe
-    for stack, layers in table.stacks.items():
+    for stack in pack.manifest.model.stacks:
+        layers = table.of_stack(stack)
         totals = {int(layer.frequency.sum()) for layer in layers}
         assert len(totals) == 1, "each layer saw each token"
         total = totals.pop()
-        assert total % moe.top_k == 0
+        assert total % moe.router.top_k == 0
         experts = trace.stacks[stack].experts
         assert (experts != DROPPED).sum() == total * len(layers), "a short text is recorded whole"
-        counts = [np.bincount(experts[:, place].ravel(), minlength=moe.num_experts) for place in range(len(layers))]
+        counts = [np.bincount(experts[:, place].ravel(), minlength=moe.n) for place in range(len(layers))]
         assert np.array_equal(counts, [layer.frequency for layer in layers])
         assert 0.2 <= found.coverage20[stack] <= 1
     assert found.accuracy == (None, None, None), "two layers: none has two before it"
-    assert sum(map(len, table.stacks.values())) == len(pack.manifest.model.moe_layers())
+    assert list(table.layers) == pack.manifest.model.moe_layers()
     assert family == "switch" or found.tokens % 32 == 0, "whole windows"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conversions import Done, settings_for
@@ -37,7 +38,6 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     assert report.dense is not None
     assert (dict(report.dense.bits), report.dense.quantizer, report.dense.group_size) == (ROLES[family], "group", 64)
     pack = Pack.open(settings.out)
-    assert pack.manifest.minor == 1
     assert pack.manifest.quantization.dense is not None
     assert pack.manifest.quantization.dense.bits == ROLES[family]
     assert json.loads((settings.out / "report.json").read_text()) == to_json(report)
@@ -47,9 +47,11 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     assert found.worst <= 1
 
     trial.assign({entry.key: tuple(entry.bits.values()) for entry in pack.manifest.experts})
-    packed, names = PackedModel.open(pack), trial.arch.backbone_names(trial.spec)
+    packed, names = PackedModel.open(pack), trial.checkpoint.description.parameters
+    buffers, made = dict(trial.model.named_buffers()), {"rope.0.frequencies": "model.rotary_emb.inv_freq"}
     for name, weight in widened(load_backbone(pack)).items():
-        assert torch.equal(weight, trial.model.get_parameter(names[name])), name
+        theirs = buffers[made[name]] if name in made else trial.model.get_parameter(names[name])
+        assert np.array_equal(weight, theirs.detach().numpy()), name
     for name, weight in trial.model.named_parameters():
         assert torch.equal(weight, packed.model.get_parameter(name)), name
 
@@ -69,7 +71,7 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     assert "dense" not in json.loads((tmp_path / "plain.pack/report.json").read_text())
     assert plain.report.heldout is not None
     assert plain.report.heldout.reference == heldout.reference, "the reference is the original model"
-    assert "dense" not in json.loads((tmp_path / "plain.pack/manifest.json").read_text())["quantization"]
+    assert json.loads((tmp_path / "plain.pack/manifest.json").read_text())["quantization"]["dense"] is None
     sizes = [(tmp_path / f"{name}.pack/backbone.safetensors").stat().st_size for name in ("m", "plain")]
     assert sizes[0] < 0.9 * sizes[1]
 
@@ -83,7 +85,7 @@ def test_the_runtime_reads_such_a_pack(sources: dict[str, Path], tmp_path: Path)
         _, logits = engine.model.prefill(ids)
     with torch.inference_mode():
         expected = PackedModel.open(Pack.open(settings.out)).model(torch.tensor([ids])).logits[0, -1]
-    assert torch.corrcoef(torch.stack([logits.flatten(), expected]))[0, 1] > 0.99, "kernels may round activations"
+    assert np.corrcoef(logits, expected.numpy())[0, 1] > 0.99, "kernels may round activations"
 
 
 def test_tools_understand_such_a_pack(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -98,7 +100,6 @@ def test_tools_understand_such_a_pack(sources: dict[str, Path], tmp_path: Path) 
     assert lines == ["dense matrices   attention: 4 bits, head: 16 bits; quantizer group, groups of 64"]
     found, _ = profile_paths(pack, calib=None, heldout=None, seed=None, samples=8, context=None, say=lambda line: None)
     assert found.tokens > 0
-    assert Pack.open(settings.out).manifest.minor == 1
 
 
 def test_a_rerun_measures_nothing_and_other_widths_measure_anew(sources: dict[str, Path], tmp_path: Path) -> None:

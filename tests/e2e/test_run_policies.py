@@ -44,11 +44,11 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp(request.param)
     checkpoint = Checkpoint.open(CHECKPOINTS[request.param](root / "checkpoint"))
     spec = checkpoint.spec
-    widths = {key: (WIDTHS[index % 4],) * len(spec.moe.projections) for index, key in enumerate(spec.expert_keys())}
+    widths = {key: (WIDTHS[index % 4],) * len(spec.moe.ffn.projections) for index, key in enumerate(spec.expert_keys())}
     out = root / "model.pack"
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
     manifest = emit(coder, widths, out, seed=0, creator="tests")
-    add_to_pack(out, manifest, PATHS, build(spec.moe.num_experts, record_routes(out, PROMPTS)).to_bytes())
+    add_to_pack(out, manifest, PATHS, build(spec.moe.n, record_routes(out, PROMPTS)).to_bytes())
     return out
 
 
@@ -120,7 +120,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(pack: Path) -> list[tuple[list[int], str]]:
     """With room for all experts, on one thread, in the process of the tests."""
     settings = GenerationSettings(max_new_tokens=NEW)
-    with Engine.open(pack, None, "lru", "none", threads=1, io=IoSettings(False, 1)) as engine:
+    with Engine.open(pack, eviction="lru", predictor="none", threads=1, io=IoSettings(False, 1)) as engine:
         answers = [engine.generate(prompt, settings) for prompt in PROMPTS * 2]
     assert len({tuple(answer.result.tokens) for answer in answers}) == len(PROMPTS)
     return [(answer.result.tokens, answer.text) for answer in answers]

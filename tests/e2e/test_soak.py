@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall
-from moert.experts.drive import IoSettings
 from moert.generation.settings import GenerationSettings
 from moert.memory import held_bytes, return_freed
-from moert.pack.model_spec import StackSpec
 from moert.stats import RunStats
 from tests.alone import alone
-from tests.bench.shaped import OLMOE, write_pack
+from tests.bench.shaped import OLMOE_SHAPE, write_pack
+from tests.shapes import every
 
 REQUESTS = [(1, 300), (7, 150), (40, 40), (120, 20), (130, 260), (64, 1), (100, 200), (3, 29)]
 """Tokens of a prompt, and new ones: 1000 of them in all."""
@@ -55,7 +54,7 @@ def write(engine: Engine, number: int) -> list[int]:
 
 def write_all(pack: Path) -> list[list[int]]:
     """With all experts in memory."""
-    with Engine.open(pack, None, "lru", "none", threads=1) as engine:
+    with Engine.open(pack, eviction="lru", predictor="none", threads=1) as engine:
         return [write(engine, number) for number in range(len(REQUESTS))]
 
 
@@ -65,7 +64,15 @@ def open_tight(pack: Path) -> Engine:
     while True:
         with ExitStack() as opened:
             try:
-                engine = Engine.open(pack, limit, "paper", "gate", threads=1, io=IoSettings(True, LOADERS), notify=str)
+                engine = Engine.open(
+                    pack,
+                    memory=limit,
+                    eviction="paper",
+                    predictor="gate",
+                    threads=1,
+                    io=f"direct,{LOADERS}",
+                    notify=str,
+                )
                 opened.enter_context(engine)
                 for request in REQUESTS:
                     engine.reserve(*request)
@@ -94,11 +101,10 @@ def soak(pack: Path, expected: list[list[int]]) -> Soak:
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts from 100 kB to 3 MB, 90 MB in all: some are read by the thread that computes, others by loaders."""
-    moe = replace(OLMOE.moe, num_experts=32, top_k=2, d_ff=2048)
-    spec = replace(
-        OLMOE, vocab_size=64, d_model=256, n_heads=4, n_kv_heads=4, head_dim=64, moe=moe, decoder=StackSpec(2, (0, 1)),
-        attention_scale=64**-0.5,
-    )  # fmt: skip
+    spec = OLMOE_SHAPE.but(
+        vocab_size=64, d_model=256, n_heads=4, n_kv_heads=4, head_dim=64, decoder=every(2), num_experts=32, top_k=2,
+        d_ff=2048, scale=64**-0.5,
+    ).spec  # fmt: skip
     out = tmp_path_factory.mktemp("soak") / "soak.pack"
     write_pack(
         out, {key: WIDTHS[at % len(WIDTHS)] for at, key in enumerate(spec.expert_keys())}, {"attention": 8}, spec

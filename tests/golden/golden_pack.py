@@ -12,19 +12,16 @@ import numpy as np
 
 from moert.pack.codec import QuantizedMatrix, pack_codes
 from moert.pack.manifest import LossEstimate, Quality, Quantization
-from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
+from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
+from tests.shapes import Shape
 
 HERE = Path(__file__).parent
-SPEC = ModelSpec(
-    family="olmoe", vocab_size=4, d_model=6, n_heads=1, n_kv_heads=1, head_dim=6, encoder=None,
-    decoder=StackSpec(1, (0,)),
-    moe=MoeSpec(num_experts=2, top_k=1, d_ff=5, activation="silu", gated=True, norm_topk=False, capacity=None),
-    d_ff_dense=0, norm_eps=1e-5, positions="rope", rope_theta=10000.0, relative_buckets=0, relative_max_distance=0,
-    attention_scale=0.5, qk_norm=False, clip_qkv=None, tied_head=True, logit_scale=1.0, max_positions=None,
-    bos_token_id=None, eos_token_ids=(1, 3), pad_token_id=0, decoder_start_token_id=None,
-)  # fmt: skip
+SPEC = Shape(
+    4, d_model=6, n_heads=1, n_kv_heads=1, head_dim=6, decoder=(True,), num_experts=2, top_k=1, d_ff=5, tied=True,
+    eos=(1, 3), pad=0, family="olmoe",
+).spec  # fmt: skip
 QUALITY = Quality("perplexity", 0.05, LossEstimate(8.0, 8.2, 0.025, 0.02, 0.03, 50), None, "1" * 64, "2" * 64)
 # Neither a safetensors file nor anything else: the format only promises that these bytes come back.
 FILES = {"backbone.safetensors": b"backbone\n", "config.json": b"{}\n"}

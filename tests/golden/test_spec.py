@@ -18,8 +18,9 @@ from random_packs import SPECS, write_pack
 from moert.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
 from moert.pack.manifest import Dense
-from moert.pack.model_spec import DENSE_ROLES
+from moert.pack.parts import ROLES
 from moert.pack.reader import Pack, projection_weights
+from moert.pack.reading import plain
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")
 TINY = Path(__file__).parent / "tiny.pack"
@@ -89,8 +90,10 @@ def check_against_our_reader(root: Path) -> None:
         table = json.loads(body[8:data_at])
         key = next(expert.key for expert in pack.manifest.experts if list(expert.key) == entry["key"])
         ours = pack.projections(key, pack.read_expert(key))
-        for name in ("gate", "up", "down") if model["moe"]["gated"] else ("up", "down"):
-            inputs = model["moe"]["d_ff"] if name == "down" else model["d_model"]
+        stack = model[entry["key"][0]]
+        ffn = stack["kinds"][stack["layers"][entry["key"][1]]]["ffn"]["ffn"]
+        for name in ("gate", "up", "down") if ffn["gated"] else ("up", "down"):
+            inputs = ffn["d_ff"] if name == "down" else model["d_model"]
             group = min(size, inputs) if size else inputs
             found = weights_by_the_text(body[data_at:], table, name, entry["bits"][name], inputs, group)
             assert found == projection_weights(ours[name]).tolist(), (key, name)
@@ -124,16 +127,15 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
 @pytest.mark.parametrize("family", SPECS)
 def test_dense_matrices(tmp_path: Path, family: str) -> None:
     spec, root = SPECS[family], tmp_path / "p"
-    bits = {role: width for role, width in WIDTHS.items() if role != "embed" or not spec.tied_head}
+    bits = {role: width for role, width in WIDTHS.items() if role != "embed" or not spec.head.tied}
     write_dense_pack(root, spec, dense_quantization(bits, "F16"))
     document = manifest_of(root)
-    assert document["minor"] == 1
     dense = document["quantization"]["dense"]
     body = (root / "backbone.safetensors").read_bytes()
     data_at = 8 + int.from_bytes(body[:8], "little")
     table, found = json.loads(body[8:data_at]), set()
     for name, ours in widened(load_backbone(Pack.open(root))).items():
-        role = role_by_the_text(name, document["model"]["tied_head"])
+        role = role_by_the_text(name, document["model"]["head"]["tied"])
         if role is None:
             assert table[name]["dtype"] == "F32"
             found.add(name)
@@ -162,7 +164,7 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             collect(inner)
 
-    collect([{"activation_limit": 0, "dense": asdict(Dense("", 0, dict.fromkeys(DENSE_ROLES, 8)))}])
+    collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8))), plain(SPECS["encoder-decoder"])])
     collect({**manifest_of(TINY), "files": {"": manifest_of(TINY)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []
 

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_packs import DECODER, PROMPTS, write_pack
+from tiny_packs import DECODER_SHAPE, PROMPTS, write_pack
 
 from moert import cli
 from moert.engine import Engine
@@ -42,9 +41,7 @@ store.read_into = slowly
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack that never ends by itself."""
-    return write_pack(
-        tmp_path_factory.mktemp("faults") / "endless.pack", replace(DECODER, eos_token_ids=()), paths=False
-    )
+    return write_pack(tmp_path_factory.mktemp("faults") / "endless.pack", DECODER_SHAPE.but(eos=()).spec, paths=False)
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,32 @@ void hash(const engine *on, const float *numbers, int length) {
     }
 }
 
+/* Tells the first number that differs. */
+static void compare(const engine *on, const char *what, const float *found, const float *expected, int length,
+                    const char *than) {
+    int i = 0;
+    while (i < length && !memcmp(&found[i], &expected[i], sizeof *found)) i++;
+    if (i < length && may_tell())
+        printf("FAILED %s, %d threads: %s: %s[%d of %d] is %.9g, %s %.9g\n", on->isa, on->threads, text, what, i, length,
+               found[i], than, expected[i]);
+}
+
+void agree(const engine *on, const char *what, const float *found, float *first, int length, int where) {
+    if (on == engines) memcpy(first, found, (size_t)length * sizeof *found);
+    compare(on, what, found, first, length, "on the first engine");
+    if (where != EVERYWHERE) return;
+    hash(on, found, length);
+    if (on == engines) hash(NULL, found, length);
+}
+
+void again(const engine *on, const char *what, const float *found, const float *before, int length) {
+    compare(on, what, found, before, length, "the first time");
+}
+
+void fill(float *numbers, int length) {
+    for (int i = 0; i < length; i++) numbers[i] = NAN;
+}
+
 static int open_engines(void) {
     if (moert_abi() != MOERT_ABI) return printf("FAILED: interface %d, expected %d\n", moert_abi(), MOERT_ABI), 0;
     for (int isa = 0; isa < moert_isa_count(); isa++) {
@@ -87,14 +113,18 @@ int main(void) {
     if (!open_engines()) return 1;
     for (int i = 0; i <= MOST_ENGINES; i++) hashes[i] = 14695981039346656037ull;
     run("linear", linear_cases);
+    run("rows", rows_cases);
     run("mixture", mixture_cases);
     run("attend", attend_cases);
-    run("route", route_cases);
+    run("keep", keep_cases);
+    run("norm", norm_cases);
     run("head", head_cases);
+    run("scores", scores_cases);
+    run("choose", choose_cases);
     run("exact", exact_cases);
-    describe("hash of the exact cases");
+    describe("hash of all that is the same everywhere");
     for (int i = 0; i < engine_count; i++) {
-        require(&engines[i], hashes[i] == hashes[MOST_ENGINES], "differs from the plain arithmetic's");
+        require(&engines[i], hashes[i] == hashes[MOST_ENGINES], "differs");
         moert_pool_close(engines[i].pool);
     }
     printf("hash %016llx; largest error %.2g of its bound; %d failures\n", (unsigned long long)hashes[MOST_ENGINES],

@@ -21,11 +21,25 @@ void require(const engine *on, int holds, const char *what);
 /* The numbers as bits, into the engine's hash or (on NULL) into the one that is expected. */
 void hash(const engine *on, const float *numbers, int length);
 
+/* Where a result is the same, bit by bit: on all engines of one machine, if a function of the C library is in it, or on
+ * all machines. */
+enum { HERE, EVERYWHERE };
+/* What the first engine finds is kept in `first`, what the others find must be the same. */
+void agree(const engine *on, const char *what, const float *found, float *first, int length, int where);
+/* What has been found once more on the same engine, in another way, must be the same. */
+void again(const engine *on, const char *what, const float *found, const float *before, int length);
+
+void fill(float *numbers, int length); /* with NaN: all must be written */
+
 void linear_cases(void);
+void rows_cases(void);
 void mixture_cases(void);
 void attend_cases(void);
-void route_cases(void);
+void keep_cases(void);
+void norm_cases(void);
 void head_cases(void);
+void scores_cases(void);
+void choose_cases(void);
 void exact_cases(void);
 
 #endif

@@ -35,17 +35,17 @@ float *draw_floats(int length) {
     return values;
 }
 
-static double half_value(uint16_t half) {
+double half_value(uint16_t half) {
     int exponent = half >> 10 & 31, fraction = half & 1023;
     double size = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
     return half & 0x8000 ? -size : size;
 }
 
-/* Between 2^-7 and 2, or at the ends of what float16 holds. */
-static uint16_t draw_half(int style) {
+uint16_t draw_half(int style) {
     static const uint16_t ends[] = {0x0000, 0x0001, 0x03FF, 0x0400, 0x7BFF, 0x8001, 0xFBFF};
     if (style == EXTREME && draw(4) == 0) return ends[draw(7)];
-    return (uint16_t)(draw(2) << 15 | (8 + draw(8)) << 10 | draw(1024));
+    int sign = draw(2), exponent = 8 + draw(8), fraction = draw(1024);
+    return (uint16_t)(sign << 15 | exponent << 10 | fraction);
 }
 
 static int row_bytes(int kind, int cols) {

@@ -40,7 +40,8 @@ static void make(mixture *m, const int *allowed, int count) {
         memset(&m->ffn[e], 0, sizeof m->ffn[e]);
         for (int p = m->gated ? 0 : 1; p < 3; p++) {
             int rows = p < 2 ? m->d_ff : m->d_model, cols = p < 2 ? m->d_model : m->d_ff;
-            m->matrices[e][p] = matrix_make(allowed[draw(count)], rows, cols, groups[draw(7)], m->style);
+            int kind = allowed[draw(count)], group = groups[draw(7)];
+            m->matrices[e][p] = matrix_make(kind, rows, cols, group, m->style);
         }
         if (m->gated) m->ffn[e].gate = m->matrices[e][0].matrix;
         m->ffn[e].up = m->matrices[e][1].matrix;
@@ -69,8 +70,29 @@ static void add_row(const mixture *m, int expert, int row, estimate *out) {
     estimate_free(&x), estimate_free(&gate), estimate_free(&up), estimate_free(&hidden), estimate_free(&down);
 }
 
+/* One token after the other: the same bits. */
+static void run_alone(const mixture *m, const engine *on, const moert_ffn *const *ffn, const float *expected) {
+    int32_t starts[MOST_EXPERTS + 1], none[MOST_EXPERTS] = {0};
+    float *out = claim((size_t)m->d_model * sizeof *out), weights[MOST_EXPERTS];
+    for (int t = 0; t < m->tokens; t++) {
+        int rows = 0, at = t * m->d_model;
+        for (int e = 0; e < m->experts; e++) {
+            starts[e] = rows;
+            for (int row = m->starts[e]; row < m->starts[e + 1]; row++)
+                if (m->token_of[row] == t) weights[rows++] = m->weight_of[row];
+        }
+        starts[m->experts] = rows;
+        memcpy(out, m->before + at, (size_t)m->d_model * sizeof *out);
+        int failed = moert_mixture(on->pool, m->activation, m->limit, m->experts, ffn, starts, none, weights, m->x + at, 1,
+                                   out);
+        require(on, !failed, "no memory");
+        again(on, "output of one token", out, expected + at, m->d_model);
+    }
+    free(out);
+}
+
 /* One expert after the other, and then the sum: the same bits. */
-static void run_in_parts(mixture *m, engine *engine, const moert_ffn *const *ffn, const float *expected) {
+static void run_in_parts(const mixture *m, const engine *engine, const moert_ffn *const *ffn, const float *expected) {
     const int length = m->tokens * m->d_model, rows = m->starts[m->experts];
     float *parts = claim((size_t)rows * m->d_model * sizeof *parts), *out = claim((size_t)length * sizeof *out);
     memcpy(out, m->before, (size_t)length * sizeof *out);
@@ -81,14 +103,14 @@ static void run_in_parts(mixture *m, engine *engine, const moert_ffn *const *ffn
         require(engine, !failed, "no memory");
     }
     moert_add_parts(engine->pool, parts, m->weight_of, m->token_of, rows, m->d_model, out);
-    require(engine, !memcmp(out, expected, (size_t)length * sizeof *out), "parts give another sum");
+    again(engine, "sum of parts", out, expected, length);
     free(parts), free(out);
 }
 
 static void run(mixture *m) {
     int length = m->tokens * m->d_model;
     const moert_ffn *ffn[MOST_EXPERTS];
-    float *out = claim((size_t)length * sizeof *out);
+    float *out = claim((size_t)length * sizeof *out), *first = claim((size_t)length * sizeof *first);
     estimate expected = estimate_make(length);
     for (int i = 0; i < length; i++) expected.value[i] = m->before[i], expected.error[i] = INNER * fabs(m->before[i]);
     for (int e = 0; e < m->experts; e++) {
@@ -101,12 +123,14 @@ static void run(mixture *m) {
                                    m->weight_of, m->x, m->tokens, out);
         require(&engines[e], !failed, "no memory");
         check(&engines[e], "output", out, &expected, length);
+        agree(&engines[e], "output", out, first, length, m->activation == MOERT_GELU ? HERE : EVERYWHERE);
         run_in_parts(m, &engines[e], ffn, out);
+        if (m->tokens < 20) run_alone(m, &engines[e], ffn, out);
     }
     for (int e = 0; e < m->experts; e++)
         for (int p = m->gated ? 0 : 1; p < 3; p++) matrix_free(&m->matrices[e][p]);
     estimate_free(&expected);
-    free(out), free(m->token_of), free(m->weight_of), free(m->x), free(m->before);
+    free(out), free(first), free(m->token_of), free(m->weight_of), free(m->x), free(m->before);
 }
 
 static void mix(int number, int d_model, int d_ff, int tokens, const int *allowed, int count) {
@@ -127,11 +151,13 @@ void mixture_cases(void) {
     for (int k = 0; k < 7; k++) /* one width alone */
         for (int i = 0; i < 16; i++, number++) {
             seed(2000 + (uint64_t)number);
-            mix(i, sizes[draw(12)], sizes[draw(12)], token_counts[draw(5)], &kinds[k], 1);
+            int d_model = sizes[draw(12)], d_ff = sizes[draw(12)];
+            mix(i, d_model, d_ff, token_counts[draw(5)], &kinds[k], 1);
         }
     for (int i = 0; i < 120; i++, number++) { /* all widths mixed */
         seed(2000 + (uint64_t)number);
-        mix(i, sizes[draw(12)], sizes[draw(12)], token_counts[draw(5)], kinds, i % 3 ? 4 : 7);
+        int d_model = sizes[draw(12)], d_ff = sizes[draw(12)];
+        mix(i, d_model, d_ff, token_counts[draw(5)], kinds, i % 3 ? 4 : 7);
     }
     for (int i = 0; i < 4; i++) {
         seed(4000 + (uint64_t)i);

@@ -24,21 +24,27 @@ typedef struct {
 
 void *claim(size_t bytes); /* exactly sized, so that a sanitizer sees the first byte read beyond it */
 void seed(uint64_t value);
-int draw(int below);
+int draw(int below); /* twice in one expression only in an order that C fixes: inputs are the same everywhere */
 float draw_float(void); /* -2 .. 2, mostly small */
 float *draw_floats(int length);
+/* Float16: between 2^-7 and 2, or with EXTREME now and then at the ends of what it holds. */
+uint16_t draw_half(int style);
+double half_value(uint16_t half);
 
 problem_matrix matrix_make(int kind, int rows, int cols, int group, int style);
 void matrix_free(problem_matrix *matrix);
 
 estimate estimate_make(int length);
 estimate estimate_of(const float *values, int length);
+estimate estimate_at(const estimate *numbers, int at); /* those from `at` on; nothing to be freed */
 void estimate_free(estimate *numbers);
 
 /* y = matrix · x, with x rounded as the kernels round it where the matrix holds codes. */
 void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y);
 /* x / √(mean(x²) + eps) · weight · factor */
 void plain_norm(const estimate *x, const float *weight, float eps, float factor, int length, estimate *y);
+/* Float16, the largest finite one where a number is larger. */
+void plain_halves(const estimate *x, int length, estimate *y);
 /* hidden = act(gate) · up, or act(up) where gate is NULL */
 void plain_activate(int activation, float limit, const estimate *gate, const estimate *up, int length, estimate *hidden);
 

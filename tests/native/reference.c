@@ -17,6 +17,10 @@ estimate estimate_of(const float *values, int length) {
     return made;
 }
 
+estimate estimate_at(const estimate *numbers, int at) {
+    return (estimate){numbers->value + at, numbers->error ? numbers->error + at : NULL};
+}
+
 void estimate_free(estimate *numbers) {
     free(numbers->value);
     free(numbers->error);
@@ -52,11 +56,11 @@ static void round_uncertain(const double *x, const double *e, int length, double
     }
 }
 
-static estimate rounded(const estimate *x, int length) {
+static estimate rounded(const estimate *x, int length, int block) {
     estimate made = {claim((size_t)length * sizeof(double)), NULL};
     if (x->error) made.error = claim((size_t)length * sizeof(double));
-    for (int at = 0; at < length; at += MOERT_BLOCK) {
-        int here = length - at < MOERT_BLOCK ? length - at : MOERT_BLOCK;
+    for (int at = 0; at < length; at += block) {
+        int here = length - at < block ? length - at : block;
         if (x->error) round_uncertain(x->value + at, x->error + at, here, made.value + at, made.error + at);
         else round_exact(x->value + at, here, made.value + at);
     }
@@ -65,7 +69,7 @@ static estimate rounded(const estimate *x, int length) {
 
 void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y) {
     int rows = matrix->matrix.rows, cols = matrix->matrix.cols, codes = matrix->matrix.kind <= 8;
-    estimate input = codes ? rounded(x, cols) : *x;
+    estimate input = codes ? rounded(x, cols, moert_block(cols, matrix->matrix.group)) : *x;
     for (int r = 0; r < rows; r++) {
         const double *weight = matrix->weight + (size_t)r * cols, *magnitude = matrix->magnitude + (size_t)r * cols;
         double sum = 0, terms = 0, error = 0;
@@ -91,6 +95,21 @@ void plain_norm(const estimate *x, const float *weight, float eps, float factor,
         double by = turn * weight[i] * factor;
         y->value[i] = x->value[i] * by;
         y->error[i] = share * fabs(y->value[i]) + (x->error ? x->error[i] * fabs(by) : 0);
+    }
+}
+
+/* To the nearest, of two equally near the even one. */
+static double to_half(double x) {
+    double size = fmin(fabs(x), 65504);
+    int exponent = size < ldexp(1, -14) ? -14 : ilogb(size);
+    return copysign(ldexp(rint(ldexp(size, 10 - exponent)), exponent - 10), x);
+}
+
+void plain_halves(const estimate *x, int length, estimate *y) {
+    for (int i = 0; i < length; i++) {
+        double low = to_half(x->value[i] - x->error[i]), high = to_half(x->value[i] + x->error[i]);
+        y->value[i] = to_half(x->value[i]);
+        y->error[i] = 1.5 * (high - low); /* it is one or the other */
     }
 }
 

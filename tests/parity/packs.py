@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from moeconv.artifacts import uniform
 from moeconv.checkpoint import Checkpoint
@@ -13,11 +14,15 @@ from moeconv.coder import ExpertCoder
 from moeconv.emit import emit
 from moeconv.quantizers import QUANTIZERS
 from moert.backbone import load_backbone
+from moert.experts.drive import IoSettings
+from moert.experts.store import ExpertStore
 from moert.kernels import REFERENCE, open_backend
-from moert.kernels.backend import Backend
-from moert.models.model import Model, build_model
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.kernels.backend import I64, Backend, Expert
+from moert.models.model import Model
+from moert.pack.codec import F32
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack
+from moert.stats import ExpertCounters
 
 
 class MemoryRunner:
@@ -28,29 +33,32 @@ class MemoryRunner:
     """
 
     def __init__(self, pack: Pack, backend: Backend) -> None:
-        self.decided: list[tuple[Tensor, Tensor]] = []
-        self.given: list[tuple[Tensor, Tensor]] = []
-        self.moe, self.backend = pack.manifest.model.moe, backend
-        self.experts = {
-            entry.key: backend.expert(pack, entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts
-        }
+        self.decided: list[tuple[I64, F32]] = []
+        self.given: list[tuple[I64, F32]] = []
+        self.ffn, self.backend = pack.manifest.model.moe.ffn, backend
+        self.experts = experts_of(pack, backend)
         self.dropped = 0
 
-    def run(self, stack: Stack, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, out: Tensor) -> None:
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
         if self.given:
             experts, weights = self.given.pop(0)
         self.decided.append((experts, weights))
         self.dropped += int((experts < 0).sum())
         for key, expert in self.experts.items():
-            if key[:2] == (stack, layer) and (tokens := (experts == key.expert).any(1).nonzero()[:, 0]).numel():
-                share = weights[experts == key.expert]
-                self.backend.run_all([expert], [len(tokens)], tokens, share, hidden, out, self.moe)
+            taken = experts == key.expert
+            if key.at == at and taken.any():
+                tokens = np.flatnonzero(taken.any(1)).astype(np.int32)
+                self.backend.mixture([expert], [len(tokens)], tokens, weights[taken], hidden, out, self.ffn)
 
-    def run_one(
-        self, stack: Stack, layer: int, hidden: Tensor, experts: list[int], weights: Tensor, out: Tensor
-    ) -> None:
-        held = [self.experts[ExpertKey(stack, layer, expert)] for expert in experts]
-        self.backend.mix(held, weights, hidden, out, self.moe)
+
+def experts_of(pack: Pack, backend: Backend) -> dict[ExpertKey, Expert]:
+    """Each read by itself."""
+    store, experts = ExpertStore(pack, backend, ExpertCounters(), IoSettings(False, 1)), {}
+    for entry in pack.manifest.experts:
+        buffer = np.empty(entry.file_bytes, np.uint8)
+        store.read(entry.key, buffer)
+        experts[entry.key] = store.expert(entry.key, buffer)
+    return experts
 
 
 def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
@@ -65,7 +73,7 @@ def open_model(pack: Pack, backend: Backend | None = None) -> tuple[Model, Memor
     """On the reference, unless another backend is given."""
     chosen = open_backend(REFERENCE) if backend is None else backend
     runner = MemoryRunner(pack, chosen)
-    return build_model(pack.manifest.model, load_backbone(pack), runner, chosen), runner
+    return Model(pack.manifest.model, load_backbone(pack), runner, chosen), runner
 
 
 def greedy(model: Model, ids: list[int], max_new_tokens: int) -> list[int]:
@@ -74,12 +82,12 @@ def greedy(model: Model, ids: list[int], max_new_tokens: int) -> list[int]:
     tokens: list[int] = []
     while True:
         tokens.append(int(logits.argmax()))
-        if tokens[-1] in model.spec.eos_token_ids or len(tokens) == max_new_tokens:
+        if tokens[-1] in model.spec.tokens.eos or len(tokens) == max_new_tokens:
             return tokens
         logits = model.step(state, tokens[-1])
 
 
-def reference_greedy(model: torch.nn.Module, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def reference_greedy(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """What transformers generates after each prompt, end tokens included, prompts and start tokens left out.
 
     Prompts of one length run as one batch, so that nothing is padded.
@@ -92,7 +100,7 @@ def reference_greedy(model: torch.nn.Module, prompts: list[list[int]], max_new_t
     for length, indices in by_length.items():
         batch = torch.tensor([prompts[index] for index in indices])
         with torch.inference_mode():
-            rows = model.generate(  # type: ignore[operator]
+            rows = model.generate(
                 batch, attention_mask=torch.ones_like(batch), do_sample=False, num_beams=1,
                 max_new_tokens=max_new_tokens,
             )  # fmt: skip

@@ -55,7 +55,7 @@ def prompts(name: str, tokenizer: Tokenizer, is_seq2seq: bool) -> list[list[int]
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     source = model_folder(name)
     pack = pack_of(source, tmp_path / "model.pack")
-    reference = Checkpoint.open(source).arch.load(source, torch.float32)
+    reference = Checkpoint.open(source).family.load(source, torch.float32)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     settings = GenerationSettings(max_new_tokens=MAX_NEW)
     asked = prompts(name, tokenizer, pack.manifest.model.encoder is not None)

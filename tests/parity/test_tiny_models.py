@@ -1,4 +1,5 @@
-"""Tiny random models through a 16-bit pack: moert's own code must compute what transformers computes."""
+"""Tiny random models through a 16-bit pack: moert's own code must compute what transformers computes, but for keys and
+values, which it keeps in 16 bits."""
 
 from __future__ import annotations
 
@@ -6,32 +7,38 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packs import greedy, open_model, pack_of, reference_greedy
-from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB, tiny_olmoe, tiny_switch
+from tiny import TINY, VOCAB
 
 from moeconv.checkpoint import Checkpoint
+from moert.kernels import open_backend
+from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes
+from moert.models.model import Model
+from moert.pack.codec import F32
+from tests.kept_keys import WideKeys
 
 PROMPTS, MAX_NEW = 8, 12
-CASES = [("switch", name, overrides) for name, overrides in SWITCH_VARIANTS.items()]
-CASES += [("olmoe", name, overrides) for name, overrides in OLMOE_VARIANTS.items()]
+ROOMY = {"expert_capacity": 1000}
+CASES = [(family, name, overrides) for family, (_, variants) in TINY.items() for name, overrides in variants.items()]
 
 
 @pytest.mark.parametrize(("family", "name", "overrides"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
 def test_logits_and_greedy_tokens_equal_transformers(
     family: str, name: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = (tiny_switch if family == "switch" else tiny_olmoe)(tmp_path / "hf", **overrides)
-    model, runner = open_model(pack_of(source, tmp_path / "model.pack"))
-    reference = Checkpoint.open(source).arch.load(source, torch.float32)
+    source = TINY[family][0](tmp_path / "hf", **overrides)
+    model, runner = open_model(pack_of(source, tmp_path / "model.pack"), opaque(WideKeys()))
+    reference = Checkpoint.open(source).family.load(source, torch.float32)
     chance = random.Random(name)
     prompts = [[chance.randrange(2, VOCAB) for _ in range(1 + 5 * prompt)] for prompt in range(PROMPTS)]
     expected = reference_greedy(reference, prompts, MAX_NEW)
     for ids, tokens in zip(prompts, expected, strict=True):
         target = [0, *(chance.randrange(2, VOCAB) for _ in range(9))]
-        torch.testing.assert_close(*_all_logits(model, reference, ids, target), atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(*_all_logits(model, reference, ids, target), atol=1e-4, rtol=1e-4)
         assert greedy(model, ids, MAX_NEW) == tokens
     assert len({tuple(tokens) for tokens in expected}) > PROMPTS // 2, (
         "the random model writes the same whatever it is asked: it proves nothing"
@@ -39,19 +46,44 @@ def test_logits_and_greedy_tokens_equal_transformers(
     assert (runner.dropped > 0) == (name == "small capacity")
 
 
-def _all_logits(model: Any, reference: Any, ids: list[int], target: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _all_logits(model: Model, reference: Any, ids: list[int], target: list[int]) -> tuple[F32, F32]:
     with torch.inference_mode():
         if model.spec.encoder is None:
-            return model.forward_all(ids), reference(torch.tensor([ids])).logits[0]
+            return model.forward_all(ids), reference(torch.tensor([ids])).logits[0].numpy()
         expected = reference(torch.tensor([ids]), decoder_input_ids=torch.tensor([target])).logits[0]
-        return model.forward_all(ids, target), expected
+        return model.forward_all(ids, target), expected.numpy()
 
 
-@pytest.mark.parametrize("family", ["switch", "olmoe"])
-def test_steps_equal_one_pass_across_cache_blocks(family: str, tmp_path: Path) -> None:
-    """Stepping past the block size grows the caches and the position tables; the logits stay those of one pass."""
-    source = (tiny_switch if family == "switch" else tiny_olmoe)(tmp_path / "hf", expert_capacity=1000)
-    model, _ = open_model(pack_of(source, tmp_path / "model.pack"))
+@pytest.mark.parametrize(("family", "name", "overrides"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
+def test_keys_and_values_of_16_bits_are_off_by_their_rounding(
+    family: str, name: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each is off by 1/2048 at most. Layers carry that on: the logits were off by 0.03 to 0.4% (median of a model's
+    rows) and 5% at most, in proportion to the largest of the row, where routers decide alike."""
+    source = TINY[family][0](tmp_path / "hf", **overrides)
+    pack = pack_of(source, tmp_path / "model.pack")
+    (exact, leader), (model, follower) = open_model(pack, opaque(WideKeys())), open_model(pack)
+    chance, shares = random.Random(name), []
+    for length in range(2, 42, 5):
+        ids = [chance.randrange(2, VOCAB) for _ in range(length)]
+        target = None if exact.spec.encoder is None else [0, *ids[:10]]
+        expected = exact.forward_all(ids, target)
+        follower.given, leader.decided = leader.decided, []
+        found = model.forward_all(ids, target)
+        assert follower.given == []
+        shares.append(np.abs(found - expected).max(-1) / np.abs(expected).max(-1))
+    everywhere = np.concatenate(shares)
+    assert everywhere.max() < 0.1
+    assert 1e-4 < np.median(everywhere) < 0.01  # not nothing: then nothing was rounded
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("family", TINY)
+def test_steps_equal_one_pass_across_cache_blocks(family: str, kernels: str, tmp_path: Path) -> None:
+    """Stepping past the block size grows the caches and the position tables; the logits stay those of one pass, on the
+    native kernels bit for bit."""
+    source = TINY[family][0](tmp_path / "hf", **(ROOMY if family == "switch_transformers" else {}))
+    model, _ = open_model(pack_of(source, tmp_path / "model.pack"), open_backend(kernels))
     chance = random.Random(1)
     ids = [chance.randrange(2, VOCAB) for _ in range(120)]
     more = [chance.randrange(2, VOCAB) for _ in range(160)]
@@ -61,5 +93,6 @@ def test_steps_equal_one_pass_across_cache_blocks(family: str, tmp_path: Path) -
         expected = model.forward_all(ids + more)[len(ids) - 1 :]
     else:
         expected = model.forward_all(ids, [0, *more])
-    torch.testing.assert_close(torch.stack(rows), expected, atol=1e-4, rtol=1e-4)
+    close = 1e-3 if model.backend.widens else 0
+    np.testing.assert_allclose(np.stack(rows), expected, atol=close, rtol=close)
     assert 0 < state.nbytes <= state_bytes(model.spec, len(ids), len(more))

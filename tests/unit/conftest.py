@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB, tiny_olmoe, tiny_switch
+from tiny import TINY, VOCAB
 
 TinyModel = Callable[[str, str], Path]
 
@@ -15,14 +15,14 @@ MORE_SWITCH = {"many end marks": {"eos_token_id": list(range(1, VOCAB, 6))}}  # 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """tiny_model("switch" or "olmoe", name of a variant) → a checkpoint that must not be changed."""
+    """tiny_model(a family, name of a variant) → a checkpoint that must not be changed."""
     made: dict[tuple[str, str], Path] = {}
-    families = {"switch": (tiny_switch, {**SWITCH_VARIANTS, **MORE_SWITCH}), "olmoe": (tiny_olmoe, OLMOE_VARIANTS)}
 
     def model(family: str, variant: str) -> Path:
         if (family, variant) not in made:
-            make, variants = families[family]
-            made[family, variant] = make(tmp_path_factory.mktemp(family), **variants[variant])
+            make, variants = TINY[family]
+            overrides = MORE_SWITCH[variant] if variant in MORE_SWITCH else variants[variant]
+            made[family, variant] = make(tmp_path_factory.mktemp(family), **overrides)
         return made[family, variant]
 
     return model

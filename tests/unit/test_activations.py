@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_packs import SWITCH
+from tiny_packs import SWITCH_SHAPE
 
 from moert.kernels import library
 from moert.models.activations import activation_bytes
 from moert.models.kv import state_bytes
-from moert.pack.model_spec import ModelSpec, StackSpec
-from tests.bench.shaped import OLMOE, write_pack
+from moert.pack.model_spec import ModelSpec
+from tests.bench.shaped import OLMOE_SHAPE, write_pack
+from tests.shapes import every
 
 MEASURE = """
-import json, re, sys, torch
+import json, re, sys
 from moert.engine import Engine
 from moert.memory import return_early, return_freed
 def status(name): return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-torch.set_num_threads(1)
 return_early()
 with Engine.open(sys.argv[1], predictor="none", kernels=sys.argv[2]) as engine:
     peaks = []
@@ -42,23 +41,25 @@ print(json.dumps(peaks))
 
 def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     """Both kinds of model, of one layer in each stack, wide enough for activations to outweigh everything else."""
-    one = StackSpec(1, (0,))
-    decoder = replace(
-        OLMOE, vocab_size=64, d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 128, head_dim=64,
-        decoder=one, moe=replace(OLMOE.moe, num_experts=4, top_k=2, d_ff=d_ff), attention_scale=0.125,
+    decoder = OLMOE_SHAPE.but(
+        vocab_size=64, d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 128, head_dim=64, decoder=every(1),
+        num_experts=4, top_k=2, d_ff=d_ff, scale=0.125,
     )  # fmt: skip
-    switch = replace(
-        SWITCH, d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64, encoder=one, decoder=one,
-        moe=replace(SWITCH.moe, num_experts=4, d_ff=d_ff, capacity=None),
+    switch = SWITCH_SHAPE.but(
+        d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64, encoder=every(1),
+        decoder=every(1), num_experts=4, d_ff=d_ff, capacity=None,
     )  # fmt: skip
-    return {"decoder": decoder, "switch": switch}
+    return {"decoder": decoder.spec, "switch": switch.spec}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be started anew")
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["decoder", "switch"])
-def test_the_bound_is_above_the_peak_and_not_far(tmp_path: Path, name: str, kernels: str) -> None:
-    spec, lengths = shapes(768, 512)[name], [300, 1500]
+@pytest.mark.parametrize(("d_model", "lengths"), [(768, [300, 1500]), (256, [5000])], ids=["wide", "long"])
+def test_the_bound_is_above_the_peak_and_not_far(
+    tmp_path: Path, name: str, kernels: str, d_model: int, lengths: list[int]
+) -> None:
+    spec = shapes(d_model, 512)[name]
     write_pack(tmp_path / "wide.pack", 4, {"attention": 8}, spec)
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "wide.pack"), kernels, json.dumps(lengths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

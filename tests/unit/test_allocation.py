@@ -18,20 +18,17 @@ from moeconv.allocation.problem import Option, Problem, Unit, layout_bytes, opti
 from moeconv.artifacts import Probe, SensitivityTable, Summary
 from moeconv.errors import SettingsError, TargetMissed, WeightsUnusable
 from moert.pack.layout import expert_layout
-from moert.pack.model_spec import ExpertKey, ModelSpec, MoeSpec, StackSpec
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from tests.shapes import Shape
 
 KEYS = [ExpertKey("decoder", 0, expert) for expert in range(4)]
 BASE = Summary(1.0, 0.02, 0.5, 0.01)
 
 
 def spec(gated: bool = True) -> ModelSpec:
-    return ModelSpec(
-        family="test", vocab_size=8, d_model=24, n_heads=1, n_kv_heads=1, head_dim=4, encoder=None,
-        decoder=StackSpec(1, (0,)), moe=MoeSpec(4, 2, 40, "silu", gated, False, None), d_ff_dense=0, norm_eps=1e-5,
-        positions="rope", rope_theta=1e4, relative_buckets=0, relative_max_distance=0, attention_scale=0.5,
-        qk_norm=False, clip_qkv=None, tied_head=True, logit_scale=1.0, max_positions=None, bos_token_id=None,
-        eos_token_ids=(), pad_token_id=None, decoder_start_token_id=None,
-    )  # fmt: skip
+    return Shape(
+        8, d_model=24, n_heads=1, n_kv_heads=1, head_dim=4, decoder=(True,), d_ff=40, gated=gated, tied=True
+    ).spec
 
 
 def table(costs: dict[Probe, float]) -> SensitivityTable:
@@ -102,7 +99,7 @@ def test_an_expert_that_no_width_can_hold_is_refused() -> None:
 def test_bytes_of_projections_add_up_to_the_layout(gated: bool, group_size: int) -> None:
     model = spec(gated)
     nbytes = layout_bytes(model, group_size)
-    bits = dict(zip(model.moe.projections, (2, 16, 3), strict=False))
+    bits = dict(zip(model.moe.ffn.projections, (2, 16, 3), strict=False))
     whole = expert_layout(model, KEYS[0], bits, group_size, "F16", 4096).tensor_bytes
     assert sum(nbytes(name, width) for name, width in bits.items()) == whole
 

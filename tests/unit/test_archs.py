@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB, tiny_olmoe, tiny_switch
+from tiny import TINY, VOCAB, tiny_switch
 
-from moeconv.archs import ARCHS, UnsupportedModel
-from moert.pack.model_spec import ModelSpec, backbone_tensors
+from moeconv.archs import FAMILIES, Description, UnsupportedModel
+from moert.pack.model_spec import LayerKey, ModelSpec
+from tests.shapes import shapes_of
 
-MAKERS: dict[str, Callable[..., Path]] = {"switch_transformers": tiny_switch, "olmoe": tiny_olmoe}
-VARIANTS = [("switch_transformers", overrides) for overrides in SWITCH_VARIANTS.values()]
-VARIANTS += [("olmoe", overrides) for overrides in OLMOE_VARIANTS.values()]
+MAKERS: dict[str, Callable[..., Path]] = {name: make for name, (make, _) in TINY.items()}
+VARIANTS = [(name, overrides) for name, (_, variants) in TINY.items() for overrides in variants.values()]
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -25,38 +25,60 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def spec_of(family: str, path: Path) -> ModelSpec:
+def description_of(family: str, path: Path) -> Description:
     config, generation = (json.loads((path / f"{name}.json").read_text()) for name in ("config", "generation_config"))
-    return ARCHS[family].spec(config, generation)
+    return FAMILIES[family].description(config, generation)
+
+
+def spec_of(family: str, path: Path) -> ModelSpec:
+    return description_of(family, path).spec
+
+
+def test_every_family_is_tried() -> None:
+    assert set(TINY) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_names_and_shapes_are_those_of_the_checkpoint(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     """Every tensor of the file has a canonical name of the same shape, and the other way round."""
-    path, arch = MAKERS[family](tmp_path, **overrides), ARCHS[family]
-    spec = spec_of(family, path)
-    names, shapes = arch.backbone_names(spec), backbone_tensors(spec)
-    assert set(names) == set(shapes)
-    implied = {names[canonical]: shape for canonical, shape in shapes.items()}
+    path = MAKERS[family](tmp_path, **overrides)
+    described = description_of(family, path)
+    spec, shapes = described.spec, shapes_of(described.spec)
+    assert set(described.backbone) | set(described.computed) == set(shapes)
+    assert set(described.parameters) == set(described.backbone)
+    assert {name: tuple(tensor.shape) for name, tensor in described.computed.items()}.items() <= shapes.items()
+    implied = {source.name: shapes[canonical] for canonical, source in described.backbone.items()}
     for key in spec.expert_keys():
-        for projection in spec.moe.projections:
-            implied[arch.expert_name(key, projection)] = spec.projection_shape(projection)
+        for projection in spec.moe.ffn.projections:
+            implied[described.experts(key, projection).name] = spec.projection_shape(projection)
     with safe_open(path / "model.safetensors", "pt") as file:
         stored = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
-    doubled = {other for _, other in arch.equal_tensors(spec)} - set(implied)
+    doubled = {other for _, other in described.copies} - set(implied)
     assert implied == {name: shape for name, shape in stored.items() if name not in doubled}
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_frequencies_are_those_of_the_model(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    path = MAKERS[family](tmp_path, **overrides)
+    described, model = description_of(family, path), FAMILIES[family].empty(path)
+    turning = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    assert len(described.spec.ropes) == len(turning)
+    for rope, module, frequencies in zip(described.spec.ropes, turning, described.computed.values(), strict=True):
+        assert torch.equal(frequencies, module.inv_freq)
+        assert rope.factor == module.attention_scaling
 
 
 def test_loaded_experts_are_views_of_the_stored_ones(tiny: tuple[str, Path]) -> None:
     family, path = tiny
-    arch, spec = ARCHS[family], spec_of(family, path)
+    arch, described = FAMILIES[family], description_of(family, path)
+    spec = described.spec
     model = arch.load(path, torch.float32)
     assert not model.training
     key = spec.expert_keys()[-1]
     with safe_open(path / "model.safetensors", "pt") as file:
-        for projection in spec.moe.projections:
+        for projection in spec.moe.ffn.projections:
             view = arch.expert_weight(model, key, projection)
-            assert torch.equal(view, file.get_tensor(arch.expert_name(key, projection)).float())
+            assert torch.equal(view, file.get_tensor(described.experts(key, projection).name).float())
     before = run(model, spec)
     for key in spec.expert_keys():
         arch.expert_weight(model, key, "down").zero_()
@@ -65,11 +87,12 @@ def test_loaded_experts_are_views_of_the_stored_ones(tiny: tuple[str, Path]) -> 
 
 def test_experts_are_called_in_order_and_say_what_was_chosen(tiny: tuple[str, Path]) -> None:
     family, path = tiny
-    arch, spec = ARCHS[family], spec_of(family, path)
+    arch, described = FAMILIES[family], description_of(family, path)
+    spec = described.spec
     model = arch.load(path, torch.float32)
     seen: list[Any] = []
     for place in spec.moe_layers():
-        arch.experts_module(model, *place).register_forward_pre_hook(
+        arch.experts_module(model, place).register_forward_pre_hook(
             lambda _module, inputs, place=place: seen.append((place, inputs[0], *arch.routed(*inputs[1:])))
         )
     run(model, spec)
@@ -77,17 +100,17 @@ def test_experts_are_called_in_order_and_say_what_was_chosen(tiny: tuple[str, Pa
     for (stack, _), x, experts, weights in seen:
         tokens = 2 * (3 if stack == "decoder" and spec.encoder else 5)
         assert experts.dtype == torch.int64
-        assert experts.shape == weights.shape == (tokens, spec.moe.top_k)
+        assert experts.shape == weights.shape == (tokens, spec.moe.router.top_k)
         assert x.shape == (tokens, spec.d_model)
-        assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.num_experts
+        assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.n
         assert (weights > 0).all()
 
 
 def test_tokens_dropped_by_capacity_are_marked(tmp_path: Path) -> None:
-    arch, path = ARCHS["switch_transformers"], tiny_switch(tmp_path, expert_capacity=2, num_experts=2)
+    arch, path = FAMILIES["switch_transformers"], tiny_switch(tmp_path, expert_capacity=2, num_experts=2)
     model = arch.load(path, torch.float32)
     seen: list[Any] = []
-    arch.experts_module(model, "encoder", 0).register_forward_pre_hook(
+    arch.experts_module(model, LayerKey("encoder", 0)).register_forward_pre_hook(
         lambda _module, inputs: seen.append(arch.routed(*inputs[1:])[0])
     )
     with torch.inference_mode():
@@ -100,11 +123,12 @@ def test_tokens_dropped_by_capacity_are_marked(tmp_path: Path) -> None:
 
 def test_a_tower_cut_short_goes_on_from_hidden_states(tiny: tuple[str, Path]) -> None:
     family, path = tiny
-    arch, spec = ARCHS[family], spec_of(family, path)
+    arch, described = FAMILIES[family], description_of(family, path)
+    spec = described.spec
     model = arch.load(path, torch.float32)
-    tower = arch.stack_module(model, "encoder" if spec.encoder else "decoder")
+    tower = arch.tower(model, "encoder" if spec.encoder else "decoder")
     layers = getattr(tower, arch.layer_list)
-    assert len(layers) == (spec.encoder or spec.decoder).n_layers == 2
+    assert len(layers) == len(spec.encoder or spec.decoder) == 2
     kept: list[torch.Tensor] = []
     hook = layers[0].register_forward_hook(
         lambda _module, _inputs, output: kept.append(output if isinstance(output, torch.Tensor) else output[0])
@@ -112,13 +136,14 @@ def test_a_tower_cut_short_goes_on_from_hidden_states(tiny: tuple[str, Path]) ->
     with torch.inference_mode():
         whole = tower(torch.arange(2, 12).view(2, 5)).last_hidden_state
         hook.remove()
-        setattr(tower, arch.layer_list, layers[1:])
+        setattr(tower, arch.layer_list, torch.nn.ModuleList(arch.resumed(layers, 1)))
         assert torch.allclose(tower(inputs_embeds=kept[0]).last_hidden_state, whole, atol=1e-6)
 
 
 def test_an_empty_model_is_filled_like_a_loaded_one(tiny: tuple[str, Path]) -> None:
     family, path = tiny
-    arch, spec = ARCHS[family], spec_of(family, path)
+    arch, described = FAMILIES[family], description_of(family, path)
+    spec = described.spec
     loaded, empty = arch.load(path, torch.float32), arch.empty(path)
     assert not empty.training
     assert {name: value.shape for name, value in empty.named_parameters()} == {
@@ -147,7 +172,11 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("switch_transformers", {"decoder_start_token_id": None}, "decoder_start_token_id"),
         ("olmoe", {"attention_bias": True}, "attention_bias"),
         ("olmoe", {"hidden_act": "mish"}, "mish"),
-        ("olmoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+        ("olmoe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size 8"),
+        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("mixtral", {"hidden_act": "gelu_fast"}, "gelu_fast"),
         ("olmoe", {"head_dim": 12}, "head_dim"),
         ("olmoe", {"sliding_window": 8}, "sliding_window"),
         ("olmoe", {"hidden_size": 100}, "num_attention_heads 4 for hidden_size 100, so that a head has 25 features"),
@@ -158,11 +187,13 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
 def test_what_a_pack_cannot_say_is_refused(family: str, change: dict[str, Any], named: str, tmp_path: Path) -> None:
     config = json.loads((MAKERS[family](tmp_path) / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=named) as caught:
-        ARCHS[family].spec({**config, **change}, {})
+        FAMILIES[family].description({**config, **change}, {})
     assert "\n" not in str(caught.value)
 
 
 def test_generation_config_has_the_last_word_on_special_tokens(tmp_path: Path) -> None:
     config = json.loads((tiny_switch(tmp_path) / "config.json").read_text())
-    spec = ARCHS["switch_transformers"].spec(config, {"eos_token_id": [4, 5], "decoder_start_token_id": 7})
-    assert (spec.eos_token_ids, spec.decoder_start_token_id, spec.pad_token_id) == ((4, 5), 7, 0)
+    spec = (
+        FAMILIES["switch_transformers"].description(config, {"eos_token_id": [4, 5], "decoder_start_token_id": 7}).spec
+    )
+    assert (spec.tokens.eos, spec.tokens.start, spec.tokens.pad) == ((4, 5), 7, 0)

@@ -1,118 +1,193 @@
-"""Long sequences are attended to in blocks, and that changes nothing but rounding."""
+"""Long sequences are read in pieces, and attended to without storing all scores; what that changes is nothing, or
+rounding where the reference computes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_packs import SPECS, SWITCH, write_pack
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_packs import SPECS, write_pack
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from moert.engine import Engine
-from moert.models import attention, moe
-from moert.models.kv import KvCache
-from moert.models.layers import RelativeBias
+from moert.experts import executor
+from moert.kernels import library
+from moert.kernels.backend import Backend
+from moert.models import ffn, model
+from moert.models.kv import Kept, rounded
+from moert.models.positions import DistanceBias, Rotary
+from moert.pack.codec import F32
+from moert.pack.parts import Buckets, Rope
+from tests.shapes import frequencies
+
+needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
+BACKENDS = ["reference", pytest.param("auto", marks=needs_library)]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """On the reference: rounding activations to 8 bits would turn a difference in the last bit into a larger one."""
-    path = write_pack(tmp_path_factory.mktemp("attention") / "switch.pack", SWITCH, paths=False)
-    return Engine.open(path, kernels="reference")
+# Positions
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 4 * SWITCH.n_heads * 50 * 7])
-def test_blocks_of_queries_bound_the_scores(engine, monkeypatch, limit_bytes) -> None:
-    ids, targets = list(range(3, 53)), list(range(40))
-    engine.reserve(50, 40)
-    whole = engine.model.forward_all(ids, targets)
-    sizes: list[int] = []
-    real = attention._attend
-
-    def measured(query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-        sizes.append(4 * query.shape[0] * query.shape[1] * keys.shape[1])
-        assert bias is None or 4 * bias.numel() == sizes[-1]
-        return real(query, keys, values, scale, bias)
-
-    monkeypatch.setattr(attention, "_attend", measured)
-    monkeypatch.setattr(attention, "SCORE_BYTES", limit_bytes)
-    blocked = engine.model.forward_all(ids, targets)
-    assert len(sizes) > 8 * 5  # eight attentions, each in several blocks
-    assert max(sizes) <= max(limit_bytes, 4 * SWITCH.n_heads * 50)  # one query at least
-    torch.testing.assert_close(blocked, whole, rtol=1e-4, atol=1e-4)
-    assert torch.equal(engine.model.forward_all(ids, targets), blocked)
+def bias_of(bidirectional: bool, n: int = 8, most: int = 16) -> tuple[DistanceBias, F32]:
+    table = np.random.default_rng(1).normal(size=(n, 3)).astype(np.float32)
+    return DistanceBias(Buckets(n, most), table, bidirectional), table
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_a_bias_by_blocks_is_that_of_each_distance(bidirectional: bool) -> None:
-    weight = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
-    bias = RelativeBias(weight, 16, bidirectional)
-    n = 40
-    for rows in (bias.both_ways(n), bias.causal(n)):
-        for start, stop in ((0, n), (5, 12), (39, 40)):
-            block = rows.rows(start, stop)
-            assert block.shape == (3, stop - start, n)
-            for query in range(start, stop):
-                seen = slice(0, query + 1)
-                assert torch.equal(block[:, query - start, seen], bias.latest(query + 1).rows(0, 1)[:, 0])
-    assert torch.isneginf(bias.causal(n).rows(0, n)).equal(torch.ones(3, n, n).triu(1).bool())
-    offset = bias.both_ways(n).rows(0, n)
-    assert torch.equal(offset[:, 3, 20], offset[:, 10, 27])
+@pytest.mark.parametrize(("n", "most"), [(8, 16), (32, 128), (32, 17), (4, 1000)])
+def test_a_bias_is_that_of_each_distance(bidirectional: bool, n: int, most: int) -> None:
+    bias, table = bias_of(bidirectional, n, most)
+    offsets = torch.arange(-1200, 1201)
+    buckets = T5Attention._relative_position_bucket(offsets, bidirectional, num_buckets=n, max_distance=most).numpy()
+    found, zero = bias.by_distance(1200)
+    assert found.flags.c_contiguous
+    assert found.dtype == np.float32
+    assert np.array_equal(found[:, zero - 1200 : zero + 1201], table[buckets].T)
 
 
-def test_a_decoder_reads_a_long_prompt_without_storing_all_scores(tmp_path: Path, monkeypatch) -> None:
-    """torch's own causal attention does: no score passes through ours."""
-    monkeypatch.setattr(attention, "_attend", None)
-    with Engine.open(write_pack(tmp_path / "decoder.pack", SPECS["decoder"], paths=False)) as engine:
-        engine.reserve(57, 1)
-        assert torch.isfinite(engine.model.prefill(list(range(3, 60)))[1]).all()
+@given(reaches=st.lists(st.integers(0, 700), min_size=1, max_size=5), bidirectional=st.booleans())
+def test_a_bias_that_grows_keeps_what_it_said(reaches: list[int], bidirectional: bool) -> None:
+    bias, _ = bias_of(bidirectional)
+    whole, middle = bias_of(bidirectional)[0].by_distance(700)
+    for reach in reaches:
+        found, zero = bias.by_distance(reach)
+        assert zero >= reach
+        assert found.shape[1] >= zero + reach + 1
+        offsets = np.arange(-reach, reach + 1)
+        assert np.array_equal(found[:, zero + offsets], whole[:, middle + offsets])
 
 
+@settings(max_examples=50)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 200)), min_size=1, max_size=4),
+    factor=st.sampled_from([1.0, 0.5]),
+)
+def test_turns_are_those_of_each_position(pieces: list[tuple[int, int]], factor: float) -> None:
+    rotary = Rotary(Rope(12, factor), frequencies(12))
+    for start, tokens in pieces:
+        found = rotary.turns(start, tokens)
+        assert found.shape == (tokens, 2, 6)
+        assert found.flags.c_contiguous
+        angles = np.arange(start, start + tokens)[:, None] * frequencies(12).astype(np.float64)
+        expected = factor * np.stack((np.cos(angles), np.sin(angles)), 1)
+        np.testing.assert_allclose(found, expected, atol=5e-5)  # float32 angles of up to 700
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("rows", [1, 7, 20])
 @pytest.mark.parametrize("name", SPECS)
-def test_blocks_of_rows_change_nothing_but_rounding(tmp_path: Path, monkeypatch, name, rows) -> None:
+def test_pieces_change_nothing_but_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, kernels: str
+) -> None:
+    """And not even that with native kernels."""
     ids, targets = list(range(3, 60)), None if name == "decoder" else list(range(40))
     path = write_pack(tmp_path / "some.pack", SPECS[name], paths=False)
-    with Engine.open(path, kernels="reference", predictor="none") as engine:
+    with Engine.open(path, kernels=kernels, predictor="none") as engine:
         engine.reserve(57, 40)
         whole = engine.model.forward_all(ids, targets)
         state, logits = engine.model.prefill(ids)
-        monkeypatch.setattr(attention, "ROWS", rows)
-        monkeypatch.setattr(moe, "ROWS", rows)
-        torch.testing.assert_close(engine.model.forward_all(ids, targets), whole, rtol=1e-3, atol=1e-3)
+        for module in (model, ffn, executor):
+            monkeypatch.setattr(module, "ROWS", rows)
+        sizes = sizes_of_pieces(engine.backend, monkeypatch)
+        found = engine.model.forward_all(ids, targets)
         blocked, again = engine.model.prefill(ids)
-        torch.testing.assert_close(again, logits, rtol=1e-3, atol=1e-3)
+        tolerance = 1e-3 if kernels == "reference" else 0
+        np.testing.assert_allclose(found, whole, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(again, logits, rtol=tolerance, atol=tolerance)
         assert (blocked.length, blocked.nbytes) == (state.length, state.nbytes)
+        assert max(sizes["mixture"]) <= max(rows, engine.spec.moe.router.top_k)
+        assert max(sizes["causal"]) == rows
+        if name == "switch":
+            assert sizes["whole"] == [57] * 2 * len(SPECS[name].encoder or ())
+            assert max(sizes["cross"]) == max(sizes["keep"]) == rows
 
 
-def test_the_first_block_makes_room_for_all_of_the_prompt(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "ROWS", 50)
+def sizes_of_pieces(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """How many tokens each call gets from now on."""
+    sizes: dict[str, list[int]] = {"causal": [], "whole": [], "cross": [], "keep": [], "mixture": []}
+    attend, keep, mixture = backend.attend, backend.keep, backend.mixture
+
+    def attends(weights: Any, x: F32, *rest: Any) -> None:
+        sizes["causal" if weights.causal else "whole" if weights.own else "cross"].append(len(x))
+        attend(weights, x, *rest)
+
+    def keeps(weights: Any, encoded: F32, *rest: Any) -> None:
+        sizes["keep"].append(len(encoded))
+        keep(weights, encoded, *rest)
+
+    def mixes(experts: Any, counts: Any, *rest: Any) -> None:
+        sizes["mixture"].append(sum(counts))
+        mixture(experts, counts, *rest)
+
+    for name, replaced in (("attend", attends), ("keep", keeps), ("mixture", mixes)):
+        monkeypatch.setattr(backend, name, replaced)
+    return sizes
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_first_piece_makes_room_for_all_of_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(model, "ROWS", 50)
     grown: list[int] = []
-    grow = KvCache._grow
-    monkeypatch.setattr(KvCache, "_grow", lambda cache, tokens: (grown.append(tokens), grow(cache, tokens)))
-    path = write_pack(tmp_path / "decoder.pack", SPECS["decoder"], paths=False)
+    room = Kept._room
+    monkeypatch.setattr(Kept, "_room", lambda kept, tokens: (grown.append(tokens), room(kept, tokens))[1])
+    spec = SPECS[name]
+    path = write_pack(tmp_path / "some.pack", spec, paths=False)
     with Engine.open(path, kernels="reference", predictor="none") as engine:
         engine.reserve(300, 1)
         engine.model.prefill([3] * 300)
-    assert grown == [300] * SPECS["decoder"].decoder.n_layers
+    layers, expected = len(spec.decoder), rounded(300)
+    if name == "decoder":
+        assert [tokens for tokens in grown if tokens] == [expected] * layers
+    else:  # the encoder's own, what the decoder reads of it, and the decoder's first token
+        assert sorted(filter(None, grown)) == [rounded(1)] * layers + [expected] * (len(spec.encoder or ()) + layers)
 
 
-def test_a_long_sequence_takes_little_memory() -> None:
-    code = (
-        "import resource, sys, torch\n"
-        "from moert.models.attention import _attend, query_rows\n"
-        "from moert.models.layers import RelativeBias\n"
-        "unit = 1 if sys.platform == 'darwin' else 1024\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit\n"
-        "torch.set_num_threads(1)\n"
-        "x, before = torch.ones(4, 6000, 6), peak()\n"
-        "bias, rows = RelativeBias(torch.ones(8, 4), 16, True).both_ways(6000), query_rows(4, 6000)\n"
-        "for at in range(0, 6000, rows):\n"
-        "    _attend(x[:, at : at + rows], x, x, 1.0, bias.rows(at, min(at + rows, 6000)))\n"
-        "print(peak() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+# Memory
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from moert.kernels import open_backend
+from moert.kernels.backend import ROWS, AttentionWeights, Floats, Positions
+from moert.models.kv import Kept
+from moert.models.positions import DistanceBias
+from moert.pack.parts import Attention, Buckets
+def peak():
+    if sys.platform == "linux":  # where the other starts with what the parent process had
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+backend, causal, n = open_backend(sys.argv[1]), sys.argv[2] == "causal", 6000
+part = Attention(4, 4, 6, 1.0, None, None, None, Buckets(8, 16))
+matrices = [backend.matrix(Floats("F32", np.full((24, 24), 0.04, np.float32))) for _ in "qkvo"]
+weights = AttentionWeights(part, 1e-5, True, causal, 0, np.ones(24, np.float32), None, None, None, *matrices)
+bias, zero = DistanceBias(part.buckets, np.ones((8, 4), np.float32), not causal).by_distance(n)
+x, kept, piece = np.ones((n, 24), np.float32), Kept(part, n), ROWS if causal else n
+before = peak()
+for rows in np.split(x, range(piece, n, piece)):
+    backend.attend(weights, rows, kept, kept.extend(len(rows)), Positions(None, bias, zero))
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kind"),
+    [pytest.param("auto", "causal", marks=needs_library), pytest.param("auto", "whole", marks=needs_library),
+     ("reference", "causal")],
+)  # fmt: skip
+def test_a_long_sequence_takes_little_memory(kernels: str, kind: str) -> None:
+    """The reference reads that of an encoder at once, and says so (moert.models.activations)."""
+    command = [sys.executable, "-c", MEASURE, kernels, kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 * 4 * 6000 * 6000 / 10  # a tenth of the scores

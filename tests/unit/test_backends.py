@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
+from native_problems import F64, FLOATS, Dtype, Projections, floats, normal, plain_expert
 from tiny_packs import DECODER, write_pack
 
 from moert.experts import cache as cache_module
 from moert.experts import executor as executor_module
-from moert.experts.cache import ExpertCache, Slot
+from moert.experts.cache import ExpertCache
 from moert.experts.drive import IoSettings
 from moert.experts.eviction import EVICTION
 from moert.experts.executor import CachedExperts
+from moert.experts.lease import Slot
 from moert.experts.store import ExpertStore
 from moert.kernels import library, open_backend
 from moert.kernels.arena import Arena
 from moert.kernels.backend import ROWS, Backend
 from moert.kernels.library import InstructionSetInvalid
 from moert.kernels.native import NativeBackend
-from moert.kernels.reference import ReferenceBackend, ffn, weights
-from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack
+from moert.kernels.reference import ReferenceBackend, ffn
+from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.reader import Pack, Projection, projection_weights
 from moert.stats import ExpertCounters
 
 needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
@@ -50,7 +53,7 @@ def test_auto_takes_the_best_instruction_set_and_a_name_that_one() -> None:
         backend = open_backend(name, threads=2)
         assert isinstance(backend, NativeBackend)
         assert backend.name == expected
-        assert backend.steps is not None
+        assert (backend.threads, backend.widens) == (2, False)
         backend.close()
         backend.close()
     with pytest.raises(
@@ -62,7 +65,7 @@ def test_auto_takes_the_best_instruction_set_and_a_name_that_one() -> None:
 def test_the_reference_is_there_by_name() -> None:
     backend = open_backend("reference", threads=2)
     assert isinstance(backend, ReferenceBackend)
-    assert (backend.name, backend.steps) == ("reference", None)
+    assert (backend.name, backend.threads, backend.widens) == ("reference", 1, True)
 
 
 def test_without_the_library_auto_is_the_reference_and_a_name_an_error(no_library: None) -> None:
@@ -112,29 +115,38 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
         monkeypatch.setattr(module, "HANDED_OVER_BYTES", 0 if overlap else 1 << 20)
     backend = open_backend(name)
     runner, cache = executor(pack, backend)
-    experts, n = torch.tensor(chosen), len(chosen)
-    chance = torch.Generator().manual_seed(0)
-    hidden, before = torch.randn(2, n, DECODER.d_model, generator=chance).unbind()
-    share = torch.rand(n, 2, generator=chance)
-    found, expected = before.clone(), before.clone()
-    runner.run("decoder", 1, hidden, experts, share, found)
+    experts, n, rng = np.array(chosen), len(chosen), np.random.default_rng(0)
+    hidden, before = normal(rng, n, DECODER.d_model), normal(rng, n, DECODER.d_model)
+    share = rng.uniform(size=(n, 2)).astype(np.float32)
+    found, expected, bound = before.copy(), before.astype(np.float64), np.full(before.shape, 1e-5)
+    runner.run(LayerKey("decoder", 1), hidden, experts, share, found)
     for row, places in enumerate(chosen):
         for expert, weight in zip(places, share[row], strict=True):
             if expert >= 0:
                 key = ExpertKey("decoder", 1, expert)
                 parts = pack.projections(key, pack.read_expert(key))
-                matrices = {part: weights(projection) for part, projection in parts.items()}
-                expected[row] += weight * ffn(matrices, hidden[row : row + 1], DECODER.moe)[0]
-    # rounded to 8 bits, an input is off by up to 1/254 of the largest of its 32
-    tolerance = 1e-5 if name == "reference" else 0.05
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+                value, error = layer_of(name, parts, hidden[row : row + 1])
+                expected[row] += weight * value[0]
+                bound[row] += weight * error[0]
+    assert (np.abs(found - expected) <= bound).all()
     asked = sorted({expert for places in chosen for expert in places} - {-1})
     assert [expert for lent in cache.lent for expert in lent] == asked
-    again = before.clone()
-    runner.run("decoder", 1, hidden, experts, share, again)  # now everything is there
-    assert torch.equal(again, found)
+    again = before.copy()
+    runner.run(LayerKey("decoder", 1), hidden, experts, share, again)  # now everything is there
+    assert np.array_equal(again, found)
     cache.close()
     backend.close()
+
+
+def layer_of(name: str, parts: Mapping[str, Projection], x: F32) -> tuple[F64, F64]:
+    """expert(x), and how far from it the backend may be."""
+    if name == "reference":
+        value = ffn({part: projection_weights(each) for part, each in parts.items()}, x, DECODER.moe.ffn)
+        return value.astype(np.float64), np.abs(1e-5 * value)
+    stored: Projections = {
+        part: each if isinstance(each, QuantizedMatrix) else floats("F32", each) for part, each in parts.items()
+    }
+    return plain_expert(stored, x, DECODER.moe.ffn)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -142,14 +154,17 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
 def test_each_row_of_a_long_prompt_is_as_if_it_came_alone(pack: Pack, name: str, tokens: int) -> None:
     backend = open_backend(name)
     runner, cache = executor(pack, backend)
-    chance = torch.Generator().manual_seed(1)
-    hidden, share = torch.randn(tokens, DECODER.d_model, generator=chance), torch.rand(tokens, 2, generator=chance)
-    experts = torch.tensor([[0, 3 if token % 5 else 6] for token in range(tokens)])
-    found, alone = torch.zeros(2, tokens, DECODER.d_model).unbind()
-    runner.run("decoder", 1, hidden, experts, share, found)
+    rng = np.random.default_rng(1)
+    hidden, share = normal(rng, tokens, DECODER.d_model), rng.uniform(size=(tokens, 2)).astype(np.float32)
+    experts = np.array([[0, 3 if token % 5 else 6] for token in range(tokens)])
+    found, alone = np.zeros((2, tokens, DECODER.d_model), np.float32)
+    runner.run(LayerKey("decoder", 1), hidden, experts, share, found)
     for row in range(tokens):
-        runner.run("decoder", 1, *(part[row : row + 1] for part in (hidden, experts, share, alone)))
-    torch.testing.assert_close(found, alone, **({"atol": 0, "rtol": 0} if name != "reference" else {}))
+        runner.run(LayerKey("decoder", 1), *(part[row : row + 1] for part in (hidden, experts, share, alone)))
+    if name == "reference":
+        np.testing.assert_allclose(found, alone, atol=1e-5, rtol=1.3e-6)
+    else:
+        assert np.array_equal(found, alone)
     cache.close()
     backend.close()
 
@@ -157,27 +172,44 @@ def test_each_row_of_a_long_prompt_is_as_if_it_came_alone(pack: Pack, name: str,
 @needs_library
 @pytest.mark.parametrize("where", ["in an arena", "in a buffer of its own"])
 def test_an_expert_keeps_its_bytes_alive(pack: Pack, where: str) -> None:
-    backend, hidden = open_backend(), torch.ones(1, DECODER.d_model)
+    backend, hidden = open_backend(), np.ones((1, DECODER.d_model), np.float32)
     key, answers = ExpertKey("decoder", 0, 3), []
+    views = ExpertStore(pack, backend, ExpertCounters(), IoSettings(True, 2))
     for _ in range(2):
-        arena = Arena()
-        room = arena.allocate(pack.entry(key).file_bytes) if where == "in an arena" else None
-        expert = backend.expert(pack, key, pack.read_expert(key, room))
-        del arena, room
+        arena, body = Arena(), pack.read_expert(key)
+        room = arena.allocate(len(body)) if where == "in an arena" else np.empty(len(body), np.uint8)
+        room[:] = np.frombuffer(body, np.uint8)
+        expert = views.expert(key, room)
+        del arena, room, body
         rubbish = [bytearray(b"\xff" * 5000) for _ in range(200)]
-        out = torch.zeros(1, DECODER.d_model)
-        backend.mix([expert], torch.ones(1), hidden, out, DECODER.moe)
+        out = np.zeros((1, DECODER.d_model), np.float32)
+        backend.mixture([expert], [1], np.zeros(1, np.int32), np.ones(1, np.float32), hidden, out, DECODER.moe.ffn)
         answers.append(out)
         del rubbish
-    assert torch.equal(*answers)
-    assert answers[0].abs().sum() > 0
+    assert np.array_equal(*answers)
+    assert np.abs(answers[0]).sum() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_dense_matrix_is_the_backends_own(name: str, dtype: torch.dtype) -> None:
+def test_a_dense_matrix_is_the_backends_own(name: str, dtype: Dtype) -> None:
     backend = open_backend(name)
-    stored = torch.arange(12.0).reshape(3, 4).to(dtype)
+    stored = floats(dtype, np.arange(12.0).reshape(3, 4))
     matrix = backend.matrix(stored)
-    stored.zero_()
+    stored.data[:] = 0
     assert backend.rows(matrix, [2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_dense_matrix_of_codes_is_the_backends_own(name: str) -> None:
+    backend = open_backend(name)
+    codes, scale, minimum = (
+        np.arange(12, dtype=np.uint8).reshape(3, 4),
+        np.full((3, 1), 2, np.float16),
+        np.ones((3, 1), np.float16),
+    )
+    stored = QuantizedMatrix(8, 4, 4, codes, scale, minimum)
+    matrix = backend.matrix(stored)
+    for part in (codes, scale, minimum):
+        part[:] = 0
+    assert backend.rows(matrix, [2, 0]).tolist() == [[17, 19, 21, 23], [1, 3, 5, 7]]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
 
+import numpy as np
 import pytest
-import torch
-from tiny_packs import SPECS, VOCAB, write_pack
+from tiny_packs import SHAPES, SPECS, VOCAB, write_pack
 
 from moert import cli
 from moert.engine import Engine
 from moert.errors import InputInvalid
-from moert.generation.batch import Interrupted
+from moert.generation.batch import Answer, Interrupted
 from moert.generation.settings import GenerationSettings
-from moert.models.layers import DistanceBias, RelativeBias
-from moert.models.moe import select
+from moert.kernels.backend import Floats, opaque
+from moert.kernels.reference import ReferenceBackend
+from moert.models.footprint import Footprint
+from moert.models.kv import rounded
+from moert.models.router import LearnedRouter, Routed
+from moert.pack.codec import F32
+from moert.pack.parts import Router
 from moert.prompts import PromptRecord, grouped
 from moert.regulator import Regulator
 from moert.stats import RequestTimes
@@ -37,8 +40,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("batch")
     ends = tuple(range(1, VOCAB, 11))
     return {
-        name: write_pack(root / f"{name}.pack", replace(spec, eos_token_ids=ends), paths=False)
-        for name, spec in SPECS.items()
+        name: write_pack(root / f"{name}.pack", shape.but(eos=ends).spec, paths=False) for name, shape in SHAPES.items()
     }
 
 
@@ -55,32 +57,40 @@ def smallest(packs: dict[str, Path]) -> dict[str, int]:
 @pytest.mark.parametrize("capacity", [None, 0, 1, 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels) -> None:
-    spec = replace(SPECS[name], moe=replace(SPECS[name].moe, capacity=capacity))
+    spec = SHAPES[name].but(capacity=capacity).spec
     path = write_pack(tmp_path / "some.pack", spec, paths=False, tokenizer=False)
     with Engine.open(path, predictor="none", kernels=kernels, threads=1) as engine:
         engine.reserve(40, 12)
         together, alone = engine.model.prefill_many(IDS), [engine.model.prefill(ids) for ids in IDS]
-        many, one = torch.stack([logits for _, logits in together]), torch.stack([logits for _, logits in alone])
+        many, one = np.stack([logits for _, logits in together]), np.stack([logits for _, logits in alone])
         for _ in range(6):
             if kernels == "reference":
-                torch.testing.assert_close(many, one, rtol=1e-3, atol=1e-3)
+                np.testing.assert_allclose(many, one, rtol=1e-3, atol=1e-3)
             else:
-                assert torch.equal(many, one)
+                assert np.array_equal(many, one)
             tokens = one.argmax(-1).tolist()
             many = engine.model.step_many([state for state, _ in together], tokens)
             steps = zip([state for state, _ in alone], tokens, strict=True)
-            one = torch.stack([engine.model.step(state, token) for state, token in steps])
+            one = np.stack([engine.model.step(state, token) for state, token in steps])
         assert [state.length for state, _ in together] == [state.length for state, _ in alone]
 
 
+class Scored(ReferenceBackend):
+    """Takes a layer's input for the router's scores."""
+
+    def scores(self, x: F32, norm: F32, eps: float, router: F32) -> tuple[F32, F32]:
+        return x, np.exp(x)
+
+
 def test_capacity_counts_in_each_sequence() -> None:
-    moe = replace(SPECS["switch"].moe, capacity=2)
-    scores = torch.randn(12, moe.num_experts, generator=torch.Generator().manual_seed(0))
-    parts = [select(part, moe) for part in torch.split(scores, [7, 1, 4])]
-    experts, weights = select(scores, moe, [7, 1, 4])
-    assert torch.equal(experts, torch.cat([part[0] for part in parts]))
-    assert torch.equal(weights, torch.cat([part[1] for part in parts]))
-    assert not torch.equal(experts, select(scores, moe)[0])
+    norm, rule = np.ones(6, np.float32), Router(1, renormalise=False, capacity=2)
+    router = LearnedRouter(norm, 1e-5, opaque(Scored()).matrix(Floats("F32", norm)), rule, opaque(Scored()))
+    scores = np.random.default_rng(0).standard_normal((12, 6), np.float32)
+    parts = [router.route(part, [len(part)]) for part in np.split(scores, [7, 8])]
+    found = router.route(scores, [7, 1, 4])
+    for name in Routed._fields:
+        assert np.array_equal(getattr(found, name), np.concatenate([getattr(part, name) for part in parts]))
+    assert not np.array_equal(found.experts, router.route(scores, [12]).experts)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -132,7 +142,7 @@ def test_as_many_as_fit_run_together_and_at_least_one(packs) -> None:
         budget, prompts = engine.budget, [20_000, 25_000, 30_000, 90_000]
 
         def regulator(limit_bytes: int | None) -> Regulator:
-            return Regulator(engine.spec, budget, False, Nothing(), limit_bytes, measure=lambda: 10**8)
+            return Regulator(Footprint(engine.spec, False), budget, Nothing(), limit_bytes, measure=lambda: 10**8)
 
         assert regulator(None).together(prompts, 12) == 4
         for count in (1, 2, 3, 4):
@@ -191,29 +201,24 @@ def test_ctrl_c_between_two_batches_keeps_the_first(packs, monkeypatch) -> None:
             return left.pop()
 
         monkeypatch.setattr(engine._regulator, "together", together)
-        answers = []
+        answers: list[Answer] = []
         with pytest.raises(KeyboardInterrupt):
             answers.extend(engine.generate_many(PROMPTS, SETTINGS["greedy"]))
     assert [answer.finished for answer in answers] == [True] * 4
 
 
-def test_biases_of_one_length_at_a_time_are_in_memory(packs, monkeypatch) -> None:
-    """Each keeps scores for a block of queries."""
-    alive: WeakSet[DistanceBias] = WeakSet()
-    made: list[int] = []
-
-    def both_ways(self: RelativeBias, n: int, real=RelativeBias.both_ways) -> DistanceBias:
-        assert len(alive) <= 1
-        made.append(n)
-        bias = real(self, n)
-        alive.add(bias)
-        return bias
-
-    monkeypatch.setattr(RelativeBias, "both_ways", both_ways)
+def test_biases_take_room_for_the_longest_prompt_alone(packs) -> None:
+    """One table serves all prompts, layers and tokens, and grows with the length, not with its square."""
+    prompts, heads = [*IDS, [9] * 200], SHAPES["switch"].n_heads
     with Engine.open(packs["switch"], predictor="none") as engine:
-        engine.reserve(40, 1)
-        engine.model.prefill_many(IDS)
-    assert set(made) == {len(ids) for ids in IDS}
+        engine.reserve(300, 1)
+        engine.model.prefill_many(prompts)
+        for tower, longest in ((engine.model._encoder, 200), (engine.model._decoder, 1)):
+            assert tower is not None
+            assert tower.bias is not None
+            table, reach = tower.bias.by_distance(1)
+            assert reach == rounded(longest)
+            assert table.shape == (heads, 2 * reach + 1)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, object]], str]:

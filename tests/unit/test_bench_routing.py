@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import numpy as np
 import pytest
 
 from moert.engine import Engine
-from moert.experts.replay import Step
+from moert.experts.demand import Demand
+from moert.pack.codec import F32
 from tests import tiny_packs
-from tests.bench.routing import WINDOW, ReplayedRouting, join, record, windows_of
+from tests.bench.routing import WINDOW, Replaced, ReplayedRouting, join, record, windows_of
 
 NO_GUESSES = np.zeros((3, 3, 8), np.float16)
 
@@ -41,10 +41,10 @@ def test_windows_follow_each_other() -> None:
 
 
 def test_replayed_routing_decides_prompts_and_tokens_and_goes_round(pack: Path) -> None:
-    trace: list[Step] = []
+    trace: list[Demand] = []
     routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3, [[4, 5]] * 3], np.uint8)  # three tokens, three layers
     with Engine.open(pack, predictor="none", threads=1, trace=trace) as engine:
-        ReplayedRouting(engine, routing, NO_GUESSES)
+        ReplayedRouting(routing, NO_GUESSES).replace(engine.model.routers, engine.spec.moe_layers())
         tiny_packs.run_greedy(engine, [5, 6], 4)
     passes = [[step.experts for step in trace[at : at + 3]] for at in range(0, len(trace), 3)]
     assert passes == [[(0, 1, 2, 3)] * 3, [(4, 5)] * 3, [(0, 1)] * 3, [(2, 3)] * 3]
@@ -55,19 +55,18 @@ def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> No
     guesses = np.zeros((2, 3, 8), np.float16)
     guesses[0, :, 6], guesses[1, :, 7] = 1, 1
     with Engine.open(pack, predictor="gate", threads=1) as engine:
-        ReplayedRouting(engine, routing, guesses)
-        assert engine.ahead is not None
+        routers = engine.model.routers
+        ReplayedRouting(routing, guesses).replace(routers, engine.spec.moe_layers())
         seen: list[list[float]] = []
 
-        def spied(guess: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def spy(x: Any) -> Any:
-                found = guess(x)
+        class Spied(Replaced):
+            def guess(self, x: F32) -> F32:
+                found = self.router.guess(x)
                 seen.append(found[6:].tolist())
                 return found
 
-            return spy
-
-        engine.ahead.guesses = {at: spied(guess) for at, guess in engine.ahead.guesses.items()}
+        for at, router in list(routers.items()):
+            routers[at] = Spied(at, router)
         engine.cache.resize(0)
         tiny_packs.run_greedy(engine, [5, 6], 2)
     assert seen[0] == [0.5, 0.5]  # the prompt has both tokens
@@ -75,7 +74,7 @@ def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> No
 
 
 def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:
-    trace: list[Step] = []
+    trace: list[Demand] = []
     with Engine.open(pack, predictor="none", threads=1, trace=trace) as engine:
         engine.reserve(3, 1)
         engine.model.prefill([5, 6, 7])

@@ -15,26 +15,20 @@ import pytest
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import dequantize
-from moert.pack.model_spec import ExpertKey, StackSpec
+from moert.pack.model_spec import ExpertKey
 from tests.bench import bandwidth, llama, speed
 from tests.bench.llama_flags import options, processor_flags
 from tests.bench.ours import Ours
 from tests.bench.result import Row
 from tests.bench.runner import ProgramEnded, Runner, ending
-from tests.bench.shaped import OLMOE, projection, quantize, weight, write_pack
+from tests.bench.shaped import OLMOE, OLMOE_SHAPE, projection, quantize, weight, write_pack
 from tests.bench.sides import OURS, Sides, alternate, compared
+from tests.shapes import every
 
-TINY = replace(
-    OLMOE,
-    vocab_size=96,
-    d_model=64,
-    n_heads=2,
-    n_kv_heads=2,
-    head_dim=32,
-    attention_scale=32**-0.5,
-    decoder=StackSpec(2, (0, 1)),
-    moe=replace(OLMOE.moe, num_experts=4, top_k=2, d_ff=128),
-)
+TINY = OLMOE_SHAPE.but(
+    vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, scale=32**-0.5, decoder=every(2), num_experts=4,
+    top_k=2, d_ff=128,
+).spec  # fmt: skip
 HALF = {"attention": 16, "router": 16, "head": 16, "embed": 16}
 ECHO = """
 import os, signal, sys

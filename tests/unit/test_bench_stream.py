@@ -23,16 +23,16 @@ from tests.bench.race import Device, Entry, Outcome, forget, of_llama, race
 from tests.bench.result import Row
 from tests.bench.routing import WINDOW
 from tests.bench.runner import Runner
-from tests.bench.shaped import OLMOE, write_pack
+from tests.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.bench.stream_packs import Packs
 from tests.bench.streamed import Clock, Segment, Setting, Streamed, beginnings
+from tests.shapes import every
 
 NO_GUESSES = np.zeros((3, 3, 8), np.float16)
-SMALL = replace(
-    OLMOE, vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, attention_scale=32**-0.5,
-    decoder=replace(OLMOE.decoder, n_layers=2, moe_layers=(0, 1)),
-    moe=replace(OLMOE.moe, num_experts=4, top_k=2, d_ff=128),
-)  # fmt: skip
+SMALL = OLMOE_SHAPE.but(
+    vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, scale=32**-0.5, decoder=every(2), num_experts=4,
+    top_k=2, d_ff=128,
+).spec  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_widths_of_a_conversion_repeat_for_more_experts(pack: Path) -> None:
     source = Pack.open(pack).manifest
-    spec = replace(SMALL, decoder=tiny_packs.DECODER.decoder, moe=replace(SMALL.moe, num_experts=16))
+    spec = tiny_packs.DECODER_SHAPE.but(num_experts=16).spec
     widths = stream_packs.as_converted(source, spec)
     assert set(widths) == set(spec.expert_keys())
     for key, bits in widths.items():

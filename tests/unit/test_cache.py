@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from memory_store import PATIENCE_S, Model, key, make, mark, use, wait_until
+from memory_store import PATIENCE_S, Model, begin, key, make, mark, use, wait_until
 
+from moert.experts.demand import Demand
 from moert.pack.errors import HashMismatch
+from moert.pack.model_spec import LayerKey
 
 
 def test_bytes_are_counted_not_slots() -> None:
@@ -24,7 +26,7 @@ def test_a_hit_that_is_still_being_read_when_it_is_demanded_is_counted_as_such_o
     store.hold(key(0, 0))
     cache.predict([key(0, 0)])
     assert store.entered[key(0, 0)].wait(PATIENCE_S)
-    cache.begin_layer("decoder", 0, [0, 1])
+    begin(cache, 0, [0, 1])
     with cache.lease([key(0, 0), key(0, 1)]) as lease:
         store.gates[key(0, 0)].set()
         lease.all()
@@ -36,10 +38,10 @@ def test_a_hit_that_is_still_being_read_when_it_is_demanded_is_counted_as_such_o
 
 def test_a_leased_expert_stays_even_when_the_policy_would_evict_it() -> None:
     cache, store, _ = make(40)
-    cache.begin_layer("decoder", 0, [0])
+    begin(cache, 0, [0])
     with cache.lease([key(0, 0)]) as first:
         buffer = first.expert(0)
-        cache.begin_layer("decoder", 1, [1])
+        begin(cache, 1, [1])
         with cache.lease([key(1, 1)]) as second:
             second.all()
             cache.predict([key(2, 2)])  # 30 bytes would need both
@@ -54,9 +56,9 @@ def test_a_leased_expert_stays_even_when_the_policy_would_evict_it() -> None:
 def test_what_was_there_already_stays_while_it_is_lent() -> None:
     cache, _, _ = make(40)
     use(cache, 0, [0, 2])
-    cache.begin_layer("decoder", 0, [0])
+    begin(cache, 0, [0])
     with cache.lease([key(0, 0)]) as first:
-        cache.begin_layer("decoder", 1, [3])
+        begin(cache, 1, [3])
         with pytest.raises(RuntimeError, match="can't hold"), cache.lease([key(1, 3)]):
             pass
         assert (first.expert(0) == mark(key(0, 0))).all()
@@ -68,13 +70,13 @@ def test_what_was_there_already_stays_while_it_is_lent() -> None:
 def test_experts_lent_together_stay_until_all_are_given_back() -> None:
     cache, store, counters = make(60)
     use(cache, 1, [0, 1])
-    cache.begin_layer("decoder", 0, [0, 1, 2])  # 10 + 20 + 30: nothing else can stay
+    begin(cache, 0, [0, 1, 2])  # 10 + 20 + 30: nothing else can stay
     with cache.lease([key(0, 0), key(0, 1), key(0, 2)]) as lease:
         assert lease.ready() == []
         assert [len(buffer) for buffer in lease.all()] == [10, 20, 30]
         assert lease.ready() == [0, 1, 2]
         assert cache.resident() == [key(0, 0), key(0, 1), key(0, 2)]
-        cache.begin_layer("decoder", 2, [0])
+        begin(cache, 2, [0])
         with pytest.raises(RuntimeError, match="can't hold"), cache.lease([key(2, 0)]):
             pass
     use(cache, 2, [0])
@@ -85,7 +87,7 @@ def test_experts_lent_together_stay_until_all_are_given_back() -> None:
 def test_what_is_there_is_ready_before_what_is_missing_was_read() -> None:
     cache, store, counters = make(100)
     use(cache, 0, [1])
-    cache.begin_layer("decoder", 0, [0, 1, 2])
+    begin(cache, 0, [0, 1, 2])
     with cache.lease([key(0, 0), key(0, 1), key(0, 2)]) as lease:
         assert lease.ready() == [1]
         assert (lease.expert(1) == mark(key(0, 1))).all()
@@ -96,7 +98,7 @@ def test_what_is_there_is_ready_before_what_is_missing_was_read() -> None:
 
 def test_a_lease_without_experts() -> None:
     cache, _, counters = make(10)
-    cache.begin_layer("decoder", 0, [])
+    begin(cache, 0, [])
     with cache.lease([]) as lease:
         assert lease.all() == lease.ready() == []
     assert counters.requests == 0
@@ -105,7 +107,7 @@ def test_a_lease_without_experts() -> None:
 def test_experts_lent_together_are_given_back_when_one_cannot_be_read() -> None:
     cache, store, counters = make(60)
     store.damage(key(0, 2))
-    cache.begin_layer("decoder", 0, [0, 1, 2])
+    begin(cache, 0, [0, 1, 2])
     with pytest.raises(HashMismatch), cache.lease([key(0, 0), key(0, 1), key(0, 2)]) as lease:
         lease.all()
     assert cache.resident() == [key(0, 0), key(0, 1)]
@@ -119,7 +121,7 @@ def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked)
     cache, store, counters = make(60)
     store.damage(key(0, 0))
     now, later = ([key(0, expert) for expert in experts] for experts in asked)
-    cache.begin_layer("decoder", 0, [0, 1, 2])
+    begin(cache, 0, [0, 1, 2])
     with pytest.raises(HashMismatch), cache.lease(now, later) as lease:
         lease.expert(0)
     Model(lambda: cache.resize(60)).end()
@@ -136,7 +138,7 @@ def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked)
 def test_ctrl_c_in_a_read_ends_the_run_and_not_the_cache() -> None:
     cache, store, _ = make(60)
     store.broken[key(0, 0)] = KeyboardInterrupt()
-    cache.begin_layer("decoder", 0, [0, 1])
+    begin(cache, 0, [0, 1])
     with pytest.raises(KeyboardInterrupt), cache.lease([key(0, 0), key(0, 1)]) as lease:
         lease.expert(1)  # whichever is asked for: the first is read first
     assert store.reads == [key(0, 0)]
@@ -150,7 +152,7 @@ def test_what_the_layer_needs_later_outlives_everything_else() -> None:
     cache, store, _ = make(40)
     use(cache, 0, [1])
     use(cache, 1, [0])
-    cache.begin_layer("decoder", 0, [0, 1])  # 0 is missing; the least recently used is 1, which is needed next
+    begin(cache, 0, [0, 1])  # 0 is missing; the least recently used is 1, which is needed next
     for expert in (0, 1):
         with cache.lease([key(0, expert)]) as lease:
             lease.all()
@@ -178,7 +180,7 @@ def test_if_something_needed_must_leave_it_is_what_is_needed_last() -> None:
 
 def test_an_expert_larger_than_the_cache_is_our_own_mistake() -> None:
     cache, _, _ = make(20)
-    cache.begin_layer("decoder", 0, [3])
+    begin(cache, 0, [3])
     with pytest.raises(RuntimeError, match="can't hold"), cache.lease([key(0, 3)]):
         pass
 
@@ -204,7 +206,7 @@ def test_demand_takes_back_what_predictions_fill_least_probable_first() -> None:
     use(cache, 0, [3])
     cache.predict([key(1, 0), key(1, 1)])
     wait_until(lambda: cache.resident() == [key(1, 0), key(1, 1)])
-    cache._residency.begin_layer("decoder", 0, [1])  # predictions still stand
+    cache._residency.begin(Demand(LayerKey("decoder", 0), (1,)))  # predictions still stand
     with cache.lease([key(0, 1)]) as lease:
         lease.all()
         assert cache.resident() == [key(0, 1), key(1, 0)]
@@ -224,7 +226,7 @@ def test_an_evicted_experts_memory_serves_the_next_of_its_size() -> None:
     cache, _, _ = make(30)
     places = set()
     for layer in (0, 1, 2):
-        cache.begin_layer("decoder", layer, [2])
+        begin(cache, layer, [2])
         with cache.lease([key(layer, 2)]) as lease:
             places.add(lease.expert(0).ctypes.data)
             assert cache.held_bytes == 30

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.checkpoint import Checkpoint, CheckpointError
-from moert.pack.model_spec import ExpertKey, backbone_tensors
+from moert.pack.model_spec import ExpertKey
+from tests.shapes import shapes_of
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +52,15 @@ def test_reads_experts_and_backbone(source: Path) -> None:
         assert weight.dtype == np.float32
         name = f"model.layers.1.mlp.experts.3.{projection}_proj.weight"
         assert np.array_equal(weight, stored[name].float().numpy())
-    for canonical, shape in backbone_tensors(checkpoint.spec).items():
-        assert checkpoint.backbone_tensor(canonical, shape).dtype == torch.bfloat16
+    for canonical, shape in shapes_of(checkpoint.spec).items():
+        expected = torch.float32 if canonical.startswith("rope.") else torch.bfloat16
+        assert checkpoint.backbone_tensor(canonical, shape).dtype == expected
     assert checkpoint.source_dtype == "BF16"
     assert checkpoint.tokenizer_files == ["tokenizer.json", "tokenizer_config.json"]
-    assert np.array_equal(checkpoint.tensor("model.norm.weight"), stored["model.norm.weight"].float().numpy())
+    assert np.array_equal(
+        checkpoint.backbone_tensor("decoder.norm.weight", (checkpoint.spec.d_model,)).float().numpy(),
+        stored["model.norm.weight"].float().numpy(),
+    )
 
 
 def test_shards_read_like_one_file(source: Path) -> None:
@@ -166,16 +171,16 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
 def test_an_interrupt_while_reading_is_no_damage(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the library Ctrl-C becomes an error of its own; the same read works when it is tried again."""
     checkpoint = Checkpoint.open(source)
-    name = checkpoint.arch.expert_name(checkpoint.spec.expert_keys()[0], "up")
+    name = checkpoint.description.backbone["embed.weight"].name
     read, calls = Checkpoint._read, []
 
-    def interrupted(self: Checkpoint, file: Path, wanted: str) -> torch.Tensor:
+    def interrupted(self: Checkpoint, file: Path, wanted: str, index: int | None) -> torch.Tensor:
         calls.append(wanted)
         if len(calls) == 1:
             raise RuntimeError("could not determine the shape")
-        return read(self, file, wanted)
+        return read(self, file, wanted, index)
 
     monkeypatch.setattr(Checkpoint, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.raw_tensor(name)
+        checkpoint._fetch(name)
     assert calls == [name, name]

@@ -11,6 +11,7 @@ from moeconv.artifacts import uniform
 from moeconv.checkpoint import Checkpoint, CheckpointError
 from moeconv.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.errors import WeightsUnusable
+from moeconv.loaded import LoadedModel
 from moeconv.moments import Moments
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.quantizer import Inputs, Wants
@@ -75,7 +76,7 @@ def test_no_batch_is_quantised_twice_however_small_the_cache(
     monkeypatch.setattr(coder, "CACHE_BYTES", an_expert)
     quantizer = Counting()
     mine = ExpertCoder(checkpoint, quantizer, None)
-    Trial(checkpoint, lambda: mine).assign(uniform(checkpoint.spec, 2))
+    Trial(LoadedModel(checkpoint), mine).assign(uniform(checkpoint.spec, 2))
     n = len(checkpoint.spec.expert_keys())
     assert quantizer.matrices == 3 * n
     assert quantizer.calls == 3 * n / 2

@@ -64,7 +64,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixed_widths(checkpoint: Checkpoint) -> dict[ExpertKey, Bits]:
     widths = (2, 3, 4, 8, 16)
     return {
-        key: tuple(widths[(index + place) % 5] for place in range(len(checkpoint.spec.moe.projections)))
+        key: tuple(widths[(index + place) % 5] for place in range(len(checkpoint.spec.moe.ffn.projections)))
         for index, key in enumerate(checkpoint.spec.expert_keys())
     }
 

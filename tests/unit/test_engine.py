@@ -12,20 +12,23 @@ from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, ru
 
 from moert.budget import Budget, CacheLimit
 from moert.engine import Engine
-from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, TokenizerMissing
+from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
 from moert.experts import store
+from moert.experts.demand import Demand
 from moert.experts.drive import IoSettings, open_expert
 from moert.experts.eviction import EVICTION
 from moert.experts.replay import replay
 from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
+from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
 from moert.predict.oracle import Oracle
+from moert.settings import EngineSettings
 from tests.alone import alone
 
 N_TOKENS = 8
@@ -40,7 +43,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(packs: dict[str, Path]) -> dict[tuple[str, str], list[tuple[list[int], torch.Tensor]]]:
+def answers(packs: dict[str, Path]) -> dict[tuple[str, str], list[tuple[list[int], F32]]]:
     """With everything in memory and nothing predicted, by pack and kernels."""
     out = {}
     for name, path in packs.items():
@@ -65,14 +68,14 @@ def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
     for room in (least, least + 13_000, least + 60_000, None):
         notes: list[str] = []
         with Engine.open(
-            packs[name], None, eviction, predictor, notify=notes.append, kernels=kernels, cache=room
+            packs[name], eviction=eviction, predictor=predictor, notify=notes.append, kernels=kernels, cache=room
         ) as engine:
             read_ahead_at_once(engine.cache)
             for _ in range(1 if room else 2):
                 for prompt, (tokens, logits) in zip(ASKED, answers[name, kernels], strict=True):
                     got_tokens, got_logits = run_greedy(engine, engine.encode(prompt), N_TOKENS)
                     assert got_tokens == tokens
-                    assert torch.equal(got_logits, logits)
+                    assert np.array_equal(got_logits, logits)
                     assert engine.cache.used_bytes <= engine.cache.capacity_bytes
             counters = engine.counters
             assert counters.evictions > 0 if room == least else room or counters.evictions == 0
@@ -101,7 +104,7 @@ def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(pac
     settings = GenerationSettings(max_new_tokens=6)
     with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
         expected = engine.generate("hello", settings).result.tokens
-        top_k, sizes = engine.spec.moe.top_k, dict[tuple[str, int], list[int]]()
+        top_k, sizes = engine.spec.moe.router.top_k, dict[tuple[str, int], list[int]]()
         for entry in engine.pack.manifest.experts:
             sizes.setdefault(entry.key[:2], []).append(entry.file_bytes)
         least = max(sum(sorted(layer, reverse=True)[:top_k]) for layer in sizes.values())
@@ -125,9 +128,9 @@ def test_the_memory_that_a_refusal_names_is_enough(packs, name, kernels) -> None
 def refused_then_enough(path: Path, name: str, kernels: str) -> None:
     settings = GenerationSettings(max_new_tokens=6)
     with pytest.raises(BudgetTooSmall) as error:
-        Engine.open(path, 1000, predictor="none", kernels=kernels)
+        Engine.open(path, memory=1000, predictor="none", kernels=kernels)
     assert f"--memory {error.value.smallest_bytes}" in str(error.value)
-    with Engine.open(path, error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
+    with Engine.open(path, memory=error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
         assert engine.generate("hello", settings).result.tokens
         with pytest.raises(BudgetTooSmall, match="this request needs") as later:
             engine.check("a" * 300, 10**7) if name == "switch" else engine.reserve(10**6, 1)
@@ -150,12 +153,16 @@ def test_a_cache_below_one_tokens_demand_warns_once(packs) -> None:
 
 
 def test_what_cannot_be_meant_is_said_at_once(packs) -> None:
-    with pytest.raises(KeyError, match="belady"):
-        Engine.open(packs["decoder"], eviction="belady")
-    with pytest.raises(KeyError, match="guess"):
-        Engine.open(packs["decoder"], predictor="guess")
-    with pytest.raises(ValueError, match="exclude each other"):
-        Engine.open(packs["decoder"], 10**9, cache=10**6)
+    for settings, said in (
+        ({"eviction": "belady"}, "eviction 'belady' is none of auto, "),
+        ({"predictor": "guess"}, "predictor 'guess' is none of "),
+        ({"memory": 10**9, "cache": 10**6}, "memory and cache exclude each other"),
+        ({"kv_bits": 4}, "kv_bits 4 is none of 16, 8"),
+        ({"threads": 0}, "threads 0 can't compute anything"),
+        ({"memroy": 10**9}, "memroy is no setting: there are memory, "),
+    ):
+        with pytest.raises(SettingInvalid, match=f"^{said}"):
+            Engine.open(packs["decoder"], **settings)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +220,9 @@ def test_a_share_of_the_experts_leaves_room_for_exactly_that(packs) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_the_trace_of_a_run_replays_to_the_same_figures(packs, name) -> None:
-    trace: list = []
+    trace: list[Demand] = []
     room = smallest_cache(packs[name]) + 20_000
-    with Engine.open(packs[name], None, "lru", "none", trace=trace, cache=room) as engine:
+    with Engine.open(packs[name], eviction="lru", predictor="none", trace=trace, cache=room) as engine:
         engine.reserve(40, N_TOKENS)
         capacity = engine.cache.capacity_bytes
         state, _ = engine.model.prefill(engine.encode(PROMPTS[3]))
@@ -230,14 +237,13 @@ def test_the_trace_of_a_run_replays_to_the_same_figures(packs, name) -> None:
 
 
 def test_a_perfect_prediction_is_never_wasted(packs) -> None:
-    trace: list = []
+    trace: list[Demand] = []
     pack = Pack.open(packs["switch"])
     with Engine.open(packs["switch"], predictor="none", trace=trace) as engine:
         ids = engine.encode(PROMPTS[0])
         tokens, _ = run_greedy(engine, ids, N_TOKENS)
-    steps = [(step.stack, step.layer, step.experts) for step in trace]  # all layers of this model have experts
-    room, io = CacheLimit(share=0.4), IoSettings(True, 2)
-    with Engine(pack, open_backend(), room, "paper", Oracle(steps), io, weighed=False) as engine:
+    settings = EngineSettings(cache="40%", eviction="paper", io="direct,2")
+    with Engine(pack, open_backend(), settings, Oracle(trace), weighed=False) as engine:
         read_ahead_at_once(engine.cache)
         assert run_greedy(engine, ids, N_TOKENS)[0] == tokens
         counters = engine.counters
@@ -246,52 +252,50 @@ def test_a_perfect_prediction_is_never_wasted(packs) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name) -> None:
-    asked: list[tuple[str, int, list[list[list[int]]]]] = []
-    ran: list[tuple[str, int, list[list[int]]]] = []
+    asked: list[tuple[LayerKey, list[list[list[int]]]]] = []
+    ran: list[tuple[LayerKey, list[list[int]]]] = []
+    order = SPECS[name].moe_layers()
+    first = {at.stack: at for at in reversed(order)}
 
     class Listener:
         def predict(self, situation):
             history = [selected.tolist() for selected in situation.history]
-            asked.append((situation.stack, situation.layer, history))
+            asked.append((situation.at, history))
             scores = situation.scores()
-            assert (scores is None) == (situation.layer == 0)
-            assert scores is None or (scores.shape == (SPECS[name].moe.num_experts,) and 0.99 < scores.sum() < 1.01)
+            assert (scores is None) == (situation.at in first.values())
+            assert scores is None or (scores.shape == (SPECS[name].moe.n,) and 0.99 < scores.sum() < 1.01)
             return []
 
     pack = Pack.open(packs[name])
-    room, io = CacheLimit(share=0.5), IoSettings(True, 2)
-    with Engine(pack, open_backend(), room, "paper", Listener(), io, weighed=False) as engine:
-        run, run_one = engine.runner.run, engine.runner.run_one
+    settings = EngineSettings(cache="50%", eviction="paper", io="direct,2")
+    with Engine(pack, open_backend(), settings, Listener(), weighed=False) as engine:
+        run = engine.runner.run
 
-        def listened(stack, layer, hidden, experts, weights, out):
-            if len(hidden) > 1:  # one token goes on to run_one
-                ran.append((stack, engine.spec.stack(stack).moe_layers.index(layer), experts.tolist()))
-            run(stack, layer, hidden, experts, weights, out)
+        def listened(at, hidden, experts, weights, out):
+            ran.append((at, experts.tolist()))
+            run(at, hidden, experts, weights, out)
 
-        def listened_one(stack, layer, hidden, experts, weights, out):
-            ran.append((stack, engine.spec.stack(stack).moe_layers.index(layer), [experts]))
-            run_one(stack, layer, hidden, experts, weights, out)
-
-        engine.runner.run, engine.runner.run_one = listened, listened_one
+        engine.runner.run = listened  # type: ignore[method-assign]
         run_greedy(engine, engine.encode(PROMPTS[0]), 3)
-        n_layers = len(engine.spec.decoder.moe_layers)
     assert len(asked) == len(ran)
-    for at, (stack, layer, history) in enumerate(asked):
-        if at + 1 < len(ran):
-            assert (stack, layer) == ran[at + 1][:2]
-        present_stack, present_layer, _ = ran[at]
-        if layer == 0:
+    for number, (at, history) in enumerate(asked):
+        if number + 1 < len(ran):
+            assert at == ran[number + 1][0]
+        present, _ = ran[number]
+        if at == first[at.stack]:
             assert history == []
-            assert present_stack == "encoder" or present_layer == n_layers - 1
+            assert present.stack == "encoder" or present == order[-1]
         else:
-            assert history == [selected for _, _, selected in ran[at - min(1, present_layer) : at + 1]]
+            known = 1 if present == first[present.stack] else 2
+            assert history == [selected for _, selected in ran[number + 1 - known : number + 1]]
 
 
 def test_tables_count_what_the_routers_do(packs) -> None:
     routes = record_routes(packs["switch"])
-    assert [len(routes[stack]) for stack in ("encoder", "decoder")] == [2, 3]
-    assert len({len(layer) for layer in routes["decoder"]}) == 1
-    assert (np.concatenate(routes["encoder"]) == -1).any()  # the capacity of 5 drops tokens of the longest prompt
+    assert list(routes) == SPECS["switch"].moe_layers()
+    assert len({len(experts) for at, experts in routes.items() if at.stack == "decoder"}) == 1
+    encoder = [experts for at, experts in routes.items() if at.stack == "encoder"]
+    assert (np.concatenate(encoder) == -1).any()  # the capacity of 5 drops tokens of the longest prompt
     assert build(6, routes).to_bytes() == Pack.open(packs["switch"]).read_file(PATHS)
 
 
@@ -316,7 +320,7 @@ def test_tables_of_another_model_are_refused(packs, tmp_path) -> None:
 
 def test_a_damaged_expert_is_an_error_on_demand_and_by_prefetch(packs, tmp_path) -> None:
     path = shutil.copytree(packs["decoder"], tmp_path / "damaged.pack")
-    for expert in range(DECODER.moe.num_experts):
+    for expert in range(DECODER.moe.n):
         damage_expert(path, ExpertKey("decoder", 1, expert))
     for predictor in PREDICTORS:
         with Engine.open(path, predictor=predictor) as engine, pytest.raises(HashMismatch, match="D01/E"):

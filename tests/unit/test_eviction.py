@@ -1,23 +1,24 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_packs import DECODER as SPEC
+from tiny_packs import DECODER_SHAPE as SHAPE
 
 from moert.experts import succession
-from moert.experts.eviction import EVICTION, Layer, PaperEviction
+from moert.experts.demand import Demand
+from moert.experts.eviction import EVICTION, PaperEviction
 from moert.experts.residency import Residency
 from moert.experts.succession import Succession
 from moert.experts.usage import FORGETTING, Candidates, Usage, place_of
-from moert.pack.model_spec import ExpertKey, Stack, StackSpec
+from moert.pack.model_spec import ExpertKey, LayerKey, StackName
 from moert.pack.trace import record
 
-DECODER: list[Layer] = [("decoder", layer) for layer in (0, 1, 2, 3)]
-BOTH: list[Layer] = [("encoder", 1), ("encoder", 3), ("decoder", 1), ("decoder", 3), ("decoder", 5)]
+DECODER = [LayerKey("decoder", layer) for layer in (0, 1, 2, 3)]
+BOTH = [LayerKey("encoder", layer) for layer in (1, 3)] + [LayerKey("decoder", layer) for layer in (1, 3, 5)]
 
 
 def candidates(*rows: dict[str, float], latest: dict[int, tuple[int, ...]] | None = None) -> Candidates:
@@ -32,11 +33,11 @@ def candidates(*rows: dict[str, float], latest: dict[int, tuple[int, ...]] | Non
     return Candidates(**columns, latest=latest or {})
 
 
-def at(stack: Stack, layer: int, **values: float) -> dict[str, float]:
-    return {"place": place_of(stack, layer), **values}
+def at(stack: StackName, layer: int, **values: float) -> dict[str, float]:
+    return {"place": place_of(LayerKey(stack, layer)), **values}
 
 
-def first_to_leave(name: str, order: list[Layer], rows: list[dict[str, float]], present: Layer) -> list[int]:
+def first_to_leave(name: str, order: list[LayerKey], rows: list[dict[str, float]], present: LayerKey) -> list[int]:
     """All rows in the order in which they leave; ties by least recently used."""
     columns = candidates(*rows)
     worth = EVICTION[name](order).worth(columns, present)
@@ -96,7 +97,7 @@ def test_expected_wait_is_exact_for_an_expert_that_every_visit_demands() -> None
 
 def test_expected_wait_listens_to_what_follows_the_layers_latest_experts() -> None:
     shares = np.array([[0.75, 0.25, 0.0], [0.0, 0.5, 0.5], [0.25, 0.25, 0.5]])
-    place = place_of("decoder", 1)
+    place = place_of(LayerKey("decoder", 1))
     policy = EVICTION["expected"](DECODER, Succession({place: shares}))
     rows = [at("decoder", 1, expert=expert, frequency=1, visits=4, recent=0) for expert in range(3)]
     elsewhere = at("decoder", 2, expert=2, frequency=1, visits=4, recent=0)  # a layer that was not counted
@@ -114,16 +115,16 @@ def test_expected_wait_listens_to_what_follows_the_layers_latest_experts() -> No
 def test_succession_counts_the_next_token_of_each_layer(monkeypatch) -> None:
     monkeypatch.setattr(succession, "_PRIOR", 0.0)
     tokens = [[0, 1], [2, 1], [0, 1], [1, -1], [0, 2]]  # 5 tokens, one layer, top 2
-    spec = replace(SPEC, decoder=StackSpec(2, (1,)))
+    spec = SHAPE.but(decoder=(False, True)).spec
     trace = record(3, [{"decoder": np.array(tokens[:2])[:, None]}, {"decoder": np.array(tokens[2:])[:, None]}])
-    place = place_of("decoder", 1)
+    place = place_of(LayerKey("decoder", 1))
     with np.errstate(invalid="ignore"):
         found = Succession.of(trace, spec)
         late = Succession.of(trace, spec, first_token=3)
     after = [found.after(place, (expert,)) for expert in range(3)]
     assert np.allclose(after, [[0, 1, 0.5], [0.5, 0.75, 0.5], [1, 1, 0]], atol=1e-3)
     assert np.allclose(late.after(place, (1,)), [1, 0, 1])
-    assert found.after(place_of("decoder", 0), (1,)) is None
+    assert found.after(place_of(LayerKey("decoder", 0)), (1,)) is None
     assert found.after(place, ()) is None
     encoder_only = record(3, [{"encoder": np.array(tokens)[:, None]}])
     assert Succession.of(encoder_only, spec).after(place, (1,)) is None
@@ -133,12 +134,12 @@ def test_succession_counts_the_next_token_of_each_layer(monkeypatch) -> None:
 
 def test_succession_falls_back_on_how_often_an_expert_is_taken_at_all() -> None:
     trace = record(3, [{"decoder": np.array([[[0]], [[0]], [[1]], [[0]]])}])
-    found = Succession.of(trace, replace(SPEC, decoder=StackSpec(1, (0,))))
-    assert found.after(place_of("decoder", 0), (2,)) == pytest.approx([0.75, 0.25, 0], abs=1e-3)
+    found = Succession.of(trace, SHAPE.but(decoder=(True,)).spec)
+    assert found.after(place_of(LayerKey("decoder", 0)), (2,)) == pytest.approx([0.75, 0.25, 0], abs=1e-3)
 
 
 ROWS = st.fixed_dictionaries({
-    "place": st.sampled_from([place_of(*layer) for layer in BOTH]),
+    "place": st.sampled_from([place_of(layer) for layer in BOTH]),
     "frequency": st.integers(0, 9),
     "last_used": st.integers(-1, 9),
     "loaded_at": st.integers(0, 9),
@@ -150,15 +151,15 @@ ROWS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-def paper(row: dict[str, float], present: Layer) -> float:
-    stack, layer = next(one for one in BOTH if place_of(*one) == row["place"])
+def paper(row: dict[str, float], present: LayerKey) -> float:
+    stack, layer = next(one for one in BOTH if place_of(one) == row["place"])
     if present[0] == "decoder" and stack == "encoder":
         return -1
     cycle = BOTH if present[0] == "encoder" else BOTH[2:]
     return row["frequency"] * ((len(cycle) - cycle.index((stack, layer)) + cycle.index(present)) % len(cycle))
 
 
-def expected(row: dict[str, float], present: Layer) -> float:
+def expected(row: dict[str, float], present: LayerKey) -> float:
     lately = (1 - FORGETTING) * row["recent"] * FORGETTING ** row["age"]
     probability = max(0.5 * (row["frequency"] / max(row["visits"], 1) + lately), 1e-9)
     return -(row["wait"] + row["interval"] * (1 / probability - 1))
@@ -183,15 +184,15 @@ def test_columns_give_what_each_rule_says_of_one_expert(rows, name, present) -> 
 def test_usage_counts_demands_visits_and_intervals() -> None:
     usage = Usage()
     keys = [ExpertKey("decoder", 0, 0), ExpertKey("encoder", 0, 1)]
-    usage.visit("decoder", 0, [0])
+    usage.visit(Demand(DECODER[0], (0,)))
     rows = np.array([usage.load(key) for key in keys])
     usage.demand(0)
     for _ in range(2):
-        usage.visit("decoder", 1, [])
-        usage.visit("decoder", 2, [2])
-        usage.visit("decoder", 0, [0, 1])
+        usage.visit(Demand(DECODER[1], ()))
+        usage.visit(Demand(DECODER[2], (2,)))
+        usage.visit(Demand(DECODER[0], (0, 1)))
     usage.demand(0)
-    usage.visit("decoder", 1, [3])
+    usage.visit(Demand(DECODER[1], (3,)))
     found = usage.candidates(rows)
     assert (usage.clock, usage.steps) == (2, 8)
     assert found.frequency.tolist() == [2, 0]
@@ -202,7 +203,7 @@ def test_usage_counts_demands_visits_and_intervals() -> None:
     assert found.interval[0] == 3
     assert found.wait[0] == 2  # visited at step 7, so again at step 10
     assert found.expert.tolist() == [0, 1]
-    assert found.latest == {place_of("decoder", 0): (0, 1), place_of("decoder", 1): (3,), place_of("decoder", 2): (2,)}
+    assert found.latest == {place_of(DECODER[0]): (0, 1), place_of(DECODER[1]): (3,), place_of(DECODER[2]): (2,)}
     assert usage.load(keys[0]) == 0
     assert usage.candidates(rows).last_used[0] == -1
     assert usage.candidates(rows).frequency[0] == 2, "what is loaded again is known already"
@@ -225,10 +226,10 @@ def test_who_leaves_does_not_depend_on_the_order_of_arrival(names, used, random,
             residency.add(key, 4 + key.expert)
         for index in used:
             key = keys[index % len(keys)]
-            residency.begin_layer(key.stack, key.layer, [key.expert])
+            residency.begin(Demand(key.at, (key.expert,)))
             residency.demand(key)
             residency.done(key)
-        residency.begin_layer("decoder", 0, [])
+        residency.begin(Demand(LayerKey("decoder", 0), ()))
         return residency.victims(nbytes)
 
     shuffled = list(keys)

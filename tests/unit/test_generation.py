@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,8 @@ from moert.generation import greedy, sampling
 from moert.generation.detokenize import Detokenizer
 from moert.generation.loop import Generation, GenerationResult, PromptError, advance
 from moert.generation.settings import GenerationSettings, InvalidSetting
+from moert.pack.codec import F32
+from moert.pack.model_spec import Tokens
 
 EOS, VOCAB = 256, 257
 
@@ -31,6 +34,9 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+TOKENS = Tokens(None, (EOS,), None, None)
+
+
 @dataclass
 class Script:
     """A model that writes the tokens it is given, whatever the prompt."""
@@ -43,7 +49,7 @@ class Script:
     def __post_init__(self) -> None:
         @dataclass
         class Spec:
-            eos_token_ids: tuple[int, ...] = (EOS,)
+            tokens: Tokens = TOKENS
             vocab_size: int = VOCAB
             max_positions: int | None = self.max_positions
 
@@ -52,13 +58,13 @@ class Script:
     def prefill_many(self, prompts: list[list[int]]) -> Any:
         return [(None, self._logits()) for _ in prompts]
 
-    def step_many(self, states: list[Any], tokens: list[int]) -> torch.Tensor:
+    def step_many(self, states: list[Any], tokens: list[int]) -> F32:
         assert tokens == [self.tokens[self.steps]]
         self.steps += 1
         return self._logits()[None]
 
-    def _logits(self) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.steps]), VOCAB).float()
+    def _logits(self) -> F32:
+        return np.eye(VOCAB, dtype=np.float32)[self.tokens[self.steps]]
 
 
 def generate(
@@ -145,7 +151,7 @@ def test_full_context_and_prompts_that_do_not_fit() -> None:
 
 
 def test_a_run_left_early_is_interrupted() -> None:
-    script = Script([5, 6, EOS])
+    script: Any = Script([5, 6, EOS])
     generation = Generation(script, [1], GenerationSettings())
     next(advance(script, [generation]))
     assert (generation.result.tokens, generation.result.stop_reason) == ([5], "interrupted")
@@ -170,7 +176,10 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert greedy.choose(torch.tensor([0.0, 2.0, 2.0, -1.0])) == 1
+    assert greedy.choose(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1
+
+
+LOGITS: F32 = 3 * np.random.default_rng(3).standard_normal(97, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -188,35 +197,59 @@ def test_greedy_takes_the_first_of_equals() -> None:
 def test_filters_equal_those_of_transformers(settings: GenerationSettings) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits = 3 * torch.randn(97, generator=torch.Generator().manual_seed(3))
-    expected = TemperatureLogitsWarper(settings.temperature)(None, logits[None])
+    expected = TemperatureLogitsWarper(settings.temperature)(None, torch.from_numpy(LOGITS)[None])
     if settings.top_k:
         expected = TopKLogitsWarper(settings.top_k)(None, expected)
     if settings.top_p < 1:
         expected = TopPLogitsWarper(settings.top_p)(None, expected)
     if settings.min_p:
         expected = MinPLogitsWarper(settings.min_p)(None, expected)
-    torch.testing.assert_close(sampling.filtered(logits, settings), expected[0], rtol=0, atol=0)
-    torch.manual_seed(11)
-    drawn = torch.multinomial(expected.softmax(-1), 1)
-    assert sampling.choose(logits, settings, torch.Generator().manual_seed(11)) == int(drawn)
+    np.testing.assert_array_equal(sampling.filtered(LOGITS, settings), expected[0].numpy())
+    chance, n = np.random.default_rng(11), 4000
+    drawn = [sampling.choose(LOGITS, settings, chance) for _ in range(n)]
+    shares, wanted = np.bincount(drawn, minlength=len(LOGITS)) / n, expected[0].double().softmax(-1).numpy()
+    assert (shares[wanted == 0] == 0).all()
+    assert (np.abs(shares - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / n) + 1e-3).all()
 
 
+class Fixed:
+    """A generator of one number."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 2), (np.nextafter(1.0, 0.0), 3)])
+def test_no_number_draws_what_a_filter_refused(number: float, token: int) -> None:
+    logits = np.array([-5, 1, 1.5, 1, -5], np.float32)
+    settings = GenerationSettings(temperature=1.0, top_k=3)
+    assert sampling.choose(logits, settings, Fixed(number)) == token  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-320])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_the_coldest_draws_are_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
-    logits = 3 * torch.randn(97, generator=torch.Generator().manual_seed(3))
     settings = GenerationSettings(temperature=temperature, **filters)
-    assert sampling.choose(logits, settings, torch.Generator().manual_seed(1)) == int(logits.argmax())
+    assert sampling.choose(LOGITS, settings, np.random.default_rng(1)) == int(LOGITS.argmax())
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_hottest_draws_are_all_alike() -> None:
+    settings, chance = GenerationSettings(temperature=1e300), np.random.default_rng(1)
+    assert len({sampling.choose(LOGITS, settings, chance) for _ in range(2000)}) == len(LOGITS)
 
 
 def test_the_seed_decides_what_is_drawn() -> None:
     def draw(seed: int) -> list[int]:
         class Flat(Script):
-            def _logits(self) -> torch.Tensor:
-                return torch.zeros(VOCAB)
+            def _logits(self) -> F32:
+                return np.zeros(VOCAB, np.float32)
 
-            def step_many(self, states: list[Any], tokens: list[int]) -> torch.Tensor:
+            def step_many(self, states: list[Any], tokens: list[int]) -> F32:
                 return self._logits()[None]
 
         settings = GenerationSettings(temperature=1.0, seed=seed, max_new_tokens=8)

@@ -8,7 +8,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from memory_store import Model, key, make, mark
+from memory_store import Model, begin, key, make, mark
 
 from moert.experts import cache as cache_module
 from moert.experts.cache import ExpertCache
@@ -35,7 +35,7 @@ def request(cache: ExpertCache) -> None:
     for room in (60, 20, 60):
         cache.resize(room)
     for layer, experts in ((0, [0, 1]), (1, [1, 2]), (2, [2]), (0, [3])):
-        cache.begin_layer("decoder", layer, experts)
+        begin(cache, layer, experts)
         keys = [key(layer, expert) for expert in experts]
         for first, stop in ((0, 1), (1, len(keys))) if layer == 1 else ((0, len(keys)),):
             with cache.lease(keys[first:stop], keys[stop:]) as lease:

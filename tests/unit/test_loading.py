@@ -11,7 +11,7 @@ import memory_store
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_store import Made, Model, key, mark, use, wait_until
+from memory_store import Made, Model, begin, key, mark, use, wait_until
 
 from moert.experts import cache as cache_module
 from moert.experts.cache import ExpertCache
@@ -73,7 +73,7 @@ def test_nothing_is_read_ahead_while_something_is_waited_for(make: Make) -> None
 
 def test_nothing_is_read_ahead_before_the_layer_has_asked_for_all_it_needs(make: Make) -> None:
     cache, store, _ = make(100)
-    cache.begin_layer("decoder", 0, [0, 1])
+    begin(cache, 0, [0, 1])
     cache.predict([key(1, 0)])
     with cache.lease([key(0, 0)]) as lease:
         lease.all()
@@ -91,7 +91,7 @@ def test_the_decision_of_the_router_cancels_the_rest(make: Make) -> None:
     use(cache, 0, [0])
     cache.predict([key(1, 0), key(1, 1), key(1, 2)])
     assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
-    cache.begin_layer("decoder", 1, [0])
+    begin(cache, 1, [0])
     store.gates[key(1, 0)].set()
     with cache.lease([key(1, 0)]) as lease:
         lease.all()
@@ -188,7 +188,7 @@ def test_a_prediction_never_evicts_what_is_more_probable_but_may_evict_what_is_l
 
 def test_a_prediction_waits_for_room_until_a_lease_ends(make: Make) -> None:
     cache, store, _ = make(30)
-    cache.begin_layer("decoder", 0, [2])
+    begin(cache, 0, [2])
     with cache.lease([key(0, 2)]) as lease:
         lease.all()
         cache.predict([key(1, 1), key(1, 0)])
@@ -210,7 +210,7 @@ def test_no_memory_for_a_prediction_is_no_error(make: Make, monkeypatch: pytest.
     monkeypatch.setattr(cache._buffers, "take", refuse)
     cache.predict([key(1, 0)])
     assert refused.wait(memory_store.PATIENCE_S)
-    cache.begin_layer("decoder", 0, [0])
+    begin(cache, 0, [0])
     monkeypatch.setattr(cache._buffers, "take", take)
     assert cache.used_bytes == 10
     cache.predict([key(1, 0)])
@@ -221,7 +221,7 @@ def test_what_is_missing_is_read_by_all_threads_at_once(make: Make, handed_over:
     cache, store, counters = make(100, "lru", 2)
     all_there = threading.Barrier(3, timeout=memory_store.PATIENCE_S)
     store.during = lambda wanted: all_there.wait() and None
-    cache.begin_layer("decoder", 0, [0, 1, 2])
+    begin(cache, 0, [0, 1, 2])
     keys = [key(0, expert) for expert in range(3)]
 
     def layer() -> None:
@@ -236,7 +236,7 @@ def test_what_is_missing_is_read_by_all_threads_at_once(make: Make, handed_over:
 def test_experts_that_follow_are_read_while_the_first_is_used(make: Make, handed_over: None) -> None:
     cache, store, counters = make(200)
     keys = [key(0, expert) for expert in range(4)]
-    cache.begin_layer("decoder", 0, [0, 1, 2, 3])
+    begin(cache, 0, [0, 1, 2, 3])
     with cache.lease(keys[:1], keys[1:]) as lease:
         lease.all()
         wait_until(lambda: cache.resident() == keys[:3])
@@ -273,7 +273,7 @@ def test_resizing_waits_for_reads_under_way_and_cancels_the_others(make: Make) -
 def test_close_waits_for_reads_under_way_and_may_be_called_again(make: Make) -> None:
     cache, store, _ = make(100)
     store.hold(key(1, 0))
-    cache.begin_layer("decoder", 0, [])
+    begin(cache, 0, [])
     cache.predict([key(1, 0), key(1, 1)])
     assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
     closing = Model(cache.close)
@@ -290,7 +290,7 @@ def test_close_does_not_wait_for_a_dead_disk_for_ever(monkeypatch: pytest.Monkey
     cache, store, _ = make(100, "lru", 3)
     for expert in range(3):
         store.hold(key(1, expert))
-    cache.begin_layer("decoder", 0, [])
+    begin(cache, 0, [])
     cache.predict([key(1, expert) for expert in range(3)])
     assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
     Model(cache.close).end()
@@ -335,7 +335,7 @@ def trace_of(rng: random.Random, cache: ExpertCache, store: memory_store.MemoryS
             store.damage(key(rng.randrange(3), rng.randrange(4)))
         if rng.random() < 0.05:
             cache.resize(rng.choice([90, 110, 170]))
-        cache.begin_layer("decoder", layer, needed)
+        begin(cache, layer, needed)
         groups = [keys] if rng.random() < 0.5 else [[each] for each in keys]
         try:
             for at, group in enumerate(groups):

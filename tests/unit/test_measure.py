@@ -37,7 +37,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def trial(tiny_model: TinyModel) -> Trial:
-    return trial_of(tiny_model("switch", "all layers sparse"))
+    return trial_of(tiny_model("switch_transformers", "all layers sparse"))
 
 
 @pytest.fixture

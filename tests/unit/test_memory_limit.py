@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moert.pack.model_spec import StackSpec
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
-from tests.bench.shaped import OLMOE, write_pack
+from tests.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.cgroups import Group, missing
+from tests.shapes import every
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -33,11 +33,10 @@ class Outcome:
 
 def small_pack(out: Path, layers: int, experts: int) -> Path:
     """Experts of 0.9 MB each; a token for each letter."""
-    moe = replace(OLMOE.moe, num_experts=experts, top_k=4, d_ff=512)
-    spec = replace(
-        OLMOE, vocab_size=64, d_model=512, n_heads=8, n_kv_heads=8, head_dim=64, moe=moe,
-        decoder=StackSpec(layers, tuple(range(layers))), attention_scale=64**-0.5,
-    )  # fmt: skip
+    spec = OLMOE_SHAPE.but(
+        vocab_size=64, d_model=512, n_heads=8, n_kv_heads=8, head_dim=64, num_experts=experts, top_k=4, d_ff=512,
+        decoder=every(layers), scale=64**-0.5,
+    ).spec  # fmt: skip
     write_pack(out, 8, {"attention": 4}, spec)
     letters = {chr(ord("a") + i): i for i in range(26)} | {chr(ord("A") + i): 26 + i for i in range(26)}
     tokenizer = Tokenizer(models.WordLevel({**letters, **{f"<{i}>": i for i in range(52, 64)}}, unk_token="<52>"))

@@ -8,22 +8,25 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from tiny_packs import DECODER, PROMPTS, SWITCH, damage_expert, write_pack
+from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, damage_expert, write_pack
 
 from moert import __version__, cli
 from moert.engine import Engine
-from moert.errors import RunError, ThreadsInvalid
+from moert.errors import RunError, SettingInvalid
 from moert.experts.eviction import EVICTION
 from moert.experts.selection import AUTO_EVICTION
 from moert.generation.settings import GenerationSettings
-from moert.kernels import library
-from moert.models.switch import SwitchModel
+from moert.kernels import library, open_backend
+from moert.kernels.backend import Backend
+from moert.models.kv import State
+from moert.models.model import Model
 from moert.options import Eviction, Predict
+from moert.pack.codec import F32
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
@@ -163,7 +166,7 @@ def test_without_native_kernels_that_is_said_once_and_it_answers(moert, pack, tm
     source = jsonl(tmp_path / "in.jsonl", [{"prompt": PROMPTS[0]}] * 3)
     assert moert("run", pack, "--input", source, *NEW) == 0
     assert [json.loads(line)["output"] for line in moert.out.splitlines()] == [written[:-1]] * 3
-    assert moert.err.startswith("moert: no native kernels: _native.so was not built; computing with torch, slowly")
+    assert moert.err.startswith("moert: no native kernels: _native.so was not built; computing with numpy, slowly")
     assert moert.err.count("\n") == 1
     assert "there are no native kernels (_native.so" in moert.refuses("run", pack, "abc", "--kernels", "avx2")
 
@@ -358,7 +361,7 @@ def test_sampling_options_that_change_nothing_are_named(moert, pack, expected) -
 
 
 def test_a_full_context_is_the_said_end_of_a_text(moert, tmp_path) -> None:
-    spec = replace(DECODER, eos_token_ids=(), max_positions=40)
+    spec = DECODER_SHAPE.but(eos=(), max_positions=40).spec
     short = write_pack(tmp_path / "short.pack", spec, paths=False)
     assert moert("run", short, PROMPTS[0], "--json") == 0
     answer = json.loads(moert.out)
@@ -396,18 +399,23 @@ def test_a_prompt_that_is_no_text_is_one_line(moert, pack) -> None:
     assert "not valid Unicode" in moert.refuses("run", pack, "caf\udce9")
 
 
-def test_more_threads_than_cores_are_cut_with_a_note_as_memory_is(moert, pack, expected) -> None:
-    cores, threads = usable_cores(), torch.get_num_threads()
-    try:
-        assert moert("run", pack, PROMPTS[0], "--threads", 5000, *NEW) == 0
-        assert torch.get_num_threads() == cores
-    finally:
-        torch.set_num_threads(threads)
+def test_more_threads_than_cores_are_cut_with_a_note_as_memory_is(moert, pack, expected, monkeypatch) -> None:
+    cores, asked = usable_cores(), list[int]()
+
+    def opened(name: str, threads: int) -> Backend:
+        asked.append(threads)
+        backend = open_backend(name, threads)
+        assert backend.name == "reference" or backend.threads == threads
+        return backend
+
+    monkeypatch.setattr("moert.engine.open_backend", opened)
+    assert moert("run", pack, PROMPTS[0], "--threads", 5000, *NEW) == 0
+    assert asked == [cores]
     assert moert.out == expected[PROMPTS[0]] + "\n"
     assert moert.err == (
         f"moert: --threads 5000 is more than the {cores} core(s) that this process may use: {cores} are used\n"
     )
-    with pytest.raises(ThreadsInvalid, match="at least 1"):
+    with pytest.raises(SettingInvalid, match="at least 1"):
         Engine.open(pack, threads=0)
 
 
@@ -428,10 +436,10 @@ def test_info_names_a_tokenizer_that_cannot_be_used(moert, tmp_path) -> None:
 
 
 def test_memory_that_the_system_refuses_is_one_line(moert, pack, monkeypatch) -> None:
-    def refuse(self: object, ids: list[int]) -> None:
-        torch.empty(1 << 60)
+    def refuse(*_: object) -> None:
+        np.empty(1 << 60, np.uint8)
 
-    monkeypatch.setattr("moert.models.switch.SwitchModel._encode", refuse)
+    monkeypatch.setattr(Model, "_encode", refuse)
     assert "not enough memory" in moert.refuses("run", pack, "abc", *NEW)
 
 
@@ -497,10 +505,28 @@ def test_help_does_not_import_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_nothing_that_runs_imports_torch_or_transformers(pack, expected, kernels) -> None:
+    code = (
+        "import sys, moert.engine\n"
+        "from moert import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0, end\n"
+        "print([name for name in ('torch', 'transformers', 'scipy') if name in sys.modules])"
+    )
+    asked = ("run", pack, PROMPTS[0], "--predict", "gate", "--cache", "50%", "--kernels", kernels, "--stats", *NEW)
+    command = [sys.executable, "-c", code, *map(str, asked)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    text, imported = done.stdout.splitlines()
+    assert imported == "[]"
+    assert text
+    assert kernels == "reference" or text == expected[PROMPTS[0]]
+
+
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack that never ends by itself."""
-    spec = replace(SWITCH, eos_token_ids=())
+    spec = SWITCH_SHAPE.but(eos=()).spec
     return write_pack(tmp_path_factory.mktemp("cli") / "endless.pack", spec, paths=False)
 
 
@@ -542,15 +568,15 @@ def test_ctrl_c_leaves_whole_lines_and_their_figures(endless, tmp_path) -> None:
 
 def fail_after(steps: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the decoder make so many steps, the first that of the start token."""
-    real, left = SwitchModel.step, [None] * steps
+    real, left = Model._decode, [None] * steps
 
-    def step(self: SwitchModel, state: object, token: int) -> torch.Tensor:
+    def decode(self: Model, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         if not left:
             raise error
         left.pop()
-        return real(self, state, token)
+        return real(self, sequences, states)
 
-    monkeypatch.setattr(SwitchModel, "step", step)
+    monkeypatch.setattr(Model, "_decode", decode)
 
 
 def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from setuptools import Distribution, Extension
 
 from moert.kernels import build, library
-from moert.kernels.library import Attention, Ffn, InstructionSet, InstructionSetInvalid, Library, Matrix
+from moert.kernels.library import Attention, Ffn, InstructionSet, InstructionSetInvalid, Keys, Library, Matrix
 
 CSRC = Path(library.__file__).with_name("csrc")
 HEADER = (CSRC / "moert.h").read_text(encoding="utf-8")
@@ -34,7 +34,9 @@ def test_every_function_of_the_header_is_declared() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "structure"), [("matrix", Matrix), ("ffn", Ffn), ("attention", Attention)])
+@pytest.mark.parametrize(
+    ("name", "structure"), [("matrix", Matrix), ("ffn", Ffn), ("attention", Attention), ("keys", Keys)]
+)
 def test_structures_lie_as_in_c(tmp_path: Path, name: str, structure: type[ctypes.Structure]) -> None:
     fields = [field for field, *_ in structure._fields_]
     prints = "".join(f'printf("%zu ", offsetof(moert_{name}, {field}));' for field in fields)
@@ -66,7 +68,7 @@ def test_why_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert library.load() is None
     assert library.missing() == "_native.so was not built"
     assert library.missing_note() == (
-        "no native kernels: _native.so was not built; computing with torch, slowly: install a C compiler, then moert "
+        "no native kernels: _native.so was not built; computing with numpy, slowly: install a C compiler, then moert "
         "again"
     )
     broken = tmp_path / "broken" / "_native.so"
@@ -76,7 +78,7 @@ def test_why_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert library.load() is None
     note = library.missing_note() or ""
     assert note.startswith("no native kernels: _native.so does not load: ")
-    assert note.endswith("; computing with torch, slowly: install moert again")
+    assert note.endswith("; computing with numpy, slowly: install moert again")
     assert note.count("_native.so") == 1
 
 

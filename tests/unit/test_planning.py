@@ -205,7 +205,7 @@ def test_a_sweep_of_another_version_is_refused(finished: Path, tmp_path: Path) -
 def test_a_model_that_was_replaced_is_noticed(finished: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
     """By another number of experts, or of projections."""
     more = tiny_olmoe(tmp_path / "more", num_experts=8)
-    for place, model in enumerate((more, tiny_model("switch", "all layers sparse"))):
+    for place, model in enumerate((more, tiny_model("switch_transformers", "all layers sparse"))):
         work = changed(finished, tmp_path / str(place), lambda values, now=model: values.update(model=str(now)))
         with pytest.raises(SettingsError, match=r"is not about the experts of .*: the model was replaced"):
             plan(work, Target("loss", 0.3), "knapsack", "kl", None)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moert.pack.model_spec import LayerKey
 from moert.pack.paths import build
 from moert.predict import NEED_TABLES, PREDICTORS
 from moert.predict.gate import GateAhead
@@ -17,9 +18,10 @@ from moert.predict.transitions import Transitions
 
 EXPERTS = 5
 FIRST, SECOND = np.array([[0], [0], [0], [1]]), np.array([[2], [2], [3], [4]])
-TABLE = build(EXPERTS, {"decoder": [FIRST, SECOND]})
+LAYERS = [LayerKey("decoder", layer) for layer in range(2)]
+TABLE = build(EXPERTS, dict(zip(LAYERS, [FIRST, SECOND], strict=True)))
 SCORES = np.array([0.1, 0.3, 0.0, 0.5, 0.1])
-AFTER_1 = Situation("decoder", 1, [np.array([[1]])], n_tokens=1, top_k=1, scores=lambda: SCORES)
+AFTER_1 = Situation(LayerKey("decoder", 1), [np.array([[1]])], n_tokens=1, top_k=1, scores=lambda: SCORES)
 
 
 def rounded(prediction: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -39,7 +41,7 @@ def test_each_predictor_answers_from_its_own_evidence() -> None:
 
 
 def test_at_the_first_layer_transitions_know_how_popular_experts_are_and_the_gate_knows_nothing() -> None:
-    start = Situation("decoder", 0, [], n_tokens=1, top_k=1)
+    start = Situation(LayerKey("decoder", 0), [], n_tokens=1, top_k=1)
     assert Transitions(TABLE).predict(start) == [(0, 0.75), (1, 0.25)]
     assert GateAhead().predict(start) == []
 
@@ -54,9 +56,9 @@ def test_who_needs_tables_says_so() -> None:
 
 
 def test_transitions_join_the_tokens_of_a_group() -> None:
-    table = build(EXPERTS, {"decoder": [np.array([[0], [0], [1], [1]]), np.array([[2], [3], [3], [3]])]})
+    table = build(EXPERTS, {LAYERS[0]: np.array([[0], [0], [1], [1]]), LAYERS[1]: np.array([[2], [3], [3], [3]])})
     transitions = Transitions(table)
-    both = Situation("decoder", 1, [np.array([[0], [1]])], n_tokens=2, top_k=1)
+    both = Situation(LayerKey("decoder", 1), [np.array([[0], [1]])], n_tokens=2, top_k=1)
     assert transitions.predict(both) == [(3, 1.0), (2, 0.5)]
     twice = replace(both, history=[np.array([[0], [0]])])
     assert transitions.predict(twice) == [(2, 0.75), (3, 0.75)]
@@ -98,10 +100,10 @@ def test_ranking_leaves_out_what_is_not_expected_and_breaks_ties_by_number() -> 
 
 
 def test_the_oracle_names_exactly_what_comes() -> None:
-    oracle = Oracle([("decoder", 0, (1,)), ("decoder", 1, (3, 2)), ("decoder", 0, (4,))])
-    layer_1, layer_0 = replace(AFTER_1, layer=1), replace(AFTER_1, layer=0)
+    oracle = Oracle([(LAYERS[0], (1,)), (LAYERS[1], (3, 2)), (LAYERS[0], (4,))])
+    layer_1, layer_0 = replace(AFTER_1, at=LAYERS[1]), replace(AFTER_1, at=LAYERS[0])
     assert oracle.predict(layer_1) == [(3, 1.0), (2, 1.0)]
-    with pytest.raises(ValueError, match="trace has decoder 0"):
+    with pytest.raises(ValueError, match="trace has D00"):
         oracle.predict(layer_1)
     assert oracle.predict(layer_0) == []
 

@@ -27,17 +27,22 @@ TinyModel = Callable[[str, str], Path]
 AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths
 
 CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
-    "switch writes": ("switch", "all layers sparse", pairs(6), "rouge1"),
-    "switch, outputs end early": ("switch", "many end marks", pairs(12, 6), "rouge1"),
-    "switch, dense layers between": ("switch", "every second layer sparse", pairs(6, 1), "rouge1"),
-    "switch, small capacity": ("switch", "small capacity", pairs(4, 2), "rouge1"),
-    "switch, small capacity, likelihood": ("switch", "small capacity", pairs(8, 2), "perplexity"),
-    "switch, untied head": ("switch", "untied head", pairs(8, 3), "token_perplexity"),
-    "switch, choices": ("switch", "deeper encoder", questions(8), "accuracy"),
+    "switch writes": ("switch_transformers", "all layers sparse", pairs(6), "rouge1"),
+    "switch, outputs end early": ("switch_transformers", "many end marks", pairs(12, 6), "rouge1"),
+    "switch, dense layers between": ("switch_transformers", "every second layer sparse", pairs(6, 1), "rouge1"),
+    "switch, small capacity": ("switch_transformers", "small capacity", pairs(4, 2), "rouge1"),
+    "switch, small capacity, likelihood": ("switch_transformers", "small capacity", pairs(8, 2), "perplexity"),
+    "switch, untied head": ("switch_transformers", "untied head", pairs(8, 3), "token_perplexity"),
+    "switch, choices": ("switch_transformers", "deeper encoder", questions(8), "accuracy"),
     "olmoe": ("olmoe", "plain", running(6), "perplexity"),
     "olmoe, tied head": ("olmoe", "tied head", running(6, 1), "token_perplexity"),
     "olmoe, one expert a token": ("olmoe", "top-1", running(6, 2), "perplexity"),
     "olmoe, choices": ("olmoe", "normed top-k", questions(8), "accuracy"),
+    "qwen3_moe": ("qwen3_moe", "plain", running(6, 3), "perplexity"),
+    "qwen3_moe, dense layers between": ("qwen3_moe", "some layers dense", running(6, 4), "token_perplexity"),
+    "qwen3_moe, window": ("qwen3_moe", "window", running(6, 5), "perplexity"),
+    "mixtral": ("mixtral", "plain", running(6, 6), "perplexity"),
+    "mixtral, window": ("mixtral", "window", questions(8), "accuracy"),
 }
 
 
@@ -47,7 +52,7 @@ def prober_of(trial: Trial, scorer: Any) -> Prober:
 
 def patterns(trial: Trial) -> list[tuple[int, ...]]:
     """All projections at each width, and one projection alone."""
-    count = len(trial.spec.moe.projections)
+    count = len(trial.spec.moe.ffn.projections)
     return [(2,) * count, (3,) * count, (8,) * count, (2, *(4,) * (count - 1)), (*(4,) * (count - 1), 3)]
 
 
@@ -123,10 +128,10 @@ def test_an_expert_that_only_writing_uses_counts(tmp_path: Path) -> None:
         assert one.scores.outputs == expected.outputs, one.probe
 
 
-@pytest.mark.parametrize("family", ["switch", "olmoe"])
+@pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
 def test_an_expert_without_tokens_is_free_and_changes_nothing(family: str, tiny_model: TinyModel) -> None:
-    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else "plain"))
-    if family == "switch":
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch_transformers" else "plain"))
+    if family == "switch_transformers":
         samples, metric = [Sample("ab", "c"), Sample("a", "b")], "rouge1"
     else:
         samples, metric = [Sample("abcd")], "perplexity"
@@ -138,7 +143,7 @@ def test_an_expert_without_tokens_is_free_and_changes_nothing(family: str, tiny_
     keys = trial.spec.expert_keys()
     unseen = [key for key in keys if rows[key.stack, key.layer][key.expert] == 0]
     assert 0 < len(unseen) < len(keys)
-    for one in answers(prober, [Probe(key, (2,) * len(trial.spec.moe.projections)) for key in unseen]):
+    for one in answers(prober, [Probe(key, (2,) * len(trial.spec.moe.ffn.projections)) for key in unseen]):
         assert one.flops == 0
         assert np.array_equal(one.scores.nats, base.nats)
         assert np.array_equal(one.scores.kls, base.kls)
@@ -151,8 +156,8 @@ def test_rows_are_those_of_every_token_and_choice(tiny_model: TinyModel) -> None
     prober = TextProber(trial, scorer)
     prober.prepare()
     for found in prober.rows_of().values():
-        assert sum(found) == int(scorer.texts.real.sum()) * trial.spec.moe.top_k
-    trial = trial_of(tiny_model("switch", "all layers sparse"))
+        assert sum(found) == int(scorer.texts.real.sum()) * trial.spec.moe.router.top_k
+    trial = trial_of(tiny_model("switch_transformers", "all layers sparse"))
     [scorer] = scorers(trial, pairs(5), "perplexity")
     prober = Seq2SeqProber(trial, scorer)
     prober.prepare()
@@ -207,7 +212,7 @@ def test_a_base_run_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest
 def test_small_batches_give_the_same_answers(
     layer: tuple[str, int], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    trial = trial_of(tiny_model("switch_transformers", "all layers sparse"))
     [scorer] = scorers(trial, pairs(8), "rouge1")
     scorer.score(as_reference=True)
     trial.assign(uniform(trial.spec, 4))

@@ -1,20 +1,35 @@
-"""The torch reference against the numpy codec and against the plain formula."""
+"""The readable arithmetic against the codec, plain formulas, torch and transformers."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from attention_problems import (
+    EPS,
+    Problem,
+    close,
+    close_kept,
+    exact_attend,
+    exact_kept,
+    exact_norm,
+    found_keys,
+    keep,
+    make,
+    nothing_behind,
+    problems,
+    read,
+)  # fmt: skip
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_problems import FLOATS, Dtype, floats, normal
 
-from moert.kernels.reference import ACTIVATIONS, ReferenceBackend, ffn, rows, weights
+from moert.kernels.backend import ExpertView, Floats, Positions, ProjectionView, Stored
+from moert.kernels.reference import ACTIVATIONS, ReferenceBackend, ffn, product, weights
 from moert.pack.codec import INT_WIDTHS, QuantizedMatrix, dequantize, n_groups, pack_codes
-from moert.pack.model_spec import MoeSpec
+from moert.pack.parts import Act, Ffn
 
-MOE = MoeSpec(num_experts=5, top_k=2, d_ff=10, activation="silu", gated=True, norm_topk=False, capacity=None)
+GATED = Ffn(10, Act("silu"), gated=True)
 SHAPES = {"gate": (10, 6), "up": (10, 6), "down": (6, 10)}
 
 
@@ -35,39 +50,58 @@ def test_weights_equal_the_codec_bit_for_bit(
     seed: int, bits: int, out_features: int, in_features: int, group_size: int, whole: bool
 ) -> None:
     matrix = random_matrix(seed, bits, out_features, in_features, in_features if whole else group_size)
-    assert np.array_equal(weights(matrix).numpy(), dequantize(matrix))
+    found = weights(matrix)
+    assert found.dtype == np.float32
+    assert np.array_equal(found, dequantize(matrix))
 
 
-def test_weights_of_16_bits_are_not_copied() -> None:
-    values = np.ones((2, 3), dtype=np.float32)
-    assert weights(values).data_ptr() == values.ctypes.data
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_are_widened_to_a_copy(dtype: Dtype) -> None:
+    """The same numbers as torch says that the bytes are; what is stored may lie in a mapped file that goes."""
+    types = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+    stored = floats(dtype, np.random.default_rng(0).normal(size=(5, 7)))
+    found = ReferenceBackend().matrix(stored)
+    same = torch.frombuffer(bytearray(stored.data.tobytes()), dtype=types[dtype]).reshape(5, 7).float()
+    assert found.dtype == np.float32
+    assert np.array_equal(found, same.numpy())
+    assert not np.shares_memory(found, stored.data)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_equal_those_of_transformers(name: str) -> None:
     from transformers.activations import ACT2FN
 
-    x = torch.linspace(-12, 12, 4001)
-    assert torch.equal(ACTIVATIONS[name](x), ACT2FN[name](x))
+    x = np.linspace(-12, 12, 4001, dtype=np.float32)
+    found, expected = ACTIVATIONS[name](x), ACT2FN[name](torch.from_numpy(x).double()).numpy()
+    assert found.dtype == np.float32
+    # what is small for a negative number is the rest of a difference of two large ones
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-7 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_very_large_numbers_stay_quiet(name: str) -> None:
+    with np.errstate(all="raise", under="ignore"):
+        found = ACTIVATIONS[name](np.array([-1e4, -100, 100, 1e4], np.float32))
+    assert np.array_equal(found, np.array([0, 0, 100, 1e4], np.float32))
 
 
 def test_rows_are_those_of_the_whole_matrix() -> None:
-    for stored in (random_matrix(1, 3, 7, 10, 4), torch.randn(7, 10).bfloat16()):
-        whole = ReferenceBackend().matrix(stored)
-        assert torch.equal(rows(stored, [6, 0, 6]), whole[[6, 0, 6]])
-        assert whole.dtype == torch.float32
+    backend = ReferenceBackend()
+    for stored in (random_matrix(1, 3, 7, 10, 4), floats("BF16", np.random.default_rng(0).normal(size=(7, 10)))):
+        whole = backend.matrix(stored)
+        assert np.array_equal(backend.rows(whole, [6, 0, 6]), whole[[6, 0, 6]])
+        assert whole.dtype == np.float32
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_a_feed_forward_part_is_its_formula(gated: bool, limit: float | None) -> None:
-    moe = replace(MOE, gated=gated, activation_limit=limit)
-    chance = torch.Generator().manual_seed(0)
-    x, (gate, up) = torch.randn(3, 6, generator=chance), torch.randn(2, 10, 6, generator=chance)
-    down = torch.randn(6, 10, generator=chance)
-    found = ffn({"up": up, "down": down} | ({"gate": gate} if gated else {}), x, moe)
+    spec = Ffn(10, Act("silu", limit), gated)
+    chance = np.random.default_rng(0)
+    x, gate, up, down = (normal(chance, *shape) for shape in ((3, 6), (10, 6), (10, 6), (6, 10)))
+    found = ffn({"up": up, "down": down} | ({"gate": gate} if gated else {}), x, spec)
     for row, got in zip(x.tolist(), found, strict=True):
-        expected = torch.zeros(6)
+        expected = np.zeros(6)
         for unit in range(10):
             wide, bent = (sum(a * b for a, b in zip(matrix[unit].tolist(), row, strict=True)) for matrix in (up, gate))
             if limit is not None:
@@ -75,26 +109,106 @@ def test_a_feed_forward_part_is_its_formula(gated: bool, limit: float | None) ->
                 wide = max(wide, -limit) if gated else wide
             hidden = bent / (1 + np.exp(-bent)) * wide if gated else wide / (1 + np.exp(-wide))
             expected += down[:, unit] * hidden
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_experts_add_their_share_to_the_tokens_they_run(tokens: int) -> None:
-    backend, chance = ReferenceBackend(), torch.Generator().manual_seed(0)
-    matrices = [{name: torch.randn(*shape, generator=chance) for name, shape in SHAPES.items()} for _ in range(3)]
+    backend, chance = ReferenceBackend(), np.random.default_rng(0)
+    matrices = [{name: normal(chance, *shape) for name, shape in SHAPES.items()} for _ in range(3)]
     experts = [backend.dense(each["gate"], each["up"], each["down"]) for each in matrices]
-    x, before = torch.randn(2, tokens, 6, generator=chance).unbind()
-    share = torch.rand(3, tokens, generator=chance)
-    expected = before + sum(share[e][:, None] * ffn(matrices[e], x, MOE) for e in range(3))
-    one_by_one = before.clone()
+    x, before = normal(chance, tokens, 6), normal(chance, tokens, 6)
+    share, every = chance.uniform(size=(3, tokens)).astype(np.float32), np.arange(tokens, dtype=np.int32)
+    expected = before + sum(share[e][:, None] * ffn(matrices[e], x, GATED) for e in range(3))
+    one_by_one, at_once = before.copy(), before.copy()
     for expert, by in zip(experts, share, strict=True):
-        backend.run_all([expert], [tokens], torch.arange(tokens), by, x, one_by_one, MOE)
-    torch.testing.assert_close(one_by_one, expected, atol=1e-6, rtol=1e-5)
+        backend.mixture([expert], [tokens], every, by, x, one_by_one, GATED)
+    np.testing.assert_allclose(one_by_one, expected, atol=1e-6, rtol=1e-5)
+    backend.mixture(experts, [tokens] * 3, np.tile(every, 3), share.reshape(-1), x, at_once, GATED)
+    assert np.array_equal(at_once, one_by_one)
     if tokens == 1:
-        at_once = before.clone()
-        backend.mix(experts, share[:, 0], x, at_once, MOE)
-        assert torch.equal(at_once, one_by_one)
-    some = before.clone()
-    backend.run_all(experts[:1], [1], torch.tensor([tokens - 1]), torch.tensor([2.0]), x, some, MOE)
-    assert torch.equal(some[:-1], before[:-1])
-    torch.testing.assert_close(some[-1], before[-1] + 2 * ffn(matrices[0], x[-1:], MOE)[0])
+        parts, in_parts = np.empty((3, 6), np.float32), before.copy()
+        backend.parts(experts[1:], x, parts[1:], GATED)
+        backend.parts(experts[:1], x, parts[:1], GATED)
+        backend.add_parts(parts, share[:, 0], in_parts)
+        assert np.array_equal(in_parts, one_by_one)
+    some = before.copy()
+    backend.mixture(experts[:1], [1], every[-1:], np.array([2], np.float32), x, some, GATED)
+    assert np.array_equal(some[:-1], before[:-1])
+    np.testing.assert_allclose(some[-1], before[-1] + 2 * ffn(matrices[0], x[-1:], GATED)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_an_expert_is_read_from_where_its_projections_lie() -> None:
+    """At places of their own in a buffer, of codes and of both 16-bit types."""
+    backend, x = ReferenceBackend(), normal(np.random.default_rng(3), 1, 6)
+    up, down = random_matrix(1, 3, 10, 6, 4), random_matrix(2, 4, 6, 10, 4)
+    gate = floats("BF16", np.random.default_rng(2).normal(size=(10, 6)))
+    body, views = bytearray(b"\xff" * 24), dict[str, ProjectionView]()
+    order: dict[str, Stored] = {"down": down, "gate": gate, "up": up}
+    for name, stored in order.items():
+        parts = [stored.data] if isinstance(stored, Floats) else [stored.qweight, stored.scale, stored.minimum]
+        places = []
+        for part in parts:
+            body += b"\xff" * (8 + -len(body) % 8)
+            places.append(len(body))
+            body += part.tobytes()
+        bits, group = (16, 0) if isinstance(stored, Floats) else (stored.bits, stored.group_size)
+        views[name] = ProjectionView(SHAPES[name], bits, group, "BF16", tuple(places))
+    found = np.empty((1, 6), np.float32)
+    backend.parts([backend.expert(ExpertView(np.frombuffer(body, np.uint8), views))], x, found, GATED)
+    expected = ffn({"gate": gate.widened(), "up": dequantize(up), "down": dequantize(down)}, x, GATED)
+    assert np.array_equal(found, expected)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shared", [1, 4])
+def test_attention_is_that_of_torch(causal: bool, biased: bool, shared: int) -> None:
+    problem, backend = make(shared=shared, causal=causal, biased=biased), ReferenceBackend()
+    x, held = problem.tokens(30), problem.on(backend)
+    out, _ = read(backend, problem, held, x, [30])
+    hidden = backend.norm(x, problem.norms["x"], EPS)
+    query, key, value = (
+        torch.from_numpy(product(hidden, getattr(held, name)).reshape(30, -1, 20)).transpose(0, 1) for name in "qkv"
+    )
+    mask = torch.zeros(1, 30, 30)
+    if biased:
+        bias, zero = problem.positions(0, 30).bias, problem.positions(0, 30).zero
+        assert bias is not None
+        mask = torch.stack([torch.from_numpy(bias[:, zero - at :][:, :30]) for at in range(30)], 1)
+    if causal:
+        mask = mask.masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        query, key.half().float(), value.half().float(), mask, scale=problem.part.scale, enable_gqa=True
+    )
+    expected = x + product(mixed.transpose(0, 1).reshape(30, -1).numpy(), held.o)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60)
+@given(problem=problems(), pieces=st.lists(st.sampled_from([1, 1, 5, 60, 70]), min_size=1, max_size=3))
+def test_attention_is_its_formula(problem: Problem, pieces: list[int]) -> None:
+    backend, x = ReferenceBackend(), problem.tokens(sum(pieces))
+    out, kept = read(backend, problem, problem.on(backend), x, pieces)
+    keys, values = found_keys(kept)
+    assert nothing_behind(kept)
+    hidden = exact_norm(x.astype(np.float64), problem.norms["x"])
+    for found, expected in zip((keys, values), exact_kept(problem, hidden, rounds=False), strict=True):
+        close_kept(found, expected, problem)
+    close(out, exact_attend(problem, x, keys, values, rounds=False), "F32")
+
+
+@settings(max_examples=40)
+@given(problem=problems(own=False, causal=False), tokens=st.integers(1, 70), length=st.integers(1, 140))
+def test_attention_to_an_encoded_input_is_its_formula(problem: Problem, tokens: int, length: int) -> None:
+    backend, x, encoded = ReferenceBackend(), problem.tokens(tokens), problem.tokens(length)
+    held, out = problem.on(backend), x.copy()
+    kept = keep(backend, held, encoded, [length - length // 2, length // 2] if length > 1 else [1], problem.bits)
+    keys, values = found_keys(kept)
+    for found, expected in zip((keys, values), exact_kept(problem, encoded.astype(float), rounds=False), strict=True):
+        close_kept(found, expected, problem)
+    backend.attend(held, out, kept, 0, Positions())
+    close(out, exact_attend(problem, x, keys, values, rounds=False), "F32")

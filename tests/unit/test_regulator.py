@@ -10,8 +10,9 @@ from tiny_packs import SWITCH
 from moert.budget import FIRST_BYTES, Budget
 from moert.errors import BudgetTooSmall
 from moert.models.activations import activation_bytes
+from moert.models.footprint import Footprint
 from moert.models.kv import BLOCK_TOKENS
-from moert.regulator import Regulator, request_bytes
+from moert.regulator import Regulator
 from tests.bench.shaped import OLMOE
 
 MB = 10**6
@@ -32,7 +33,7 @@ class Process:
 
 
 def regulator(process: Process, limit_bytes: int | None = None, cache_bytes: int | None = None) -> Regulator:
-    return Regulator(OLMOE, BUDGET, False, process, limit_bytes, cache_bytes, process.measure)
+    return Regulator(Footprint(OLMOE, False), BUDGET, process, limit_bytes, cache_bytes, process.measure)
 
 
 def test_the_cache_shrinks_as_the_context_grows_and_grows_for_the_next_request() -> None:
@@ -41,7 +42,7 @@ def test_the_cache_shrinks_as_the_context_grows_and_grows_for_the_next_request()
     asked = regulator(process, limit)
     assert asked.before_prompt([100], 900)[1] is None
     before_prompt = process.held_bytes
-    per_token = OLMOE.decoder.n_layers * 2 * OLMOE.n_kv_heads * OLMOE.head_dim * 4
+    per_token = len(OLMOE.decoder) * 2 * OLMOE.decoder[0].attention.kv_features * 2
     process.others_bytes += per_token * 100
     for new in range(1, 901):
         process.others_bytes += per_token
@@ -77,12 +78,12 @@ def test_a_request_that_will_not_fit_at_its_end_is_refused_at_its_start() -> Non
     asked = regulator(process, 400 * MB)
     asked.before_prompt([100], 100)
     with pytest.raises(BudgetTooSmall, match="this request needs --memory") as error:
-        asked.before_prompt([100], 1500)
+        asked.before_prompt([100], 3000)
     enough = error.value.smallest_bytes
-    assert enough == asked.smallest_memory([100], 1500)
-    regulator(process, enough).before_prompt([100], 1500)
+    assert enough == asked.smallest_memory([100], 3000)
+    regulator(process, enough).before_prompt([100], 3000)
     with pytest.raises(BudgetTooSmall):
-        regulator(process, enough).check([100, 100], 1500)
+        regulator(process, enough).check([100, 100], 3000)
 
 
 def test_a_request_that_has_run_is_not_refused_the_next_time() -> None:
@@ -115,7 +116,7 @@ def test_what_a_first_request_brings_has_room_until_it_is_there() -> None:
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     process = Process(250 * MB)
-    with pytest.raises(BudgetTooSmall, match=r"128 prompt tokens, 128 new ones\) needs .* 62\.58 MB for all weights"):
+    with pytest.raises(BudgetTooSmall, match=r"128 prompt tokens, 128 new ones\) needs .* 54\.19 MB for all weights"):
         regulator(process, 320 * MB).check_open()
     regulator(process, 390 * MB).check_open()
     with pytest.raises(BudgetTooSmall, match="--cache 8000000"):
@@ -124,7 +125,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
 
 def test_a_small_cache_is_warned_of_with_what_would_do() -> None:
     process = Process(250 * MB)
-    room, warning = regulator(process, 340 * MB).before_prompt([100], 100)
+    room, warning = regulator(process, 330 * MB).before_prompt([100], 100)
     assert room < BUDGET.token_bytes
     assert warning is not None
     enough = int(warning.split("--memory ")[1].split()[0])
@@ -147,15 +148,15 @@ def test_without_a_limit_the_cache_is_as_large_as_asked_for() -> None:
 @pytest.mark.parametrize("spec", [OLMOE, SWITCH])
 @pytest.mark.parametrize("widened", [False, True])
 def test_longer_requests_need_more(spec, widened) -> None:
-    needs = [
-        request_bytes(spec, widened, [tokens], new) for tokens, new in ((1, 1), (100, 1), (1000, 1), (1000, 10**6))
-    ]
+    footprint = Footprint(spec, widened)
+    needs = [footprint.request([tokens], new) for tokens, new in ((1, 1), (100, 1), (1000, 1), (1000, 10**6))]
     assert needs == sorted(set(needs))
-    assert request_bytes(spec, widened, [100, 100], 50) > request_bytes(spec, widened, [100], 50)
+    assert footprint.request([100, 100], 50) > footprint.request([100], 50)
     wide = replace(spec, vocab_size=spec.vocab_size + 10**6)
-    assert request_bytes(wide, widened, [1] * 8, 5) > request_bytes(spec, widened, [1] * 8, 5) + 8 * 2 * 4 * 10**6
-    deep = replace(spec, decoder=replace(spec.decoder, n_layers=100))
-    assert request_bytes(deep, widened, [100], 50) > request_bytes(spec, widened, [100], 50)
+    assert Footprint(wide, widened).request([1] * 8, 5) > footprint.request([1] * 8, 5) + 8 * 2 * 4 * 10**6
+    deep = replace(spec, decoder=replace(spec.decoder, layers=(0,) * 100))
+    assert Footprint(deep, widened).request([100], 50) > footprint.request([100], 50)
+    assert Footprint(spec, widened, 8).request([100], 10**5) < 0.7 * footprint.request([100], 10**5)
     assert activation_bytes(spec, 2000, widened) > 2000 * 2 * 4 * spec.d_model
 
 

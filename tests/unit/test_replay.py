@@ -5,28 +5,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moert.experts.belady import MOST_DEMANDS, Recorder, headroom, reads_of_belady, replay_belady
+from moert.experts.demand import Demand
 from moert.experts.eviction import EVICTION
-from moert.experts.replay import Step, replay
-from moert.pack.model_spec import ExpertKey, Stack
+from moert.experts.replay import replay
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 ENCODER, LAYERS, EXPERTS = 2, 3, 5
-ORDER: list[tuple[Stack, int]] = [
-    *(("encoder", layer) for layer in range(ENCODER)), *(("decoder", layer) for layer in range(LAYERS)),
+ORDER = [
+    *(LayerKey("encoder", layer) for layer in range(ENCODER)), *(LayerKey("decoder", layer) for layer in range(LAYERS)),
 ]  # fmt: skip
-KEYS = [ExpertKey(stack, layer, expert) for stack, layer in ORDER for expert in range(EXPERTS)]
+KEYS = [at.expert(number) for at in ORDER for number in range(EXPERTS)]
 NAMES = sorted(EVICTION)
 
 
+def decoder(layer: int) -> LayerKey:
+    return LayerKey("decoder", layer)
+
+
 @st.composite
-def traces(draw, largest_step: int = 2) -> list[Step]:
+def traces(draw, largest_step: int = 2) -> list[Demand]:
     """A few requests: the encoder once, then some tokens through the decoder."""
-    steps: list[Step] = []
+    steps: list[Demand] = []
     for _ in range(draw(st.integers(1, 3))):
         walk = ORDER[:ENCODER] + ORDER[ENCODER:] * draw(st.integers(1, 6))
-        for stack, layer in walk:
-            most = EXPERTS if stack == "encoder" and largest_step > 2 else largest_step
+        for at in walk:
+            most = EXPERTS if at.stack == "encoder" and largest_step > 2 else largest_step
             experts = draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=most))
-            steps.append(Step(stack, layer, tuple(sorted(experts))))
+            steps.append(Demand(at, tuple(sorted(experts))))
     return steps
 
 
@@ -89,15 +94,15 @@ def test_belady_equals_the_best_of_all_possible_evictions(walk, slots) -> None:
             return best(at + 1, held | {walk[at]})
         return max(best(at + 1, held - {out} | {walk[at]}) for out in held)
 
-    trace = [Step("decoder", 0, (expert,)) for expert in walk]
+    trace = [Demand(decoder(0), (expert,)) for expert in walk]
     nbytes = {ExpertKey("decoder", 0, expert): 3 for expert in range(5)}
     assert replay_belady(trace, nbytes, 3 * slots).hits == best(0, frozenset())
 
 
 def test_paper_beats_lru_where_a_cycle_is_longer_than_the_cache() -> None:
     layers = 6
-    trace = [Step("decoder", layer, (0,)) for _ in range(20) for layer in range(layers)]
-    order: list[tuple[Stack, int]] = [("decoder", layer) for layer in range(layers)]
+    trace = [Demand(decoder(layer), (0,)) for _ in range(20) for layer in range(layers)]
+    order = [LayerKey("decoder", layer) for layer in range(layers)]
     nbytes = {ExpertKey("decoder", layer, 0): 1 for layer in range(layers)}
     hits = {name: replay(trace, nbytes, layers - 1, EVICTION[name](order)).hits for name in ("paper", "lru")}
     assert hits["lru"] == 0
@@ -106,7 +111,7 @@ def test_paper_beats_lru_where_a_cycle_is_longer_than_the_cache() -> None:
 
 def test_an_expert_larger_than_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="more than the budget of 4"):
-        replay([Step("decoder", 0, (0,))], {KEYS[0]: 5, ExpertKey("decoder", 0, 0): 5}, 4, EVICTION["lru"](ORDER))
+        replay([Demand(decoder(0), (0,))], {KEYS[0]: 5, ExpertKey("decoder", 0, 0): 5}, 4, EVICTION["lru"](ORDER))
 
 
 @settings(max_examples=60)
@@ -126,7 +131,7 @@ def test_belady_counts_what_it_reads_demand_by_demand(trace, nbytes, budget) -> 
 
 
 def test_belady_of_mixed_sizes_lets_the_largest_go_that_is_never_needed_again() -> None:
-    trace = [Step("decoder", 0, (0, 1, 2)), Step("decoder", 1, (0,)), Step("decoder", 0, (1,))]
+    trace = [Demand(decoder(0), (0, 1, 2)), Demand(decoder(1), (0,)), Demand(decoder(0), (1,))]
     sizes = dict.fromkeys(KEYS, 3) | {ExpertKey("decoder", 0, 2): 4, ExpertKey("decoder", 1, 0): 4}
     best = replay_belady(trace, sizes, 10)
     assert (best.hits, best.evictions, best.bytes_read, best.peak_bytes) == (1, 1, 14, 10)
@@ -135,9 +140,9 @@ def test_belady_of_mixed_sizes_lets_the_largest_go_that_is_never_needed_again() 
 def test_a_recorder_stops_at_a_whole_step_and_counts_on() -> None:
     recorder = Recorder(5)
     for _ in range(3):
-        recorder.add("decoder", 2, (0, 3))
+        recorder.add(Demand(decoder(2), (0, 3)))
     assert (len(recorder), recorder.demands) == (4, 6)
-    recorder.add("decoder", 2, (1,))
+    recorder.add(Demand(decoder(2), (1,)))
     assert (len(recorder), recorder.demands) == (4, 7), "a window without holes"
     found = headroom(recorder, dict.fromkeys(KEYS, 1), 2)
     assert (found.demands, found.hits) == (4, 2)

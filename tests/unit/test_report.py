@@ -21,7 +21,7 @@ from moeconv.report.tables import marked
 from moeconv.report.units import duration, percent, size
 from moeconv.report.writer import write_report
 from moert.pack.manifest import LossEstimate
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.paths import build
 from moert.pack.reader import Pack
 
@@ -270,7 +270,7 @@ def test_paths_and_prediction_by_hand() -> None:
     """Four tokens on one path, one on another: after expert 0 comes 1, unless it is the odd token."""
     same, odd = [0, 1, 2], [0, 1, 3]
     routes = np.array([same] * 4 + [odd])
-    table = build(4, {"decoder": [routes[:, [layer]] for layer in range(3)]})
+    table = build(4, {LayerKey("decoder", layer): routes[:, [layer]] for layer in range(3)})
     shares = path_shares(table, "decoder")
     assert shares is not None
     assert shares[0].tolist() == [0, 0.5, 1]
@@ -281,10 +281,11 @@ def test_paths_and_prediction_by_hand() -> None:
 
 def test_prediction_leaves_the_judged_choice_out() -> None:
     routes = np.arange(40).reshape(40, 1)
-    table = build(40, {"decoder": [routes] * 3})
+    table = build(40, {LayerKey("decoder", layer): routes for layer in range(3)})
     assert prediction(table, 1) == [(0, 0, 0)] * 3
-    assert prediction(build(40, {"decoder": [routes] * 2}), 1) is None
-    assert path_shares(build(40, {"decoder": [routes] * 2}), "decoder") is None
+    two = build(40, {LayerKey("decoder", layer): routes for layer in range(2)})
+    assert prediction(two, 1) is None
+    assert path_shares(two, "decoder") is None
 
 
 def test_differences_are_marked_word_by_word() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import OLMOE_VARIANTS, SWITCH_VARIANTS, VOCAB
+from tiny import TINY, VOCAB
 from tokenizers import Tokenizer
 from trials import pairs, questions, running, scorers, trial_of, words
 
@@ -21,17 +21,18 @@ from moeconv.calibration import Sample
 from moeconv.checkpoint import Checkpoint
 from moeconv.errors import CalibrationError
 from moeconv.scorers.build import dealt, load_tokenizer, spread, volume
-from moeconv.scorers.experts import Call, Place, Substitute, expert_ffn
+from moeconv.scorers.experts import Call, Substitute, expert_ffn
 from moeconv.scorers.head import Head
 from moeconv.scorers.items import documents_of
 from moeconv.scorers.seq2seq import Seq2Seq
 from moeconv.scorers.text import REST, choices_of, windows_of
 from moeconv.trial import Trial
 from moert.kernels.reference import ffn
-from moert.pack.model_spec import ExpertKey, MoeSpec
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.parts import Act, Ffn
 
 TinyModel = Callable[[str, str], Path]
-VARIANTS = [("switch", name) for name in SWITCH_VARIANTS] + [("olmoe", name) for name in OLMOE_VARIANTS]
+VARIANTS = [(family, name) for family, (_, variants) in TINY.items() for name in variants]
 
 
 def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
@@ -50,29 +51,35 @@ def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
-    theirs: Any = trial.arch.load(trial.checkpoint.path, torch.float32)
+    theirs: Any = trial.family.load(trial.checkpoint.path, torch.float32)
     inputs, spec = inputs_of(trial), trial.spec
     expected = theirs(**inputs).logits
     assert torch.allclose(trial.model(**inputs).logits, expected, atol=1e-5 * float(expected.abs().max()))
-    if spec.moe.capacity is None or spec.moe.capacity >= 9:
-        n_encoder = 0 if spec.encoder is None else len(spec.encoder.moe_layers)
+    if spec.moe.router.capacity is None or spec.moe.router.capacity >= 9:
+        n_encoder = len(spec.moe_layers("encoder"))
         decoder_tokens = 3 * (9 if spec.encoder is None else 5)
-        assert trial.calls.rows == spec.moe.top_k * (n_encoder * 27 + len(spec.decoder.moe_layers) * decoder_tokens)
+        assert trial.calls.rows == spec.moe.router.top_k * (
+            n_encoder * 27 + len(spec.moe_layers("decoder")) * decoder_tokens
+        )
     assert trial.calls.flops(3) == 3 * 2 * spec.weights_per_expert()
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5, 7.0])
 def test_an_expert_is_clamped_as_the_runtime_clamps_it(gated: bool, limit: float | None) -> None:
-    moe = MoeSpec(5, 2, 10, "silu", gated, norm_topk=False, capacity=None, activation_limit=limit)
+    spec = Ffn(10, Act("silu", limit), gated)
     shapes = [(10, 6)] * (1 + gated) + [(6, 10)]
     chance = torch.Generator().manual_seed(0)
     weights = tuple(3 * torch.randn(*shape, generator=chance) for shape in shapes)
     x = torch.randn(8, 6, generator=chance)
-    expected = ffn(dict(zip(moe.projections, weights, strict=True)), x, moe)
-    assert torch.equal(expert_ffn(x, weights, moe), expected)
-    unlimited = expert_ffn(x, weights, replace(moe, activation_limit=None))
-    assert torch.equal(unlimited, expected) == (limit is None), "the limit was never reached: nothing was tested"
+    matrices = {name: weight.numpy() for name, weight in zip(spec.projections, weights, strict=True)}
+    expected = torch.from_numpy(ffn(matrices, x.numpy(), spec))
+    found = expert_ffn(x, weights, spec)
+    size = float(expected.abs().max())
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5 * size)
+    unlimited = expert_ffn(x, weights, replace(spec, act=Act("silu")))
+    near = torch.allclose(unlimited, expected, rtol=0, atol=1e-2 * size)
+    assert near == (limit is None), "the limit was never reached: nothing was tested"
 
 
 @torch.inference_mode()
@@ -95,19 +102,19 @@ def test_experts_run_only_for_the_tokens_that_are_wanted(tiny_model: TinyModel) 
     assert torch.equal(trial.model(**inputs).logits, expected), "the restriction outlived its block"
 
 
-@pytest.mark.parametrize("family", ["switch", "olmoe"])
+@pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
 @torch.inference_mode()
 def test_what_is_watched_explains_the_output(family: str, tiny_model: TinyModel) -> None:
-    trial = trial_of(tiny_model(family, "small capacity" if family == "switch" else "plain"))
-    seen: list[tuple[Place, Call]] = []
+    trial = trial_of(tiny_model(family, "small capacity" if family == "switch_transformers" else "plain"))
+    seen: list[tuple[LayerKey, Call]] = []
     outputs: list[torch.Tensor] = []
     for place in trial.spec.moe_layers():
-        module = trial.arch.experts_module(trial.model, *place)
+        module = trial.family.experts_module(trial.model, place)
         module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     with trial.calls.watching(lambda place, call: seen.append((place, call))):
         trial.model(**inputs_of(trial))
     assert [place for place, _ in seen] == trial.spec.moe_layers()
-    assert any((call.chosen < 0).any() for _, call in seen) == (family == "switch")
+    assert any((call.chosen < 0).any() for _, call in seen) == (family == "switch_transformers")
     for (place, call), output in zip(seen, outputs, strict=True):
         expected = torch.zeros_like(output)
         for token, slot in (call.chosen >= 0).nonzero().tolist():
@@ -129,7 +136,7 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
     twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
     probe_of_row = torch.tensor([0, 0, 0, 1, 1, 1])
     weights = [trial.weights(key, (2, 2, 2)) for key in keys]
-    substitute = Substitute(("decoder", 1), probe_of_row, torch.tensor([0, 3]), weights)
+    substitute = Substitute(LayerKey("decoder", 1), probe_of_row, torch.tensor([0, 3]), weights)
     with trial.calls.only(None, substitute):
         found = trial.model(**twice).logits
     assert torch.allclose(found, torch.cat(expected), atol=1e-5)
@@ -141,15 +148,19 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("switch", "deeper encoder"), ("switch", "every second layer sparse"), ("switch", "small capacity"),
-     ("olmoe", "plain"), ("olmoe", "shared key heads")],
-)  # fmt: skip
+    [
+        ("switch_transformers", "deeper encoder"),
+        ("switch_transformers", "every second layer sparse"),
+        ("switch_transformers", "small capacity"),
+        *((family, name) for family in ("olmoe", "qwen3_moe", "mixtral") for name in TINY[family][1]),
+    ],
+)
 @torch.inference_mode()
 def test_a_stack_goes_on_from_any_layer(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
-    samples, metric = (pairs(6), "rouge1") if family == "switch" else (running(3), "perplexity")
+    samples, metric = (pairs(6), "rouge1") if family == "switch_transformers" else (running(3), "perplexity")
     [scorer] = scorers(trial, samples, metric)
-    if family == "olmoe":
+    if trial.spec.encoder is None:
         resumed_equals_whole(scorer.stack, {"input_ids": scorer.texts.ids})
         return
     bucket, model = scorer.buckets[-1], scorer.model
@@ -174,7 +185,8 @@ def resumed_equals_whole(stack: Any, inputs: dict[str, Any], **fixed: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("switch", "untied head"), ("switch", "all layers sparse"), ("olmoe", "plain")]
+    ("family", "variant"),
+    [("switch_transformers", "untied head"), ("switch_transformers", "all layers sparse"), ("olmoe", "plain")],
 )
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @torch.inference_mode()
@@ -188,7 +200,7 @@ def test_the_head_judges_as_full_distributions_do(
     before, after = size * torch.randn(2, 50, trial.spec.d_model, generator=generator)
     targets = torch.randint(VOCAB, (50,), generator=generator)
     p, q = (
-        torch.log_softmax((hidden.double() * trial.spec.logit_scale) @ head.weight.double().T, dim=1)
+        torch.log_softmax((hidden.double() * trial.spec.head.scale) @ head.weight.double().T, dim=1)
         for hidden in (before, after)
     )
     reference = head.reference(before)
@@ -222,7 +234,7 @@ def test_the_head_takes_no_rows_at_all(tiny_model: TinyModel) -> None:
 
 @pytest.fixture(scope="module")
 def writer(tiny_model: TinyModel) -> Trial:
-    return trial_of(tiny_model("switch", "many end marks"))
+    return trial_of(tiny_model("switch_transformers", "many end marks"))
 
 
 @torch.inference_mode()
@@ -252,7 +264,7 @@ def test_writing_goes_on_from_prefixes_of_its_own_and_of_other_lengths(writer: T
     [scorer] = scorers(writer, pairs(12, 5), "rouge1")
     bucket = max(scorer.buckets, key=lambda bucket: len(bucket.rows))
     rng = random.Random(3)
-    usual = [token for token in range(2, VOCAB) if token not in writer.spec.eos_token_ids]
+    usual = [token for token in range(2, VOCAB) if token not in writer.spec.tokens.eos]
     prefixes = [rng.choices(usual, k=row % 4) for row in range(len(bucket.rows))]
     found = scorer.model.write(scorer.encode(bucket), bucket.mask, prefixes, 8)
     assert len(prefixes) > 3
@@ -261,7 +273,7 @@ def test_writing_goes_on_from_prefixes_of_its_own_and_of_other_lengths(writer: T
 
 
 def generated(trial: Trial, source: torch.Tensor, prefix: list[int], most: int) -> list[int]:
-    start = torch.tensor([[trial.spec.decoder_start_token_id, *prefix]])
+    start = torch.tensor([[trial.spec.tokens.start, *prefix]])
     found = trial.model.generate(
         source[None], decoder_input_ids=start, do_sample=False, num_beams=1, max_new_tokens=most - len(prefix)
     )
@@ -270,8 +282,8 @@ def generated(trial: Trial, source: torch.Tensor, prefix: list[int], most: int) 
 
 
 def test_text_that_capacity_would_cut_is_written_from_the_start(tiny_model: TinyModel) -> None:
-    assert not Seq2Seq(trial_of(tiny_model("switch", "small capacity"))).resumable(8)
-    model = Seq2Seq(trial_of(tiny_model("switch", "all layers sparse")))
+    assert not Seq2Seq(trial_of(tiny_model("switch_transformers", "small capacity"))).resumable(8)
+    model = Seq2Seq(trial_of(tiny_model("switch_transformers", "all layers sparse")))
     assert model.resumable(64)
     assert not model.resumable(65)
 
@@ -281,7 +293,7 @@ def test_text_that_capacity_would_cut_is_written_from_the_start(tiny_model: Tiny
 
 @torch.inference_mode()
 def test_scores_of_targets_are_their_cross_entropy(tiny_model: TinyModel) -> None:
-    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    trial = trial_of(tiny_model("switch_transformers", "all layers sparse"))
     samples = pairs(9, 4)
     [scorer] = scorers(trial, samples, "perplexity")
     reference = scorer.score(as_reference=True)
@@ -309,10 +321,10 @@ def test_scores_of_windows_are_their_cross_entropy(tiny_model: TinyModel) -> Non
     assert scorer.n_samples == len(scorer.texts.ids) > 5
 
 
-@pytest.mark.parametrize("family", ["switch", "olmoe"])
+@pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
 @torch.inference_mode()
 def test_the_likeliest_choice_is_taken(family: str, tiny_model: TinyModel) -> None:
-    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else "plain"))
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch_transformers" else "plain"))
     samples = questions(8)
     [scorer] = scorers(trial, samples, "accuracy", context=64)
     scores = scorer.score()
@@ -337,11 +349,17 @@ def choice_nats(trial: Trial, tokenizer: Tokenizer, source: str, choice: str) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "metric"), [("switch", "rouge1"), ("switch", "accuracy"), ("olmoe", "perplexity"), ("olmoe", "accuracy")]
+    ("family", "metric"),
+    [
+        ("switch_transformers", "rouge1"),
+        ("switch_transformers", "accuracy"),
+        ("olmoe", "perplexity"),
+        ("olmoe", "accuracy"),
+    ],
 )
 def test_blocks_hold_every_sample_once(family: str, metric: str, tiny_model: TinyModel) -> None:
-    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else "plain"))
-    samples = questions(7) if metric == "accuracy" else pairs(7) if family == "switch" else running(7)
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch_transformers" else "plain"))
+    samples = questions(7) if metric == "accuracy" else pairs(7) if family == "switch_transformers" else running(7)
     [whole] = scorers(trial, samples, metric)
     parts = scorers(trial, samples, metric, blocks=3)
     expected, found = whole.score(), [part.score() for part in parts]
@@ -354,7 +372,7 @@ def test_blocks_hold_every_sample_once(family: str, metric: str, tiny_model: Tin
 
 
 def test_routes_are_those_of_inputs_and_outputs(tiny_model: TinyModel) -> None:
-    trial = trial_of(tiny_model("switch", "all layers sparse"))
+    trial = trial_of(tiny_model("switch_transformers", "all layers sparse"))
     [scorer] = scorers(trial, pairs(5), "rouge1")
     found = list(scorer.routes())
     assert len(found) == len(scorer.buckets)
@@ -449,16 +467,18 @@ def test_parts_and_volumes(tiny_model: TinyModel) -> None:
     with pytest.raises(CalibrationError, match="2 samples can't be divided into 3 blocks"):
         dealt("ab", 3)
     for family, variant, samples in (
-        ("switch", "plain", pairs(7)), ("switch", "plain", questions(7)), ("olmoe", "plain", running(7)),
+        ("switch_transformers", "all layers sparse", pairs(7)),
+        ("switch_transformers", "all layers sparse", questions(7)),
+        ("olmoe", "plain", running(7)),
         ("olmoe", "plain", questions(7)),
-    ):  # fmt: skip
-        trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch" else variant))
+    ):
+        trial = trial_of(tiny_model(family, variant))
         metric = "accuracy" if samples[0].choices else "perplexity"
         [scorer] = scorers(trial, samples, metric, limit=5)
         tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
         found = volume(trial.spec, tokenizer, samples, limit=5, context=16, max_new_tokens=None)
         assert found.samples == scorer.n_samples == 5
-        if family == "switch":
+        if family == "switch_transformers":
             assert found.encoder_tokens >= sum(bucket.mask.numel() for bucket in scorer.buckets)
             assert found.decoder_tokens >= sum(bucket.targets.numel() for bucket in scorer.buckets)
         else:
@@ -483,5 +503,5 @@ def test_a_trial_gives_back_what_it_changed(tiny_model: TinyModel) -> None:
     assert len(gate[0].unique()) <= 4
     assert np.array_equal(down.detach().numpy(), checkpoint.expert(key)["down"])
     trial.restore()
-    for mine, name in zip(trial.calls.weights(key), trial.spec.moe.projections, strict=True):
+    for mine, name in zip(trial.calls.weights(key), trial.spec.moe.ffn.projections, strict=True):
         assert np.array_equal(mine.detach().numpy(), checkpoint.expert(key)[name])

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import lzma
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_packs import DECODER, SWITCH
+from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, SWITCH_SHAPE
 
 from moert.experts import selection
 from moert.experts.belady import replay_belady
 from moert.experts.eviction import EVICTION
-from moert.experts.replay import Step, replay
-from moert.experts.selection import CONTESTANTS, DEFAULT, choose_eviction, steps_of
+from moert.experts.replay import replay
+from moert.experts.selection import CONTESTANTS, DEFAULT, choose_eviction, demands_of
 from moert.experts.succession import Succession
-from moert.pack.model_spec import ExpertKey, ModelSpec, StackSpec
+from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.trace import Trace, record
+from tests.shapes import every
 
 TRACES = Path(__file__).parent / "traces"
-FOUR = StackSpec(4, (0, 1, 2, 3))
 SPECS = {
-    "g2p": replace(SWITCH, encoder=FOUR, decoder=FOUR, moe=replace(SWITCH.moe, num_experts=16)),
-    "wiki": replace(
-        DECODER, decoder=StackSpec(8, tuple(range(8))), moe=replace(DECODER.moe, num_experts=32, top_k=4)
-    ),
-}  # fmt: skip
+    "g2p": SWITCH_SHAPE.but(encoder=every(4), decoder=every(4), num_experts=16).spec,
+    "wiki": DECODER_SHAPE.but(decoder=every(8), num_experts=32, top_k=4).spec,
+}
 # Name, share of the experts in memory, hit rate that the chosen policy must reach on held-out text.
 CASES = [("g2p", 0.25, 0.25), ("g2p", 0.5, 0.49), ("wiki", 0.25, 0.38), ("wiki", 0.5, 0.64)]
 
@@ -50,7 +47,7 @@ def test_what_is_chosen_on_calibration_text_is_among_the_best_on_other_text(name
     capacity = int(share * sum(sizes(spec).values()))
     known = recorded(name, "calibration")
     choice = choose_eviction(known, spec, sizes(spec), capacity)
-    steps = list(islice(steps_of(recorded(name, "heldout"), spec), 3000))
+    steps = list(islice(demands_of(recorded(name, "heldout"), spec), 3000))
     policies = {policy: make(spec.moe_layers(), Succession.of(known, spec)) for policy, make in EVICTION.items()}
     rates = {name: replay(steps, sizes(spec), capacity, policy).hit_rate for name, policy in policies.items()}
     best = replay_belady(steps, sizes(spec), capacity).hit_rate
@@ -65,10 +62,10 @@ def test_a_trace_becomes_one_pass_of_the_encoder_and_one_step_a_token() -> None:
     decoder = [[[1], [1], [-1]], [[0], [1], [5]]]  # 2 tokens, 3 layers
     sample = {"encoder": np.array(encoder), "decoder": np.array(decoder)}
     empty = {name: routes[:0] for name, routes in sample.items()}
-    assert list(steps_of(record(6, [sample, empty]), SWITCH)) == [
-        Step("encoder", 0, (2,)), Step("encoder", 1, (0, 1)),
-        Step("decoder", 0, (1,)), Step("decoder", 1, (1,)),
-        Step("decoder", 0, (0,)), Step("decoder", 1, (1,)), Step("decoder", 2, (5,)),
+    assert list(demands_of(record(6, [sample, empty]), SWITCH)) == [
+        (("encoder", 0), (2,)), (("encoder", 1), (0, 1)),
+        (("decoder", 0), (1,)), (("decoder", 1), (1,)),
+        (("decoder", 0), (0,)), (("decoder", 1), (1,)), (("decoder", 2), (5,)),
     ]  # fmt: skip
 
 
@@ -77,16 +74,16 @@ def test_the_first_tokens_of_a_trace_end_where_they_were_asked_to() -> None:
     trace = record(6, [sample] * 3)
 
     def passes(tokens: int | None) -> list[int]:
-        steps = list(steps_of(trace, SWITCH, tokens))
-        return [sum(step == Step(stack, 0, (0,)) for step in steps) for stack in ("encoder", "decoder")]
+        steps = list(demands_of(trace, SWITCH, tokens))
+        return [sum(step == ((stack, 0), (0,)) for step in steps) for stack in ("encoder", "decoder")]
 
     assert [passes(tokens) for tokens in (1, 3, 4, 9, None)] == [[1, 1], [1, 3], [2, 4], [3, 9], [3, 9]]
 
 
 def test_layers_are_those_of_the_stack_and_not_those_with_experts() -> None:
     trace = record(8, [{"decoder": np.array([[[3, 1], [2, 2], [7, 0]]])}])
-    steps = list(steps_of(trace, DECODER))
-    assert [(step.layer, step.experts) for step in steps] == [(0, (1, 3)), (1, (2,)), (3, (0, 7))]
+    steps = list(demands_of(trace, DECODER))
+    assert [(step.at.layer, step.experts) for step in steps] == [(0, (1, 3)), (1, (2,)), (3, (0, 7))]
 
 
 def test_without_a_trace_or_room_for_one_expert_the_default_is_taken() -> None:
@@ -101,7 +98,7 @@ def test_without_a_trace_or_room_for_one_expert_the_default_is_taken() -> None:
 
 @pytest.mark.parametrize("capacity", [10, 30, 10_000])
 def test_any_budget_from_one_expert_on_can_be_judged(monkeypatch, capacity: int) -> None:
-    monkeypatch.setattr(selection, "MOST_STEPS", 150)
+    monkeypatch.setattr(selection, "MOST_LAYERS", 150)
     spec = SPECS["g2p"]
     choice = choose_eviction(recorded("g2p", "calibration"), spec, sizes(spec), capacity)
     assert set(choice.hit_rates) == set(CONTESTANTS)
@@ -118,8 +115,8 @@ def test_what_is_replayed_is_bounded(monkeypatch) -> None:
         return replay(steps, nbytes, capacity, policy)
 
     monkeypatch.setattr(selection, "replay", spy)
-    monkeypatch.setattr(selection, "MOST_STEPS", 100)
-    monkeypatch.setattr(selection, "MOST_DEMANDS", 200)
+    monkeypatch.setattr(selection, "MOST_LAYERS", 100)
+    monkeypatch.setattr(selection, "MOST_EXPERTS", 200)
     for name, spec in SPECS.items():
         choose_eviction(recorded(name, "calibration"), spec, sizes(spec), 300)
     assert len(seen) == 2 * len(CONTESTANTS)

@@ -82,7 +82,7 @@ def olmoe(tiny_model: TinyModel) -> Trial:
 
 @pytest.fixture(scope="module")
 def switch(tiny_model: TinyModel) -> Trial:
-    return trial_of(tiny_model("switch", "all layers sparse"))
+    return trial_of(tiny_model("switch_transformers", "all layers sparse"))
 
 
 def own_words(trial: Trial, count: int) -> list[Sample]:

@@ -339,7 +339,9 @@ def test_one_bad_moment_costs_one_retry_and_no_token(
     monkeypatch.setattr(engine_module, "Worth", lambda: None)  # predictions at any price
 
     def answer() -> tuple[list[int], Engine]:
-        with Engine.open(originals["decoder"], None, "lru", predict, cache=40_000, io=io, notify=str) as engine:
+        with Engine.open(
+            originals["decoder"], eviction="lru", predictor=predict, cache=40_000, io=io, notify=str
+        ) as engine:
             read_ahead_at_once(engine.cache)
             return engine.generate("abc", settings).result.tokens, engine
 
@@ -355,7 +357,9 @@ def test_one_bad_moment_costs_one_retry_and_no_token(
 
 def test_an_engine_that_met_a_dead_disk_goes_on_once_it_is_back(originals: dict[str, Path], fail: Faults) -> None:
     settings = GenerationSettings(max_new_tokens=8)
-    with Engine.open(originals["decoder"], None, "lru", "gate", cache=40_000, io=DIRECT, notify=str) as engine:
+    with Engine.open(
+        originals["decoder"], eviction="lru", predictor="gate", cache=40_000, io=DIRECT, notify=str
+    ) as engine:
         expected = engine.generate("abc", settings).result.tokens
         for prompt in ("zig", "abc"):
             fail(10**6, BAD_MOMENTS["I/O error"])

@@ -185,16 +185,14 @@ def test_headers_that_lie_are_refused_with_one_line(header, data) -> None:
 
 
 def test_a_trace_of_another_model_is_refused() -> None:
-    top_k, tower = SWITCH.moe.top_k, SWITCH.encoder
-    assert tower is not None
-    shapes = {"encoder": len(tower.moe_layers), "decoder": len(SWITCH.decoder.moe_layers)}
+    top_k, shapes = SWITCH.moe.router.top_k, {name: len(SWITCH.moe_layers(name)) for name in SWITCH.stacks}
     fitting = {name: np.zeros((2, layers, top_k), int) for name, layers in shapes.items()}
-    record(SWITCH.moe.num_experts, [fitting]).check(SWITCH)
+    record(SWITCH.moe.n, [fitting]).check(SWITCH)
     others = [
-        (SWITCH.moe.num_experts + 1, fitting),
-        (SWITCH.moe.num_experts, {"decoder": fitting["decoder"]}),
-        (SWITCH.moe.num_experts, fitting | {"decoder": np.zeros((2, shapes["decoder"] + 1, top_k), int)}),
-        (SWITCH.moe.num_experts, fitting | {"encoder": np.zeros((2, shapes["encoder"], top_k + 1), int)}),
+        (SWITCH.moe.n + 1, fitting),
+        (SWITCH.moe.n, {"decoder": fitting["decoder"]}),
+        (SWITCH.moe.n, fitting | {"decoder": np.zeros((2, shapes["decoder"] + 1, top_k), int)}),
+        (SWITCH.moe.n, fitting | {"encoder": np.zeros((2, shapes["encoder"], top_k + 1), int)}),
     ]
     for num_experts, sample in others:
         with pytest.raises(HeaderInvalid, match="profile the paths of this pack again"):

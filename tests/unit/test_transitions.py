@@ -11,9 +11,22 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
+from moert.pack.model_spec import LayerKey
 from moert.pack.paths import TransitionTable, build
 
 EXPERTS = 5
+
+
+def at(place: int) -> LayerKey:
+    """Every other layer of the decoder has experts."""
+    return LayerKey("decoder", 2 * place + 1)
+
+
+def routed(**stacks: list[np.ndarray]) -> dict[LayerKey, np.ndarray]:
+    """Routing of the layers with experts of each stack."""
+    return {
+        at(place)._replace(stack=stack): layer for stack, layers in stacks.items() for place, layer in enumerate(layers)
+    }
 
 
 @st.composite
@@ -53,60 +66,58 @@ def counted_by_hand(layers: list[np.ndarray], layer: int, one: list[int], two: l
 @settings(max_examples=80)
 @given(routes(), st.sets(st.integers(0, EXPERTS - 1), max_size=2), st.sets(st.integers(0, EXPERTS - 1), max_size=2))
 def test_counts_equal_plain_loops_at_every_layer_and_back_off(layers, one, two) -> None:
-    table = build(EXPERTS, {"decoder": layers})
+    table = build(EXPERTS, routed(decoder=layers))
     for layer in range(len(layers)):
-        counts, _ = table.counts("decoder", layer, sorted(one), sorted(two))
+        counts, _ = table.counts(at(layer), sorted(one), sorted(two))
         expected = counted_by_hand(layers, layer, sorted(one), sorted(two))
         assert counts.tolist() == expected.tolist()
-        probabilities = table.probabilities("decoder", layer, sorted(one), sorted(two))
+        probabilities = table.probabilities(at(layer), sorted(one), sorted(two))
         assert probabilities.sum() == pytest.approx(1.0 if expected.any() else 0.0)
 
 
 def test_backing_off_goes_two_one_none() -> None:
     first, second, third = np.array([[0], [0], [1]]), np.array([[1], [2], [1]]), np.array([[3], [4], [2]])
-    table = build(EXPERTS, {"decoder": [first, second, third]})
-    assert table.counts("decoder", 2, [1], [0])[1] == 2
-    assert table.probabilities("decoder", 2, [1], [0]).tolist() == [0, 0, 0, 1, 0]
-    counts, back = table.counts("decoder", 2, [1], [3])  # never seen together
+    table = build(EXPERTS, routed(decoder=[first, second, third]))
+    assert table.counts(at(2), [1], [0])[1] == 2
+    assert table.probabilities(at(2), [1], [0]).tolist() == [0, 0, 0, 1, 0]
+    counts, back = table.counts(at(2), [1], [3])  # never seen together
     assert (back, counts.tolist()) == (1, [0, 0, 1, 1, 0])
-    counts, back = table.counts("decoder", 2, [4], [3])
+    counts, back = table.counts(at(2), [4], [3])
     assert (back, counts.tolist()) == (0, [0, 0, 1, 1, 1])
-    assert table.counts("decoder", 2, [-1], [0])[1] == 0
+    assert table.counts(at(2), [-1], [0])[1] == 0
 
 
 def test_every_pair_counts_for_every_expert_with_top_k_above_one() -> None:
     layers = [np.array([[0, 1]]), np.array([[2, 3]]), np.array([[4, 0]])]
-    table = build(EXPERTS, {"decoder": layers})
-    assert table.counts("decoder", 2, [2], [0])[0].tolist() == [1, 0, 0, 0, 1]
-    assert table.counts("decoder", 2, [2, 3], [0, 1])[0].tolist() == [4, 0, 0, 0, 4]
+    table = build(EXPERTS, routed(decoder=layers))
+    assert table.counts(at(2), [2], [0])[0].tolist() == [1, 0, 0, 0, 1]
+    assert table.counts(at(2), [2, 3], [0, 1])[0].tolist() == [4, 0, 0, 0, 4]
 
 
 def test_chunks_of_a_long_trace_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     layers = [np.stack([rng.permutation(EXPERTS)[:2] for _ in range(50)]) for _ in range(3)]
-    whole = build(EXPERTS, {"decoder": layers}).to_bytes()
+    whole = build(EXPERTS, routed(decoder=layers)).to_bytes()
     monkeypatch.setattr("moert.pack.paths._CHUNK_TOKENS", 7)
-    assert build(EXPERTS, {"decoder": layers}).to_bytes() == whole
+    assert build(EXPERTS, routed(decoder=layers)).to_bytes() == whole
 
 
 @settings(max_examples=30)
 @given(routes(), routes())
 def test_bytes_round_trip(encoder, decoder) -> None:
-    table = build(EXPERTS, {"encoder": encoder, "decoder": decoder})
+    table = build(EXPERTS, routed(encoder=encoder, decoder=decoder))
     body = table.to_bytes()
     again = TransitionTable.from_bytes(body)
     assert again.to_bytes() == body
-    assert {stack: len(layers) for stack, layers in again.stacks.items()} == {
-        "encoder": len(encoder),
-        "decoder": len(decoder),
-    }
+    assert list(again.layers) == list(table.layers) == [*routed(encoder=encoder, decoder=decoder)]
+    assert [len(again.of_stack(stack)) for stack in ("encoder", "decoder")] == [len(encoder), len(decoder)]
     last = len(decoder) - 1
-    assert (again.probabilities("decoder", last, [1], [2]) == table.probabilities("decoder", last, [1], [2])).all()
+    assert (again.probabilities(at(last), [1], [2]) == table.probabilities(at(last), [1], [2])).all()
 
 
 def example() -> bytes:
     rng = np.random.default_rng(1)
-    return build(EXPERTS, {"decoder": [rng.integers(0, EXPERTS, (40, 1)) for _ in range(3)]}).to_bytes()
+    return build(EXPERTS, routed(decoder=[rng.integers(0, EXPERTS, (40, 1)) for _ in range(3)])).to_bytes()
 
 
 def tampered(change) -> bytes:
@@ -119,39 +130,47 @@ def tampered(change) -> bytes:
 
 
 def first_context_too_large(tensors, metadata) -> None:
-    tensors["decoder.1.one.contexts"][-1] = EXPERTS
+    tensors["decoder.3.one.contexts"][-1] = EXPERTS
 
 
 def expert_too_large(tensors, metadata) -> None:
-    tensors["decoder.2.two.experts"][0] = EXPERTS
+    tensors["decoder.5.two.experts"][0] = EXPERTS
 
 
 def rows_run_past_the_end(tensors, metadata) -> None:
-    tensors["decoder.2.two.rows"][-1] += 1
+    tensors["decoder.5.two.rows"][-1] += 1
 
 
 def rows_fall(tensors, metadata) -> None:
-    tensors["decoder.2.two.rows"][1] = tensors["decoder.2.two.rows"][2]
+    tensors["decoder.5.two.rows"][1] = tensors["decoder.5.two.rows"][2]
 
 
 def contexts_unsorted(tensors, metadata) -> None:
-    tensors["decoder.1.one.contexts"][:2] = tensors["decoder.1.one.contexts"][1::-1].copy()
+    tensors["decoder.3.one.contexts"][:2] = tensors["decoder.3.one.contexts"][1::-1].copy()
 
 
 def tensor_missing(tensors, metadata) -> None:
-    del tensors["decoder.1.one.counts"]
+    del tensors["decoder.3.one.counts"]
 
 
 def dtype_changed(tensors, metadata) -> None:
-    tensors["decoder.1.one.counts"] = tensors["decoder.1.one.counts"].astype(np.int64)
+    tensors["decoder.3.one.counts"] = tensors["decoder.3.one.counts"].astype(np.int64)
 
 
 def frequency_short(tensors, metadata) -> None:
-    tensors["decoder.0.frequency"] = tensors["decoder.0.frequency"][1:]
+    tensors["decoder.1.frequency"] = tensors["decoder.1.frequency"][1:]
 
 
 def layers_absurd(tensors, metadata) -> None:
     metadata["decoder_layers"] = "99999999999999999999"
+
+
+def layers_fall(tensors, metadata) -> None:
+    metadata["decoder_layers"] = "3,1,5"
+
+
+def layers_unreadable(tensors, metadata) -> None:
+    metadata["decoder_layers"] = "1,,5"
 
 
 def no_size(tensors, metadata) -> None:
@@ -162,7 +181,8 @@ def no_size(tensors, metadata) -> None:
     "change",
     [
         first_context_too_large, expert_too_large, rows_run_past_the_end, rows_fall, contexts_unsorted,
-        tensor_missing, dtype_changed, frequency_short, layers_absurd, no_size,
+        tensor_missing, dtype_changed, frequency_short, layers_absurd, layers_fall,
+        layers_unreadable, no_size,
     ],
 )  # fmt: skip
 def test_tables_that_contradict_themselves_are_refused(change) -> None:
@@ -174,7 +194,7 @@ def test_tables_that_contradict_themselves_are_refused(change) -> None:
 
 def test_a_later_version_is_refused() -> None:
     with pytest.raises(FormatTooNew):
-        TransitionTable.from_bytes(tampered(lambda tensors, metadata: metadata.update(version="2")))
+        TransitionTable.from_bytes(tampered(lambda tensors, metadata: metadata.update(version="3")))
 
 
 @settings(max_examples=60)
@@ -193,4 +213,4 @@ def test_tables_of_another_model_are_refused() -> None:
     from tiny_packs import SWITCH
 
     with pytest.raises(HeaderInvalid, match="profile the paths"):
-        build(EXPERTS, {"decoder": [np.array([[0]])]}).check(SWITCH)
+        build(EXPERTS, routed(decoder=[np.array([[0]])])).check(SWITCH)

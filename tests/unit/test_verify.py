@@ -25,7 +25,7 @@ class Swapped(Checkpoint):
     """A checkpoint in which each expert has the weights of another of its layer."""
 
     def expert(self, key: ExpertKey) -> dict[str, F32]:
-        return super().expert(ExpertKey(key.stack, key.layer, (key.expert + 1) % self.spec.moe.num_experts))
+        return super().expert(ExpertKey(key.stack, key.layer, (key.expert + 1) % self.spec.moe.n))
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def moments(source: Checkpoint) -> dict[tuple[str, int], Moments]:
     """(what is wanted, tokens) → moments; of few tokens, some experts saw none."""
-    model = source.arch.load(source.path, torch.float32)
-    calls = ExpertCalls(model, source.arch, source.spec)
+    model = source.family.load(source.path, torch.float32)
+    calls = ExpertCalls(model, source.family, source.spec)
     found = {}
     for tokens in (5, 400):
         ids = torch.randint(4, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))

@@ -14,32 +14,84 @@
  * taken out of such bytes are not in the order of the inputs, so activations are kept in the same order instead. */
 enum { WHOLE, HALVES, QUARTERS, ORDERS }; /* one, two or four inputs a byte: 8 bits; 4 bits; 2 and 3 bits */
 
-/* Activations [tokens, cols] rounded to 8 bits, for matrices whose scales cover `group` inputs.
- * A lane is what one int32 of a vector sums up: 4, 8 or 16 neighbouring inputs, by order. */
+/* Activations [tokens, cols] rounded to 8 bits, for matrices whose scales cover `group` inputs. */
 typedef struct {
     int tokens, cols, group, groups;
-    int padded;                 /* cols up to a whole number of vectors in every order; zeros beyond cols */
+    int block;             /* moert_block */
+    int padded;            /* cols up to a whole number of vectors of blocks; zeros beyond cols */
     int groups_padded;
-    int8_t *bytes[ORDERS];      /* [tokens, padded]; NULL where no matrix wants the order */
-    float *lanes[ORDERS];       /* [tokens, padded / inputs a lane]: the scale of each lane */
-    int32_t *index[ORDERS];     /* [ratio, lanes a vector]: which of a vector of group scales each lane takes */
-    int ratio[ORDERS];          /* vectors of codes for each vector of group scales; 0: groups cut through lanes */
-    float *blocks;              /* [tokens, padded / MOERT_BLOCK]: the scales */
-    float *sums;                /* [tokens, groups_padded]: sum of the rounded activations of each group */
+    int8_t *bytes[ORDERS]; /* [tokens, padded]; NULL where no matrix wants the order */
+    float *blocks;         /* [tokens, padded / block]: the scales */
+    float *sums;           /* [tokens, groups_padded]: sum of the rounded activations of each group */
+    int ratio;             /* vectors of blocks for each vector of group scales; 0: groups cut through blocks */
+    int32_t *index;        /* [ratio, lanes]: which of a vector of group scales each block takes */
 } operand;
+
+#define PANEL 16 /* tokens that lie side by side */
+#define STRIP 32 /* rows that are unpacked together */
+#define SUMS 16  /* lanes that a sum is made in, whatever the vectors: block b and group g go to lane b and g modulo SUMS */
+
+/* Activations for kernels that compute PANEL tokens at once: transposed in units of 4 bytes, blocks in the order of `place`.
+ * Places beyond the last token hold what the last one does. */
+typedef struct {
+    const operand *x;
+    int n;         /* tokens */
+    int8_t *bytes; /* [panels][places][block / 4][PANEL][4] */
+    float *blocks; /* [panels][places][PANEL] */
+    float *sums;   /* [panels][groups][PANEL] */
+} panels;
+
+/* Rows of a matrix for the same kernels, a byte for each code; rows beyond `rows` are copies of the last one. */
+typedef struct {
+    int bits, rows, cols, block;
+    uint8_t *codes;         /* [places][STRIP][block] */
+    float *scale, *minimum; /* [STRIP][stride], by group */
+    int stride;
+} strip;
+
+#define ATTEND_ROWS 4
+
+/* The keys and values of one head, as in moert_keys. */
+typedef struct {
+    void *keys, *values;
+    uint16_t *key_steps, *value_steps;
+} head_keys;
+
+typedef struct {
+    head_keys kept;
+    int dim;
+    float scale, softcap;
+} attend_tile;
+
+/* A query and the keys that it sees, first .. stop - 1. */
+typedef struct {
+    const float *query; /* [dim] */
+    const float *bias;  /* by key, or NULL */
+    float *mixed;       /* [dim], the result */
+    float sink;         /* -infinity: none */
+    int first, stop;
+} attend_row;
 
 typedef struct {
     const char *name;
     int (*runs)(void);
     size_t (*operand_bytes)(int tokens, int cols, int group, int orders);
-    /* Lays the operand out in `room` (operand_bytes, aligned) without filling it in. */
+    /* Lays the operand out in `room` (operand_bytes, aligned) without filling it in. NULL: only its sizes are of use. */
     void (*operand_place)(operand *x, void *room, int tokens, int cols, int group, int orders);
     /* Rounds the activations of one token into its place. */
     void (*operand_fill)(const operand *x, int token, const float *values);
     /* y[t * stride + row - first] for rows first .. stop - 1 and t < n: matrix · token tokens[t] (t where NULL). */
     void (*codes)(const moert_matrix *w, const operand *x, const int32_t *tokens, int n, int first, int stop, float *y,
                   int64_t stride);
-    /* The same for matrices of floats and x [tokens, cols]. */
+    /* From how many tokens on strips and panels are the faster way. */
+    int many;
+    /* Fills in one panel with the tokens named from its first on (`tokens` NULL: counted through). */
+    void (*panel)(const panels *p, int panel, const int32_t *tokens);
+    /* Rows row .. row + s->rows - 1 of a matrix. */
+    void (*unpack)(const moert_matrix *w, int row, const strip *s);
+    /* y[t * stride + r] for all rows of the strip and all tokens of the panels. */
+    void (*strips)(const strip *s, const panels *p, float *y, int64_t stride);
+    /* As `codes`, for matrices of floats and x [tokens, cols]. */
     void (*floats)(const moert_matrix *w, const float *x, const int32_t *tokens, int n, int first, int stop, float *y,
                    int64_t stride);
     /* y [cols]: one row of a matrix. */
@@ -47,9 +99,10 @@ typedef struct {
     void (*norm)(const float *x, const float *weight, float eps, float factor, int n, float *y);
     /* up ← act(gate) * up, or act(up) where gate is NULL */
     void (*activate)(int activation, float limit, const float *gate, float *up, int n);
-    /* One head: scores [length] is scratch, mixed [head_dim] the result. */
-    void (*head)(const float *query, const float *keys, const float *values, int length, int head_dim, float scale,
-                 const float *bias, float *scores, float *mixed);
+    /* Attention of up to ATTEND_ROWS rows that share keys. */
+    void (*attend)(const attend_tile *tile, int rows, const attend_row *row);
+    /* Writes the key and the value [dim] of position `at` among those of its head. */
+    void (*keep)(const float *key, const float *value, int dim, int at, const head_keys *kept);
     /* y [n] += weight * x [n] */
     void (*add)(float weight, const float *x, float *y, int n);
 } operations;
@@ -57,23 +110,49 @@ typedef struct {
 extern const operations *const moert_isas[];
 extern const int moert_isas_count;
 
-/* A piece of work: item `item` of a job, run by any thread. */
-typedef void (*work)(const void *job, int item);
+/* A piece of work: item `item` of a job, run by any thread; `own` is memory of that thread (pool_own). */
+typedef void (*work)(const void *job, int item, void *own);
 
 const operations *pool_operations(const moert_pool *pool);
 int pool_threads(const moert_pool *pool);
 
-/* Runs items 0 .. n - 1 on all threads, and returns when all are done. */
-void pool_run(moert_pool *pool, work run, const void *job, int n);
+/* Runs items 0 .. n - 1 on all threads, or on the calling one alone, and returns when all are done. */
+void pool_run(moert_pool *pool, work run, const void *job, int n, int alone);
 
-/* `bytes` of aligned memory that stay the caller's until the next call; NULL if there is none. */
+/* `bytes` of aligned memory that stay the caller's until the next call; NULL if there is none. Two of them, as some have
+ * to make lists before they know how much they need. */
 void *pool_scratch(moert_pool *pool, size_t bytes);
+void *pool_lists(moert_pool *pool, size_t bytes);
+
+/* Gives each thread `bytes` of aligned memory of its own, until the next call; 0, or -1 if there is none. */
+int pool_own(moert_pool *pool, size_t bytes);
 
 static inline size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
 static inline int is_codes(const moert_matrix *w) { return w->kind < MOERT_F16; }
 static inline int order_of(int bits) { return bits == 8 ? WHOLE : bits == 4 ? HALVES : QUARTERS; }
-static inline int inputs_a_lane(int order) { return 4 << order; }
+static inline int inputs_a_byte(int order) { return 1 << order; }
 static inline int groups_of(int cols, int group) { return (cols + group - 1) / group; }
+#define SMALL 16 /* for groups of which no larger block is a part; never in strips */
+#define NARROW 32
+#define WIDE 64
+#define LONG_ROW 512 /* vectors of blocks are padded: short rows would be half padding */
+
+static inline int block_of(int cols, int group) {
+    if (group < cols && group % NARROW && group % SMALL == 0) return SMALL;
+    return cols > LONG_ROW && (group >= cols || group % WIDE == 0) ? WIDE : NARROW;
+}
+static inline int blocks_of(int cols, int block) { return (cols + block - 1) / block; }
+/* Blocks of one lane lie together, lane after lane in the order in which halves meet when sums are folded: 0 and 8, 4 and
+ * 12, 2 and 10, ... */
+static inline int lane_at(int i) { return (i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3; }
+static inline int blocks_a_lane(int cols, int block) { return (blocks_of(cols, block) + SUMS - 1) / SUMS; }
+static inline int places_of(int cols, int block) { return blocks_a_lane(cols, block) * SUMS; }
+static inline int place_of(int block, int each) { return lane_at(block % SUMS) * each + block / SUMS; }
+static inline int panels_of(int tokens) { return (tokens + PANEL - 1) / PANEL; }
+/* Whether the scales of a matrix cover whole blocks, or all inputs. */
+static inline int whole_blocks(int cols, int group) { return group >= cols || group % NARROW == 0; }
+/* Scales of a row of a strip, and some more so that rows do not share lines of the cache. */
+static inline int strip_stride(int cols, int group) { return (groups_of(cols, group) + 15) / 16 * 16 + 16; }
 static inline int64_t row_bytes(int cols, int bits) {
     return bits == 3 ? (cols + 3) / 4 + (cols + 7) / 8 : ((int64_t)cols * bits + 7) / 8;
 }

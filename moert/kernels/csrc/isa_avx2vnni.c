@@ -1,16 +1,9 @@
 /* The kernels for AVX2 with AVX-VNNI (Alder Lake, Zen 5 and later), where the compiler knows it. */
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #include "target.h"
+#include "x86.h"
 
-#include <cpuid.h>
-
-static int runs(void) {
-    unsigned a, b, c, d;
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 29 & 1)) return 0; /* f16c */
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
+static int runs(void) { return x86_avx2() && (x86_ask(7, 1).a & X86_AVXVNNI); }
 
 TARGET("avx2,fma,f16c,avxvnni")
 #define DOT_PRODUCT

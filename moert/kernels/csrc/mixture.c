@@ -1,24 +1,25 @@
 /* The experts of a layer, all in one call: gate and up of every expert, then down of every expert, then the sum. */
 #include "products.h"
 
-#define GATES 1024   /* kept on the stack: of some rows for up to TOKENS_AT_ONCE tokens */
-#define TOKENS_AT_ONCE 16
 #define SUM_COLS 512 /* outputs that make one item of the sum */
 
 /* Gate, up and activation of one expert. */
 typedef struct {
-    const input *in;
+    const columns *x;
     const moert_ffn *ffn;
-    const int32_t *tokens;
     float *hidden; /* [n, d_ff] */
     float limit;
-    int activation, n, block, items;
+    int activation, block, items;
 } expansion;
 
 typedef struct {
     const expansion *experts;
     int count;
 } expansions;
+
+static size_t gate_bytes(const moert_ffn *ffn, int n, int block) {
+    return ffn->gate.data ? aligned((size_t)n * (size_t)block * sizeof(float)) : 0;
+}
 
 typedef struct {
     const operations *isa;
@@ -28,34 +29,89 @@ typedef struct {
     int rows, cols;
 } weighted_sum;
 
-static void expand_item(const void *job, int item) {
+/* In memory of the thread's own: the gate [n, block], and behind it what the products need. */
+static void expand_item(const void *job, int item, void *own) {
     const expansions *all = job;
     LOCATE(i, item, all->experts, all->count);
     const expansion *e = &all->experts[i];
     const moert_ffn *ffn = e->ffn;
-    const int d_ff = ffn->up.rows, first = item * e->block, stop = first + e->block < d_ff ? first + e->block : d_ff;
-    const int most = e->n < TOKENS_AT_ONCE ? GATES / e->n : GATES / TOKENS_AT_ONCE;
-    float gate[GATES];
-    for (int at = first; at < stop; at += most) {
-        const int end = at + most < stop ? at + most : stop, size = end - at;
-        for (int t = 0; t < e->n; t += TOKENS_AT_ONCE) {
-            const int n = e->n - t < TOKENS_AT_ONCE ? e->n - t : TOKENS_AT_ONCE;
-            float *up = e->hidden + (int64_t)t * d_ff + at;
-            multiply(e->in, &ffn->up, e->tokens + t, n, at, end, up, d_ff);
-            if (ffn->gate.data) multiply(e->in, &ffn->gate, e->tokens + t, n, at, end, gate, size);
-            for (int i = 0; i < n; i++)
-                e->in->isa->activate(e->activation, e->limit, ffn->gate.data ? gate + i * size : NULL,
-                                     up + (int64_t)i * d_ff, size);
-        }
-    }
+    const int d_ff = ffn->up.rows, n = e->x->n;
+    const int first = item * e->block, stop = first + e->block < d_ff ? first + e->block : d_ff, size = stop - first;
+    float *gate = ffn->gate.data ? own : NULL, *up = e->hidden + first;
+    void *room = (char *)own + gate_bytes(ffn, n, e->block);
+    multiply(e->x, &ffn->up, first, stop, up, d_ff, room);
+    if (gate) multiply(e->x, &ffn->gate, first, stop, gate, size, room);
+    for (int t = 0; t < n; t++)
+        e->x->in->isa->activate(e->activation, e->limit, gate ? gate + (int64_t)t * size : NULL, up + (int64_t)t * d_ff, size);
 }
 
-static void sum_item(const void *job, int item) {
+static void sum_item(const void *job, int item, void *own) {
     const weighted_sum *s = job;
+    (void)own;
     const int first = item * SUM_COLS, n = s->cols - first < SUM_COLS ? s->cols - first : SUM_COLS;
     for (int r = 0; r < s->rows; r++)
         s->isa->add(s->weights[r], s->parts + (int64_t)r * s->cols + first,
                     s->out + (int64_t)s->tokens[r] * s->cols + first, n);
+}
+
+/* Fills in `list`, one expansion an expert, and does them all; 0, or -1 if memory ran out. */
+static int expand(moert_pool *pool, expansion *list, int experts) {
+    int items = 0;
+    int64_t bytes = 0, work = 0;
+    size_t own = 0;
+    for (int e = 0; e < experts; e++) {
+        const int64_t each = matrix_bytes(&list[e].ffn->up);
+        bytes += list[e].x->n ? each : 0;
+        work += 2 * list[e].x->n * each;
+    }
+    for (int e = 0; e < experts; e++) {
+        expansion *x = &list[e];
+        const moert_ffn *ffn = x->ffn;
+        const int d_ff = ffn->up.rows, n = x->x->n;
+        x->block = item_rows(pool, &ffn->up, n, bytes);
+        x->items = n ? (d_ff + x->block - 1) / x->block : 0;
+        items += x->items;
+        const size_t up = multiply_bytes(x->x, &ffn->up), gate = ffn->gate.data ? multiply_bytes(x->x, &ffn->gate) : 0;
+        const size_t room = gate_bytes(ffn, n, x->block) + (up > gate ? up : gate);
+        own = room > own ? room : own;
+    }
+    if (pool_own(pool, own)) return -1;
+    run_items(pool, expand_item, &(expansions){list, experts}, items, work);
+    return 0;
+}
+
+/* What is listed for each expert. */
+typedef struct {
+    input before, after; /* [tokens, d_model] and [rows, d_ff] */
+    columns *x_before, *x_after;
+    expansion *expand;
+    product *shrink;
+    int32_t *number; /* [rows]: each row by itself */
+} lists;
+
+/* 0, or -1 if memory ran out or there are too many group sizes. */
+static int make_lists(lists *l, moert_pool *pool, int experts, const moert_ffn *const *ffn, const int32_t *starts,
+                      const int32_t *token_of) {
+    const size_t n = (size_t)experts, rows = (size_t)starts[experts];
+    const size_t columns_bytes = aligned(n * sizeof(columns)), expand_bytes = aligned(n * sizeof(expansion));
+    const size_t shrink_bytes = aligned(n * sizeof(product));
+    char *room = pool_lists(pool, 2 * columns_bytes + expand_bytes + shrink_bytes + rows * sizeof(int32_t));
+    if (!room) return -1;
+    l->x_before = (columns *)room;
+    l->x_after = (columns *)(room += columns_bytes);
+    l->expand = (expansion *)(room += columns_bytes);
+    l->shrink = (product *)(room += expand_bytes);
+    l->number = (int32_t *)(room + shrink_bytes);
+    for (size_t r = 0; r < rows; r++) l->number[r] = (int32_t)r;
+    for (int e = 0; e < experts; e++) {
+        const int first = starts[e], count = starts[e + 1] - first;
+        columns *before = &l->x_before[e], *after = &l->x_after[e];
+        columns_begin(before, &l->before, token_of + first, count);
+        columns_begin(after, &l->after, l->number + first, count);
+        if (ffn[e]->gate.data && input_wants(&l->before, before, &ffn[e]->gate)) return -1;
+        if (input_wants(&l->before, before, &ffn[e]->up) || input_wants(&l->after, after, &ffn[e]->down)) return -1;
+    }
+    return 0;
 }
 
 /* parts [rows, d_model]: what the expert of each row makes of its token, not weighted yet; `*made` where that is. Without
@@ -63,59 +119,35 @@ static void sum_item(const void *job, int item) {
 static int make_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
                       const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts,
                       float **made) {
-    const int rows = starts[experts];
-    const operations *isa = pool_operations(pool);
-    const int d_model = ffn[0]->up.cols, d_ff = ffn[0]->up.rows;
-    input before, after;
-    input_begin(&before, isa, x, tokens, d_model);
-    input_begin(&after, isa, NULL, rows, d_ff);
-    for (int e = 0; e < experts; e++) {
-        if (ffn[e]->gate.data && input_wants(&before, &ffn[e]->gate)) return -1;
-        if (input_wants(&before, &ffn[e]->up) || input_wants(&after, &ffn[e]->down)) return -1;
-    }
-    const size_t expand_bytes = aligned((size_t)experts * sizeof(expansion));
-    const size_t shrink_bytes = aligned((size_t)experts * sizeof(product));
+    const int rows = starts[experts], d_model = ffn[0]->up.cols, d_ff = ffn[0]->up.rows;
+    lists l;
+    input_begin(&l.before, pool_operations(pool), x, tokens, d_model);
+    input_begin(&l.after, pool_operations(pool), NULL, rows, d_ff);
+    if (make_lists(&l, pool, experts, ffn, starts, token_of)) return -1;
     const size_t hidden_bytes = aligned((size_t)rows * (size_t)d_ff * sizeof(float));
     const size_t parts_bytes = parts ? 0 : aligned((size_t)rows * (size_t)d_model * sizeof(float));
-    const size_t number_bytes = aligned((size_t)rows * sizeof(int32_t)), before_bytes = input_bytes(&before);
-    char *room = pool_scratch(pool, expand_bytes + shrink_bytes + hidden_bytes + parts_bytes + number_bytes +
-                                        before_bytes + input_bytes(&after));
+    const size_t before_bytes = input_bytes(&l.before, l.x_before, experts);
+    const size_t after_bytes = input_bytes(&l.after, l.x_after, experts);
+    char *room = pool_scratch(pool, hidden_bytes + parts_bytes + before_bytes + after_bytes);
     if (!room) return -1;
-    expansion *expand = (expansion *)room;
-    product *shrink = (product *)(room += expand_bytes);
-    float *hidden = (float *)(room += shrink_bytes);
-    room += hidden_bytes;
-    if (!parts) parts = (float *)room;
-    int32_t *number = (int32_t *)(room += parts_bytes);
+    float *hidden = (float *)room;
+    if (!parts) parts = (float *)(room + hidden_bytes);
+    room += hidden_bytes + parts_bytes;
+
     /* One expert alone often takes few of the tokens, each of them once. */
-    input_make(&before, pool, room += number_bytes, experts == 1 ? token_of : NULL, experts == 1 ? rows : tokens);
-    room += before_bytes;
+    const int alone = experts == 1;
+    input_make(&l.before, l.x_before, experts, pool, room, alone ? token_of : NULL, alone ? rows : tokens);
+    for (int e = 0; e < experts; e++) {
+        float *to = hidden + (int64_t)starts[e] * d_ff;
+        l.expand[e] = (expansion){&l.x_before[e], ffn[e], to, limit, activation, 0, 0};
+        l.shrink[e] = (product){&l.x_after[e], &ffn[e]->down, parts + (int64_t)starts[e] * d_model, d_model, 0, 0};
+    }
+    if (expand(pool, l.expand, experts)) return -1;
 
-    int items = 0;
-    int64_t bytes = 0, work = 0;
-    for (int e = 0; e < experts; e++) {
-        const int n = starts[e + 1] - starts[e];
-        bytes += n ? matrix_bytes(&ffn[e]->up) : 0;
-        work += 2 * n * matrix_bytes(&ffn[e]->up);
-    }
-    for (int e = 0; e < experts; e++) {
-        const int first = starts[e], n = starts[e + 1] - first, block = item_rows(pool, &ffn[e]->up, n, bytes);
-        expand[e] = (expansion){&before, ffn[e], token_of + first, hidden + (int64_t)first * d_ff, limit, activation, n,
-                                block, n ? (d_ff + block - 1) / block : 0};
-        items += expand[e].items;
-    }
-    run_items(pool, expand_item, &(expansions){expand, experts}, items, work);
-
-    after.values = hidden;
-    input_make(&after, pool, room, NULL, rows);
-    for (int r = 0; r < rows; r++) number[r] = r;
-    for (int e = 0; e < experts; e++) {
-        const int first = starts[e], n = starts[e + 1] - first;
-        shrink[e] = (product){&after, &ffn[e]->down, parts + (int64_t)first * d_model, d_model, number + first, n, 0, 0};
-    }
-    run_products(pool, shrink, experts);
+    l.after.values = hidden;
+    input_make(&l.after, l.x_after, experts, pool, room + before_bytes, NULL, rows);
     *made = parts;
-    return 0;
+    return run_products(pool, l.shrink, experts);
 }
 
 static void add_parts(moert_pool *pool, const float *parts, const float *weights, const int32_t *tokens, int rows,

@@ -1,7 +1,7 @@
 /* The arithmetic of a pack's matrices: plain C, no Python, loaded with ctypes (native.py).
  *
  * Every function takes the pack's bytes as they lie on disk (pack/SPEC.md, section 3). Codes are multiplied with
- * activations that were rounded to 8 bits in blocks of MOERT_BLOCK inputs, one float scale a block: exact integers
+ * activations that were rounded to 8 bits in blocks of inputs (moert_block), one float scale a block: exact integers
  * inside a block, float32 sums between them. Floats (16 or 32 bits) are multiplied as they are.
  *
  * A pool is used by one thread at a time. Functions that return int give 0, or -1 if memory ran out, or if matrices with
@@ -12,8 +12,8 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 2
-#define MOERT_BLOCK 32
+#define MOERT_ABI 5
+#define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. */
 enum { MOERT_F16 = 16, MOERT_BF16 = 17, MOERT_F32 = 32 };
@@ -38,16 +38,35 @@ typedef struct {
 
 typedef struct {
     const float *norm;        /* [d_model], RMS norm before q, k, v */
-    const float *q_norm;      /* [heads * head_dim] or NULL: norms over whole q and k */
-    const float *k_norm;      /* [kv_heads * head_dim] or NULL */
-    moert_matrix q, k, v, o;  /* k.data and v.data are NULL where keys and values are given (cross attention) */
+    const float *q_norm;      /* or NULL: [heads * head_dim], all heads as one vector; [head_dim] with norm_each */
+    const float *k_norm;      /* the same */
+    const float *sinks;       /* [heads]: a score that takes part in the softmax and has no value; or NULL */
+    moert_matrix q, k, v, o;  /* k.data and v.data are NULL where keys and values are there already (cross attention) */
     int32_t heads, kv_heads, head_dim;
+    int32_t rope_dims;        /* the first features of each head turn, in two halves; 0: none */
+    int32_t norm_each, causal;
+    int32_t window;           /* keys that a query sees at most, itself among them; 0: all */
     float eps, scale, clip;   /* clip: q, k, v are clamped to ±clip; infinity for none */
+    float softcap;            /* scores become softcap * tanh(score / softcap); 0: none */
 } moert_attention;
+
+/* Keys and values of a layer: keys [kv_heads][blocks][head_dim][MOERT_KEYS], values [kv_heads][tokens][head_dim], with
+ * strides from head to head. Numbers are float16; or where there are steps, of 8 bits with a sign, times the float16 step of
+ * their token: key_steps [kv_heads][blocks][MOERT_KEYS], value_steps [kv_heads][tokens]. */
+typedef struct {
+    void *keys, *values;
+    uint16_t *key_steps, *value_steps; /* both or NULL */
+    int64_t key_stride, value_stride;  /* in numbers */
+    int64_t key_step_stride, value_step_stride;
+} moert_keys;
 
 typedef struct moert_pool moert_pool;
 
 int moert_abi(void);
+
+/* Inputs that are rounded with one scale, for matrices whose scales cover `group` of `cols` inputs: 32, or 64 where the
+ * rows are long and no group ends within 64, or 16 where groups are a multiple of that alone. */
+int moert_block(int cols, int group);
 
 /* Instruction sets compiled into this library, best first, and whether this processor has them. */
 int moert_isa_count(void);
@@ -79,21 +98,36 @@ int moert_parts(moert_pool *pool, int activation, float limit, int experts, cons
 void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,
                      int cols, float *out);
 
-/* One token through an attention block: x [d_model] += o · attention(norm(x)).
- * keys, values [kv_heads, ≥ length, head_dim] with head_stride floats from head to head; with k and v, row
- * length - 1 is written here. turn: cos and signed sin [2, head_dim] of rotary positions, or NULL. bias [heads, length]
- * with bias_stride floats from head to head, or NULL. */
-int moert_attend(moert_pool *pool, const moert_attention *attention, float *x, float *keys, float *values,
-                 int64_t head_stride, int length, const float *turn, const float *bias, int64_t bias_stride);
+/* Tokens of one sequence through an attention block: x [tokens, d_model] += o · attention(norm(x)). They are those from
+ * position `start` on; with k and v, their keys and values are written there first. `length` keys are there then.
+ * turns: cosines and sines [tokens, 2, rope_dims / 2], or NULL. bias, or NULL: for head h, bias[h * bias_stride + d] is
+ * that of a key d places after the query; d may be negative. */
+int moert_attend(moert_pool *pool, const moert_attention *attention, int tokens, float *x, const moert_keys *keys,
+                 int start, int length, const float *turns, const float *bias, int64_t bias_stride);
 
-/* hidden [d_model] = norm(x); the top_k largest of softmax(router · hidden): experts ascending by number, with their
- * probabilities, divided by their sum if renormalise. */
-int moert_route(moert_pool *pool, const float *norm, float eps, const moert_matrix *router, const float *x, int top_k,
-                int renormalise, float *hidden, int64_t *experts, float *weights);
+/* Keys and values of encoded [tokens, d_model], which a decoder attends to, are written from position `start` on. */
+int moert_keep(moert_pool *pool, const moert_attention *attention, int tokens, const float *encoded, int start,
+               const moert_keys *keys);
 
-/* y [matrix.rows] = matrix · (norm(x) * factor) */
-int moert_head(moert_pool *pool, const float *norm, float eps, float factor, const moert_matrix *matrix,
+/* y [tokens, n] = norm(x) of each */
+void moert_norm(moert_pool *pool, const float *weight, float eps, int tokens, int n, const float *x, float *y);
+
+/* hidden [tokens, d_model] = norm(x); probabilities [tokens, experts] = softmax(router · hidden) */
+int moert_scores(moert_pool *pool, const float *norm, float eps, const moert_matrix *router, int tokens, const float *x,
+                 float *hidden, float *probabilities);
+
+/* The top_k largest of probabilities [tokens, experts], which it spoils: experts [tokens, top_k] ascending by number, with
+ * their probabilities, divided by their sum if renormalise. */
+void moert_choose(float *probabilities, int tokens, int experts, int top_k, int renormalise, int64_t *chosen,
+                  float *weights);
+
+/* y [tokens, matrix.rows] = matrix · (norm(x) * factor) */
+int moert_head(moert_pool *pool, const float *norm, float eps, float factor, const moert_matrix *matrix, int tokens,
                const float *x, float *y);
+
+/* The CRC-32 of zlib, of more data after that whose checksum is `crc` (0: none), and whether it is fast here. */
+uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n);
+int moert_crc32_fast(void);
 
 #pragma GCC visibility pop
 

@@ -25,11 +25,17 @@
 #define ITEMS(ticket) ((int64_t)((ticket) >> 32))
 #define ITEM(ticket) ((int64_t)((ticket)&0xFFFFFFFF))
 
+typedef struct {
+    char *at;
+    size_t bytes;
+} room;
+
 struct moert_pool {
     const operations *isa;
     int threads, started;
-    void *scratch;
-    size_t scratch_bytes;
+    room scratch, lists, own; /* own: [threads][own_bytes] */
+    size_t own_bytes;
+    atomic_int numbers;  /* of threads that have begun */
     pthread_t *workers;
     work run; /* the present job: it stays until all of its items are done */
     const void *job;
@@ -48,12 +54,12 @@ static int64_t now_ns(void) {
 }
 
 /* Takes items of the present job until none is left. */
-static void take_items(moert_pool *pool) {
+static void take_items(moert_pool *pool, int thread) {
     uint64_t ticket = atomic_load(&pool->ticket);
     while (ITEM(ticket) < ITEMS(ticket)) {
         ticket = atomic_fetch_add(&pool->ticket, 1);
         if (ITEM(ticket) >= ITEMS(ticket)) return;
-        pool->run(pool->job, (int)ITEM(ticket));
+        pool->run(pool->job, (int)ITEM(ticket), pool->own.at + (size_t)thread * pool->own_bytes);
         if (atomic_fetch_add(&pool->done, 1) + 1 == ITEMS(ticket) && atomic_load(&pool->caller_asleep)) {
             pthread_mutex_lock(&pool->lock);
             pthread_cond_signal(&pool->finished);
@@ -70,8 +76,9 @@ static int has_items(moert_pool *pool) {
 
 static void *worker(void *argument) {
     moert_pool *pool = argument;
+    const int thread = atomic_fetch_add(&pool->numbers, 1) + 1; /* the caller is 0 */
     while (!atomic_load(&pool->closing)) {
-        take_items(pool);
+        take_items(pool, thread);
         int64_t until = now_ns() + IDLE_NS;
         int ready = 0;
         while (!(ready = has_items(pool) || atomic_load(&pool->closing)) && now_ns() < until)
@@ -104,9 +111,9 @@ static void wait_for_items(moert_pool *pool, int n) {
     }
 }
 
-void pool_run(moert_pool *pool, work run, const void *job, int n) {
-    if (pool->threads == 1 || n == 1) {
-        for (int item = 0; item < n; item++) run(job, item);
+void pool_run(moert_pool *pool, work run, const void *job, int n, int alone) {
+    if (pool->threads == 1 || n == 1 || alone) {
+        for (int item = 0; item < n; item++) run(job, item, pool->own.at);
         return;
     }
     pool->run = run;
@@ -118,21 +125,29 @@ void pool_run(moert_pool *pool, work run, const void *job, int n) {
         pthread_cond_broadcast(&pool->wake);
         pthread_mutex_unlock(&pool->lock);
     }
-    take_items(pool);
+    take_items(pool, 0);
     wait_for_items(pool, n);
 }
 
-void *pool_scratch(moert_pool *pool, size_t bytes) {
-    const int much_too_large = pool->scratch_bytes > KEPT_SCRATCH && bytes < pool->scratch_bytes / 8;
-    if (bytes > pool->scratch_bytes || much_too_large) {
-        free(pool->scratch);
-        pool->scratch_bytes = aligned(bytes + bytes / 4);
-        pool->scratch = aligned_alloc(ALIGN, pool->scratch_bytes);
-        if (!pool->scratch) pool->scratch_bytes = 0;
+/* `bytes` of memory, what is there if it will do. */
+static void *ask(room *r, size_t bytes) {
+    const int much_too_large = r->bytes > KEPT_SCRATCH && bytes < r->bytes / 8;
+    if (bytes > r->bytes || much_too_large) {
+        free(r->at);
+        r->bytes = aligned(bytes + bytes / 4);
+        r->at = aligned_alloc(ALIGN, r->bytes);
+        if (!r->at) r->bytes = 0;
     }
-    return pool->scratch;
+    return r->at;
 }
 
+void *pool_scratch(moert_pool *pool, size_t bytes) { return ask(&pool->scratch, bytes); }
+void *pool_lists(moert_pool *pool, size_t bytes) { return ask(&pool->lists, bytes); }
+
+int pool_own(moert_pool *pool, size_t bytes) {
+    pool->own_bytes = aligned(bytes + 1);
+    return ask(&pool->own, (size_t)pool->threads * pool->own_bytes) ? 0 : -1;
+}
 const operations *pool_operations(const moert_pool *pool) { return pool->isa; }
 int pool_threads(const moert_pool *pool) { return pool->threads; }
 
@@ -149,7 +164,7 @@ moert_pool *moert_pool_open(int isa, int threads) {
         if (pthread_create(&pool->workers[pool->started], NULL, worker, pool)) break;
         pool->started++;
     }
-    if (pool->started < threads - 1) {
+    if (pool->started < threads - 1 || pool_own(pool, 0)) {
         moert_pool_close(pool);
         return NULL;
     }
@@ -167,6 +182,8 @@ void moert_pool_close(moert_pool *pool) {
     pthread_cond_destroy(&pool->wake);
     pthread_cond_destroy(&pool->finished);
     free(pool->workers);
-    free(pool->scratch);
+    free(pool->scratch.at);
+    free(pool->lists.at);
+    free(pool->own.at);
     free(pool);
 }

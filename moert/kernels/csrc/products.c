@@ -10,42 +10,59 @@ void input_begin(input *in, const operations *isa, const float *values, int toke
     *in = (input){.isa = isa, .values = values, .tokens = tokens, .cols = cols};
 }
 
+void columns_begin(columns *x, const input *in, const int32_t *tokens, int n) {
+    *x = (columns){.in = in, .tokens = tokens, .n = n};
+}
+
 static int grouping(const input *in, const moert_matrix *w) {
     int i = 0;
     while (i < in->count && in->rounded[i].group != w->group) i++;
     return i;
 }
 
-int input_wants(input *in, const moert_matrix *w) {
+/* Whether columns are multiplied with a matrix strip by strip. */
+static int many(const columns *x, const moert_matrix *w) {
+    return is_codes(w) && x->n >= x->in->isa->many && whole_blocks(w->cols, w->group);
+}
+
+int input_wants(input *in, columns *x, const moert_matrix *w) {
     if (!is_codes(w)) return 0;
     int i = grouping(in, w);
     if (i == MOST_GROUPINGS) return -1;
     if (i == in->count) in->rounded[in->count++].group = w->group;
-    in->orders[i] |= 1 << order_of(w->kind);
+    if (many(x, w)) x->of[i].n = x->n;
+    else in->orders[i] |= 1 << order_of(w->kind);
     return 0;
 }
 
-size_t input_bytes(const input *in) {
+static size_t rounded_bytes(const input *in, int i) {
+    return in->isa->operand_bytes(in->tokens, in->cols, in->rounded[i].group, in->orders[i]);
+}
+
+/* Gives panels their place, as much as they have tokens; returns what they take. */
+static size_t place_panels(panels *p, const operand *x, char *room) {
+    const size_t tokens = (size_t)panels_of(p->n) * PANEL, places = (size_t)places_of(x->cols, x->block);
+    const size_t bytes = tokens * places * (size_t)x->block, blocks = tokens * places * 4, sums = tokens * (size_t)x->groups * 4;
+    p->x = x;
+    p->bytes = (int8_t *)room;
+    p->blocks = (float *)(room + bytes);
+    p->sums = (float *)(room + bytes + blocks);
+    return bytes + blocks + sums;
+}
+
+size_t input_bytes(const input *in, const columns *x, int count) {
     size_t bytes = 0;
-    for (int i = 0; i < in->count; i++)
-        bytes += in->isa->operand_bytes(in->tokens, in->cols, in->rounded[i].group, in->orders[i]);
-    return bytes;
-}
-
-/* Gives the rounded activations their place. */
-static void input_place(input *in, void *room) {
-    char *at = room;
     for (int i = 0; i < in->count; i++) {
-        const int group = in->rounded[i].group;
-        in->isa->operand_place(&in->rounded[i], at, in->tokens, in->cols, group, in->orders[i]);
-        at += in->isa->operand_bytes(in->tokens, in->cols, group, in->orders[i]);
+        operand shape;
+        panels sized;
+        in->isa->operand_place(&shape, NULL, in->tokens, in->cols, in->rounded[i].group, 0);
+        bytes += rounded_bytes(in, i);
+        for (int c = 0; c < count; c++) {
+            sized.n = x[c].of[i].n;
+            bytes += place_panels(&sized, &shape, NULL);
+        }
     }
-}
-
-/* Makes those of one token. */
-static void input_fill(const input *in, int token) {
-    for (int i = 0; i < in->count; i++)
-        in->isa->operand_fill(&in->rounded[i], token, in->values + (int64_t)token * in->cols);
+    return bytes;
 }
 
 typedef struct {
@@ -53,22 +70,71 @@ typedef struct {
     const int32_t *tokens;
 } fill_job;
 
-static void fill_item(const void *job, int item) {
+static void fill_item(const void *job, int item, void *own) {
     const fill_job *j = job;
-    input_fill(j->in, j->tokens ? j->tokens[item] : item);
+    const int token = j->tokens ? j->tokens[item] : item;
+    (void)own;
+    for (int i = 0; i < j->in->count; i++)
+        j->in->isa->operand_fill(&j->in->rounded[i], token, j->in->values + (int64_t)token * j->in->cols);
 }
 
-void input_make(input *in, moert_pool *pool, void *room, const int32_t *tokens, int n) {
-    input_place(in, room);
+typedef struct {
+    const columns *columns;
+    int count;
+} panel_job;
+
+static void panel_item(const void *job, int item, void *own) {
+    const panel_job *j = job;
+    (void)own;
+    LOCATE(c, item, j->columns, j->count);
+    const columns *x = &j->columns[c];
+    int i = 0;
+    while (item >= panels_of(x->of[i].n)) item -= panels_of(x->of[i++].n);
+    x->in->isa->panel(&x->of[i], item, x->tokens);
+}
+
+void input_make(input *in, columns *x, int count, moert_pool *pool, void *room, const int32_t *tokens, int n) {
+    char *at = room;
+    int items = 0;
+    for (int i = 0; i < in->count; i++) {
+        in->isa->operand_place(&in->rounded[i], at, in->tokens, in->cols, in->rounded[i].group, in->orders[i]);
+        at += rounded_bytes(in, i);
+    }
+    for (int c = 0; c < count; c++, items += x[c - 1].items) {
+        x[c].items = 0;
+        for (int i = 0; i < in->count; i++) {
+            at += place_panels(&x[c].of[i], &in->rounded[i], at);
+            x[c].items += panels_of(x[c].of[i].n);
+        }
+    }
     if (in->count) run_items(pool, fill_item, &(fill_job){in, tokens}, n, (int64_t)n * in->cols);
+    if (items) run_items(pool, panel_item, &(panel_job){x, count}, items, (int64_t)items * PANEL * in->cols);
 }
 
-void multiply(const input *in, const moert_matrix *w, const int32_t *tokens, int n, int first, int stop, float *y,
-              int64_t stride) {
-    if (is_codes(w))
-        in->isa->codes(w, &in->rounded[grouping(in, w)], tokens, n, first, stop, y, stride);
-    else
-        in->isa->floats(w, in->values, tokens, n, first, stop, y, stride);
+static size_t codes_bytes(int cols, int block) { return STRIP * (size_t)(places_of(cols, block) * block); }
+
+size_t multiply_bytes(const columns *x, const moert_matrix *w) {
+    const size_t scales = STRIP * (size_t)strip_stride(w->cols, w->group) * sizeof(float);
+    return many(x, w) ? codes_bytes(w->cols, block_of(w->cols, w->group)) + 2 * scales : 0;
+}
+
+static void multiply_strips(const panels *p, const moert_matrix *w, const operations *isa, int first, int stop, float *y,
+                            int64_t stride, void *own) {
+    strip s = {.bits = w->kind, .cols = w->cols, .block = p->x->block, .codes = own, .stride = strip_stride(w->cols, w->group)};
+    s.scale = (float *)(s.codes + codes_bytes(w->cols, s.block));
+    s.minimum = s.scale + STRIP * s.stride;
+    for (int row = first; row < stop; row += STRIP) {
+        s.rows = stop - row < STRIP ? stop - row : STRIP;
+        isa->unpack(w, row, &s);
+        isa->strips(&s, p, y + row - first, stride);
+    }
+}
+
+void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own) {
+    const input *in = x->in;
+    if (!is_codes(w)) in->isa->floats(w, in->values, x->tokens, x->n, first, stop, y, stride);
+    else if (many(x, w)) multiply_strips(&x->of[grouping(in, w)], w, in->isa, first, stop, y, stride, own);
+    else in->isa->codes(w, &in->rounded[grouping(in, w)], x->tokens, x->n, first, stop, y, stride);
 }
 
 static int64_t bytes_of_row(const moert_matrix *w) {
@@ -87,54 +153,57 @@ int item_rows(const moert_pool *pool, const moert_matrix *w, int n, int64_t byte
     return (int)((w->rows + items - 1) / items + 3) / 4 * 4; /* of one size, whole tiles */
 }
 
-static void product_item(const void *job, int item) {
+static void product_item(const void *job, int item, void *own) {
     const products *all = job;
     LOCATE(i, item, all->products, all->count);
     const product *p = &all->products[i];
     const int first = item * p->block, stop = first + p->block < p->w->rows ? first + p->block : p->w->rows;
-    multiply(p->in, p->w, p->tokens, p->n, first, stop, p->y + first, p->stride);
+    multiply(p->x, p->w, first, stop, p->y + first, p->stride, own);
 }
 
-void run_products(moert_pool *pool, product *list, int count) {
+int run_products(moert_pool *pool, product *list, int count) {
     const products all = {list, count};
     int items = 0;
     int64_t bytes = 0, work = 0;
+    size_t own = 0;
     for (int i = 0; i < count; i++) {
-        bytes += list[i].n ? matrix_bytes(list[i].w) : 0;
-        work += list[i].n * matrix_bytes(list[i].w);
+        const int64_t each = matrix_bytes(list[i].w);
+        const size_t room = multiply_bytes(list[i].x, list[i].w);
+        bytes += list[i].x->n ? each : 0;
+        work += list[i].x->n * each;
+        own = room > own ? room : own;
     }
+    if (pool_own(pool, own)) return -1;
     for (int i = 0; i < count; i++) {
         product *p = &list[i];
-        p->block = item_rows(pool, p->w, p->n, bytes);
-        p->items = p->n ? (p->w->rows + p->block - 1) / p->block : 0;
+        p->block = item_rows(pool, p->w, p->x->n, bytes);
+        p->items = p->x->n ? (p->w->rows + p->block - 1) / p->block : 0;
         items += p->items;
     }
     run_items(pool, product_item, &all, items, work);
+    return 0;
 }
 
 void run_items(moert_pool *pool, work run, const void *job, int n, int64_t amount) {
-    if (amount < ALONE_BYTES)
-        for (int item = 0; item < n; item++) run(job, item);
-    else
-        pool_run(pool, run, job, n);
+    pool_run(pool, run, job, n, amount < ALONE_BYTES);
 }
 
 int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrices, const float *x, int tokens,
                  float *const *outputs) {
     input in;
+    columns all;
     if (!count) return 0;
     input_begin(&in, pool_operations(pool), x, tokens, matrices[0]->cols);
+    columns_begin(&all, &in, NULL, tokens);
     for (int i = 0; i < count; i++)
-        if (input_wants(&in, matrices[i])) return -1;
+        if (input_wants(&in, &all, matrices[i])) return -1;
     const size_t list_bytes = aligned((size_t)count * sizeof(product));
-    char *room = pool_scratch(pool, list_bytes + input_bytes(&in));
+    char *room = pool_scratch(pool, list_bytes + input_bytes(&in, &all, 1));
     if (!room) return -1;
-    input_make(&in, pool, room + list_bytes, NULL, tokens);
+    input_make(&in, &all, 1, pool, room + list_bytes, NULL, tokens);
     product *list = (product *)room;
-    for (int i = 0; i < count; i++)
-        list[i] = (product){&in, matrices[i], outputs[i], matrices[i]->rows, NULL, tokens, 0, 0};
-    run_products(pool, list, count);
-    return 0;
+    for (int i = 0; i < count; i++) list[i] = (product){&all, matrices[i], outputs[i], matrices[i]->rows, 0, 0};
+    return run_products(pool, list, count);
 }
 
 typedef struct {
@@ -144,8 +213,9 @@ typedef struct {
     float *out;
 } rows_job;
 
-static void row_item(const void *job, int item) {
+static void row_item(const void *job, int item, void *own) {
     const rows_job *j = job;
+    (void)own;
     j->isa->row(j->w, j->rows[item], j->out + (int64_t)item * j->w->cols);
 }
 

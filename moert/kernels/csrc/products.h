@@ -15,16 +15,27 @@ typedef struct {
     operand rounded[MOST_GROUPINGS];
 } input;
 
-void input_begin(input *in, const operations *isa, const float *values, int tokens, int cols);
-/* Takes note of a matrix that will be multiplied with the input; 0, or -1 if there are too many group sizes. */
-int input_wants(input *in, const moert_matrix *w);
-size_t input_bytes(const input *in);
-/* Makes the rounded activations of n tokens (0 .. n - 1 where NULL), in `room` and on all threads. */
-void input_make(input *in, moert_pool *pool, void *room, const int32_t *tokens, int n);
+/* Tokens of an input that are multiplied with the same matrices. */
+typedef struct {
+    const input *in;
+    const int32_t *tokens; /* NULL: 0 .. n - 1 */
+    int n;
+    panels of[MOST_GROUPINGS]; /* for each grouping of the input; n = 0 where no matrix wants them */
+    int items;                 /* panels to fill in; of the groupings one after the other */
+} columns;
 
-/* y[t * stride + row - first], as in `operations`. */
-void multiply(const input *in, const moert_matrix *w, const int32_t *tokens, int n, int first, int stop, float *y,
-              int64_t stride);
+void input_begin(input *in, const operations *isa, const float *values, int tokens, int cols);
+void columns_begin(columns *x, const input *in, const int32_t *tokens, int n);
+/* Takes note of a matrix that some of the input will be multiplied with; 0, or -1 if there are too many group sizes. */
+int input_wants(input *in, columns *x, const moert_matrix *w);
+/* What the rounded activations and `count` columns of them take. */
+size_t input_bytes(const input *in, const columns *x, int count);
+/* Makes the rounded activations of n tokens (0 .. n - 1 where NULL), and the columns, in `room` and on all threads. */
+void input_make(input *in, columns *x, int count, moert_pool *pool, void *room, const int32_t *tokens, int n);
+
+/* y[t * stride + row - first] = matrix · token t of the columns. `own`: multiply_bytes. */
+void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own);
+size_t multiply_bytes(const columns *x, const moert_matrix *w);
 
 /* Rows of a matrix that make one item for n tokens, in a job that reads `bytes` of weights in all. */
 int item_rows(const moert_pool *pool, const moert_matrix *w, int n, int64_t bytes);
@@ -32,12 +43,10 @@ int64_t matrix_bytes(const moert_matrix *w);
 
 /* One matrix of several that are multiplied as one job. */
 typedef struct {
-    const input *in;
+    const columns *x;
     const moert_matrix *w;
     float *y;
     int64_t stride;
-    const int32_t *tokens; /* NULL: 0 .. n - 1 */
-    int n;
     int block, items; /* set by run_products */
 } product;
 
@@ -46,7 +55,8 @@ typedef struct {
     int count;
 } products;
 
-void run_products(moert_pool *pool, product *list, int count);
+/* 0, or -1 if memory ran out. */
+int run_products(moert_pool *pool, product *list, int count);
 
 /* Which of `count` lists of items the item belongs to; it is counted within that one afterwards. */
 #define LOCATE(at, item, list, count)                               \

@@ -6,7 +6,16 @@
 #define LANES 8
 #define ONE_ROWS 4
 #define MANY_ROWS 2
-#define MANY_TOKENS 4
+#define MANY_TOKENS 2
+#define SCORE_VECTORS 2
+#define STRIP_ROWS 2
+#define STRIP_VECTORS 2
+#define MANY 8
+#ifdef DOT_PRODUCT
+#define SAME_WIDTHS 0x11C /* strips: the code for 2 bits is that for 2, 3, 4 and 8 */
+#else
+#define SAME_WIDTHS 0x1C /* 2, 3 and 4 */
+#endif
 
 typedef __m256i bytes;
 typedef __m256i ints;
@@ -27,7 +36,47 @@ INLINE bytes triples(bytes v, bytes high, const int place) {
     return _mm256_or_si256(pairs(v, place), _mm256_and_si256(third, _mm256_set1_epi8(4)));
 }
 
+/* Bytes → a byte for each code, in the order of the inputs. */
+INLINE bytes spread_nibbles(const void *p) {
+    const __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128(p));
+    return _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
+}
+INLINE bytes spread_pairs(const void *p) {
+    __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+    v = _mm256_or_si256(v, _mm256_slli_epi32(v, 6));
+    return _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 12)), _mm256_set1_epi8(3));
+}
+/* The third bits of VECTOR codes, where they belong. */
+INLINE bytes spread_thirds(const void *p) {
+    int32_t bits;
+    memcpy(&bits, p, sizeof bits);
+    const __m256i place = _mm256_set1_epi64x((long long)0x8040201008040201);
+    const __m256i from = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i here = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), from), place);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(here, place), _mm256_set1_epi8(4));
+}
+INLINE bytes or_bytes(bytes a, bytes b) { return _mm256_or_si256(a, b); }
+INLINE void store_bytes(void *p, bytes v) { _mm256_storeu_si256(p, v); }
+INLINE void store_parts(void *first, void *second, bytes v) { (void)first, (void)second, (void)v; }
+INLINE bytes four_codes(const int bits, const uint8_t *p) {
+    int32_t codes;
+    memcpy(&codes, p, sizeof codes);
+    (void)bits;
+    return _mm256_set1_epi32(codes);
+}
+
 #ifdef DOT_PRODUCT
+/* Running sums of 4 products in each lane, a token in each. */
+typedef __m256i dots;
+INLINE dots no_dots(void) { return _mm256_setzero_si256(); }
+INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
+    (void)bits;
+    return _mm256_dpbusd_avx_epi32(sum, codes, x);
+}
+INLINE ints all_dots(const int bits, dots sum, dots inputs) {
+    (void)bits, (void)inputs;
+    return sum;
+}
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     ints sum = _mm256_setzero_si256();
     for (int i = 0; i < n; i++) sum = _mm256_dpbusd_avx_epi32(sum, codes[i], load_bytes(x + i * VECTOR));
@@ -37,6 +86,21 @@ INLINE ints dot_bytes(bytes codes, const int8_t *x) {
     return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), codes, load_bytes(x));
 }
 #else
+/* Running sums of 4 products in each lane, a token in each; in 16 bits, where the 8 steps of a block stay below
+ * 8 · 2 · 15 · 127. Codes of 8 bits go by halves. */
+typedef struct { __m256i low, high; } dots;
+INLINE dots no_dots(void) { return (dots){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
+    sum.low = _mm256_add_epi16(sum.low, _mm256_maddubs_epi16(bits == 8 ? nibbles_low(codes) : codes, x));
+    if (bits == 8) sum.high = _mm256_add_epi16(sum.high, _mm256_maddubs_epi16(nibbles_high(codes), x));
+    return sum;
+}
+INLINE ints all_dots(const int bits, dots sum, dots inputs) {
+    const ints low = _mm256_madd_epi16(sum.low, _mm256_set1_epi16(1));
+    (void)inputs;
+    return bits == 8 ? _mm256_add_epi32(low, _mm256_madd_epi16(sum.high, _mm256_set1_epi16(16))) : low;
+}
+
 /* Pairs of products are summed up in 16 bits: four planes of codes below 16 stay below 4 · 2 · 15 · 127. */
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     __m256i sum = _mm256_maddubs_epi16(codes[0], load_bytes(x));
@@ -59,6 +123,12 @@ INLINE reals to_reals(ints v) { return _mm256_cvtepi32_ps(v); }
 INLINE reals times(reals a, reals b) { return _mm256_mul_ps(a, b); }
 INLINE reals plus(reals a, reals b) { return _mm256_add_ps(a, b); }
 INLINE reals multiply_add(reals a, reals b, reals c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE reals splat(float v) { return _mm256_set1_ps(v); }
+/* The sums of neighbours: those of a, then those of b. */
+INLINE ints add_pairs(ints a, ints b) {
+    return _mm256_permute4x64_epi64(_mm256_hadd_epi32(a, b), 0xD8);
+}
+/* Halves are added until one lane is left. */
 INLINE float total(reals v) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -67,7 +137,13 @@ INLINE float total(reals v) {
 INLINE reals pick(reals table, const int32_t *index) {
     return _mm256_permutevar8x32_ps(table, load_bytes(index));
 }
+INLINE reals load_small(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+}
 INLINE reals load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+INLINE void store_half(uint16_t *p, reals v) {
+    _mm_storeu_si128((void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
 INLINE reals load_half_part(const uint16_t *p, int n) {
     uint16_t room[LANES] = {0};
     memcpy(room, p, (size_t)n * sizeof *p);
@@ -75,4 +151,17 @@ INLINE reals load_half_part(const uint16_t *p, int n) {
 }
 INLINE reals load_brain(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
+}
+/* to[i][place] = from[place][i], 4 by 4 words of 4 bytes; `stride` bytes from one to[i] to the next. */
+INLINE void transpose_words(const void *first, const void *second, const void *third, const void *fourth, void *to,
+                            int64_t stride) {
+    const __m128i a = _mm_loadu_si128(first), b = _mm_loadu_si128(second);
+    const __m128i c = _mm_loadu_si128(third), d = _mm_loadu_si128(fourth);
+    char *at = to;
+    const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+    const __m128i ab2 = _mm_unpackhi_epi32(a, b), cd2 = _mm_unpackhi_epi32(c, d);
+    _mm_storeu_si128((void *)at, _mm_unpacklo_epi64(ab, cd));
+    _mm_storeu_si128((void *)(at + stride), _mm_unpackhi_epi64(ab, cd));
+    _mm_storeu_si128((void *)(at + 2 * stride), _mm_unpacklo_epi64(ab2, cd2));
+    _mm_storeu_si128((void *)(at + 3 * stride), _mm_unpackhi_epi64(ab2, cd2));
 }

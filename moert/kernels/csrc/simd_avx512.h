@@ -7,6 +7,11 @@
 #define ONE_ROWS 4
 #define MANY_ROWS 4
 #define MANY_TOKENS 4
+#define SCORE_VECTORS 4
+#define STRIP_ROWS 4
+#define STRIP_VECTORS 2
+#define MANY 8
+#define SAME_WIDTHS 0x11C /* strips: the code for 2 bits is that for 2, 3, 4 and 8 */
 
 typedef __m512i bytes;
 typedef __m512i ints;
@@ -41,6 +46,47 @@ INLINE ints dot_bytes(bytes codes, const int8_t *x) {
     return _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, _mm512_loadu_si512(x));
 }
 
+/* Bytes → a byte for each code, in the order of the inputs. */
+INLINE bytes spread_nibbles(const void *p) {
+    const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256(p));
+    return _mm512_and_si512(_mm512_or_si512(v, _mm512_slli_epi16(v, 4)), _mm512_set1_epi8(15));
+}
+INLINE bytes spread_pairs(const void *p) {
+    __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+    v = _mm512_or_si512(v, _mm512_slli_epi32(v, 6));
+    return _mm512_and_si512(_mm512_or_si512(v, _mm512_slli_epi32(v, 12)), _mm512_set1_epi8(3));
+}
+/* The third bits of VECTOR codes, where they belong. */
+INLINE bytes spread_thirds(const void *p) {
+    uint64_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return _mm512_maskz_set1_epi8(bits, 4);
+}
+INLINE bytes or_bytes(bytes a, bytes b) { return _mm512_or_si512(a, b); }
+INLINE void store_bytes(void *p, bytes v) { _mm512_storeu_si512(p, v); }
+INLINE void store_parts(void *first, void *second, bytes v) {
+    _mm256_storeu_si256(first, _mm512_castsi512_si256(v));
+    _mm256_storeu_si256(second, _mm512_extracti64x4_epi64(v, 1));
+}
+
+/* Running sums of 4 products in each lane, a token in each. */
+typedef __m512i dots;
+INLINE bytes four_codes(const int bits, const uint8_t *p) {
+    int32_t codes;
+    memcpy(&codes, p, sizeof codes);
+    (void)bits;
+    return _mm512_set1_epi32(codes);
+}
+INLINE dots no_dots(void) { return _mm512_setzero_si512(); }
+INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
+    (void)bits;
+    return _mm512_dpbusd_epi32(sum, codes, x);
+}
+INLINE ints all_dots(const int bits, dots sum, dots inputs) {
+    (void)bits, (void)inputs;
+    return sum;
+}
+
 INLINE reals zero(void) { return _mm512_setzero_ps(); }
 INLINE reals load_reals(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void store_reals(float *p, reals v) { _mm512_storeu_ps(p, v); }
@@ -48,17 +94,49 @@ INLINE reals to_reals(ints v) { return _mm512_cvtepi32_ps(v); }
 INLINE reals times(reals a, reals b) { return _mm512_mul_ps(a, b); }
 INLINE reals plus(reals a, reals b) { return _mm512_add_ps(a, b); }
 INLINE reals multiply_add(reals a, reals b, reals c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE float total(reals v) { return _mm512_reduce_add_ps(v); }
+INLINE reals splat(float v) { return _mm512_set1_ps(v); }
+/* Halves are added until one lane is left. */
+INLINE float total(reals v) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+/* The sums of neighbours: those of a, then those of b. */
+INLINE ints add_pairs(ints a, ints b) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b));
+}
 
 /* Lane i gets table[index[i]]. */
 INLINE reals pick(reals table, const int32_t *index) {
     return _mm512_permutexvar_ps(_mm512_loadu_si512(index), table);
 }
 
+INLINE reals load_small(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
 INLINE reals load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+INLINE void store_half(uint16_t *p, reals v) {
+    _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
 INLINE reals load_half_part(const uint16_t *p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));
 }
 INLINE reals load_brain(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+/* to[i][place] = from[place][i], 4 by 4 words of 4 bytes; `stride` bytes from one to[i] to the next. */
+INLINE void transpose_words(const void *first, const void *second, const void *third, const void *fourth, void *to,
+                            int64_t stride) {
+    const __m128i a = _mm_loadu_si128(first), b = _mm_loadu_si128(second);
+    const __m128i c = _mm_loadu_si128(third), d = _mm_loadu_si128(fourth);
+    char *at = to;
+    const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+    const __m128i ab2 = _mm_unpackhi_epi32(a, b), cd2 = _mm_unpackhi_epi32(c, d);
+    _mm_storeu_si128((void *)at, _mm_unpacklo_epi64(ab, cd));
+    _mm_storeu_si128((void *)(at + stride), _mm_unpackhi_epi64(ab, cd));
+    _mm_storeu_si128((void *)(at + 2 * stride), _mm_unpacklo_epi64(ab2, cd2));
+    _mm_storeu_si128((void *)(at + 3 * stride), _mm_unpackhi_epi64(ab2, cd2));
 }

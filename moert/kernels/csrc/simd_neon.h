@@ -5,8 +5,13 @@
 #define VECTOR 16
 #define LANES 4
 #define ONE_ROWS 4
-#define MANY_ROWS 4
-#define MANY_TOKENS 4
+#define MANY_ROWS 2
+#define MANY_TOKENS 2
+#define SCORE_VECTORS 4
+#define STRIP_ROWS 4
+#define STRIP_VECTORS 2
+#define MANY 8
+#define SAME_WIDTHS 0x1C /* strips: the code for 2 bits is that for 2, 3 and 4 */
 
 typedef uint8x16_t bytes;
 typedef int32x4_t ints;
@@ -27,7 +32,47 @@ INLINE bytes triples(bytes v, bytes high, const int place) {
     return vorrq_u8(pairs(v, place), vandq_u8(third, vdupq_n_u8(4)));
 }
 
+/* Bytes → a byte for each code, in the order of the inputs. */
+INLINE bytes spread_nibbles(const void *p) {
+    const uint8x8_t v = vld1_u8(p), low = vand_u8(v, vdup_n_u8(15)), high = vshr_n_u8(v, 4);
+    return vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high));
+}
+INLINE bytes spread_pairs(const void *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    const uint8x8_t v = vreinterpret_u8_u32(vdup_n_u32(four)), twice = vzip1_u8(v, v);
+    const bytes each = vcombine_u8(vzip1_u8(twice, twice), vzip2_u8(twice, twice));
+    const int8_t shift[16] = {0, -2, -4, -6, 0, -2, -4, -6, 0, -2, -4, -6, 0, -2, -4, -6};
+    return vandq_u8(vshlq_u8(each, vld1q_s8(shift)), vdupq_n_u8(3));
+}
+/* The third bits of VECTOR codes, where they belong. */
+INLINE bytes spread_thirds(const void *p) {
+    const uint8_t *two = p, place[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const bytes each = vcombine_u8(vdup_n_u8(two[0]), vdup_n_u8(two[1]));
+    return vandq_u8(vtstq_u8(each, vld1q_u8(place)), vdupq_n_u8(4));
+}
+INLINE bytes or_bytes(bytes a, bytes b) { return vorrq_u8(a, b); }
+INLINE void store_bytes(void *p, bytes v) { vst1q_u8(p, v); }
+INLINE void store_parts(void *first, void *second, bytes v) { (void)first, (void)second, (void)v; }
+/* Bytes count as signed: codes of 8 bits less 128, and 128 times the inputs comes back in all_dots. */
+INLINE bytes four_codes(const int bits, const uint8_t *p) {
+    uint32_t codes;
+    memcpy(&codes, p, sizeof codes);
+    return vreinterpretq_u8_u32(vdupq_n_u32(bits == 8 ? codes ^ 0x80808080u : codes));
+}
+#define SIGNED_CODES
+
 #ifdef DOT_PRODUCT
+/* Running sums of 4 products in each lane, a token in each. */
+typedef int32x4_t dots;
+INLINE dots no_dots(void) { return vdupq_n_s32(0); }
+INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
+    (void)bits;
+    return vdotq_s32(sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(x));
+}
+INLINE ints all_dots(const int bits, dots sum, dots inputs) {
+    return bits == 8 ? vaddq_s32(sum, vshlq_n_s32(inputs, 7)) : sum;
+}
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     ints sum = vdupq_n_s32(0);
     for (int i = 0; i < n; i++) sum = vdotq_s32(sum, vreinterpretq_s8_u8(codes[i]), vld1q_s8(x + i * VECTOR));
@@ -40,6 +85,21 @@ INLINE ints dot_bytes(bytes codes, const int8_t *x) {
     return vdotq_s32(vshlq_n_s32(sums, 7), shifted, inputs);
 }
 #else
+/* Running sums of 4 products in each lane, a token in each; two sums a token until the end. */
+typedef struct { int32x4_t low, high; } dots;
+INLINE dots no_dots(void) { return (dots){vdupq_n_s32(0), vdupq_n_s32(0)}; }
+INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
+    const int8x16_t code = vreinterpretq_s8_u8(codes), inputs = vreinterpretq_s8_u8(x);
+    (void)bits;
+    sum.low = vpadalq_s16(sum.low, vmull_s8(vget_low_s8(code), vget_low_s8(inputs)));
+    sum.high = vpadalq_s16(sum.high, vmull_high_s8(code, inputs));
+    return sum;
+}
+INLINE ints all_dots(const int bits, dots sum, dots inputs) {
+    const ints all = vpaddq_s32(sum.low, sum.high);
+    return bits == 8 ? vaddq_s32(all, vshlq_n_s32(vpaddq_s32(inputs.low, inputs.high), 7)) : all;
+}
+
 /* Products are summed up in 16 bits, two and two in 32: four planes of codes below 16 stay below 4 · 2 · 15 · 127. */
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     int16x8_t low = vdupq_n_s16(0), high = low;
@@ -65,15 +125,41 @@ INLINE reals to_reals(ints v) { return vcvtq_f32_s32(v); }
 INLINE reals times(reals a, reals b) { return vmulq_f32(a, b); }
 INLINE reals plus(reals a, reals b) { return vaddq_f32(a, b); }
 INLINE reals multiply_add(reals a, reals b, reals c) { return vfmaq_f32(c, a, b); }
-INLINE float total(reals v) { return vaddvq_f32(v); }
+INLINE reals splat(float v) { return vdupq_n_f32(v); }
+/* The sums of neighbours: those of a, then those of b. */
+INLINE ints add_pairs(ints a, ints b) { return vpaddq_s32(a, b); }
+/* Halves are added until one lane is left. */
+INLINE float total(reals v) {
+    const float32x2_t half = vadd_f32(vget_low_f32(v), vget_high_f32(v));
+    return vget_lane_f32(half, 0) + vget_lane_f32(half, 1);
+}
 INLINE reals pick(reals table, const int32_t *index) {
     const float lanes[LANES] = {table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
     return vld1q_f32(lanes);
 }
+INLINE reals load_small(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+}
 INLINE reals load_half(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE void store_half(uint16_t *p, reals v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 INLINE reals load_half_part(const uint16_t *p, int n) {
     uint16_t room[LANES] = {0};
     memcpy(room, p, (size_t)n * sizeof *p);
     return load_half(room);
 }
 INLINE reals load_brain(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+/* to[i][place] = from[place][i], 4 by 4 words of 4 bytes; `stride` bytes from one to[i] to the next. */
+INLINE void transpose_words(const void *first, const void *second, const void *third, const void *fourth, void *to,
+                            int64_t stride) {
+    const uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(first)), b = vreinterpretq_u32_u8(vld1q_u8(second));
+    const uint32x4_t c = vreinterpretq_u32_u8(vld1q_u8(third)), d = vreinterpretq_u32_u8(vld1q_u8(fourth));
+    uint8_t *at = to;
+    const uint64x2_t ab = vreinterpretq_u64_u32(vzip1q_u32(a, b)), cd = vreinterpretq_u64_u32(vzip1q_u32(c, d));
+    const uint64x2_t ab2 = vreinterpretq_u64_u32(vzip2q_u32(a, b)), cd2 = vreinterpretq_u64_u32(vzip2q_u32(c, d));
+    vst1q_u8(at, vreinterpretq_u8_u64(vzip1q_u64(ab, cd)));
+    vst1q_u8(at + stride, vreinterpretq_u8_u64(vzip2q_u64(ab, cd)));
+    vst1q_u8(at + 2 * stride, vreinterpretq_u8_u64(vzip1q_u64(ab2, cd2)));
+    vst1q_u8(at + 3 * stride, vreinterpretq_u8_u64(vzip2q_u64(ab2, cd2)));
+}

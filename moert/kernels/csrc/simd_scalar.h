@@ -1,4 +1,5 @@
 /* Plain C, for any processor: arrays of 16 bytes, which compilers often make vectors of by themselves. */
+#include <math.h>
 #include <string.h>
 
 #define VECTOR 16
@@ -6,6 +7,12 @@
 #define ONE_ROWS 2
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
+#define SCORE_VECTORS 2
+#define STRIP_ROWS 2
+#define STRIP_VECTORS 2
+#define MANY 8
+#define ANY_BLOCK 1 /* one code for all sizes of blocks */
+#define SAME_WIDTHS 0x11C /* strips: the code for 2 bits is that for 2, 3, 4 and 8 */
 
 typedef struct { uint8_t at[VECTOR]; } bytes;
 typedef struct { int32_t at[LANES]; } ints;
@@ -44,6 +51,41 @@ INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     return sum;
 }
 
+/* Bytes → a byte for each code, in the order of the inputs. */
+INLINE bytes spread_nibbles(const void *p) {
+    const uint8_t *from = p;
+    EACH(bytes, VECTOR, from[i / 2] >> i % 2 * 4 & 15);
+}
+INLINE bytes spread_pairs(const void *p) {
+    const uint8_t *from = p;
+    EACH(bytes, VECTOR, from[i / 4] >> i % 4 * 2 & 3);
+}
+/* The third bits of VECTOR codes, where they belong. */
+INLINE bytes spread_thirds(const void *p) {
+    const uint8_t *from = p;
+    EACH(bytes, VECTOR, (from[i / 8] >> i % 8 & 1) << 2);
+}
+INLINE bytes or_bytes(bytes a, bytes b) { EACH(bytes, VECTOR, a.at[i] | b.at[i]); }
+INLINE void store_bytes(void *p, bytes v) { memcpy(p, &v, sizeof v); }
+INLINE void store_parts(void *first, void *second, bytes v) { (void)first, (void)second, (void)v; }
+
+/* Running sums of 4 products in each lane, a token in each. */
+typedef ints dots;
+INLINE bytes four_codes(const int bits, const uint8_t *p) {
+    (void)bits;
+    EACH(bytes, VECTOR, p[i % 4]);
+}
+INLINE dots no_dots(void) { return (dots){{0}}; }
+INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
+    (void)bits;
+    for (int i = 0; i < VECTOR; i++) sum.at[i / 4] += codes.at[i] * (int8_t)x.at[i];
+    return sum;
+}
+INLINE ints all_dots(const int bits, dots sum, dots inputs) {
+    (void)bits, (void)inputs;
+    return sum;
+}
+
 /* IEEE half precision, by hand: the exponent is moved, numbers below the smallest normal one are counted in 2^-24. */
 INLINE float half(uint16_t pattern) {
     const uint32_t sign = (uint32_t)(pattern & 0x8000) << 16, rest = pattern & 0x7FFF;
@@ -55,16 +97,38 @@ INLINE float half(uint16_t pattern) {
     return value;
 }
 
+/* The nearest one, of two equally near the even one. */
+INLINE uint16_t to_half(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
+    if (rest > 0x7F800000) return (uint16_t)(sign | 0x7E00);
+    if (rest >= 0x47800000) return (uint16_t)(sign | 0x7C00);
+    if (rest < 0x38800000) { /* below the smallest normal one: counted in 2^-24 */
+        float magnitude;
+        memcpy(&magnitude, &rest, sizeof magnitude);
+        return (uint16_t)(sign | (uint32_t)__builtin_rintf(magnitude * 16777216.0f));
+    }
+    return (uint16_t)(sign | ((rest - ((127 - 15) << 23) + 0xFFF + (rest >> 13 & 1)) >> 13));
+}
+
 INLINE reals zero(void) { EACH(reals, LANES, 0); }
 INLINE reals load_reals(const float *p) { EACH(reals, LANES, p[i]); }
 INLINE void store_reals(float *p, reals v) { memcpy(p, &v, sizeof v); }
 INLINE reals to_reals(ints v) { EACH(reals, LANES, (float)v.at[i]); }
 INLINE reals times(reals a, reals b) { EACH(reals, LANES, a.at[i] * b.at[i]); }
 INLINE reals plus(reals a, reals b) { EACH(reals, LANES, a.at[i] + b.at[i]); }
-INLINE reals multiply_add(reals a, reals b, reals c) { EACH(reals, LANES, a.at[i] * b.at[i] + c.at[i]); }
+INLINE reals multiply_add(reals a, reals b, reals c) { EACH(reals, LANES, fmaf(a.at[i], b.at[i], c.at[i])); }
+INLINE reals splat(float v) { EACH(reals, LANES, v); }
+/* The sums of neighbours: those of a, then those of b. */
+INLINE ints add_pairs(ints a, ints b) { EACH(ints, LANES, i < 2 ? a.at[2 * i] + a.at[2 * i + 1] : b.at[2 * i - 4] + b.at[2 * i - 3]); }
 INLINE float total(reals v) { return (v.at[0] + v.at[2]) + (v.at[1] + v.at[3]); }
 INLINE reals pick(reals table, const int32_t *index) { EACH(reals, LANES, table.at[index[i]]); }
+INLINE reals load_small(const int8_t *p) { EACH(reals, LANES, (float)p[i]); }
 INLINE reals load_half(const uint16_t *p) { EACH(reals, LANES, half(p[i])); }
+INLINE void store_half(uint16_t *p, reals v) {
+    for (int i = 0; i < LANES; i++) p[i] = to_half(v.at[i]);
+}
 INLINE reals load_half_part(const uint16_t *p, int n) { EACH(reals, LANES, i < n ? half(p[i]) : 0); }
 INLINE reals load_brain(const uint16_t *p) {
     reals result;
@@ -73,4 +137,11 @@ INLINE reals load_brain(const uint16_t *p) {
         memcpy(&result.at[i], &bits, sizeof bits);
     }
     return result;
+}
+/* to[i][place] = from[place][i], 4 by 4 words of 4 bytes; `stride` bytes from one to[i] to the next. */
+INLINE void transpose_words(const void *first, const void *second, const void *third, const void *fourth, void *to,
+                            int64_t stride) {
+    const char *from[4] = {first, second, third, fourth};
+    for (int place = 0; place < 4; place++)
+        for (int i = 0; i < 4; i++) memcpy((char *)to + i * stride + 4 * place, from[place] + 4 * i, 4);
 }

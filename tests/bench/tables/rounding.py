@@ -1,4 +1,4 @@
-"""`make bench-rounding`: what 8-bit activations add to a pack's loss."""
+"""`make bench-rounding`: what 8-bit activations, and keys and values of 16 bits, add to a pack's loss."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ def parts(result: Result) -> Sequence[Part]:
         ("", "with native kernels"),
         ("wiki: rise of the perplexity (95% interval)",
          "{wiki: relative rise with native kernels|interval.3%}"),
+        *((f"{name}: the same by keys and values of {bits} bits alone",
+           f"{{{name}: relative rise with keys of {bits} bits|interval.3%}}")
+          for name in ("wiki", "g2p") for bits in (16, 8)),
         ("g2p: words that come out differently", "{g2p: words that differ|.1%} of {g2p: words that differ@n}"),
     ]  # fmt: skip
     return [lines]

@@ -22,22 +22,22 @@ from moert.bench.summary import asked, percentile, summarize, summary_lines, tok
 from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.engine import Engine
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
+from moert.experts.demand import Demand
 from moert.experts.drive import IoSettings
-from moert.experts.replay import Step
 from moert.generation.batch import Answer
 from moert.generation.settings import GenerationSettings
 from moert.pack.errors import ManifestMissing, PackError
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.system import usable_cores
 from tests import tiny_packs
 from tests.alone import alone
-from tests.tiny_bench import SETTINGS
+from tests.tiny_bench import SETTINGS, but
 
 # The bound ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_in_memory_before_need_not_be_read_but_takes_its_room() -> None:
-    trace = [Step("decoder", 0, (expert,)) for expert in (0, 1, 0, 2)]
+    trace = [Demand(LayerKey("decoder", 0), (expert,)) for expert in (0, 1, 0, 2)]
     keys = [ExpertKey("decoder", 0, expert) for expert in range(4)]
     nbytes = dict.fromkeys(keys, 10)
     assert furthest_first(trace, nbytes, 20) == FurthestFirst(4, 3, 30)
@@ -75,7 +75,7 @@ def test_only_the_samples_count_not_the_warm_up(measured: BenchRun) -> None:
 def in_800_megabytes(pack: Path) -> tuple[dict[str, int], dict[str, Any]]:
     """What was counted, and the settings of the summary."""
     limit = MemoryLimit(nbytes=8 * 10**8)
-    asked = replace(SETTINGS, cache=None, memory=limit, io=None, eviction="auto", threads=None)
+    asked = but(cache=None, memory=limit, io=None, eviction="auto", threads=None)
     whole = measure(pack, asked, ["one small step", "hello", "zigzag"], disk_bytes_per_s=1e6)
     counts = {"read": whole.bytes_read, "lacked": whole.demands - whole.hits, "unavoidable": whole.least_bytes}
     return counts, summary_of(whole)["settings"]
@@ -102,7 +102,7 @@ def test_no_prompt_runs_before_it_is_measured(pack: Path, monkeypatch: pytest.Mo
     measure(pack, SETTINGS, ["one small step", "hello"], disk_bytes_per_s=1e9)
     assert [len(ids) for ids in runs] == [24, 14, 5]
     del runs[:]
-    measure(pack, replace(SETTINGS, cache=None), None, disk_bytes_per_s=1e9)
+    measure(pack, but(cache=None), None, disk_bytes_per_s=1e9)
     assert len(runs) == len(TEXTS) + 1
     assert runs[0] not in runs[1:]
 
@@ -116,7 +116,7 @@ def test_the_first_request_has_the_look_at_the_drive_in_its_time(pack: Path, mon
         return IoSettings(False, 1)
 
     monkeypatch.setattr("moert.engine.settings_for", looks)
-    found = measure(pack, replace(SETTINGS, io=None), ["hello"], disk_bytes_per_s=1e9)
+    found = measure(pack, but(io=None), ["hello"], disk_bytes_per_s=1e9)
     assert found.first_request_s == 100.0
     assert [sample.first_s for sample in found.samples] == [0.0]
     with Engine.open(pack, cache=CacheLimit(share=0.5), threads=1) as engine:
@@ -263,7 +263,7 @@ def test_all_packs_are_looked_at_before_the_first_is_measured(
         bench([pack, tmp_path / "nothing"], SETTINGS)
     without = tiny_packs.write_pack(tmp_path / "without.pack", tiny_packs.DECODER, paths=False)
     with pytest.raises(PathsMissing):
-        bench([pack, without], replace(SETTINGS, predictor="transitions"))
+        bench([pack, without], but(predictor="transitions"))
 
 
 def test_what_was_measured_is_printed_before_anything_else_can_fail(

@@ -19,6 +19,7 @@ from moert.bench.plot import _png, check_drawing, draw
 from moert.budget import Budget, CacheLimit
 from moert.errors import DrawingImpossible
 from moert.pack.reader import Pack
+from moert.settings import EngineSettings
 from tests.tiny_bench import SETTINGS
 
 
@@ -160,9 +161,9 @@ def test_targets_are_named_by_their_loss_or_else_their_bits(measured: BenchRun) 
 
 def test_each_step_of_the_ablation_adds_one_part(pack: Path) -> None:
     layer = Budget.of(Pack.open(pack).manifest).layer_bytes
-    settings = BenchSettings(eviction="auto", predictor="transitions")
-    first, second, third = sweeps.ablation_steps(settings, layer).values()
-    assert (first.cache, first.predictor) == (CacheLimit(nbytes=layer), "none")
-    assert (second.cache, second.predictor) == (CacheLimit(nbytes=2 * layer), "transitions")
-    assert third == replace(settings, cache=CacheLimit(share=0.5))
-    assert sweeps.ablation_steps(SETTINGS, layer)["+ cache"].cache == SETTINGS.cache
+    settings = BenchSettings(EngineSettings(eviction="auto", predictor="transitions"))
+    first, second, third = (step.engine for step in sweeps.ablation_steps(settings, layer).values())
+    assert (first.cache, first.predictor) == (layer, "none")
+    assert (second.cache, second.predictor) == (2 * layer, "transitions")
+    assert third == settings.engine.but(cache=CacheLimit(share=0.5))
+    assert sweeps.ablation_steps(SETTINGS, layer)["+ cache"].engine.cache == SETTINGS.engine.cache

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from moert.bench.bound import furthest_first
 from moert.bench.pfoo import least_bytes
+from moert.experts.demand import Demand
 from moert.experts.eviction import EVICTION
-from moert.experts.replay import Step, replay
-from moert.pack.model_spec import ExpertKey
+from moert.experts.replay import replay
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 EXPERTS = 5
 KEYS = [ExpertKey("decoder", 0, expert) for expert in range(EXPERTS)]
@@ -23,8 +24,8 @@ SIZES = st.lists(st.integers(1, 7), min_size=EXPERTS, max_size=EXPERTS)
 LONG = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=60)
 
 
-def steps(walk: Sequence[int]) -> list[Step]:
-    return [Step("decoder", 0, (expert,)) for expert in walk]
+def steps(walk: Sequence[int]) -> list[Demand]:
+    return [Demand(LayerKey("decoder", 0), (expert,)) for expert in walk]
 
 
 def optimum(walk: Sequence[int], sizes: Sequence[int], capacity: int, held: frozenset[int]) -> int:
@@ -60,7 +61,7 @@ def test_the_bound_is_never_above_the_best_of_all_choices(walk, sizes, capacity,
 @settings(max_examples=100, deadline=None)
 @given(LONG, st.integers(3, 5))
 def test_with_equal_sizes_it_is_beladys_rule_or_less(layers, slots) -> None:
-    trace = [Step("decoder", 0, tuple(sorted(experts))) for experts in layers]
+    trace = [Demand(LayerKey("decoder", 0), tuple(sorted(experts))) for experts in layers]
     nbytes = dict.fromkeys(KEYS, 7)
     assert least_bytes(trace, nbytes, 7 * slots) <= furthest_first(trace, nbytes, 7 * slots).bytes_read
 
@@ -68,10 +69,10 @@ def test_with_equal_sizes_it_is_beladys_rule_or_less(layers, slots) -> None:
 @settings(max_examples=150, deadline=None)
 @given(LONG, SIZES, st.integers(21, 40), st.sampled_from(sorted(EVICTION)))
 def test_no_policy_reads_less(layers, sizes, capacity, name) -> None:
-    trace = [Step("decoder", 0, tuple(sorted(experts))) for experts in layers]
+    trace = [Demand(LayerKey("decoder", 0), tuple(sorted(experts))) for experts in layers]
     nbytes = dict(zip(KEYS, sizes, strict=True))
     least = least_bytes(trace, nbytes, capacity)
-    assert least <= replay(trace, nbytes, capacity, EVICTION[name]([("decoder", 0)], None)).bytes_read
+    assert least <= replay(trace, nbytes, capacity, EVICTION[name]([LayerKey("decoder", 0)], None)).bytes_read
     assert least <= furthest_first(trace, nbytes, capacity).bytes_read
 
 

@@ -1,0 +1,78 @@
+"""Where a tensor of a pack is in a checkpoint, and in what form it lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Form = Literal["fp8 blocks", "mxfp4"]
+
+_FP8_BLOCK = 128
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the eight others are their negatives
+_MX_BIAS = 127
+
+
+class Fetch(Protocol):
+    """Reads a tensor of the checkpoint by its name, or one index of its first dimension."""
+
+    def __call__(self, name: str, index: int | None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensor `name`; of it the `index` of the first dimension, transposed, and of that the rows start:stop:step.
+
+    `form`: how its numbers are coded; None if it holds them as they are.
+    """
+
+    name: str
+    index: int | None = None
+    transpose: bool = False
+    rows: tuple[int | None, int | None, int | None] | None = None
+    form: Form | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it is made of."""
+        return (self.name,) if self.form is None else _FORMS[self.form].names(self.name)
+
+    def read(self, fetch: Fetch) -> Tensor:
+        """In the checkpoint's type; what is coded becomes float32."""
+        if self.form is None:
+            found = fetch(self.name, self.index)
+        else:
+            found = _FORMS[self.form].decode(*(fetch(name, self.index) for name in self.names))
+        found = found.T if self.transpose else found
+        return found if self.rows is None else found[slice(*self.rows)]
+
+
+class _Form(NamedTuple):
+    suffixes: tuple[str, ...]
+    decode: Callable[..., Tensor]
+
+    def names(self, name: str) -> tuple[str, ...]:
+        return tuple(name + suffix for suffix in self.suffixes)
+
+
+def _fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉] (DeepSeek-V3's report, section 3.3)"""
+    wide = scale.float().repeat_interleave(_FP8_BLOCK, 0).repeat_interleave(_FP8_BLOCK, 1)
+    return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
+
+
+def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [rows, groups, 16], the lower half of a byte first; scales uint8 [rows, groups], powers of two
+    (OCP Microscaling Formats 1.0)"""
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1).flatten(-2)
+    return torch.ldexp(values, scales.int()[..., None] - _MX_BIAS).flatten(-2)
+
+
+_FORMS: Mapping[Form, _Form] = {
+    "fp8 blocks": _Form(("", "_scale_inv"), _fp8_blocks),
+    "mxfp4": _Form(("_blocks", "_scales"), _mxfp4),
+}

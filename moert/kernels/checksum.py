@@ -1,0 +1,18 @@
+"""The checksum of a pack's files, zlib's CRC-32: by the native kernels where the processor has instructions for it."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from moert.kernels import library
+
+
+def crc32(data: bytes | memoryview, value: int = 0) -> int:
+    """As zlib.crc32."""
+    found = library.load()
+    if found is None or not found.functions.moert_crc32_fast():
+        return zlib.crc32(data, value)
+    array = np.frombuffer(data, np.uint8)
+    return int(found.functions.moert_crc32(value, array.ctypes.data, array.nbytes))

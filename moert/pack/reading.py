@@ -1,0 +1,200 @@
+"""JSON objects → dataclasses, believing nothing: types and ranges come from the annotations of the fields.
+
+Each wrong field becomes one line: which, what was expected, what is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from moert.pack.errors import ManifestInvalid, SizeOverflow
+
+MAX_BYTES = 1 << 46  # 64 TiB: no single file is larger
+MAX_COUNT = 1 << 24
+KIND = "kind"
+"""The field that says which of several objects is meant; each class has its own as an attribute of this name."""
+
+
+T = TypeVar("T")
+
+
+class Within(NamedTuple):
+    """Annotates a field whose number, or each of whose numbers, lies between these."""
+
+    low: int
+    high: int
+
+
+class Above(NamedTuple):
+    """Annotates a field whose number is larger."""
+
+    limit: float
+
+
+class Read(NamedTuple):
+    """Annotates a field that is read in a way of its own: (value, where) → what it stands for. The function raises
+    ManifestInvalid, or another PackError of its own."""
+
+    function: Callable[[Any, str], Any]
+
+
+def read(kind: type[T], raw: Any, where: str, closed: bool = False) -> T:
+    """The object as one of `kind`, which is a dataclass. Fields with a default need not be there.
+
+    A field that the class does not have is ignored, or, in what is `closed`, refused: what it says can't be left aside.
+    Raises ManifestInvalid or SizeOverflow.
+    """
+    table, plan = mapping(raw, where), _plan(cast("Any", kind))
+    if (named := _kind_of(kind)) is not None:
+        _said_kind(table, where, (named,))
+    names = {field.name for field in plan} | ({KIND} if _kind_of(kind) else set())
+    if closed and (unknown := sorted(set(table) - names)):
+        raise ManifestInvalid(
+            f"{where} has the field {unknown[0][:60]!r}, which this program does not know: upgrade it"
+        )
+    values = {}
+    for field in plan:
+        if field.name in table:
+            values[field.name] = _value(
+                field.annotation, table[field.name], _Place(f"{where}: {field.name}", field, closed)
+            )
+        elif field.required:
+            raise ManifestInvalid(f"{where} lacks the field {field.name!r}")
+    return kind(**values)
+
+
+def mapping(raw: Any, where: str) -> dict[str, Any]:
+    """A JSON object. Raises ManifestInvalid."""
+    if not isinstance(raw, dict):
+        raise ManifestInvalid(f"{where} should be a JSON object, found {brief(raw)}")
+    return raw
+
+
+def brief(value: Any) -> str:
+    """A value for a message: one short line, whatever the value is."""
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value if not isinstance(value, str) else value[:60])[:80]
+    return f"a JSON {'object' if isinstance(value, dict) else 'array'} of {len(value)}"
+
+
+class _Field(NamedTuple):
+    """A field of a dataclass; `rule`, if any, is a Within, Above or Read."""
+
+    name: str
+    annotation: Any
+    rule: Any
+    required: bool
+
+
+@cache
+def _plan(kind: type[Any]) -> tuple[_Field, ...]:
+    annotations, plan = get_type_hints(kind, include_extras=True), []
+    for field in dataclasses.fields(kind):
+        annotation, rule = annotations[field.name], None
+        if get_origin(annotation) is Annotated:
+            annotation, rule = get_args(annotation)
+        plan.append(_Field(field.name, annotation, rule, field.default is dataclasses.MISSING))
+    return tuple(plan)
+
+
+def _kind_of(kind: type[Any]) -> str | None:
+    found = getattr(kind, "KIND", None)
+    return found if isinstance(found, str) else None
+
+
+class _Place(NamedTuple):
+    """Where a value stands, and what is asked of it."""
+
+    where: str
+    field: _Field
+    closed: bool
+
+    def bad(self, expected: str, value: Any) -> ManifestInvalid:
+        return ManifestInvalid(f"{self.where} should be {expected}, found {brief(value)}")
+
+
+def _value(annotation: Any, value: Any, place: _Place) -> Any:
+    if isinstance(place.field.rule, Read):
+        return place.field.rule.function(value, place.where)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _one_of(arguments, value, place)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in arguments:
+            raise place.bad("one of " + ", ".join(arguments), value)
+        return value
+    if origin is tuple:
+        if not isinstance(value, list) or len(value) > MAX_COUNT:
+            raise place.bad("a list", value)
+        return tuple(_value(arguments[0], item, place) for item in value)
+    if hasattr(annotation, "__dataclass_fields__"):
+        return read(annotation, value, place.where, place.closed)
+    return _PLAIN[annotation](value, place)
+
+
+def _one_of(arguments: tuple[Any, ...], value: Any, place: _Place) -> Any:
+    kinds = [argument for argument in arguments if argument is not types.NoneType]
+    if value is None and len(kinds) < len(arguments):
+        return None
+    if len(kinds) == 1:
+        return _value(kinds[0], value, place)
+    named = {str(_kind_of(kind)): kind for kind in kinds}
+    return read(named[_said_kind(mapping(value, place.where), place.where, named)], value, place.where, place.closed)
+
+
+def _said_kind(table: dict[str, Any], where: str, allowed: Collection[str]) -> str:
+    if KIND not in table:
+        raise ManifestInvalid(f"{where} lacks the field {KIND!r}")
+    said = table[KIND]
+    if not isinstance(said, str) or said not in allowed:
+        raise ManifestInvalid(f"{where}: kind should be one of {', '.join(allowed)}, found {brief(said)}")
+    return said
+
+
+def _flag(value: Any, place: _Place) -> bool:
+    if not isinstance(value, bool):
+        raise place.bad("true or false", value)
+    return value
+
+
+def _text(value: Any, place: _Place) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise place.bad("one line of text", value)
+    return value
+
+
+def _integer(value: Any, place: _Place) -> int:
+    low, high = place.field.rule if isinstance(place.field.rule, Within) else (0, MAX_COUNT)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise place.bad("a whole number", value)
+    if value > high and high >= MAX_BYTES:
+        raise SizeOverflow(f"{place.where} is {brief(value)}, larger than any file can be ({high} bytes)")
+    if not low <= value <= high:
+        raise place.bad(f"between {low} and {high}", value)
+    return value
+
+
+def _number(value: Any, place: _Place) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or abs(value) > 1e30:
+        raise place.bad("a finite number", value)
+    if isinstance(place.field.rule, Above) and value <= place.field.rule.limit:
+        raise place.bad(f"above {place.field.rule.limit}", value)
+    return float(value)
+
+
+_PLAIN: Mapping[Any, Callable[[Any, _Place], Any]] = {bool: _flag, str: _text, int: _integer, float: _number}
+
+
+def plain(value: Any) -> Any:
+    """The reverse of `read`: what json writes."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = _kind_of(type(value))
+        named = {} if kind is None else {KIND: kind}
+        return named | {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,78 @@
+"""How a pack is run: the one place for what the commands, benches and Python can say about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.errors import SettingInvalid
+from moert.experts.drive import IoSettings, parse_io
+from moert.kernels import AUTO_KERNELS
+from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
+from moert.predict import PREDICTORS
+
+if TYPE_CHECKING:
+    from moert.models.kv import KvBits
+
+KV_BITS = (16, 8)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """`memory`: of the whole process, bytes or as `--memory` takes it ("1.5GB", "50%", "auto"); `cache`: of the experts
+    alone, alike; with neither, experts stay in memory once they were read.
+
+    `eviction`, `predictor`: names (moert.policies, moert.predict). `io`: how experts are read, as `--io` takes it; with
+    None or "auto", what lies in the page cache is taken from there if all experts fit into memory, otherwise what is
+    best for the drive is measured, and remembered. `threads` compute; by default and at most one for each usable core.
+    `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8.
+
+    Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
+    """
+
+    memory: int | str | MemoryLimit | None = None
+    cache: int | str | CacheLimit | None = None
+    eviction: str = DEFAULT_EVICTION
+    predictor: str = DEFAULT_PREDICTOR
+    io: str | IoSettings | None = None
+    threads: int | None = None
+    kernels: str = AUTO_KERNELS
+    kv_bits: KvBits = 16
+
+    def __post_init__(self) -> None:
+        _ = self.limit, self.reading
+        if self.memory is not None and self.cache is not None:
+            raise SettingInvalid(
+                "memory", "and cache exclude each other: give the room of the process or of the experts"
+            )
+        for name, known in (("eviction", EVICTIONS), ("predictor", tuple(PREDICTORS)), ("kv_bits", KV_BITS)):
+            if getattr(self, name) not in known:
+                others = ", ".join(map(str, known))
+                raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {others}")
+        if self.threads is not None and self.threads < 1:
+            raise SettingInvalid("threads", f"{self.threads} can't compute anything: give at least 1")
+
+    @cached_property
+    def limit(self) -> MemoryLimit | CacheLimit | None:
+        """Of the process or of the experts."""
+        if isinstance(self.memory, str):
+            return parse_memory(self.memory)
+        if isinstance(self.memory, int):
+            return MemoryLimit(nbytes=self.memory)
+        if isinstance(self.cache, str):
+            return parse_cache(self.cache)
+        return CacheLimit(nbytes=self.cache) if isinstance(self.cache, int) else self.memory or self.cache
+
+    @cached_property
+    def reading(self) -> IoSettings | None:
+        """None: what turns out to be best."""
+        return parse_io(self.io) if isinstance(self.io, str) else self.io
+
+    def but(self, **changes: Any) -> EngineSettings:
+        """These with some others. Raises SettingInvalid for a name that there is not."""
+        for name in changes:
+            if name not in self.__dataclass_fields__:
+                raise SettingInvalid(name, f"is no setting: there are {', '.join(self.__dataclass_fields__)}")
+        return replace(self, **changes)

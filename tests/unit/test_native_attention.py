@@ -1,0 +1,161 @@
+"""Native attention beside plain arithmetic in double precision, and beside itself: a token gets the same bits however
+many come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_problems import (
+    AnyBackend,
+    Problem,
+    close,
+    close_kept,
+    exact_attend,
+    exact_kept,
+    exact_norm,
+    found_keys,
+    keep,
+    make,
+    nothing_behind,
+    problems,
+    raw,
+    read,
+)  # fmt: skip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_problems import KINDS, Kind, all_natives, random_stored
+
+from moert.kernels.backend import Positions
+from moert.kernels.native import NativeBackend
+from moert.kernels.reference import ReferenceBackend
+from moert.models.kv import KEYS, Kept, KvBits
+from moert.pack.codec import F32
+from moert.settings import KV_BITS
+
+Backends = list[NativeBackend]
+some_tokens = st.lists(st.sampled_from([1, 1, 2, 5, 60, 70]), min_size=1, max_size=3)
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {}, "clipped": {"clip": 0.7, "qk_norm": "whole"}, "without norms": {"clip": 0.9},
+    "norms of each head": {"qk_norm": "head"}, "one key head a head": {"kv": 4, "shared": 1},
+    "four heads a key head": {"kv": 1, "shared": 4}, "heads of 128": {"dim": 128},
+    "odd heads": {"dim": 33, "turning": 0.4},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    with all_natives() as opened:
+        yield list(opened.values())
+
+
+def same(one: tuple[F32, Kept], other: tuple[F32, Kept]) -> bool:
+    (x, kept), (y, others) = one, other
+    return np.array_equal(x, y) and all(map(np.array_equal, raw(kept), raw(others)))
+
+
+def ways(pieces: list[int], backend: NativeBackend) -> list[list[int]]:
+    """In these pieces, all at once, and, by one thread, one after the other until behind the first block of keys."""
+    total = sum(pieces)
+    ones = min(total, KEYS + 2)
+    one_by_one = [1] * ones + ([total - ones] if total > ones else [])
+    return [pieces, [total], *([one_by_one] if backend.threads == 1 else [])]
+
+
+def check_own(backend: AnyBackend, problem: Problem, x: F32, pieces: list[int]) -> tuple[F32, Kept]:
+    """What comes out is what its own keys and values, and those of the exact answer, say."""
+    rounds = not backend.widens
+    out, kept = read(backend, problem, problem.on(backend), x, pieces)
+    keys, values = found_keys(kept)
+    assert nothing_behind(kept)
+    expected = exact_kept(problem, exact_norm(x.astype(np.float64), problem.norms["x"]), rounds)
+    for mine, exactly in zip((keys, values), expected, strict=True):
+        close_kept(mine, exactly, problem)
+    close(out, exact_attend(problem, x, keys, values, rounds), problem.kind)
+    return out, kept
+
+
+@settings(max_examples=100)
+@given(problem=problems(), pieces=some_tokens, window=st.sampled_from([None, None, 1, 5, 70]))
+def test_a_decoders_tokens_attend_to_those_before_them(
+    backends: Backends, problem: Problem, pieces: list[int], window: int | None
+) -> None:
+    problem = replace(problem, part=replace(problem.part, window=window))
+    x = problem.tokens(sum(pieces))
+    first = check_own(backends[0], problem, x, pieces)
+    for backend in backends:
+        weights = problem.on(backend)
+        for way in ways(pieces, backend):
+            assert same(read(backend, problem, weights, x, way), first), (backend.name, backend.threads, way)
+
+
+@settings(max_examples=30)
+@given(problem=problems(causal=False), tokens=st.integers(1, 150))
+def test_an_encoders_tokens_attend_to_all(backends: Backends, problem: Problem, tokens: int) -> None:
+    x = problem.tokens(tokens)
+    first = check_own(backends[0], problem, x, [tokens])
+    assert all(same(read(backend, problem, problem.on(backend), x, [tokens]), first) for backend in backends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", KV_BITS)
+def test_each_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
+    """The keys grow on the way, over more than one block."""
+    problem = make(kind=kind, bits=bits, **{"turning": 1, **SHAPES[shape]})
+    x = problem.tokens(140)
+    for backend in backends:
+        check_own(backend, problem, x, [5] + [1] * 135 if backend is backends[0] else [140])
+
+
+@settings(max_examples=40)
+@given(
+    problem=problems(own=False, causal=False), pieces=some_tokens,
+    lengths=st.lists(st.sampled_from([1, 8, 61, 70]), min_size=1, max_size=3),
+)  # fmt: skip
+def test_attention_to_the_encoded_input(
+    backends: Backends, problem: Problem, lengths: list[int], pieces: list[int]
+) -> None:
+    encoded, x = problem.tokens(sum(lengths)), problem.tokens(sum(pieces))
+    first = None
+    for backend in backends:
+        weights = problem.on(backend)
+        for before in (lengths, [len(encoded)]):
+            kept = keep(backend, weights, encoded, before, problem.bits)
+            stays = raw(kept)
+            for way in ways(pieces, backend):
+                out, start = x.copy(), 0
+                for tokens in way:
+                    backend.attend(weights, out[start : start + tokens], kept, 0, Positions())
+                    start += tokens
+                first = first or (out, kept)
+                assert same((out, kept), first)
+                assert all(map(np.array_equal, raw(kept), stays))
+    assert first is not None
+    keys, values = found_keys(first[1])
+    expected = exact_kept(problem, encoded.astype(np.float64), rounds=True)
+    for mine, exactly in zip((keys, values), expected, strict=True):
+        close_kept(mine, exactly, problem)
+    close(first[0], exact_attend(problem, x, keys, values, rounds=True), problem.kind)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_keys_and_values_too_large_for_16_bits_are_the_largest_of_them(backends: Backends, own: bool) -> None:
+    problem = make(own=own, causal=False, scale=1e-6)
+    large = {name: random_stored(np.random.default_rng(1), "F32", 40, 40, None, 1e5) for name in "kv"}
+    problem = replace(problem, matrices=problem.matrices | large)
+    x = problem.tokens(7)
+    expected = exact_kept(
+        problem, exact_norm(x.astype(np.float64), problem.norms["x"]) if own else x.astype(float), True
+    )
+    both: list[AnyBackend] = [*backends, ReferenceBackend()]
+    for backend in both:
+        weights = problem.on(backend)
+        kept = read(backend, problem, weights, x, [7])[1] if own else keep(backend, weights, x, [7])
+        for mine, exactly in zip(found_keys(kept), expected, strict=True):
+            assert (np.abs(mine).max(), np.abs(exactly).max()) == (65504, 65504)
+            assert (np.abs(mine) < 65504).any()
+            close_kept(mine, exactly, problem)
