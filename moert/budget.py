@@ -13,6 +13,7 @@ from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import LayerKey
 from moert.pack.sizes import NotASize, parse_size
 from moert.stats import size
+from moert.wording import said
 
 _SHARE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*%")
 
@@ -43,7 +44,9 @@ class MemoryLimit:
         if most_bytes is None:
             if self.share is None:
                 return None
-            raise InvalidMemory("this system does not tell how much memory is free: give --memory as a size like 1.5GB")
+            raise InvalidMemory(
+                f"this system does not tell how much memory is free: give {said('memory')} as a size like 1.5GB"
+            )
         if self.share is not None:
             return int(self.share * most_bytes)
         return most_bytes - max(0, most_bytes - held_bytes) // _FREE_PART
@@ -72,25 +75,25 @@ class CacheLimit:
 
 def parse_memory(text: str) -> MemoryLimit:
     """'1.5GB', '800MB', '512MiB', '123456' (bytes), '50%' or 'auto'. Raises InvalidMemory."""
-    return AUTO_MEMORY if text.strip().lower() == "auto" else MemoryLimit(*_parse(text, "--memory", " or auto"))
+    return AUTO_MEMORY if text.strip().lower() == "auto" else MemoryLimit(*_parse(text, "memory", " or auto"))
 
 
 def parse_cache(text: str) -> CacheLimit:
     """'600MB' or '25%', as parse_memory takes them. Raises InvalidMemory."""
-    return CacheLimit(*_parse(text, "--cache", ""))
+    return CacheLimit(*_parse(text, "cache", ""))
 
 
-def _parse(text: str, option: str, more: str) -> tuple[int | None, float | None]:
+def _parse(text: str, name: str, more: str) -> tuple[int | None, float | None]:
     """Bytes or a share."""
     match = _SHARE.fullmatch(text.strip())
     if match is None:
         try:
             return parse_size(text), None
         except NotASize as error:
-            raise InvalidMemory(f"{option} {error}, or a share like 50%{more}") from None
+            raise InvalidMemory(f"{said(name)} {error}, or a share like 50%{more}") from None
     percent = Fraction(match[1])
     if not 0 < percent <= 100:
-        raise InvalidMemory(f"{option} {text!r} should be more than 0% and at most 100%")
+        raise InvalidMemory(f"{said(name)} {text!r} should be more than 0% and at most 100%")
     return None, float(percent / 100)
 
 
@@ -172,7 +175,7 @@ class Budget:
         rest = smallest - held_bytes - loading_bytes - request_bytes - self.layer_bytes
         weights = f"{size(loading_bytes)} for all weights but the experts, " if loading_bytes else ""
         return BudgetTooSmall(
-            f"{limit} is too small: {who_needs} --memory {smallest} ({size(smallest)}): "
+            f"{limit} is too small: {who_needs} {said('memory', smallest)} ({size(smallest)}): "
             f"{size(held_bytes)} that the process holds already, {weights}{size(request_bytes)} for keys, values and "
             f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare",
             smallest,
@@ -182,8 +185,8 @@ class Budget:
         """Raises BudgetTooSmall."""
         if cache_bytes < self.layer_bytes:
             raise BudgetTooSmall(
-                f"an expert cache of {cache_bytes} bytes is too small: give at least --cache {self.layer_bytes}, the "
-                "experts that one token can need of a layer",
+                f"an expert cache of {cache_bytes} bytes is too small: give at least "
+                f"{said('cache', self.layer_bytes)}, the experts that one token can need of a layer",
                 self.layer_bytes,
             )
 

@@ -31,10 +31,11 @@ from moert.options import (
 )
 from moert.pack.errors import PackError
 from moert.prompts import PromptRecord, check_output, read_prompt
+from moert.wording import said
 
 if TYPE_CHECKING:
     from moert.engine import Engine
-    from moert.generation.batch import Answer
+    from moert.generation.session import Answer
     from moert.generation.settings import GenerationSettings
 
 app = typer.Typer(
@@ -200,14 +201,10 @@ def _print_system(as_json: bool) -> None:
 def _settings(
     max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, stop: list[str] | None
 ) -> GenerationSettings:
-    from moert.generation.settings import GenerationSettings, InvalidSetting
+    from moert.generation.settings import GenerationSettings
 
-    try:
-        settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
-    except InvalidSetting as error:
-        option = error.name.removesuffix("_strings").replace("_", "-")
-        raise RunError(f"--{option} {error.problem}") from None
-    unused = " and ".join(f"--{name.replace('_', '-')}" for name in settings.without_effect)
+    settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    unused = " and ".join(map(said, settings.without_effect))
     if unused:
         console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")
     return settings
@@ -231,7 +228,7 @@ def _print_figures(engine: Engine, as_json: bool) -> None:
 
 
 def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool) -> None:
-    from moert.generation.batch import Interrupted
+    from moert.generation.session import Interrupted
 
     begun = False
 
@@ -281,7 +278,7 @@ def _run_records(
 
 def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:
     """The answers as they come, also those that Ctrl-C cuts short."""
-    from moert.generation.batch import Interrupted
+    from moert.generation.session import Interrupted
 
     try:
         yield from engine.generate_many([record.prompt for record in group], settings)

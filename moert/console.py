@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from moert.errors import RunError
 from moert.pack.errors import PackError
+from moert.wording import command_line
 
 USAGE = 2
 INTERRUPTED = 130
@@ -38,7 +39,8 @@ def exit_code(command: Callable[[], Any]) -> int:
     """Runs the command and gives its exit status: 0, 2 for a user's mistake, which is one line on stderr, 130 after
     Ctrl-C. Other errors are raised."""
     try:
-        code = command()  # 130 after Ctrl-C
+        with command_line():
+            code = command()  # 130 after Ctrl-C
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (PackError, RunError) as error:

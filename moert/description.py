@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from moert.backbone import load_tokenizer
 from moert.budget import FIRST_BYTES, Budget
 from moert.errors import TokenizerMissing
+from moert.generation.text import Text
 from moert.kernels import library
 from moert.memory import held_bytes, thread_bytes
 from moert.models.footprint import Footprint
@@ -16,7 +16,7 @@ from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
-from moert.regulator import TYPICAL_NEW_TOKENS, TYPICAL_PROMPT_TOKENS
+from moert.regulator import TYPICAL
 from moert.stats import size
 from moert.system import usable_cores
 
@@ -58,8 +58,8 @@ def describe(pack: Pack) -> dict[str, Any]:
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "smallest_memory": {
             "bytes": _smallest_memory(pack),
-            "prompt_tokens": TYPICAL_PROMPT_TOKENS,
-            "new_tokens": TYPICAL_NEW_TOKENS,
+            "prompt_tokens": TYPICAL.prompt_tokens,
+            "new_tokens": TYPICAL.max_new_tokens,
         },
     }
 
@@ -100,7 +100,7 @@ def _smallest_memory(pack: Pack) -> int:
 
     widened = library.missing() is not None
     budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()))
-    needed = Footprint(pack.manifest.model, widened).request([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
+    needed = Footprint(pack.manifest.model, widened).request([TYPICAL])
     return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
 
 
@@ -115,7 +115,7 @@ def _dense_text(dense: Dense | None) -> str:
 def _tokenizer_fault(pack: Pack) -> str | None:
     """Why text can't be turned into tokens; None if it can."""
     try:
-        load_tokenizer(pack)
+        _ = Text(pack).tokenizer
     except (TokenizerMissing, PackError) as error:
         return str(error)
     return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moert.wording import said
+
 
 class RunError(Exception):
     """A run can't be done as asked. The message is one line that says what was wrong and what to do."""
@@ -31,10 +33,10 @@ class PathsMissing(RunError):
 
 
 class SettingInvalid(RunError):
-    """A setting that can't be. The message is one line that begins with its name, as Python writes it."""
+    """A setting that can't be. The message is one line that begins with its name."""
 
     def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
+        super().__init__(f"{said(name)} {problem}")
         self.name, self.problem = name, problem
 
     def __reduce__(self) -> tuple[type[SettingInvalid], tuple[str, str]]:
@@ -52,7 +54,7 @@ def memory_shortage() -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise OutOfMemory("there is not enough memory: give a smaller --memory or a shorter prompt") from None
+        raise OutOfMemory(f"there is not enough memory: give a smaller {said('memory')} or a shorter prompt") from None
 
 
 class TokenizerMissing(RunError):

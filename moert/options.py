@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moert.errors import RunError, SettingInvalid
-
 if TYPE_CHECKING:
     from moert.settings import EngineSettings
 
@@ -102,21 +100,15 @@ KvOption = Annotated[
         help="Bits of keys and values: 8 take half the memory of 16 (make bench-rounding: what that adds to a loss).",
     ),
 ]
-_FLAGS = {"predictor": "predict", "kv_bits": "kv"}
 
 
 def engine_settings(
     memory: str | None, cache: str | None, eviction: Eviction, predict: Predict, io: str, threads: int | None,
     kernels: str, kv: str,
 ) -> EngineSettings:  # fmt: skip
-    """What was said on the command line. Raises RunError."""
+    """What was said on the command line. Raises SettingInvalid, InvalidMemory or IoInvalid."""
     from moert.settings import EngineSettings
 
-    if memory is not None and cache is not None:
-        raise RunError("--memory and --cache exclude each other: give the room of the process or that of the experts")
     bits = int(kv) if kv.strip() in ("8", "16") else kv
     limit = "auto" if memory is None and cache is None else memory
-    try:
-        return EngineSettings(limit, cache, eviction.value, predict.value, io, threads, kernels, bits)  # type: ignore[arg-type]
-    except SettingInvalid as error:
-        raise RunError(f"--{_FLAGS.get(error.name, error.name)} {error.problem}") from None
+    return EngineSettings(limit, cache, eviction.value, predict.value, io, threads, kernels, bits)  # type: ignore[arg-type]

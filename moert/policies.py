@@ -15,6 +15,7 @@ from moert.pack.reader import Pack
 from moert.pack.trace import TRACE, Trace
 from moert.predict import NEED_TABLES, PREDICTORS
 from moert.predict.predictor import Predictor
+from moert.wording import said
 
 EVICTIONS = (AUTO_EVICTION, *EVICTION)
 DEFAULT_EVICTION = AUTO_EVICTION
@@ -61,8 +62,8 @@ def predictor_for(pack: Pack, name: str) -> Predictor | None:
         return PREDICTORS[name](None)
     if PATHS not in pack.manifest.files:
         raise PathsMissing(
-            f"--predict {name} needs path tables, and the pack at {pack.root} has no {PATHS} (moeconv profile-paths "
-            f"adds it); or use --predict {DEFAULT_PREDICTOR}"
+            f"{said('predictor', name)} needs path tables, and the pack at {pack.root} has no {PATHS} (moeconv "
+            f"profile-paths adds it); or use {said('predictor', DEFAULT_PREDICTOR)}"
         )
     tables = TransitionTable.from_bytes(pack.read_file(PATHS))
     tables.check(pack.manifest.model)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from moert import memory
 from moert.budget import FIRST_BYTES, Budget
-from moert.models.footprint import Footprint
+from moert.models.footprint import Footprint, Load, Loads
 from moert.models.kv import BLOCK_TOKENS
+from moert.wording import said
 
-TYPICAL_PROMPT_TOKENS = TYPICAL_NEW_TOKENS = 128
+TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
+_LEAST = Load(prompt_tokens=1, max_new_tokens=1)
 _SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
 
 
@@ -25,10 +27,10 @@ class Cache(Protocol):
 
 
 class Regulator:
-    """Sizes the expert cache before a request, after its prompt, and as its keys and values grow.
+    """Sizes the expert cache before requests are begun, after their prompts, and as their keys and values grow.
 
-    What the process holds is measured each time, so that an estimate that was too low is made up for at once. A request
-    is one prompt or several that run together: `prompts` has the tokens of each.
+    What the process holds is measured each time, so that an estimate that was too low is made up for at once. `loads`
+    are all requests that run, or will.
     """
 
     def __init__(
@@ -58,29 +60,31 @@ class Regulator:
             self._budget.check_cache(self.cache_bytes)
         if self.limit_bytes is not None:
             held, loading = self._measure(), self._budget.loading_bytes
-            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._footprint.request([1], 1)):
-                typical = self._footprint.request([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
-                what = f"a usual request ({TYPICAL_PROMPT_TOKENS} prompt tokens, {TYPICAL_NEW_TOKENS} new ones) needs"
-                raise self._budget.too_small(self._limit_name, held, loading, typical, what)
+            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._footprint.request([_LEAST])):
+                typical = self._footprint.request([TYPICAL])
+                tokens = f"{TYPICAL.prompt_tokens} prompt tokens, {TYPICAL.max_new_tokens} new ones"
+                raise self._budget.too_small(
+                    self._limit_name, held, loading, typical, f"a usual request ({tokens}) needs"
+                )
 
-    def check(self, prompts: Sequence[int], max_new_tokens: int) -> None:
-        """Raises BudgetTooSmall if a request can't run to its end."""
+    def check(self, loads: Loads, beside: Loads = ()) -> None:
+        """Raises BudgetTooSmall if these can't run to their ends, when those `beside` have ended."""
         if self.limit_bytes is not None:
-            held, needed = self._idle_bytes(), self._footprint.request(prompts, max_new_tokens)
+            held, needed = self._idle_bytes((*loads, *beside)), self._footprint.request(loads)
             if not self._budget.fits(self.limit_bytes, held, needed + FIRST_BYTES):
                 raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs")
 
-    def together(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        """How many of the first prompts should run at once, at least one: where experts all stay in memory for one they
-        do for all of them, and otherwise half of the room that they have beside one is left to them."""
-        if self.limit_bytes is None:
-            return len(prompts)
+    def together(self, running: Loads, waiting: Loads) -> int:
+        """How many of the first that wait should begin now, at least one if none runs: where experts all stay in memory
+        for one request they do for all, and otherwise half of the room that they have beside one is left to them."""
+        if self.limit_bytes is None or not waiting:
+            return len(waiting)
         memory.return_freed()
-        limit, held = self.limit_bytes, self._idle_bytes()
+        limit, held = self.limit_bytes, self._idle_bytes(running)
+        loads = (*running, *waiting)
 
         def room(count: int) -> int:
-            needed = self._footprint.request(prompts[:count], max_new_tokens)
-            return self._budget.left_bytes(limit, held, needed + FIRST_BYTES)
+            return self._budget.left_bytes(limit, held, self._footprint.request(loads[:count]) + FIRST_BYTES)
 
         alone, all_bytes = room(1), self._budget.expert_bytes
         least = max(self._budget.layer_bytes, all_bytes if alone >= all_bytes else alone // 2)
@@ -88,15 +92,15 @@ class Regulator:
         def too_many(count: int) -> bool:
             return room(count) < least
 
-        return max(1, bisect_left(range(1, len(prompts) + 1), True, key=too_many))
+        fitting = max(1, bisect_left(range(1, len(loads) + 1), True, key=too_many))
+        return max(0, fitting - len(running))
 
-    def smallest_memory(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        """The smallest --memory, in bytes, that such a request runs in."""
-        needed = self._footprint.request(prompts, max_new_tokens)
-        return self._budget.smallest_bytes(self._idle_bytes(), needed + FIRST_BYTES)
+    def smallest_memory(self, loads: Loads) -> int:
+        """The smallest --memory, in bytes, that these run in."""
+        return self._budget.smallest_bytes(self._idle_bytes(loads), self._footprint.request(loads) + FIRST_BYTES)
 
-    def before_prompt(self, prompts: Sequence[int], max_new_tokens: int) -> tuple[int, str | None]:
-        """Makes room for a prompt. Gives the least bytes that experts will have until the end of the request, and a
+    def before(self, loads: Loads) -> tuple[int, str | None]:
+        """Makes room for those that begin now. Gives the least bytes that experts will have until all have ended, and a
         warning if each token then reads experts again.
 
         Raises BudgetTooSmall.
@@ -104,53 +108,54 @@ class Regulator:
         if self.limit_bytes is None:
             nbytes = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
             self._cache.resize(nbytes)
-            return nbytes, self._warning(nbytes, f"--cache {self._budget.token_bytes}")
+            return nbytes, self._warning(nbytes, said("cache", self._budget.token_bytes))
         memory.return_freed()
-        self.check(prompts, max_new_tokens)
-        others = self._others_bytes() + self._first_bytes()
-        coming = self._footprint.prompt(prompts)
+        self.check(loads)
+        others = self._others_bytes(loads) + self._first_bytes(loads)
+        coming = self._footprint.prompt(loads)
         self._resize(others, coming)
-        most = max(coming, self._footprint.written(prompts, max_new_tokens))
+        most = max(coming, self._footprint.written(loads))
         more = self._budget.token_bytes - self._budget.layer_bytes
         enough = self._budget.smallest_bytes(others, most + more)
         left = self._budget.left_bytes(self.limit_bytes, others, most)
-        return self._budget.fitting_bytes(left), self._warning(left, f"--memory {enough}")
+        return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
 
-    def after_token(self, prompts: Sequence[int], new_tokens: int) -> None:
-        """Gives the experts the room of the prompt's activations, and takes from them, block by block, what keys and
-        values will need."""
-        read = self._footprint.read(prompts, new_tokens)
-        if self.limit_bytes is None or (new_tokens > 1 and all(length % BLOCK_TOKENS for length in read)):
+    def after(self, loads: Loads) -> None:
+        """For when each has written a token more: gives the experts the room of prompts' activations, and takes from
+        them, block by block, what keys and values will need."""
+        begun = any(load.written == 1 for load in loads)
+        full = any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads)
+        if self.limit_bytes is None or not (begun or full):
             return
-        if new_tokens == 1:
+        if begun:
             memory.return_freed()
-        self._resize(self._others_bytes(), self._footprint.next_block(prompts, new_tokens))
+        self._resize(self._others_bytes(()), self._footprint.next_block(loads))
 
     def _is_tight(self) -> bool:
         if self.limit_bytes is None:
             return False
-        typical = self._footprint.request([TYPICAL_PROMPT_TOKENS], TYPICAL_NEW_TOKENS)
-        coming = self._budget.loading_bytes + FIRST_BYTES + typical
-        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(), coming) < self._budget.expert_bytes
+        coming = self._budget.loading_bytes + FIRST_BYTES + self._footprint.request([TYPICAL])
+        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming) < self._budget.expert_bytes
 
-    def _others_bytes(self) -> int:
-        return self._measure() - self._cache.held_bytes
+    def _others_bytes(self, loads: Loads) -> int:
+        """What the process holds beside the expert cache, and beside the keys and values of these."""
+        return self._measure() - self._cache.held_bytes - sum(load.held_bytes for load in loads)
 
-    def _idle_bytes(self) -> int:
-        """What the process holds beside the expert cache, before the first request or between two.
+    def _idle_bytes(self, loads: Loads) -> int:
+        """The same before the first request or between two.
 
         What requests have left allocated for good is not counted, up to _SETTLED_BYTES: FIRST_BYTES and the budget's
         margin cover it, and counting it twice would refuse a request that has run.
         """
-        return self._others_bytes() - min(self._settled_bytes(), _SETTLED_BYTES)
+        return self._others_bytes(loads) - min(self._settled_bytes(loads), _SETTLED_BYTES)
 
-    def _first_bytes(self) -> int:
+    def _first_bytes(self, loads: Loads) -> int:
         """What the first request is still to bring."""
-        return max(0, FIRST_BYTES - self._settled_bytes())
+        return max(0, FIRST_BYTES - self._settled_bytes(loads))
 
-    def _settled_bytes(self) -> int:
+    def _settled_bytes(self, loads: Loads) -> int:
         """What has come to stay since the first request was about to run."""
-        others = self._others_bytes()
+        others = self._others_bytes(loads)
         self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
         return others - self._idle_at_first
 

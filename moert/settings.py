@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from moert.adjustable import Adjustable
 from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import SettingInvalid
 from moert.experts.drive import IoSettings, parse_io
 from moert.kernels import AUTO_KERNELS
 from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.predict import PREDICTORS
+from moert.wording import said
 
 if TYPE_CHECKING:
     from moert.models.kv import KvBits
@@ -20,7 +22,7 @@ KV_BITS = (16, 8)
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineSettings(Adjustable):
     """`memory`: of the whole process, bytes or as `--memory` takes it ("1.5GB", "50%", "auto"); `cache`: of the experts
     alone, alike; with neither, experts stay in memory once they were read.
 
@@ -45,7 +47,7 @@ class EngineSettings:
         _ = self.limit, self.reading
         if self.memory is not None and self.cache is not None:
             raise SettingInvalid(
-                "memory", "and cache exclude each other: give the room of the process or of the experts"
+                "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"
             )
         for name, known in (("eviction", EVICTIONS), ("predictor", tuple(PREDICTORS)), ("kv_bits", KV_BITS)):
             if getattr(self, name) not in known:
@@ -69,10 +71,3 @@ class EngineSettings:
     def reading(self) -> IoSettings | None:
         """None: what turns out to be best."""
         return parse_io(self.io) if isinstance(self.io, str) else self.io
-
-    def but(self, **changes: Any) -> EngineSettings:
-        """These with some others. Raises SettingInvalid for a name that there is not."""
-        for name in changes:
-            if name not in self.__dataclass_fields__:
-                raise SettingInvalid(name, f"is no setting: there are {', '.join(self.__dataclass_fields__)}")
-        return replace(self, **changes)

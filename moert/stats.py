@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moert.wording import said
+
 PAGE_CACHE = "page cache"
 
 
@@ -38,8 +40,8 @@ class ExpertCounters:
 
 @dataclass
 class RequestTimes:
-    """Token counts and times over one or more requests. `decode_s` starts at the first new token of each request, or
-    of each batch of requests that run together."""
+    """Token counts and times over one or more requests. `decode_s`: while tokens after the first of a request were
+    written, for one or several requests at once."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -47,13 +49,12 @@ class RequestTimes:
     first_token_s: float = 0.0
     decode_s: float = 0.0
 
-    def add(self, prompt_tokens: int, new_tokens: int, first_token_s: float, total_s: float, requests: int = 1) -> None:
-        """The tokens of all `requests` that ran together, and the times of their batch."""
-        self.requests += requests
+    def add(self, prompt_tokens: int, new_tokens: int, first_token_s: float) -> None:
+        """A request that has ended."""
+        self.requests += 1
         self.prompt_tokens += prompt_tokens
         self.new_tokens += new_tokens
-        self.first_token_s += requests * first_token_s
-        self.decode_s += max(0.0, total_s - first_token_s)
+        self.first_token_s += first_token_s
 
 
 @dataclass
@@ -102,8 +103,8 @@ class Room:
 class RunStats:
     """One run in numbers. Bytes are bytes, times seconds; rates that nothing was measured for are 0.
 
-    `tokens_per_s` counts the tokens after each request's first one, those of a batch together over the time of the
-    batch. `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not asked
+    `tokens_per_s` counts the tokens after each request's first one, over the time in which any were written.
+    `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not asked
     for so far; `prefetch_precision` is the share of experts read ahead that were demanded next, `prefetch_recall` the
     share of what a layer lacked that had been read ahead, `prefetch_on` the share of written tokens with reading ahead.
     A hit was in memory when its layer asked for it, or else on its way: `expert_hits_in_flight` of the `expert_hits`
@@ -150,7 +151,7 @@ class RunStats:
         """For people: one figure a line."""
         asked, late = max(1, self.expert_requests), self.expert_hits_in_flight
         hits = f"{100 * (self.expert_hits - late) / asked:.1f}% in memory, {100 * late / asked:.1f}% on the way"
-        way = "through the system's page cache" if self.io == PAGE_CACHE else f"--io {self.io}"
+        way = "through the system's page cache" if self.io == PAGE_CACHE else said("io", self.io)
         reads = f"{self.reads} reads ({way})" + (f", {self.retries} tried again" if self.retries else "")
         return [
             f"tokens           {self.prompt_tokens} read, {self.new_tokens} written in {self.requests} request(s)",

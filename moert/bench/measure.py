@@ -7,22 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+from moert.admission import Notify
 from moert.bench.bound import FurthestFirst, furthest_first
 from moert.bench.pfoo import least_bytes
-from moert.engine import Engine, Notify
+from moert.engine import Engine
 from moert.experts.demand import Demand
 from moert.experts.probe import read_for, settings_for
+from moert.generation.settings import GenerationSettings
 from moert.memory import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.settings import EngineSettings
 from moert.stats import RunStats
-
-if TYPE_CHECKING:
-    from moert.generation.detokenize import Detokenizer
 
 TEXTS = (
     "The river rises in the hills north of the town and runs south for about thirty miles until it meets the sea.",
@@ -105,23 +104,6 @@ class BenchRun:
     @property
     def total_s(self) -> float:
         return sum(sample.total_s for sample in self.samples)
-
-
-class TokenTimes:
-    """Stands in for a detokenizer, and notes at each token the time and the room for experts."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.times: list[float] = []
-        self.room_bytes = 0  # the most that experts had
-        self._engine = engine
-
-    def push(self, token: int) -> str:
-        self.times.append(time.perf_counter())
-        self.room_bytes = max(self.room_bytes, self._engine.cache.capacity_bytes)
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def silent(note: str) -> None:
@@ -221,13 +203,16 @@ def _counted(before: RunStats, after: RunStats) -> dict[str, Any]:
 
 
 def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
-    from moert.generation.settings import GenerationSettings
-
-    clock, started = TokenTimes(engine), time.perf_counter()
-    settings = GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True)
-    answer = engine.generate_ids(ids, settings, detokenizer=cast("Detokenizer", clock))
-    later = tuple(late - early for early, late in itertools.pairwise(clock.times))
-    return Sample(len(ids), tuple(answer.result.tokens), clock.times[0] - started, later, clock.room_bytes)
+    times: list[float] = []
+    room_bytes = 0  # the most that experts had
+    started = time.perf_counter()
+    with engine.session() as session:
+        request = session.add(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
+        for _ in session:
+            times.append(time.perf_counter())
+            room_bytes = max(room_bytes, engine.cache.capacity_bytes)
+    later = tuple(late - early for early, late in itertools.pairwise(times))
+    return Sample(len(ids), tuple(request.answer.result.tokens), times[0] - started, later, room_bytes)
 
 
 def _tokens(engine: Engine, texts: Sequence[str], new_tokens: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.errors import RunError
+from moert.wording import said
 
 DEFAULT_THREADS = 2
 MOST_THREADS = 64
@@ -39,11 +40,11 @@ def parse_io(text: str) -> IoSettings | None:
     if mode == "auto" and not comma:
         return None
     if mode.strip() not in ("direct", "buffered"):
-        raise IoInvalid(f"--io {text[:60]!r} is none of auto, direct, buffered: write direct,4 for 4 threads")
+        raise IoInvalid(f"{said('io', text[:60])} is none of auto, direct, buffered: write direct,4 for 4 threads")
     threads = count.strip() if comma else str(DEFAULT_THREADS)
     sound = threads.isascii() and threads.isdigit() and len(threads) < 4 and 1 <= int(threads) <= MOST_THREADS
     if not sound:
-        raise IoInvalid(f"--io {text[:60]!r}: {threads[:60]!r} should be a number of threads, 1 to {MOST_THREADS}")
+        raise IoInvalid(f"{said('io', text[:60])}: {threads[:60]!r} should be a number of threads, 1 to {MOST_THREADS}")
     return IoSettings(mode.strip() == "direct", int(threads))
 
 
@@ -109,10 +110,10 @@ def _shown_cached(fd: int) -> bool:
     AttributeError where there is no such call."""
     if not os.fstat(fd).st_size:
         return True
-    with mmap.mmap(fd, 1, access=mmap.ACCESS_COPY) as page:  # nothing is written: ctypes wants it writable
-        first, found = ctypes.c_char.from_buffer(page), ctypes.c_ubyte()
-        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(found))
-        del first  # or the mapping can't be closed
+    # Closed with its last reference: Ctrl-C may come at any place, and a mapping that is pointed to can't be closed.
+    page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY)  # nothing is written: ctypes wants it writable
+    first, found = ctypes.c_char.from_buffer(page), ctypes.c_ubyte()
+    failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(found))
     return bool(failed) or bool(found.value & 1)
 
 

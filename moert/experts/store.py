@@ -14,7 +14,6 @@ from moert.kernels.checksum import crc32
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import group_of
-from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, unreadable
 from moert.stats import ExpertCounters
@@ -37,12 +36,10 @@ class ExpertStore:
         it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
         self._lock = threading.Lock()
-        self._files = {entry.key: os.fspath(pack.file(entry.path)) for entry in pack.manifest.experts}
-        self._views = {entry.key: _views(pack, entry) for entry in pack.manifest.experts}
 
     def files(self) -> list[Path]:
         """The files of all experts."""
-        return [Path(name) for name in self._files.values()]
+        return [self._pack.file(entry.path) for entry in self._pack.manifest.experts]
 
     def nbytes(self, key: ExpertKey) -> int:
         """Bytes that the expert takes in memory: its whole file, as it is read."""
@@ -70,10 +67,10 @@ class ExpertStore:
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """What was read, as the backend takes it."""
-        return self._backend.expert(ExpertView(buffer, self._views[key]))
+        return self._backend.expert(ExpertView(buffer, _views(self._pack, key)))
 
     def _read_once(self, key: ExpertKey, into: U8) -> None:
-        path = self._files[key]
+        path = os.path.join(self._pack.root, self._pack.entry(key).path)  # looked at when the pack was opened
         direct = not in_page_cache(path) if self.leaves_page_cache else self.io.direct
         handle = open_expert(path, direct)
         try:
@@ -94,10 +91,10 @@ class ExpertStore:
         return error
 
 
-def _views(pack: Pack, entry: ExpertEntry) -> dict[str, ProjectionView]:
+def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
     """Where the projections of an expert lie in its file."""
-    quantization, layout, views = pack.manifest.quantization, pack.layout(entry.key), {}
-    for name, width in entry.bits.items():
+    quantization, layout, views = pack.manifest.quantization, pack.layout(key), {}
+    for name, width in pack.entry(key).bits.items():
         shape = pack.manifest.model.projection_shape(name)
         parts = ("weight",) if width == 16 else ("qweight", "scale", "min")
         places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in parts)

@@ -19,6 +19,11 @@ class Detokenizer:
         self._ids: list[int] = []  # the ids of the last piece, then those not yet turned into text
         self._done = 0  # how many of them belong to the last piece
 
+    def __copy__(self) -> Detokenizer:
+        twin = Detokenizer(self._tokenizer)
+        twin._ids, twin._done = list(self._ids), self._done
+        return twin
+
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-
-class InvalidSetting(ValueError):
-    """A setting is out of its range. The message is one line, fit to be shown to a user: the name, then the problem."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
-        self.name, self.problem = name, problem
+from moert.adjustable import Adjustable
+from moert.errors import SettingInvalid
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
+class GenerationSettings(Adjustable):
     """How to write. temperature 0 takes the likeliest token each time and uses none of the other sampling settings.
 
     `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set that holds this much probability (1: all),
     `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before the first of
-    `stop_strings`, and after an end token unless `ignore_eos`. Raises InvalidSetting.
+    `stop_strings`, and after an end token unless `ignore_eos`. Raises SettingInvalid.
     """
 
     max_new_tokens: int = 256
@@ -44,16 +39,16 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise InvalidSetting("max_new_tokens", f"is {self.max_new_tokens}: it should be at least 1")
+            raise SettingInvalid("max_new_tokens", f"is {self.max_new_tokens}: it should be at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidSetting("temperature", f"is {self.temperature}: it should be 0 (greedy) or more")
+            raise SettingInvalid("temperature", f"is {self.temperature}: it should be 0 (greedy) or more")
         if self.top_k < 0:
-            raise InvalidSetting("top_k", f"is {self.top_k}: it should be 0 (no limit) or more")
+            raise SettingInvalid("top_k", f"is {self.top_k}: it should be 0 (no limit) or more")
         if not 0 < self.top_p <= 1:
-            raise InvalidSetting("top_p", f"is {self.top_p}: it should be above 0 and at most 1")
+            raise SettingInvalid("top_p", f"is {self.top_p}: it should be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
-            raise InvalidSetting("min_p", f"is {self.min_p}: it should be between 0 and 1")
+            raise SettingInvalid("min_p", f"is {self.min_p}: it should be between 0 and 1")
         if not 0 <= self.seed < 1 << 63:
-            raise InvalidSetting("seed", f"is {self.seed}: it should be between 0 and 2**63 - 1")
+            raise SettingInvalid("seed", f"is {self.seed}: it should be between 0 and 2**63 - 1")
         if any(not text for text in self.stop_strings):
-            raise InvalidSetting("stop_strings", "has an empty stop string: no text would get a first letter")
+            raise SettingInvalid("stop_strings", "has an empty stop string: no text would get a first letter")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from moert.kernels import library
 from moert.kernels.library import InstructionSetInvalid
+from moert.wording import said
 
 if TYPE_CHECKING:
     from moert.kernels.backend import Backend
@@ -26,7 +27,7 @@ def open_backend(name: str = AUTO_KERNELS, threads: int = 1) -> Backend:
         else:
             why, others = "", f", or one of {', '.join(sets)}"
         raise InstructionSetInvalid(
-            f"--kernels {name!r} does not run here: {why}use {AUTO_KERNELS} or {REFERENCE}{others}"
+            f"{said('kernels', name)} does not run here: {why}use {AUTO_KERNELS} or {REFERENCE}{others}"
         )
     from moert.kernels.backend import opaque
 

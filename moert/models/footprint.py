@@ -11,38 +11,52 @@ from moert.pack.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
+class Load:
+    """One request: tokens of its prompt, the most that it may write, and what it has `written` so far (0: its prompt is
+    still to be read). `held_bytes` of memory are in its keys and values."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    written: int = 0
+    held_bytes: int = 0
+
+
+Loads = Sequence[Load]
+
+
+@dataclass(frozen=True)
 class Footprint:
-    """Upper bounds in bytes for requests of one or several prompts that run together: `prompts` has the tokens of each.
-    `widened`: as of Backend.widens."""
+    """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens."""
 
     spec: ModelSpec
     widened: bool
     kv_bits: KvBits = 16
 
-    def request(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        """The most at one time."""
-        return max(self.prompt(prompts), self.written(prompts, max_new_tokens))
+    def request(self, loads: Loads) -> int:
+        """The most at one time, if all start or go on now and write all that they may."""
+        return max(self.prompt(loads), self.written(loads))
 
-    def prompt(self, prompts: Sequence[int]) -> int:
-        """While the prompts are read."""
-        read = activation_bytes(self.spec, sum(prompts), self.widened, len(prompts))
-        return read + self._states(prompts, 1)
+    def prompt(self, loads: Loads) -> int:
+        """While the prompts of new ones are read and the others go on."""
+        tokens = sum(1 if load.written else load.prompt_tokens for load in loads)
+        states = (self._state(load, max(1, load.written)) for load in loads)
+        return activation_bytes(self.spec, tokens, self.widened, len(loads)) + sum(states)
 
-    def written(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        """When the last token is written."""
-        return self._step(len(prompts)) + self._states(prompts, max_new_tokens)
+    def written(self, loads: Loads) -> int:
+        """When all have written all that they may."""
+        return self._step(len(loads)) + sum(self._state(load, load.max_new_tokens) for load in loads)
 
-    def next_block(self, prompts: Sequence[int], new_tokens: int) -> int:
-        """What a step takes, and keys and values of the next block beside those that are there after so many."""
-        read = self.read(prompts, new_tokens)
-        return self._step(len(prompts)) + sum(growth_bytes(self.spec, length, self.kv_bits) for length in read)
+    def next_block(self, loads: Loads) -> int:
+        """What a step takes, and keys and values of the next block beside those that are there."""
+        grown = (growth_bytes(self.spec, self.read(load), self.kv_bits) for load in loads)
+        return self._step(len(loads)) + sum(grown)
 
-    def read(self, prompts: Sequence[int], new_tokens: int) -> list[int]:
-        """Tokens that the decoder has read of each, when it has written so many."""
-        return [(tokens if self.spec.encoder is None else 1) + new_tokens - 1 for tokens in prompts]
+    def read(self, load: Load) -> int:
+        """Tokens that the decoder has read."""
+        return (load.prompt_tokens if self.spec.encoder is None else 1) + load.written - 1
 
     def _step(self, sequences: int) -> int:
         return activation_bytes(self.spec, sequences, self.widened, sequences)
 
-    def _states(self, prompts: Sequence[int], max_new_tokens: int) -> int:
-        return sum(state_bytes(self.spec, tokens, max_new_tokens, self.kv_bits) for tokens in prompts)
+    def _state(self, load: Load, written: int) -> int:
+        return state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)

@@ -41,9 +41,25 @@ class Kept:
             self.keys, self.values, self.key_steps, self.value_steps = room
         return start
 
+    def copy(self) -> Kept:
+        """Another with the same, that goes on by itself."""
+        twin = Kept(self._part, self._expected, self._bits)
+        if self.length:
+            twin.extend(self.length)
+        for old, fresh in zip(self._parts, twin._parts, strict=True):
+            if old is not None and fresh is not None:
+                reach = min(old.shape[1], fresh.shape[1])
+                fresh[:, :reach] = old[:, :reach]
+        return twin
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts if part is not None)
+
+    @property
+    def written_bytes(self) -> int:
+        """Of the tokens so far: the system gives memory when it is written."""
+        return self.nbytes * self.length // max(1, int(self.values.shape[1]))
 
     @property
     def _parts(self) -> tuple[npt.NDArray[Any] | None, ...]:
@@ -72,9 +88,16 @@ class State:
         """Tokens that the decoder has read."""
         return self.own[0].length
 
+    def copy(self) -> State:
+        return State([kept.copy() for kept in self.own], [kept.copy() for kept in self.cross])
+
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in (*self.own, *self.cross))
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(kept.written_bytes for kept in (*self.own, *self.cross))
 
 
 def rounded(tokens: int) -> int:

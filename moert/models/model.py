@@ -147,11 +147,21 @@ class Model:
 
     def prefill_many(self, prompts: Sequence[Sequence[int]]) -> list[tuple[State, F32]]:
         """`prefill` for several prompts at once."""
-        states, reads = self._states(prompts), prompts
-        if self._encoder is not None:
-            reads = [[self._start]] * len(prompts)
-        ends = self._decode(reads, states)[np.cumsum([len(ids) for ids in reads]) - 1]
-        return list(zip(states, self._logits(ends), strict=True))
+        begun = self.begin(prompts)
+        logits = self.read([state for state, _ in begun], [ids for _, ids in begun])
+        return [(state, row) for (state, _), row in zip(begun, logits, strict=True)]
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> list[tuple[State, Sequence[int]]]:
+        """For each prompt a new state, and the tokens that the decoder is to read first: the prompt itself, or behind
+        an encoder, which reads that now, the start token. Raises ValueError for an empty prompt."""
+        states = self._states(prompts)
+        return list(zip(states, prompts if self._encoder is None else [[self._start]] * len(prompts), strict=True))
+
+    def read(self, states: Sequence[State], sequences: Sequence[Sequence[int]]) -> F32:
+        """Appends to each state the tokens of its sequence, one or many; returns the logits [sequences, vocab] after
+        the last of each."""
+        ends = np.cumsum([len(ids) for ids in sequences]) - 1
+        return self._logits(self._decode(sequences, states)[ends])
 
     def step(self, state: State, token: int) -> F32:
         """Appends one token to the state; returns the logits [vocab] of the token after it."""
@@ -160,7 +170,7 @@ class Model:
 
     def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> F32:
         """`step` for several sequences at once; returns logits [sequences, vocab]."""
-        return self._logits(self._decode([[token] for token in tokens], states))
+        return self.read(states, [[token] for token in tokens])
 
     def forward_all(self, ids: Sequence[int], target_ids: Sequence[int] | None = None) -> F32:
         """Teacher-forced logits [n, vocab] in one pass.

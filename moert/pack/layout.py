@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moert.pack.codec import n_groups, row_bytes
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -12,6 +13,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
 _LARGE_EXPERT_BYTES = 1 << 20
+_NAME = b"#"  # nothing else in a header is like it
 DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2}
 
 
@@ -57,10 +59,32 @@ def expert_layout(
     spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, dtype16: str, page_bytes: int
 ) -> ExpertLayout:
     """The layout of the expert `key` whose projections have the widths `bits`."""
+    shapes = tuple((name, *spec.projection_shape(name), bits[name]) for name in spec.moe.ffn.projections)
+    return _pattern(shapes, group_size, dtype16, page_bytes, len(str(key))).of(key)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """What experts of the same widths have in common: all but their names, which have one length."""
+
+    before: bytes
+    after: bytes
+    slots: tuple[TensorSlot, ...]
+    tensor_bytes: int
+    data_bytes: int
+
+    def of(self, key: ExpertKey) -> ExpertLayout:
+        header = self.before + str(key).encode() + self.after
+        return ExpertLayout(header, len(header), self.slots, self.tensor_bytes, len(header) + self.data_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _pattern(
+    shapes: tuple[tuple[str, int, int, int], ...], group_size: int, dtype16: str, page_bytes: int, name_bytes: int
+) -> _Pattern:
+    """`shapes`: (projection, outputs, inputs, width) of each. `name_bytes`: of the expert's name."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
-    for projection in spec.moe.ffn.projections:
-        out_features, in_features = spec.projection_shape(projection)
-        width = bits[projection]
+    for projection, out_features, in_features, width in shapes:
         if width == 16:
             tensors.append((f"{projection}.weight", dtype16, (out_features, in_features)))
             continue
@@ -68,10 +92,13 @@ def expert_layout(
         tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, width))))
         tensors.append((f"{projection}.scale", "F16", (out_features, groups)))
         tensors.append((f"{projection}.min", "F16", (out_features, groups)))
-    return _place(tensors, key, page_bytes)
+    slots, tensor_bytes, data_bytes = _place(tensors, page_bytes)
+    before, after = _header(slots, name_bytes, page_bytes).split(_NAME * name_bytes)
+    return _Pattern(before, after, tuple(slots), tensor_bytes, data_bytes)
 
 
-def _place(tensors: list[tuple[str, str, tuple[int, ...]]], key: ExpertKey, page_bytes: int) -> ExpertLayout:
+def _place(tensors: list[tuple[str, str, tuple[int, ...]]], page_bytes: int) -> tuple[list[TensorSlot], int, int]:
+    """Slots, bytes of weights, scales and minima, and bytes with padding."""
     slots: list[TensorSlot] = []
     position = tensor_bytes = 0
     for index, (name, dtype, shape) in enumerate(tensors):
@@ -86,13 +113,14 @@ def _place(tensors: list[tuple[str, str, tuple[int, ...]]], key: ExpertKey, page
         if padding:
             slots.append(TensorSlot(f"pad.{index}", "U8", (padding,), position, position + padding))
             position += padding
-    header = _header(slots, key, page_bytes)
-    return ExpertLayout(header, len(header), tuple(slots), tensor_bytes, len(header) + position)
+    return slots, tensor_bytes, position
 
 
-def _header(slots: list[TensorSlot], key: ExpertKey, page_bytes: int) -> bytes:
-    """A safetensors header, filled up with spaces so that the data begins on a page."""
-    table: dict[str, object] = {"__metadata__": {"format": "model.pack expert", "expert": str(key)}}
+def _header(slots: list[TensorSlot], name_bytes: int, page_bytes: int) -> bytes:
+    """A safetensors header, filled up with spaces so that the data begins on a page; _NAME in the place of each letter
+    of the expert's name."""
+    name = _NAME.decode() * name_bytes
+    table: dict[str, object] = {"__metadata__": {"format": "model.pack expert", "expert": name}}
     for slot in slots:
         table[slot.name] = {
             "dtype": slot.dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -45,7 +44,7 @@ class Pack:
         self.root = root
         self.manifest = manifest
         self._entries = {entry.key: entry for entry in manifest.experts}
-        self._layouts: dict[ExpertKey, ExpertLayout] = {}
+        self._folders: set[str] = set()  # whose real places are inside the pack
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Pack:
@@ -56,20 +55,23 @@ class Pack:
             raise ManifestMissing(f"{shown} is not a directory: a pack is a directory with a {MANIFEST}")
         pack = cls(root, parse_manifest(_manifest_text(root)))
         for relative, nbytes, _ in pack.listed_files():
-            _check_size(root, relative, nbytes)
+            pack._check_size(relative, nbytes)
         return pack
 
     def entry(self, key: ExpertKey) -> ExpertEntry:
         return self._entries[key]
 
     def layout(self, key: ExpertKey) -> ExpertLayout:
-        if key not in self._layouts:
-            self._layouts[key] = self.manifest.layout(self._entries[key])
-        return self._layouts[key]
+        return self.manifest.layout(self._entries[key])
 
     def file(self, relative: str) -> Path:
         """The real path of a file of the pack; raises UnsafePath if a link leads out of it."""
-        return _inside(self.root, relative)
+        folder = os.path.dirname(relative)
+        if folder not in self._folders or os.path.islink(os.path.join(self.root, relative)):
+            path = _inside(self.root, relative)
+            self._folders.add(folder)
+            return path
+        return self.root / relative
 
     def read_file(self, relative: str) -> bytes:
         """The bytes of a file that is not an expert, checked against size and fast checksum.
@@ -79,7 +81,7 @@ class Pack:
         if relative not in self.manifest.files:
             raise FileMissing(f"the pack at {self.root} has no {relative}")
         entry = self.manifest.files[relative]
-        _check_size(self.root, relative, entry.nbytes)
+        self._check_size(relative, entry.nbytes)
         body = bytearray(entry.nbytes)
         self._read_exactly(relative, memoryview(body))
         if zlib.crc32(body) != entry.crc32:
@@ -136,7 +138,7 @@ class Pack:
     def verify_hashes(self) -> Iterator[str]:
         """Reads every file; yields its path once its sha256 is found right, raises at the first that is not."""
         for relative, nbytes, sha256 in self.listed_files():
-            _check_size(self.root, relative, nbytes)
+            self._check_size(relative, nbytes)
             if _sha256(self.file(relative)) != sha256:
                 raise HashMismatch(f"{relative}: sha256 differs from the manifest: the file is damaged, copy it again")
             yield relative
@@ -147,6 +149,18 @@ class Pack:
             yield relative, file.nbytes, file.sha256
         for entry in self.manifest.experts:
             yield entry.path, entry.file_bytes, entry.sha256
+
+    def _check_size(self, relative: str, nbytes: int) -> None:
+        try:
+            found = os.stat(self.file(relative))
+        except OSError as error:
+            raise unreadable(self.root, relative, error) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise FileMissing(f"{relative} in the pack at {self.root} is not a regular file: copy the pack again")
+        if found.st_size != nbytes:
+            raise FileTruncated(
+                f"{relative} has {found.st_size} bytes, the manifest says {nbytes}: copy the pack again"
+            )
 
     def _read_exactly(self, relative: str, buffer: memoryview) -> None:
         """Fills `buffer` from the file; a single read where the system allows it (it stops at 2 GiB on Linux)."""
@@ -209,17 +223,6 @@ def _inside(root: Path, relative: str) -> Path:
     return path
 
 
-def _check_size(root: Path, relative: str, nbytes: int) -> None:
-    try:
-        found = _inside(root, relative).stat()
-    except OSError as error:
-        raise unreadable(root, relative, error) from None
-    if not stat.S_ISREG(found.st_mode):
-        raise FileMissing(f"{relative} in the pack at {root} is not a regular file: copy the pack again")
-    if found.st_size != nbytes:
-        raise FileTruncated(f"{relative} has {found.st_size} bytes, the manifest says {nbytes}: copy the pack again")
-
-
 def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
     """What to raise where the system refuses to read a file of a pack."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
@@ -228,6 +231,8 @@ def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
 
 
 def _sha256(path: Path) -> str:
+    import hashlib  # takes memory, and opening a pack needs none of it
+
     digest = hashlib.sha256()
     with open(path, "rb") as handle:
         while chunk := handle.read(_CHUNK):

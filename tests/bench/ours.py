@@ -23,7 +23,7 @@ class Ours:
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
         from moert.generation.settings import GenerationSettings
 
-        answer = self._engine.generate_ids(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
+        answer = self._engine.generate(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
         return answer.result.tokens, answer.time_to_first_token_s, answer.total_s
 
     def logits(self, ids: list[int]) -> list[float]:

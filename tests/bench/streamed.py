@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 THREADS = 2
 PIECE = 64  # tokens of a request where no prompt says how many
-_STOP = "\0"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Segment:
 
 
 class Clock:
-    """In the place of a detokenizer: ends the text once the time is over and enough tokens are there."""
+    """Counts tokens until the time is over and enough are there."""
 
     def __init__(self, seconds: float, least: int) -> None:
         self._until, self._least = time.perf_counter() + seconds, least
@@ -75,13 +74,6 @@ class Clock:
     @property
     def over(self) -> bool:
         return self.tokens >= self._least and time.perf_counter() >= self._until
-
-    def push(self, token: int) -> str:
-        self.tokens += 1
-        return _STOP if self.over else ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def beginnings(vocab_size: int) -> Iterator[int]:
@@ -179,11 +171,13 @@ class Streamed:
             )
         )
 
-    def _generate(self, ids: list[int], new_tokens: int, clock: Any) -> None:
-        from moert.generation.settings import GenerationSettings
-
-        settings = GenerationSettings(max_new_tokens=new_tokens, stop_strings=(_STOP,))
-        self._engine.generate_ids(ids, settings, detokenizer=clock)
+    def _generate(self, ids: list[int], new_tokens: int, clock: Clock) -> None:
+        with self._engine.session() as session:
+            session.add(ids, max_new_tokens=new_tokens)
+            for _ in session:
+                clock.tokens += 1
+                if clock.over:
+                    break
 
 
 def main() -> None:

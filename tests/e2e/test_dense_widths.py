@@ -22,9 +22,9 @@ from moeconv.profile import profile_paths
 from moeconv.report.document import read_report
 from moeconv.scorers.build import build_scorer, load_tokenizer
 from moeconv.verify import verify
-from moert.backbone import load_backbone
 from moert.description import describe, description_lines
 from moert.engine import Engine
+from moert.models.backbone import load_backbone
 from moert.pack.reader import Pack
 
 BITS = {"switch": {"attention": 4, "head": 8}, "olmoe": 8}

@@ -49,7 +49,7 @@ def write(engine: Engine, number: int) -> list[int]:
     prompt_tokens, new_tokens = REQUESTS[number]
     prompt = [(7 * number + 5 * at + at * at) % engine.spec.vocab_size for at in range(prompt_tokens)]
     settings = GenerationSettings(max_new_tokens=new_tokens, temperature=1.0, seed=number)
-    return engine.generate_ids(prompt, settings).result.tokens
+    return engine.generate(prompt, settings).result.tokens
 
 
 def write_all(pack: Path) -> list[list[int]]:

@@ -15,7 +15,7 @@ import pytest
 from dense_packs import dense_quantization, widened, write_dense_pack
 from random_packs import SPECS, write_pack
 
-from moert.backbone import load_backbone
+from moert.models.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
 from moert.pack.manifest import Dense
 from moert.pack.parts import ROLES

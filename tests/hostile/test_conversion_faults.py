@@ -89,7 +89,7 @@ def test_a_full_work_directory_is_one_line_and_its_journal_is_used(model: Path, 
 def test_a_full_output_is_one_line_and_nothing_is_measured_again(model: Path, text: Path, tmp_path: Path) -> None:
     words = command(model, text, tmp_path / "disk" / "m.pack", tmp_path / "work", *OPTIONS)
     with small_disk(tmp_path / "disk", 8192) as disk:
-        filling = ballast(disk, leave_kilobytes=160)
+        filling = ballast(disk, leave_kilobytes=64)
         said = complaint(run(words))
         assert "No space left on device" in said
         assert str(disk) in said

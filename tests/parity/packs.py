@@ -13,11 +13,11 @@ from moeconv.checkpoint import Checkpoint
 from moeconv.coder import ExpertCoder
 from moeconv.emit import emit
 from moeconv.quantizers import QUANTIZERS
-from moert.backbone import load_backbone
 from moert.experts.drive import IoSettings
 from moert.experts.store import ExpertStore
 from moert.kernels import REFERENCE, open_backend
 from moert.kernels.backend import I64, Backend, Expert
+from moert.models.backbone import load_backbone
 from moert.models.model import Model
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey

@@ -14,13 +14,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Rooms from the bottom up: a module may import from its own room and from rooms below.
 MOERT = [
-    ("moert.pack", "moert.errors", "moert.stats", "moert.control_groups", "moert.memory", "moert.turns"),
+    ("moert.wording", "moert.errors", "moert.adjustable"),
+    ("moert.pack", "moert.stats", "moert.control_groups", "moert.memory", "moert.turns"),
     ("moert.kernels",),
     ("moert.system",),
     ("moert.experts", "moert.predict"),
     ("moert.models",),
     ("moert.generation",),
-    ("moert.engine", "moert.settings", "moert.backbone", "moert.budget", "moert.regulator", "moert.policies"),
+    (
+        "moert.engine",
+        "moert.settings",
+        "moert.budget",
+        "moert.regulator",
+        "moert.policies",
+        "moert.streaming",
+        "moert.admission",
+    ),
     ("moert.cli", "moert.console", "moert.options", "moert.bench", "moert.description", "moert.prompts"),
     ("moert.__main__",),
 ]

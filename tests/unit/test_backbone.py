@@ -14,11 +14,12 @@ from dense_packs import GROUP, Tensors, dense_quantization, widened, write_dense
 from random_packs import SPECS, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moert.backbone import load_backbone, load_tokenizer
 from moert.budget import Budget
 from moert.engine import Engine
 from moert.errors import TokenizerMissing
+from moert.generation.text import Text
 from moert.kernels.backend import Floats
+from moert.models.backbone import load_backbone
 from moert.pack.codec import F32, unpack_codes
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.reader import Pack
@@ -44,7 +45,7 @@ def test_stored_truncation_and_padding_have_no_effect(tmp_path: Path) -> None:
     stored = words()
     stored.enable_truncation(4)
     stored.enable_padding(length=9, pad_token="[pad]")
-    tokenizer = load_tokenizer(pack_with(tmp_path / "model.pack", stored.to_str().encode()))
+    tokenizer = Text(pack_with(tmp_path / "model.pack", stored.to_str().encode())).tokenizer
     assert tokenizer.encode(TEXT).ids == words().encode(TEXT).ids == [1, 2, 3, 4, 5, 6]
     assert tokenizer.encode("b").ids == [2]
 
@@ -57,7 +58,7 @@ def test_a_tokenizer_that_is_none_is_one_line(tmp_path: Path, body: bytes) -> No
     with pytest.raises(
         TokenizerMissing, match=r"tokenizer\.json in .* can't be read .*convert the model again"
     ) as caught:
-        load_tokenizer(pack)
+        _ = Text(pack).tokenizer
     assert "\n" not in str(caught.value)
 
 
@@ -67,7 +68,7 @@ def test_a_damaged_tokenizer_is_noticed(tmp_path: Path) -> None:
     path = pack.root / "tokenizer.json"
     path.write_text(path.read_text().replace('"a":1', '"g":1'))
     with pytest.raises(HashMismatch, match=r"tokenizer\.json: checksum differs"):
-        load_tokenizer(pack)
+        _ = Text(pack).tokenizer
 
 
 # Stored weights
@@ -191,7 +192,7 @@ def test_loading_holds_little_more_than_the_copies(tmp_path: Path) -> None:
     write_dense_pack(tmp_path / "p", spec, dense_quantization({"router": 16}), number)
     code = (
         "import sys, re\n"
-        "from moert.backbone import load_backbone\n"
+        "from moert.models.backbone import load_backbone\n"
         "from moert.pack.reader import Pack\n"
         "def peak(): return int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
         "weights = load_backbone(Pack.open(sys.argv[1]))\n"

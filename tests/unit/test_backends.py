@@ -74,7 +74,7 @@ def test_without_the_library_auto_is_the_reference_and_a_name_an_error(no_librar
     with pytest.raises(InstructionSetInvalid) as caught:
         open_backend("avx2")
     assert str(caught.value) == (
-        "--kernels 'avx2' does not run here: there are no native kernels (_native.so was not built): use auto or "
+        "kernels='avx2' does not run here: there are no native kernels (_native.so was not built): use auto or "
         "reference, or install a C compiler, then moert again"
     )
 

@@ -34,7 +34,7 @@ def test_shares(text: str) -> None:
 @pytest.mark.parametrize("text", ["auto", " AUTO "])
 def test_auto(text: str) -> None:
     assert parse_memory(text) is AUTO_MEMORY
-    with pytest.raises(InvalidMemory, match="--cache"):
+    with pytest.raises(InvalidMemory, match="cache"):
         parse_cache(text)
 
 
@@ -44,7 +44,7 @@ def test_auto(text: str) -> None:
      "\N{ARABIC-INDIC DIGIT FIVE}GB", "\N{FULLWIDTH DIGIT FIVE}%", ".", "%", "5.GB", "1.5", "50", "1000.5"],
 )  # fmt: skip
 def test_what_is_no_size(text: str) -> None:
-    for parse, option in ((parse_memory, "--memory"), (parse_cache, "--cache")):
+    for parse, option in ((parse_memory, "memory"), (parse_cache, "cache")):
         with pytest.raises(InvalidMemory, match=option):
             parse(text)
 
@@ -102,10 +102,10 @@ def test_threads_and_pages_that_experts_do_not_fill_are_counted(pack_dir: Path) 
 def test_a_refusal_names_its_parts() -> None:
     error = BUDGET.too_small("so much", 250 * MB, 50 * MB, 40 * MB, "this request needs")
     assert error.smallest_bytes == BUDGET.smallest_bytes(250 * MB, 90 * MB + FIRST_BYTES)
-    assert f"--memory {error.smallest_bytes} " in str(error)
+    assert f"memory={error.smallest_bytes} " in str(error)
     for part in ("250.00 MB that", "50.00 MB for all weights", "40.00 MB for keys", "8.00 MB for one token's"):
         assert part in str(error)
     assert str(error).startswith("so much is too small: this request needs")
-    with pytest.raises(BudgetTooSmall, match=f"--cache {8 * MB}, "):
+    with pytest.raises(BudgetTooSmall, match=f"cache={8 * MB}, "):
         BUDGET.check_cache(8 * MB - 1)
     BUDGET.check_cache(8 * MB)

@@ -25,8 +25,8 @@ from moeconv.packed import PackedModel
 from moeconv.scorers.head import Head
 from moeconv.trial import Trial
 from moeconv.verify import verify
-from moert.backbone import load_backbone
 from moert.kernels.backend import Floats
+from moert.models.backbone import load_backbone
 from moert.pack.codec import QuantizedMatrix
 from moert.pack.reader import Pack
 from tests.shapes import shapes_of

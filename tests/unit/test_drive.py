@@ -142,7 +142,7 @@ def test_settings_are_parsed() -> None:
 
 @pytest.mark.parametrize("text", ["", ",", "auto,2", "mmap", "4"])
 def test_other_ways_to_read_are_refused_in_one_line(text) -> None:
-    refused(text, r"--io .* is none of auto, direct, buffered")
+    refused(text, r"io=.* is none of auto, direct, buffered")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_other_ways_to_read_are_refused_in_one_line(text) -> None:
      ("9" * 5000, "'9+'")],
 )  # fmt: skip
 def test_other_numbers_of_threads_are_refused_in_one_line(count, found) -> None:
-    refused(f"direct,{count}", rf"--io .*: {found} should be a number of threads, 1 to 64")
+    refused(f"direct,{count}", rf"io=.*: {found} should be a number of threads, 1 to 64")
 
 
 def refused(text, says) -> None:

@@ -111,7 +111,7 @@ def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(pac
     with pytest.raises(BudgetTooSmall) as error:
         Engine.open(packs[name], kernels=kernels, cache=least - 1)
     assert error.value.smallest_bytes == least
-    assert f"--cache {least}" in str(error.value)
+    assert f"cache={least}" in str(error.value)
     assert "\n" not in str(error.value)
     assert pickle.loads(pickle.dumps(error.value)).smallest_bytes == least
     with Engine.open(packs[name], kernels=kernels, notify=lambda note: None, cache=least) as engine:
@@ -129,7 +129,7 @@ def refused_then_enough(path: Path, name: str, kernels: str) -> None:
     settings = GenerationSettings(max_new_tokens=6)
     with pytest.raises(BudgetTooSmall) as error:
         Engine.open(path, memory=1000, predictor="none", kernels=kernels)
-    assert f"--memory {error.value.smallest_bytes}" in str(error.value)
+    assert f"memory={error.value.smallest_bytes}" in str(error.value)
     with Engine.open(path, memory=error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
         assert engine.generate("hello", settings).result.tokens
         with pytest.raises(BudgetTooSmall, match="this request needs") as later:
@@ -144,7 +144,7 @@ def test_a_cache_below_one_tokens_demand_warns_once(packs) -> None:
         for prompt in PROMPTS[:2]:
             engine.generate(prompt, GenerationSettings(max_new_tokens=2))
         assert len(notes) == 1
-        enough = int(notes[0].split("--cache ")[1].split()[0])
+        enough = int(notes[0].split("cache=")[1].split()[0])
         assert str(engine.budget.token_bytes) in notes[0]
     notes.clear()
     with Engine.open(packs["decoder"], notify=notes.append, cache=enough) as engine:
@@ -192,19 +192,20 @@ def test_a_cache_that_shrinks_in_the_middle_of_a_request_is_read_for_as_one_that
         assert engine.stats().evictions == 0
     with Engine.open(packs["decoder"], predictor="none", eviction="auto", notify=lambda note: None) as engine:
         regulator, everything, least = engine._regulator, engine.budget.expert_bytes, engine.budget.layer_bytes
-        prepare, steps = engine._adapt, []
+        prepare, steps = engine._streaming.adapt, []
 
-        def before_prompt(prompts, max_new_tokens):
+        def before(loads):
             engine.cache.resize(everything)
             return (least if when == "foreseen" else everything), None
 
-        def after_token(prompts, new_tokens):
-            if new_tokens == 2:
+        def after(loads):
+            if [load.written for load in loads] == [2]:
                 engine.cache.resize(least)
 
-        monkeypatch.setattr(regulator, "before_prompt", before_prompt)
-        monkeypatch.setattr(regulator, "after_token", after_token)
-        monkeypatch.setattr(engine, "_adapt", lambda room: (prepare(room), steps.append(engine.stats().io)))
+        monkeypatch.setattr(regulator, "before", before)
+        monkeypatch.setattr(regulator, "after", after)
+        adapted = lambda room, notify: (prepare(room, notify), steps.append(engine.stats().io))  # noqa: E731
+        monkeypatch.setattr(engine._streaming, "adapt", adapted)
         assert engine.generate(PROMPTS[0], settings).result.tokens == expected
         assert steps[0] == steps[1] != "page cache" if when == "foreseen" else steps[1] == "page cache" != steps[2]
         assert engine.stats().evictions > 0
@@ -305,7 +306,7 @@ def test_a_predictor_that_needs_paths_says_so_where_there_are_none(tmp_path) -> 
     with Engine.open(path, notify=notes.append) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))
     assert notes == []
-    with pytest.raises(PathsMissing, match=f"--predict popularity needs path tables, .* has no {PATHS}"):
+    with pytest.raises(PathsMissing, match=f"predictor='popularity' needs path tables, .* has no {PATHS}"):
         Engine.open(path, predictor="popularity")
 
 
@@ -363,7 +364,7 @@ def test_a_wrong_backbone_is_refused(packs, tmp_path, body, error) -> None:
 def test_a_pack_without_tokenizer_runs_on_ids_only(tmp_path) -> None:
     path = write_pack(tmp_path / "dumb.pack", DECODER, tokenizer=False, paths=False)
     with Engine.open(path, predictor="none") as engine:
-        answer = engine.generate_ids([5, 6, 7], GenerationSettings(max_new_tokens=3))
+        answer = engine.generate([5, 6, 7], GenerationSettings(max_new_tokens=3))
         assert len(answer.result.tokens) == 3
         with pytest.raises(TokenizerMissing, match=r"no tokenizer\.json"):
             engine.generate("abc", GenerationSettings())

@@ -40,7 +40,7 @@ def test_every_kernel_answers_by_its_name(packs: dict[str, Path], name: str) -> 
     for kernels in running():
         with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
             assert engine.backend.name == kernels
-            logits = engine.generate_ids(engine.encode("abc"), GenerationSettings(max_new_tokens=NEW)).result.tokens
+            logits = engine.generate(engine.encode("abc"), GenerationSettings(max_new_tokens=NEW)).result.tokens
             assert len(logits) == NEW
         # not equal: then nothing was rounded; not far: 8 bits keep most of a row (1/254 of its largest is lost)
         first = answer(packs[name], kernels=kernels)[1][0]
@@ -72,7 +72,7 @@ def test_without_the_library_there_is_one_note_and_the_answer_of_the_reference(
     with Engine.open(packs[name], notify=notes.append, kernels="reference") as engine:
         run_greedy(engine, engine.encode("abc"), NEW)
     assert notes == []  # as asked
-    with pytest.raises(InstructionSetInvalid, match="--kernels 'avx2' does not run here: there are no native kernels"):
+    with pytest.raises(InstructionSetInvalid, match="kernels='avx2' does not run here: there are no native kernels"):
         Engine.open(packs[name], kernels="avx2")
 
 

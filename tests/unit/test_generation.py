@@ -13,12 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from moert.errors import InputInvalid, SettingInvalid
 from moert.generation import greedy, sampling
 from moert.generation.detokenize import Detokenizer
-from moert.generation.loop import Generation, GenerationResult, PromptError, advance
-from moert.generation.settings import GenerationSettings, InvalidSetting
+from moert.generation.generation import Generation, GenerationResult, TextSource
+from moert.generation.session import Session
+from moert.generation.settings import GenerationSettings
+from moert.models.footprint import Loads
+from moert.models.kv import State
 from moert.pack.codec import F32
 from moert.pack.model_spec import Tokens
+from moert.stats import RequestTimes
 
 EOS, VOCAB = 256, 257
 
@@ -43,7 +48,7 @@ class Script:
 
     tokens: list[int]
     max_positions: int | None = None
-    steps: int = 0
+    steps: int = -1
     spec: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,27 +60,56 @@ class Script:
 
         self.spec = Spec()
 
-    def prefill_many(self, prompts: list[list[int]]) -> Any:
-        return [(None, self._logits()) for _ in prompts]
+    def begin(self, prompts: list[list[int]]) -> Any:
+        return [(State([]), ids) for ids in prompts]
 
-    def step_many(self, states: list[Any], tokens: list[int]) -> F32:
-        assert tokens == [self.tokens[self.steps]]
+    def read(self, states: list[State], sequences: list[list[int]]) -> F32:
+        assert self.steps < 0 or sequences == [[self.tokens[self.steps]]]
         self.steps += 1
-        return self._logits()[None]
+        return np.eye(VOCAB, dtype=np.float32)[self.tokens[self.steps]][None]
 
-    def _logits(self) -> F32:
-        return np.eye(VOCAB, dtype=np.float32)[self.tokens[self.steps]]
+
+@dataclass
+class Texts:
+    """The prompt is one token, whatever it says."""
+
+    source: Detokenizer | None
+
+    def encode(self, prompt: str) -> list[int]:
+        return [1]
+
+    def detokenizer(self) -> TextSource | None:
+        return self.source
+
+
+class Open:
+    """A gate that lets everything through."""
+
+    def check(self, loads: Loads, beside: Loads = ()) -> None:
+        pass
+
+    def together(self, running: Loads, waiting: Loads) -> int:
+        return len(waiting)
+
+    def before(self, loads: Loads) -> None:
+        pass
+
+    after = before
+
+    def idle(self) -> None:
+        pass
 
 
 def generate(
     model: Any, ids: list[int], settings: GenerationSettings, pieces: list[str] | None = None,
     detokenizer: Detokenizer | None = None,
 ) -> GenerationResult:  # fmt: skip
-    generation = Generation(model, ids, settings, detokenizer)
-    for (piece,) in advance(model, [generation]):
-        if pieces is not None:
-            pieces.append(piece.text)
-    return generation.result
+    with Session(model, Texts(detokenizer), Open(), RequestTimes(), lambda: None) as session:  # type: ignore[arg-type]
+        request = session.add("text" if detokenizer else ids, settings)
+        for _, piece in session:
+            if pieces is not None:
+                pieces.append(piece.text)
+    return request.answer.result
 
 
 def run(tokenizer: Tokenizer, text: str, **settings: Any) -> tuple[list[str], Any]:
@@ -146,19 +180,19 @@ def test_full_context_and_prompts_that_do_not_fit() -> None:
     result = generate(Script([5, 6, 7, 8], max_positions=5), [1, 2], GenerationSettings())
     assert (result.tokens, result.stop_reason) == ([5, 6, 7], "context_full")
     for prompt, words in (([], "no tokens"), ([1] * 5, "5 tokens"), ([VOCAB], "vocabulary")):
-        with pytest.raises(PromptError, match=words):
+        with pytest.raises(InputInvalid, match=words):
             generate(Script([5], max_positions=5), prompt, GenerationSettings())
 
 
 def test_a_run_left_early_is_interrupted() -> None:
     script: Any = Script([5, 6, EOS])
-    generation = Generation(script, [1], GenerationSettings())
-    next(advance(script, [generation]))
+    generation = Generation(script.spec, [1], GenerationSettings(), None)
+    generation.take(script.read([], []))
     assert (generation.result.tokens, generation.result.stop_reason) == ([5], "interrupted")
 
 
-def test_stop_strings_need_a_detokenizer() -> None:
-    with pytest.raises(ValueError, match="detokenizer"):
+def test_stop_strings_need_a_text() -> None:
+    with pytest.raises(SettingInvalid, match="give the prompt as text"):
         generate(Script([5]), [1], GenerationSettings(stop_strings=("x",)))
 
 
@@ -171,7 +205,7 @@ def test_stop_strings_need_a_detokenizer() -> None:
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
-    with pytest.raises(InvalidSetting, match=name.rstrip("s").replace("_string", " string")):
+    with pytest.raises(SettingInvalid, match=name.rstrip("s").replace("_string", " string")):
         GenerationSettings(**{name: value})
 
 
@@ -246,11 +280,8 @@ def test_the_hottest_draws_are_all_alike() -> None:
 def test_the_seed_decides_what_is_drawn() -> None:
     def draw(seed: int) -> list[int]:
         class Flat(Script):
-            def _logits(self) -> F32:
-                return np.zeros(VOCAB, np.float32)
-
-            def step_many(self, states: list[Any], tokens: list[int]) -> F32:
-                return self._logits()[None]
+            def read(self, states: list[State], sequences: list[list[int]]) -> F32:
+                return np.zeros((1, VOCAB), np.float32)
 
         settings = GenerationSettings(temperature=1.0, seed=seed, max_new_tokens=8)
         return generate(Flat([0]), [1], settings).tokens

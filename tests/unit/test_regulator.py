@@ -10,7 +10,7 @@ from tiny_packs import SWITCH
 from moert.budget import FIRST_BYTES, Budget
 from moert.errors import BudgetTooSmall
 from moert.models.activations import activation_bytes
-from moert.models.footprint import Footprint
+from moert.models.footprint import Footprint, Load
 from moert.models.kv import BLOCK_TOKENS
 from moert.regulator import Regulator
 from tests.bench.shaped import OLMOE
@@ -36,81 +36,85 @@ def regulator(process: Process, limit_bytes: int | None = None, cache_bytes: int
     return Regulator(Footprint(OLMOE, False), BUDGET, process, limit_bytes, cache_bytes, process.measure)
 
 
+def loads(*prompts: int, most: int = 900, written: int = 0) -> list[Load]:
+    return [Load(tokens, most, written) for tokens in prompts]
+
+
 def test_the_cache_shrinks_as_the_context_grows_and_grows_for_the_next_request() -> None:
     process = Process(250 * MB)
     limit, rooms = 450 * MB, list[int]()
     asked = regulator(process, limit)
-    assert asked.before_prompt([100], 900)[1] is None
+    assert asked.before(loads(100, most=900))[1] is None
     before_prompt = process.held_bytes
     per_token = len(OLMOE.decoder) * 2 * OLMOE.decoder[0].attention.kv_features * 2
     process.others_bytes += per_token * 100
     for new in range(1, 901):
         process.others_bytes += per_token
-        asked.after_token([100], new)
+        asked.after(loads(100, written=new))
         rooms.append(process.held_bytes)
         assert process.measure() < limit
     assert rooms == sorted(rooms, reverse=True)
     assert len(set(rooms)) == 1 + 900 // BLOCK_TOKENS
     assert before_prompt + FIRST_BYTES > rooms[-1] + 700 * per_token
     process.others_bytes = 250 * MB
-    asked.before_prompt([100], 900)
+    asked.before(loads(100, most=900))
     assert process.held_bytes == before_prompt
 
 
 def test_an_estimate_that_was_too_low_is_made_up_for() -> None:
     process = Process(250 * MB)
     asked = regulator(process, 450 * MB)
-    asked.before_prompt([128], 900)
-    asked.after_token([128], 1)
+    asked.before(loads(128, most=900))
+    asked.after(loads(128, written=1))
     before = process.held_bytes
     process.others_bytes += 60 * MB
-    asked.after_token([128], 2)
+    asked.after(loads(128, written=2))
     assert process.held_bytes == before  # until the next block
-    asked.after_token([128], BLOCK_TOKENS + 1)
+    asked.after(loads(128, written=BLOCK_TOKENS + 1))
     assert before - 80 * MB < process.held_bytes <= before - 60 * MB
     process.others_bytes += 500 * MB
-    asked.after_token([128], 2 * BLOCK_TOKENS + 1)
+    asked.after(loads(128, written=2 * BLOCK_TOKENS + 1))
     assert process.held_bytes == BUDGET.layer_bytes  # what a token needs at least
 
 
 def test_a_request_that_will_not_fit_at_its_end_is_refused_at_its_start() -> None:
     process = Process(250 * MB)
     asked = regulator(process, 400 * MB)
-    asked.before_prompt([100], 100)
-    with pytest.raises(BudgetTooSmall, match="this request needs --memory") as error:
-        asked.before_prompt([100], 3000)
+    asked.before(loads(100, most=100))
+    with pytest.raises(BudgetTooSmall, match="this request needs memory=") as error:
+        asked.before(loads(100, most=3000))
     enough = error.value.smallest_bytes
-    assert enough == asked.smallest_memory([100], 3000)
-    regulator(process, enough).before_prompt([100], 3000)
+    assert enough == asked.smallest_memory(loads(100, most=3000))
+    regulator(process, enough).before(loads(100, most=3000))
     with pytest.raises(BudgetTooSmall):
-        regulator(process, enough).check([100, 100], 3000)
+        regulator(process, enough).check(loads(100, 100, most=3000))
 
 
 def test_a_request_that_has_run_is_not_refused_the_next_time() -> None:
     """Though some of the margin is used up by then; but not for more than there is of it."""
     process = Process(250 * MB)
-    enough = regulator(process, 900 * MB).smallest_memory([100], 100)
+    enough = regulator(process, 900 * MB).smallest_memory(loads(100, most=100))
     asked = regulator(process, enough)
-    asked.before_prompt([100], 100)
+    asked.before(loads(100, most=100))
     process.others_bytes += 5 * MB
-    asked.before_prompt([100], 100)
-    assert asked.smallest_memory([100], 100) == enough
+    asked.before(loads(100, most=100))
+    assert asked.smallest_memory(loads(100, most=100)) == enough
     process.others_bytes += 25 * MB
     with pytest.raises(BudgetTooSmall):
-        asked.before_prompt([100], 100)
+        asked.before(loads(100, most=100))
 
 
 def test_what_a_first_request_brings_has_room_until_it_is_there() -> None:
     """Library code that runs for the first time: before the prompt it is to come, after it, it is measured."""
     process = Process(250 * MB)
     asked = regulator(process, 420 * MB)
-    asked.before_prompt([100], 900)
+    asked.before(loads(100, most=900))
     first = process.held_bytes
     process.others_bytes += FIRST_BYTES
-    asked.before_prompt([100], 900)
+    asked.before(loads(100, most=900))
     assert process.held_bytes == first
     process.others_bytes += 10 * MB
-    asked.before_prompt([100], 900)
+    asked.before(loads(100, most=900))
     assert process.held_bytes == first - 10 * MB
 
 
@@ -119,29 +123,29 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     with pytest.raises(BudgetTooSmall, match=r"128 prompt tokens, 128 new ones\) needs .* 54\.19 MB for all weights"):
         regulator(process, 320 * MB).check_open()
     regulator(process, 390 * MB).check_open()
-    with pytest.raises(BudgetTooSmall, match="--cache 8000000"):
+    with pytest.raises(BudgetTooSmall, match="cache=8000000"):
         regulator(process, cache_bytes=8 * MB - 1).check_open()
 
 
 def test_a_small_cache_is_warned_of_with_what_would_do() -> None:
     process = Process(250 * MB)
-    room, warning = regulator(process, 330 * MB).before_prompt([100], 100)
+    room, warning = regulator(process, 330 * MB).before(loads(100, most=100))
     assert room < BUDGET.token_bytes
     assert warning is not None
-    enough = int(warning.split("--memory ")[1].split()[0])
-    assert regulator(process, enough).before_prompt([100], 100)[1] is None
-    assert regulator(process, enough - 6 * MB).before_prompt([100], 100)[1] is not None
-    assert regulator(process, cache_bytes=30 * MB).before_prompt([100], 100) == (30 * MB, None)
-    assert "--cache 30000000 avoids" in (regulator(process, cache_bytes=29 * MB).before_prompt([100], 100)[1] or "")
+    enough = int(warning.split("memory=")[1].split()[0])
+    assert regulator(process, enough).before(loads(100, most=100))[1] is None
+    assert regulator(process, enough - 6 * MB).before(loads(100, most=100))[1] is not None
+    assert regulator(process, cache_bytes=30 * MB).before(loads(100, most=100)) == (30 * MB, None)
+    assert "cache=30000000 avoids" in (regulator(process, cache_bytes=29 * MB).before(loads(100, most=100))[1] or "")
 
 
 def test_without_a_limit_the_cache_is_as_large_as_asked_for() -> None:
     process = Process(10**12)
-    regulator(process).before_prompt([10**6], 10**6)
+    regulator(process).before(loads(10**6, most=10**6))
     assert process.held_bytes == BUDGET.expert_bytes
-    regulator(process, cache_bytes=40 * MB).before_prompt([10**6], 10**6)
+    regulator(process, cache_bytes=40 * MB).before(loads(10**6, most=10**6))
     assert process.held_bytes == 40 * MB
-    regulator(process, cache_bytes=40 * MB).after_token([10**6], 1)
+    regulator(process, cache_bytes=40 * MB).after(loads(10**6, written=1))
     assert process.held_bytes == 40 * MB
 
 
@@ -149,14 +153,17 @@ def test_without_a_limit_the_cache_is_as_large_as_asked_for() -> None:
 @pytest.mark.parametrize("widened", [False, True])
 def test_longer_requests_need_more(spec, widened) -> None:
     footprint = Footprint(spec, widened)
-    needs = [footprint.request([tokens], new) for tokens, new in ((1, 1), (100, 1), (1000, 1), (1000, 10**6))]
+    needs = [footprint.request(loads(tokens, most=new)) for tokens, new in ((1, 1), (100, 1), (1000, 1), (1000, 10**6))]
     assert needs == sorted(set(needs))
-    assert footprint.request([100, 100], 50) > footprint.request([100], 50)
+    assert footprint.request(loads(100, 100, most=50)) > footprint.request(loads(100, most=50))
     wide = replace(spec, vocab_size=spec.vocab_size + 10**6)
-    assert Footprint(wide, widened).request([1] * 8, 5) > footprint.request([1] * 8, 5) + 8 * 2 * 4 * 10**6
+    assert (
+        Footprint(wide, widened).request(loads(*[1] * 8, most=5))
+        > footprint.request(loads(*[1] * 8, most=5)) + 8 * 2 * 4 * 10**6
+    )
     deep = replace(spec, decoder=replace(spec.decoder, layers=(0,) * 100))
-    assert Footprint(deep, widened).request([100], 50) > footprint.request([100], 50)
-    assert Footprint(spec, widened, 8).request([100], 10**5) < 0.7 * footprint.request([100], 10**5)
+    assert Footprint(deep, widened).request(loads(100, most=50)) > footprint.request(loads(100, most=50))
+    assert Footprint(spec, widened, 8).request(loads(100, most=10**5)) < 0.7 * footprint.request(loads(100, most=10**5))
     assert activation_bytes(spec, 2000, widened) > 2000 * 2 * 4 * spec.d_model
 
 

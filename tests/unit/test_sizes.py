@@ -30,5 +30,5 @@ def test_both_programs_refuse_the_same(text: str) -> None:
         parse_size(text)
     with pytest.raises(SettingsError, match=r"^--size "):
         parse_bytes(text, "--size")
-    with pytest.raises(InvalidMemory, match=r"^--memory .*, or a share like 50% or auto$"):
+    with pytest.raises(InvalidMemory, match=r"^memory .*, or a share like 50% or auto$"):
         parse_memory(text)

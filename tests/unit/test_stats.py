@@ -60,7 +60,7 @@ def test_the_figures_in_words() -> None:
         "first token      after 0.250 s",
         "experts          asked for 200 times, 21.0% in memory, 4.0% on the way",
         "made room        140 times, eviction lru; knowing the future, without reading ahead: 12.5% (of the first 100)",
-        "read from disk   8.00 MB in 160 reads (--io direct,2); waited 0.500 s",
+        "read from disk   8.00 MB in 160 reads (io='direct,2'); waited 0.500 s",
         "read ahead       4.00 MB, of it 1.00 MB used; guesses 25% right, 25% complete; on for 25% of written tokens",
         "room             200.00 MB for the process; experts have 3.00 MB, once only 1.00 MB, all are 9.00 MB",
     ]

@@ -24,7 +24,7 @@ from moert.engine import Engine
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
 from moert.experts.demand import Demand
 from moert.experts.drive import IoSettings
-from moert.generation.batch import Answer
+from moert.generation.session import Request, Session
 from moert.generation.settings import GenerationSettings
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -92,13 +92,13 @@ def test_with_all_experts_in_memory_nothing_is_read_and_nothing_has_to_leave(pac
 
 def test_no_prompt_runs_before_it_is_measured(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[list[int]] = []
-    generate = Engine.generate_ids
+    add = Session.add
 
-    def noted(self: Engine, ids: list[int], *rest: Any, **named: Any) -> Answer:
+    def noted(self: Session, ids: list[int], *rest: Any, **named: Any) -> Request:
         runs.append(ids)
-        return generate(self, ids, *rest, **named)
+        return add(self, ids, *rest, **named)
 
-    monkeypatch.setattr(Engine, "generate_ids", noted)
+    monkeypatch.setattr(Session, "add", noted)
     measure(pack, SETTINGS, ["one small step", "hello"], disk_bytes_per_s=1e9)
     assert [len(ids) for ids in runs] == [24, 14, 5]
     del runs[:]
@@ -115,27 +115,27 @@ def test_the_first_request_has_the_look_at_the_drive_in_its_time(pack: Path, mon
         clock[0] += 100.0
         return IoSettings(False, 1)
 
-    monkeypatch.setattr("moert.engine.settings_for", looks)
+    monkeypatch.setattr("moert.streaming.settings_for", looks)
     found = measure(pack, but(io=None), ["hello"], disk_bytes_per_s=1e9)
     assert found.first_request_s == 100.0
     assert [sample.first_s for sample in found.samples] == [0.0]
     with Engine.open(pack, cache=CacheLimit(share=0.5), threads=1) as engine:
-        engine.generate_ids([1, 2], GenerationSettings(max_new_tokens=1))
+        engine.generate([1, 2], GenerationSettings(max_new_tokens=1))
         assert engine.stats().time_to_first_token_s == 100.0
 
 
 def test_what_is_read_ahead_is_counted_but_not_what_the_warm_up_read(
     pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, amounts = Engine.generate_ids, iter([(7, 5), (100, 40), (200, 20)])  # bytes of each request: read, used
+    session, amounts = Engine.session, iter([(7, 5), (100, 40), (200, 20)])  # bytes of each request: read, used
 
-    def reading_ahead(self: Engine, ids: list[int], *rest: Any, **named: Any) -> Answer:
+    def reading_ahead(self: Engine) -> Session:
         read, used = next(amounts)
         self.counters.prefetch_issued_bytes += read
         self.counters.prefetch_used_bytes += used
-        return generate(self, ids, *rest, **named)
+        return session(self)
 
-    monkeypatch.setattr(Engine, "generate_ids", reading_ahead)
+    monkeypatch.setattr(Engine, "session", reading_ahead)
     ahead = measure(pack, SETTINGS, ["hello", "zigzag"], disk_bytes_per_s=1e9)
     assert (ahead.ahead_bytes, ahead.ahead_used_bytes) == (300, 60)
     nbytes = summary_of(ahead)["bytes"]

@@ -1,4 +1,4 @@
-"""Everything but the experts: loads backbone.safetensors and the tokenizer, and makes ids of a prompt."""
+"""The weights of everything but the experts: backbone.safetensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 
-from moert.errors import InputInvalid, TokenizerMissing
 from moert.kernels.backend import Floats, Stored
 from moert.kernels.checksum import crc32
 from moert.memory import drop_mapped
@@ -21,7 +19,6 @@ from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 
-TOKENIZER = "tokenizer.json"
 _CHUNK = 1 << 20
 
 
@@ -90,42 +87,6 @@ def _mapped(pack: Pack) -> tuple[dict[str, Any], U8]:
         reason = " ".join(str(error).split())
         raise HeaderInvalid(f"{BACKBONE} is not a safetensors file ({reason}): copy the pack again") from None
     return {name: header[name] for name in names}, body[start:]
-
-
-def load_tokenizer(pack: Pack) -> Tokenizer:
-    """The pack's tokenizer, set to give every token of a text and no others: what was stored of cutting and filling
-    to a length belongs to training.
-
-    Raises TokenizerMissing, or a PackError if the file isn't what the manifest says.
-    """
-    if TOKENIZER not in pack.manifest.files:
-        raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
-    body = pack.read_file(TOKENIZER)
-    try:
-        tokenizer = Tokenizer.from_buffer(body)
-    except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())
-        raise TokenizerMissing(
-            f"{TOKENIZER} in {pack.root} can't be read ({reason}): convert the model again"
-        ) from None
-    if not tokenizer.get_vocab_size():
-        raise TokenizerMissing(f"{TOKENIZER} in {pack.root} has no vocabulary: convert the model again")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids, with the special tokens that the tokenizer adds. Raises InputInvalid."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
-    try:
-        return list(tokenizer.encode(prompt).ids)
-    except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())
-        raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
 
 
 def _check_checksum(pack: Pack) -> None:

@@ -1,27 +1,24 @@
-"""Generation, token by token: choose one from the logits, turn it into text, decide whether the text ends."""
+"""One generation, token by token: choose one from the logits, turn it into text, decide whether the text ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
+from moert.errors import InputInvalid, SettingInvalid
 from moert.generation import greedy, sampling
 from moert.generation.settings import GenerationSettings
-from moert.models.model import Model
 from moert.pack.codec import F32
+from moert.pack.model_spec import ModelSpec
 
-StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "interrupted"]
-
-
-class PromptError(ValueError):
-    """The prompt can't be run: empty, or longer than the model can take. One line, fit to be shown to a user."""
+StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "cancelled", "interrupted"]
 
 
 class TextSource(Protocol):
-    """What turns ids into text; see `moert.generation.detokenize.Detokenizer`."""
+    """What turns ids into text; see `moert.generation.detokenize.Detokenizer`. A copy goes on by itself."""
 
     def push(self, token: int) -> str: ...
 
@@ -46,30 +43,42 @@ class GenerationResult:
 
 
 class Generation:
-    """One generation, which `advance` runs, alone or together with others; ask for `result` at any time.
+    """What a session runs, alone or together with others; ask for `result` at any time.
 
     Before its end the stop reason is "interrupted".
     """
 
     def __init__(
-        self, model: Model, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None = None
+        self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
     ) -> None:
-        """Raises PromptError. Stop strings need a detokenizer (ValueError)."""
+        """Raises InputInvalid for a prompt that can't be run, and SettingInvalid: stop strings need a detokenizer."""
         if settings.stop_strings and detokenizer is None:
-            raise ValueError("stop strings are found in text: pass a detokenizer")
-        self.room = room(model, prompt_ids)
-        self.model, self.settings, self.detokenizer = model, settings, detokenizer
+            raise SettingInvalid("stop_strings", "are found in text: give the prompt as text, not as token ids")
+        self.room = room(spec, prompt_ids)
+        self.settings, self.detokenizer, self._eos = settings, detokenizer, frozenset(spec.tokens.eos)
         self.prompt_ids = prompt_ids
         self.tokens: list[int] = []
         self.text = ""  # what has been handed out
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
         self._held = ""  # text that may turn out to begin a stop string
-        self._generator = np.random.default_rng(settings.seed)
+        self._generator: np.random.Generator | None = None  # most texts draw nothing, and its code takes memory
 
     @property
     def result(self) -> GenerationResult:
         return GenerationResult(list(self.tokens), self.text, self.stop_reason)
+
+    def fork(self, settings: GenerationSettings) -> Generation:
+        """Another that goes on from here, with these settings. Its draws begin anew with another seed, or go on."""
+        twin = copy.copy(self)
+        twin.tokens, twin.settings = list(self.tokens), settings
+        twin.detokenizer = copy.copy(self.detokenizer)
+        same = settings.seed == self.settings.seed
+        twin._generator = copy.deepcopy(self._generator) if same else None
+        return twin
+
+    def cancel(self) -> None:
+        self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
         """Chooses the next token from its logits [vocab]; `ended` tells whether it is the last."""
@@ -89,10 +98,12 @@ class Generation:
     def _choose(self, logits: F32) -> int:
         if self.settings.temperature == 0.0:
             return greedy.choose(logits)
+        if self._generator is None:
+            self._generator = np.random.default_rng(self.settings.seed)
         return sampling.choose(logits, self.settings, self._generator)
 
     def _reason_to_stop(self, token: int) -> StopReason | None:
-        if token in self.model.spec.tokens.eos and not self.settings.ignore_eos:
+        if token in self._eos and not self.settings.ignore_eos:
             return "eos"
         if len(self.tokens) >= self.settings.max_new_tokens:
             return "max_new_tokens"
@@ -113,31 +124,18 @@ class Generation:
         return held[: len(held) - keep], False
 
 
-def advance(model: Model, generations: Sequence[Generation]) -> Iterator[list[Piece]]:
-    """Runs new generations together to their ends: each turn gives a piece of every one that had not ended."""
-    states, rows = zip(*model.prefill_many([generation.prompt_ids for generation in generations]), strict=True)
-    running, logits = list(zip(generations, states, strict=True)), np.stack(rows)
-    del states, rows  # what has ended frees its keys and values
-    while True:
-        yield [generation.take(row) for (generation, _), row in zip(running, logits, strict=True)]
-        running = [(generation, state) for generation, state in running if not generation.ended]
-        if not running:
-            return
-        logits = model.step_many([state for _, state in running], [generation.tokens[-1] for generation, _ in running])
-
-
-def room(model: Model, prompt_ids: list[int]) -> int | None:
-    """Tokens that the model can still write after this prompt; None for no limit. Raises PromptError."""
+def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
+    """Tokens that the model can still write after this prompt; None for no limit. Raises InputInvalid."""
     if not prompt_ids:
-        raise PromptError("the prompt has no tokens: give some text")
-    vocab = model.spec.vocab_size
+        raise InputInvalid("the prompt has no tokens: give some text")
+    vocab = spec.vocab_size
     if not all(0 <= token < vocab for token in prompt_ids):
-        raise PromptError(f"the prompt has token ids outside the model's vocabulary of {vocab}: wrong tokenizer?")
-    limit = model.spec.max_positions
+        raise InputInvalid(f"the prompt has token ids outside the model's vocabulary of {vocab}: wrong tokenizer?")
+    limit = spec.max_positions
     if limit is None:
         return None
     if len(prompt_ids) >= limit:
-        raise PromptError(f"the prompt has {len(prompt_ids)} tokens, the model can take {limit - 1}: shorten it")
+        raise InputInvalid(f"the prompt has {len(prompt_ids)} tokens, the model can take {limit - 1}: shorten it")
     return limit - len(prompt_ids)
 
 

@@ -1,0 +1,280 @@
+"""Requests that run together and come and go: each expert is read once per layer for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol
+
+from moert.errors import SettingInvalid, memory_shortage
+from moert.generation.generation import Generation, GenerationResult, Piece
+from moert.generation.settings import GenerationSettings
+from moert.generation.text import Text
+from moert.models.footprint import Load, Loads
+from moert.models.kv import State
+from moert.models.model import Model
+from moert.stats import RequestTimes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request that was run. Times count from when it was added, before room was made for it."""
+
+    result: GenerationResult
+    prompt_tokens: int
+    time_to_first_token_s: float
+    total_s: float
+
+    @property
+    def text(self) -> str:
+        return self.result.text
+
+    @property
+    def finished(self) -> bool:
+        """False where Ctrl-C came first."""
+        return self.result.stop_reason != "interrupted"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while requests ran; `answers` is what there was by then of those that had begun, in order."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        super().__init__()
+        self.answers = answers
+
+
+class Gate(Protocol):
+    """Makes room for requests; see moert.admission."""
+
+    def check(self, loads: Loads, beside: Loads = ()) -> None: ...
+
+    def together(self, running: Loads, waiting: Loads) -> int: ...
+
+    def before(self, loads: Loads) -> None: ...
+
+    def after(self, loads: Loads) -> None: ...
+
+    def idle(self) -> None: ...
+
+
+class Request:
+    """A prompt in a session, to be asked for its answer at any time."""
+
+    def __init__(self, prompt: str | Sequence[int], generation: Generation) -> None:
+        self.prompt = prompt
+        self._generation = generation
+        self._state: State | None = None  # None: waits, or has ended
+        self._unread: Sequence[int] = ()
+        self._added_s = time.perf_counter()
+        self._first_s = self._total_s = 0.0
+
+    @property
+    def answer(self) -> Answer:
+        """As far as it has come."""
+        generation = self._generation
+        total_s = self._total_s or self._so_far_s
+        return Answer(generation.result, len(generation.prompt_ids), self._first_s, total_s)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._generation.tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self._generation.ended
+
+    @property
+    def _so_far_s(self) -> float:
+        return time.perf_counter() - self._added_s
+
+    @property
+    def _load(self) -> Load:
+        generation = self._generation
+        return Load(len(generation.prompt_ids), generation.settings.max_new_tokens, len(generation.tokens))
+
+    @property
+    def _held(self) -> Load:
+        """The same with what it holds now."""
+        return replace(self._load, held_bytes=0 if self._state is None else self._state.written_bytes)
+
+
+class Session:
+    """`add` requests at any time, take a `turn` for a token more of each, `cancel` one, `fork` one.
+
+    What a request writes depends on nothing but itself, on the native kernels bit for bit. Those that do not fit into
+    memory beside the others wait until some have ended. Each method may be called from any thread; it waits while
+    another runs. Close a session, or use it in a with block: the engine is all its own. Iterate over it to take turns
+    until nothing is left to do.
+    """
+
+    def __init__(self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object]) -> None:
+        """`times` gets the figures of each request that has begun; `ended` is called once when the session closes."""
+        self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
+        self._lock = threading.Lock()
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._closed = False
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def add(self, prompt: str | Sequence[int], settings: GenerationSettings | None = None, **changes: Any) -> Request:
+        """`prompt`: text, or token ids, whose answer has token ids and no text. `changes`: settings by name.
+
+        Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
+        for what could not run alone.
+        """
+        generation = self._generation(prompt, (settings or GenerationSettings()).but(**changes))
+        with self._open():
+            request = Request(prompt, generation)
+            self._gate.check([request._load], self._loads)
+            self._waiting.append(request)
+        return request
+
+    def turn(self) -> list[tuple[Request, Piece]]:
+        """Begins what waits and fits, and gives the next token of all that runs, in the order in which they began;
+        nothing where nothing is left to do.
+
+        Raises PackError or OutOfMemory, after which nothing in the session goes on, as after Ctrl-C.
+        """
+        with self._open():
+            try:
+                with memory_shortage():
+                    return self._turn()
+            except BaseException:
+                self._stop()
+                raise
+
+    def cancel(self, request: Request) -> None:
+        """Ends it now, with the stop reason "cancelled". Nothing happens to one that has ended."""
+        with self._open():
+            if not request.ended:
+                request._generation.cancel()
+                self._settle(request)
+                self._running = [each for each in self._running if each is not request]
+                self._waiting = [each for each in self._waiting if each is not request]
+
+    def fork(self, request: Request, **changes: Any) -> Request:
+        """Another request that goes on from here by itself. `changes`: settings by name; with another seed its draws
+        begin anew, otherwise they go on as those of the first one will.
+
+        Raises SettingInvalid for a request that has ended, and BudgetTooSmall where there is no room beside the others.
+        """
+        settings = request._generation.settings.but(**changes)
+        with self._open():
+            if request.ended:
+                raise SettingInvalid("request", "has ended: fork one that is still to write")
+            twin = Request(request.prompt, request._generation.fork(settings))
+            if request._state is None:
+                self._waiting.append(twin)
+                return twin
+            self._gate.before([*self._loads, twin._load])
+            with memory_shortage():
+                twin._state, twin._unread = request._state.copy(), request._unread
+            twin._added_s, twin._first_s = request._added_s, request._first_s
+            self._running.append(twin)
+        return twin
+
+    def close(self) -> None:
+        """Cancels what has not ended."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for request in (*self._running, *self._waiting):
+                request._generation.cancel()
+            self._stop()
+            self._ended()
+
+    def __iter__(self) -> Iterator[tuple[Request, Piece]]:
+        while pieces := self.turn():
+            yield from pieces
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Inside the lock --------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> list[tuple[Request, Piece]]:
+        going = len(self._running)
+        self._begin()
+        if not self._running:
+            return []
+        started_s, running = time.perf_counter(), self._running
+        logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
+        pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]
+        for request in running:
+            request._unread = request._generation.tokens[-1:]
+            request._first_s = request._first_s or request._so_far_s
+            if request.ended:
+                self._settle(request)
+        self._running = [each for each in running if not each.ended]
+        self._gate.after([each._load for each in self._running])
+        if going:
+            self._times.decode_s += time.perf_counter() - started_s
+        if not self.unfinished:
+            self._gate.idle()
+        return pieces
+
+    def _begin(self) -> None:
+        """Those that wait and fit join those that run."""
+        if not self._waiting:
+            return
+        waiting = [each._load for each in self._waiting]
+        count = self._gate.together(self._loads, waiting)
+        if not count:
+            return
+        new, self._waiting = self._waiting[:count], self._waiting[count:]
+        try:
+            self._gate.before([*self._loads, *waiting[:count]])
+            begun = self._model.begin([each._generation.prompt_ids for each in new])
+        finally:
+            self._running = [*self._running, *new]
+        for request, (state, unread) in zip(new, begun, strict=True):
+            request._state, request._unread = state, unread
+
+    def _settle(self, request: Request) -> None:
+        """Frees what it held, and counts it."""
+        request._state, request._total_s = None, request._so_far_s
+        if request.begun:
+            generation = request._generation
+            self._times.add(len(generation.prompt_ids), len(generation.tokens), request._first_s)
+
+    def _stop(self) -> None:
+        for request in (*self._running, *self._waiting):
+            request._generation.ended = True
+            self._settle(request)
+        self._running, self._waiting = [], []
+        self._gate.idle()
+
+    @property
+    def _loads(self) -> list[Load]:
+        return [each._held for each in self._running]
+
+    def _generation(self, prompt: str | Sequence[int], settings: GenerationSettings) -> Generation:
+        if isinstance(prompt, str):
+            return Generation(self._model.spec, self._text.encode(prompt), settings, self._text.detokenizer())
+        return Generation(self._model.spec, list(prompt), settings, None)
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the session is closed")
+            yield
+
+
+def _state(request: Request) -> State:
+    assert request._state is not None
+    return request._state

@@ -1,0 +1,61 @@
+"""A pack's tokenizer: ids of a prompt, and text of ids."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from moert.errors import InputInvalid, TokenizerMissing
+from moert.generation.detokenize import Detokenizer
+from moert.memory import return_freed
+from moert.pack.reader import Pack
+
+TOKENIZER = "tokenizer.json"
+
+
+class Text:
+    """Reads the tokenizer when it is first asked for; raises TokenizerMissing then, or a PackError if the file isn't
+    what the manifest says."""
+
+    def __init__(self, pack: Pack) -> None:
+        self._pack = pack
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Set to give every token of a text and no others: what was stored of cutting and filling to a length belongs
+        to training."""
+        pack = self._pack
+        if TOKENIZER not in pack.manifest.files:
+            raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
+        body = pack.read_file(TOKENIZER)
+        try:
+            tokenizer = Tokenizer.from_buffer(body)
+            return_freed()  # reading it takes as much again
+        except Exception as error:  # the library raises plain Exception
+            reason = " ".join(str(error).split())
+            raise TokenizerMissing(
+                f"{TOKENIZER} in {pack.root} can't be read ({reason}): convert the model again"
+            ) from None
+        if not tokenizer.get_vocab_size():
+            raise TokenizerMissing(f"{TOKENIZER} in {pack.root} has no vocabulary: convert the model again")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer adds. Raises InputInvalid, too."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
+        try:
+            return list(self.tokenizer.encode(prompt).ids)
+        except TokenizerMissing:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            reason = " ".join(str(error).split())
+            raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer)
