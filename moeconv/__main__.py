@@ -10,7 +10,7 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where the caller had it ignored
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from moeconv import cli
+    from moeconv.command import cli
 
     try:
         if handled:

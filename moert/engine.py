@@ -8,36 +8,36 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from moert.admission import Admission, Notify
-from moert.budget import Budget, CacheLimit
+from moert.budget.admission import Admission, Notify
+from moert.budget.budget import Budget, CacheLimit
+from moert.budget.regulator import Regulator
 from moert.errors import memory_shortage
 from moert.experts.ahead import Lookahead
-from moert.experts.cache import ExpertCache
+from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
 from moert.experts.executor import CachedExperts
+from moert.experts.policy.names import predictor_for
+from moert.experts.streaming import Streaming
 from moert.generation.generation import room
 from moert.generation.session import Answer, Interrupted, Session
 from moert.generation.settings import GenerationSettings
 from moert.generation.text import Text
+from moert.generation.turns import Turns
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
-from moert.memory import drop_page_cache, held_bytes, most_bytes, thread_bytes
+from moert.machine.cores import usable_cores
+from moert.machine.memory import drop_page_cache, held_bytes, most_bytes, thread_bytes
 from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
-from moert.policies import predictor_for
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
-from moert.regulator import Regulator
 from moert.settings import EngineSettings
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats, size
-from moert.streaming import Streaming
-from moert.system import usable_cores
-from moert.turns import Turns
 from moert.wording import said
 
 Prompt = str | Sequence[int]
@@ -64,7 +64,7 @@ class Engine:
         self.times = RequestTimes()
         self.text = Text(pack)
         self._turns = Turns()
-        self._streaming = Streaming(pack, backend, settings, self.counters)
+        self._streaming = Streaming(pack, backend, self.counters, settings.eviction, settings.reading)
         self._regulator, note = _regulator(self.spec, self.budget, self.cache, settings, backend.widens)
         self._regulator.check_open()
         weights = load_backbone(pack)

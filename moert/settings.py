@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from moert.adjustable import Adjustable
-from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import SettingInvalid
-from moert.experts.drive import IoSettings, parse_io
+from moert.experts.drive.io import IoSettings, parse_io
+from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.kernels import AUTO_KERNELS
-from moert.policies import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.predict import PREDICTORS
 from moert.wording import said
 
@@ -26,9 +26,10 @@ class EngineSettings(Adjustable):
     """`memory`: of the whole process, bytes or as `--memory` takes it ("1.5GB", "50%", "auto"); `cache`: of the experts
     alone, alike; with neither, experts stay in memory once they were read.
 
-    `eviction`, `predictor`: names (moert.policies, moert.predict). `io`: how experts are read, as `--io` takes it; with
-    None or "auto", what lies in the page cache is taken from there if all experts fit into memory, otherwise what is
-    best for the drive is measured, and remembered. `threads` compute; by default and at most one for each usable core.
+    `eviction`, `predictor`: names (moert.experts.policy.names, moert.predict). `io`: how experts are read, as `--io`
+    takes it; with None or "auto", what lies in the page cache is taken from there if all experts fit into memory,
+    otherwise what is best for the drive is measured, and remembered. `threads` compute; by default and at most one for
+    each usable core.
     `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.

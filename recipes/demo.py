@@ -63,10 +63,10 @@ def main() -> int:
 
 def run_part(part: Part) -> dict[str, Any]:
     """Converts one model, profiles its paths, runs the pack at each budget and eviction policy."""
-    from moeconv.conversion import Conversion
-    from moeconv.profile import profile_paths
-    from moeconv.progress import bar
-    from moeconv.recipe import Recipe
+    from moeconv.command.progress import bar
+    from moeconv.command.recipe import Recipe
+    from moeconv.conversion.conversion import Conversion
+    from moeconv.conversion.profile import profile_paths
     from moert.pack.reader import Pack
 
     print(f"\n== {part.name}: converting", file=sys.stderr, flush=True)
@@ -142,7 +142,7 @@ def write_prompts(part: Part) -> Path:
 def run_pack(part: Part, pack: Path, prompts: Path, share: int, eviction: str, predict: str) -> dict[str, Any]:
     """One `moert run` in a process of its own, with room for `share` percent of the experts."""
     command = [
-        sys.executable, "-m", "moert.cli", "run", str(pack), "--input", str(prompts),
+        sys.executable, "-m", "moert", "run", str(pack), "--input", str(prompts),
         "--output", str(OUT / f"{part.name}-outputs.jsonl"), "--cache", f"{share}%", "--eviction", eviction,
         "--predict", predict, "--max-new-tokens", str(part.new_tokens), "--json", "--stats",
     ]  # fmt: skip
@@ -174,7 +174,7 @@ def continuations(part: Part, prompts: Path) -> list[dict[str, str]]:
     import torch
     from tokenizers import Tokenizer
 
-    from moeconv.checkpoint import Checkpoint
+    from moeconv.source.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(f"recipes/models/{part.name}")
     model = checkpoint.family.load(checkpoint.path, torch.float32)

@@ -26,7 +26,7 @@ def running_text(path: Path, rows: int = 60) -> Path:
 def command(model: Path, calib: Path | None, out: Path, work: Path, *more: str) -> list[str]:
     text = [] if calib is None else ["--calib", str(calib), "--metric", "perplexity", "--context", "32"]
     places = ["--out", str(out), "--work", str(work)]
-    return [sys.executable, "-m", "moeconv.cli", "quantize", str(model), *text, *places, *more]
+    return [sys.executable, "-m", "moeconv", "quantize", str(model), *text, *places, *more]
 
 
 def environment() -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moert.experts.cache import ExpertCache
+from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Arrivals, Demand
-from moert.experts.eviction import EVICTION
+from moert.experts.policy.eviction import EVICTION
 from moert.pack.errors import HashMismatch
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.stats import ExpertCounters

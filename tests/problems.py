@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from moeconv.allocation.problem import Option, Problem, Unit, options
+from moeconv.plan.problem import Option, Problem, Unit, options
 from moert.pack.model_spec import ExpertKey
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.calibration import Sample
-from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
-from moeconv.dense import DenseCoder, dense_of
-from moeconv.loaded import LoadedModel
-from moeconv.metrics import METRICS
+from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.metrics import METRICS
+from moeconv.measure.scorers.build import build_scorers, load_tokenizer
+from moeconv.measure.scorers.generated import GeneratedScorer
+from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure.trial import Trial
 from moeconv.quantizers import QUANTIZERS
-from moeconv.scorers.build import build_scorers, load_tokenizer
-from moeconv.scorers.generated import GeneratedScorer
-from moeconv.scorers.text import TextScorer
-from moeconv.trial import Trial
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.source.checkpoint import Checkpoint
 
 
 def trial_of(model: Path, dense_bits: int | Mapping[str, int] | None = None) -> Trial:

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeconv.calibration.toml import read_toml
 from moeconv.errors import CalibrationError
-from moeconv.toml import read_toml
 
 CATALOGUE = Path("calib_data")  # where conversions are started from, as are the paths in its manifests
 

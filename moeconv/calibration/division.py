@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from moeconv.calibration.sample import Sample
 from moeconv.errors import CalibrationError
 
+RANKING_SHARE = 0.25  # of the calibration text ranks experts; plans are judged on the rest
+
 Parts = tuple[tuple[Sample, ...], tuple[Sample, ...]]
 
 

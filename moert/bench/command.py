@@ -13,11 +13,11 @@ from typing import Any
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
+from moert.command.prompts import read_records
+from moert.command.system import system_facts
 from moert.errors import DrawingImpossible, InputInvalid
+from moert.experts.policy.names import predictor_for
 from moert.pack.reader import MANIFEST, Pack
-from moert.policies import predictor_for
-from moert.prompts import read_records
-from moert.system import system_facts
 
 
 def bench(

@@ -10,9 +10,9 @@ from typing import Literal
 from moert.bench.bound import furthest_first
 from moert.bench.measure import BenchRun
 from moert.bench.summary import percentile
-from moert.experts.eviction import EVICTION
-from moert.experts.replay import replay
-from moert.policies import succession_of
+from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.names import succession_of
+from moert.experts.policy.replay import replay
 from moert.stats import size
 
 Points = Sequence[tuple[str, float]]

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moert.admission import Notify
 from moert.bench.bound import FurthestFirst, furthest_first
 from moert.bench.pfoo import least_bytes
+from moert.budget.admission import Notify
 from moert.engine import Engine
 from moert.experts.demand import Demand
-from moert.experts.probe import read_for, settings_for
+from moert.experts.drive.probe import read_for, settings_for
 from moert.generation.settings import GenerationSettings
-from moert.memory import drop_page_cache, machine_memory
+from moert.machine.memory import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack

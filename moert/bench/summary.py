@@ -10,7 +10,7 @@ from typing import Any
 
 from moert.bench.bound import bound_s
 from moert.bench.measure import BenchRun
-from moert.budget import CacheLimit, MemoryLimit
+from moert.budget.budget import CacheLimit, MemoryLimit
 from moert.stats import size
 
 PERCENTILES = (50, 90, 99)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moert.experts.cache import ExpertCache
+from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Arrivals, Demand
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from moert.experts.ahead import Lookahead
-from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache
+from moert.experts.cache.cache import HANDED_OVER_BYTES, ExpertCache
+from moert.experts.cache.lease import Lease
 from moert.experts.demand import Demand, Listener
-from moert.experts.lease import Lease
 from moert.kernels.backend import I64, ROWS, Backend
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey

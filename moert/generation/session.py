@@ -48,7 +48,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Gate(Protocol):
-    """Makes room for requests; see moert.admission."""
+    """Makes room for requests; see moert.budget.admission."""
 
     def check(self, loads: Loads, beside: Loads = ()) -> None: ...
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from moert.errors import InputInvalid, TokenizerMissing
 from moert.generation.detokenize import Detokenizer
-from moert.memory import return_freed
+from moert.machine.memory import return_freed
 from moert.pack.reader import Pack
 
 TOKENIZER = "tokenizer.json"

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from moert.kernels.backend import Floats, Stored
 from moert.kernels.checksum import crc32
-from moert.memory import drop_mapped
+from moert.machine.memory import drop_mapped
 from moert.pack.codec import U8, QuantizedMatrix
 from moert.pack.dense import StoredTensors, quantized, stored_tensors
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid

@@ -1,7 +1,7 @@
 """trace.safetensors: the experts that calibration samples went through, in order. SPEC.md has the layout.
 
-What a cache would have done with them can be replayed (moert.experts.replay), so that a policy can be chosen for a
-budget before the first request.
+What a cache would have done with them can be replayed (moert.experts.policy.replay), so that a policy can be chosen
+for a budget before the first request.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeconv.probes import Found
-from moeconv.scorers import Scores
-from moeconv.sensitivity import BASE_BITS
+from moeconv.measure.scorers import Scores
+from moeconv.sweep.probes import Found
+from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.codec import WIDTHS
 from tests.bench.probed import Subject
 from tests.bench.result import Row

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moert.policies import DEFAULT_PREDICTOR
+from moert.experts.policy.names import DEFAULT_PREDICTOR
 from tests.bench.stream_packs import Packs, expert_bytes, layer_bytes
 from tests.bench.streamed import PIECE, Setting
 

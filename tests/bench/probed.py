@@ -8,20 +8,19 @@ from pathlib import Path
 import numpy as np
 
 from moeconv.artifacts import Probe, uniform
-from moeconv.calibration import divide, load_splits
-from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
-from moeconv.loaded import LoadedModel
-from moeconv.material import RANKING_SHARE
-from moeconv.metrics import Metric, default_metric, find_metric
-from moeconv.probes.generated import Seq2SeqProber
-from moeconv.probes.text import TextProber
+from moeconv.calibration import RANKING_SHARE, divide, load_splits
+from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.metrics import Metric, default_metric, find_metric
+from moeconv.measure.scorers import Scores
+from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure.trial import Trial
 from moeconv.quantizers import QUANTIZERS
-from moeconv.scorers import Scores
-from moeconv.scorers.build import build_scorer, load_tokenizer
-from moeconv.scorers.text import TextScorer
-from moeconv.sensitivity import BASE_BITS
-from moeconv.trial import Trial
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.sweep.probes.generated import Seq2SeqProber
+from moeconv.sweep.probes.text import TextProber
+from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeconv.evidence import Evidence
-from moeconv.metrics import F64, METRICS
-from moeconv.promise import upper_bounds
+from moeconv.measure.metrics import F64, METRICS
+from moeconv.promise.bound import upper_bounds
+from moeconv.promise.evidence import Evidence
 from tests.bench.result import Row
 
 DOCUMENTS = (10, 20, 30, 50, 100, 300)

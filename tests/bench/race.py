@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from moert.memory import drop_page_cache
+from moert.machine.memory import drop_page_cache
 from tests.bench.contenders import Contender
 from tests.bench.runner import Runner
 from tests.bench.shaped import OLMOE

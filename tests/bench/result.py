@@ -17,9 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from moert.command.system import system_facts
 from moert.kernels import library
 from moert.pack.files import write_atomically
-from moert.system import system_facts
 
 STARTED_S = time.monotonic()
 FOLDER = Path("build/bench")

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from moeconv.artifacts import SIGNALS
-from moeconv.conversion import RACING_BLOCKS, RACING_SPAN
-from moeconv.metrics import F64, Metric
-from moeconv.racing import Race
-from moeconv.scorers import Scores
+from moeconv.conversion.conversion import RACING_BLOCKS, RACING_SPAN
+from moeconv.measure.metrics import F64, Metric
+from moeconv.measure.scorers import Scores
+from moeconv.sweep.racing import Race
 from tests.bench.result import Row, row_of_runs
 
 RACING = 0.05

@@ -21,7 +21,7 @@ class Source:
         os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         import torch
 
-        from moeconv.checkpoint import Checkpoint
+        from moeconv.source.checkpoint import Checkpoint
 
         torch.set_num_threads(THREADS)
         found = Checkpoint.open(checkpoint)

@@ -70,8 +70,8 @@ def memory_bytes(packs: Packs, share: float) -> int:
 def disk_bytes_per_s(packs: Packs) -> float:
     """How fast experts of mixed widths are read here without a limit, many at once if that is faster; small ones come
     slower than large ones."""
-    from moert.experts.drive import IoSettings
-    from moert.experts.probe import read_for
+    from moert.experts.drive.io import IoSettings
+    from moert.experts.drive.probe import read_for
 
     pack = Pack.open(packs.mixed)
     files = itertools.cycle([pack.file(entry.path) for entry in pack.manifest.experts])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.budget import Budget
+from moert.budget.budget import Budget
 from moert.pack.files import atomic_write, write_atomically
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -106,10 +106,10 @@ def reference(name: str) -> Packs:
 def uniform_pack(name: str, bits: int) -> Path:
     """All experts at one width, rounded to nearest by channel; everything else as in the source."""
     from moeconv.artifacts import uniform
-    from moeconv.checkpoint import Checkpoint
-    from moeconv.coder import ExpertCoder
-    from moeconv.emit import emit
+    from moeconv.packing.emit import emit
     from moeconv.quantizers import QUANTIZERS
+    from moeconv.quantizers.coder import ExpertCoder
+    from moeconv.source.checkpoint import Checkpoint
 
     out = FOLDER / f"{name}-{bits}bits.pack"
     if not is_pack(out):

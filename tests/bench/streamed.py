@@ -88,9 +88,9 @@ class Streamed:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
         import numpy as np
 
-        from moert.budget import parse_cache
+        from moert.budget.budget import parse_cache
         from moert.engine import Engine
-        from moert.experts.drive import parse_io
+        from moert.experts.drive.io import parse_io
         from tests.bench.routing import ReplayedRouting
 
         self._trace: list[Demand] = []

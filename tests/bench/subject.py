@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from moeconv.calibration import load_splits
-from moeconv.checkpoint import Checkpoint
-from moeconv.moments import Moments, collect
 from moeconv.quantizers import Inputs
-from moeconv.scorers.experts import ExpertCalls
+from moeconv.quantizers.moments import Moments, collect
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.experts import ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
 from tests.bench.likelihood import Batch, Likelihoods, Text, judge, pairs, run, windows

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import torch
 
 from moeconv.artifacts import Probe
-from moeconv.probes import Found
-from moeconv.probes.generated import Seq2SeqProber
-from moeconv.probes.text import TextProber
-from moeconv.sensitivity import BASE_BITS, PROBES_A_TASK
+from moeconv.sweep.probes import Found
+from moeconv.sweep.probes.generated import Seq2SeqProber
+from moeconv.sweep.probes.text import TextProber
+from moeconv.sweep.sensitivity import BASE_BITS, PROBES_A_TASK
 from moert.pack.model_spec import LayerKey
 from tests.bench.agreement import Agreement
 from tests.bench.probed import Subject

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeconv.checkpoint import CheckpointError
+from moeconv.source.checkpoint import CheckpointError
 
 
 @dataclass(frozen=True)

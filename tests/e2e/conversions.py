@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.artifacts import ConversionReport, Target
-from moeconv.conversion import Conversion
-from moeconv.sensitivity import Bar
-from moeconv.settings import Settings
+from moeconv.conversion.conversion import Conversion
+from moeconv.conversion.settings import Settings
+from moeconv.sweep.sensitivity import Bar
 from moert.pack.manifest import Manifest
 
 WORDS = ["ab", "cde", "fghi", "kl", "mno", "pqrs", "tu", "vwx", "yz", "aeiou"]

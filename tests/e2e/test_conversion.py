@@ -18,16 +18,16 @@ from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
-from moeconv.checkpoint import Checkpoint
+from moeconv.command.recipe import Expectations, Recipe
+from moeconv.conversion.profile import profile_paths
+from moeconv.conversion.settings import Settings
 from moeconv.errors import CalibrationError, ConversionError, SettingsError, TargetMissed, VerifyFailed
-from moeconv.metrics import METRICS
-from moeconv.packed import PackedModel
-from moeconv.profile import profile_paths
-from moeconv.recipe import Expectations, Recipe
-from moeconv.scorers.build import build_scorer, load_tokenizer
-from moeconv.settings import Settings
-from moeconv.verify import verify
-from moeconv.workdir import WorkDir
+from moeconv.measure.metrics import METRICS
+from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+from moeconv.measure.workdir import WorkDir
+from moeconv.packing.packed import PackedModel
+from moeconv.packing.verify import verify
+from moeconv.source.checkpoint import Checkpoint
 from moert.pack.errors import HashMismatch, WriteFailed
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
@@ -332,7 +332,7 @@ def test_the_same_conversion_again_keeps_the_profile_and_another_says_that_it_is
 def test_named_errors_reach_the_shell_as_one_line(sources: dict[str, Path], tmp_path: Path) -> None:
     """In a process of its own once; every other line of the command line is tested without one."""
     done = subprocess.run(
-        [sys.executable, "-m", "moeconv.cli", "quantize", str(tmp_path / "none"), "--calib", str(sources["pairs"])],
+        [sys.executable, "-m", "moeconv", "quantize", str(tmp_path / "none"), "--calib", str(sources["pairs"])],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2

@@ -12,17 +12,17 @@ from conversions import Done, settings_for
 from dense_packs import widened
 
 from moeconv.artifacts import to_json, uniform
-from moeconv.checkpoint import Checkpoint
-from moeconv.cli import _exit_code
-from moeconv.coder import ORIGINAL
+from moeconv.command.cli import _exit_code
+from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.judging import estimate
-from moeconv.packed import PackedModel
-from moeconv.profile import profile_paths
+from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+from moeconv.packing.packed import PackedModel
+from moeconv.packing.verify import verify
+from moeconv.promise.judging import estimate
+from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.document import read_report
-from moeconv.scorers.build import build_scorer, load_tokenizer
-from moeconv.verify import verify
-from moert.description import describe, description_lines
+from moeconv.source.checkpoint import Checkpoint
+from moert.command.description import describe, description_lines
 from moert.engine import Engine
 from moert.models.backbone import load_backbone
 from moert.pack.reader import Pack

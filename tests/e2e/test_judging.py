@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from conversions import Done, settings_for
 
-from moeconv import conversion
-from moeconv.allocation.frontier import Frontier
-from moeconv.allocation.search import Found
 from moeconv.artifacts import Target, uniform
+from moeconv.conversion import conversion
 from moeconv.errors import TargetMissed
-from moeconv.evaluation import Evaluation
-from moeconv.judging import Judge, estimate
+from moeconv.measure.evaluation import Evaluation
+from moeconv.plan.frontier import Frontier
+from moeconv.plan.search import Found
+from moeconv.promise.judging import Judge, estimate
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def test_a_bound_goes_with_a_confidence_only(done: Done) -> None:
     assert bound is not None
     assert bound > judge.loss(record)
     assert judge.holds(record) == (bound <= 0.9)
-    plain = Judge(judge.measure, judge.material)
-    plain.confidence = None
+    plain = Judge(judge.measure, judge.evidence, judge.planned_loss, None, judge.seed)
     assert plain.bound(record) is None
     assert plain.text(record) == f"loss {judge.loss(record):.2%}"
 

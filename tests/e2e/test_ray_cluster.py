@@ -23,9 +23,9 @@ from cluster_toy import ToyJob, ToyTask, ToyWorker
 from conversions import Unseen, settings_for
 
 from moeconv.artifacts import Target
-from moeconv.checkpoint import CheckpointError
-from moeconv.cluster import ClusterError, ray_runner
-from moeconv.conversion import Conversion
+from moeconv.conversion.conversion import Conversion
+from moeconv.source.checkpoint import CheckpointError
+from moeconv.sweep.cluster import ClusterError, ray_runner
 
 ray = pytest.importorskip("ray", reason="needs the extra cluster")
 PATIENCE_S = 600.0
@@ -192,7 +192,7 @@ import sys
 from pathlib import Path
 from cluster_toy import ToyJob, ToyTask, ToyWorker
 from conversions import Unseen, settings_for
-from moeconv.cluster import ray_runner
+from moeconv.sweep.cluster import ray_runner
 if __name__ == "__main__":
     try:
         with ray_runner("auto", ToyWorker, Path({notes!r})) as run:
@@ -280,7 +280,7 @@ def test_a_sweep_on_the_cluster_is_that_of_one_process(
     cluster: Any, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same journal and the same pack, though one of the two workers is killed in the middle."""
-    monkeypatch.setattr("moeconv.cluster.ray_runner", partial(ray_runner, patience_s=PATIENCE_S))
+    monkeypatch.setattr("moeconv.sweep.cluster.ray_runner", partial(ray_runner, patience_s=PATIENCE_S))
     bar = KillsOne()
     alone = settings_for(sources, "olmoe", tmp_path / "alone", target=Target("bits", 4.0), bits=(2, 3, 4))
     spread = replace(alone, out=tmp_path / "m.pack", work=tmp_path / "work", cluster=cluster.address)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeconv.cli import _exit_code
+from moeconv.command.cli import _exit_code
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
 

@@ -13,20 +13,20 @@ import pytest
 from tiny import tiny_olmoe, tiny_switch
 from tiny_packs import record_routes
 
-from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
-from moeconv.emit import emit
+from moeconv.packing.emit import emit
 from moeconv.quantizers import QUANTIZERS
-from moert import cli
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.source.checkpoint import Checkpoint
 from moert import engine as engine_module
-from moert.budget import Budget
+from moert.budget.budget import Budget
+from moert.command import cli
 from moert.engine import Engine
-from moert.experts import cache as cache_module
 from moert.experts import executor as executor_module
-from moert.experts import store as store_module
-from moert.experts.drive import IoSettings, is_direct, open_expert, read_into
-from moert.experts.eviction import EVICTION
+from moert.experts.cache import cache as cache_module
+from moert.experts.drive import store as store_module
+from moert.experts.drive.io import IoSettings, is_direct, open_expert, read_into
 from moert.experts.executor import CachedExperts
+from moert.experts.policy.eviction import EVICTION
 from moert.generation.settings import GenerationSettings
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack

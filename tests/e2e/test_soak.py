@@ -13,7 +13,7 @@ import pytest
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall
 from moert.generation.settings import GenerationSettings
-from moert.memory import held_bytes, return_freed
+from moert.machine.memory import held_bytes, return_freed
 from moert.stats import RunStats
 from tests.alone import alone
 from tests.bench.shaped import OLMOE_SHAPE, write_pack

@@ -13,9 +13,9 @@ from tiny import tiny_olmoe
 from tokenizers import Tokenizer
 from transformers import OlmoeModel
 
-from moeconv.archs.errors import ModelFailed
+from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError
-from moeconv.profile import profile_paths
+from moeconv.source.archs.errors import ModelFailed
 from moert.pack.reader import Pack
 
 

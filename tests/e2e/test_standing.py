@@ -10,8 +10,8 @@ import pytest
 from conversions import Done, settings_for, words
 
 from moeconv.artifacts import Target
+from moeconv.command.present import conversion_table
 from moeconv.errors import TargetMissed
-from moeconv.present import conversion_table
 from moeconv.report.document import read_report
 from moeconv.report.page import result
 from moert.pack.reader import Pack

@@ -13,14 +13,15 @@ from conversions import Done, settings_for, words
 
 from moeconv import artifacts
 from moeconv.artifacts import Target
-from moeconv.checkpoint import Checkpoint
-from moeconv.cli import _exit_code
+from moeconv.command.cli import _exit_code
+from moeconv.command.present import conversion_table
+from moeconv.conversion.planning import plan
+from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.planning import check_budget, plan, uniform_bytes, weights_of
-from moeconv.present import conversion_table
-from moeconv.profile import profile_paths
-from moeconv.verify import verify
-from moert.description import description_lines
+from moeconv.packing.verify import verify
+from moeconv.plan.question import check_budget, uniform_bytes, weights_of
+from moeconv.source.checkpoint import Checkpoint
+from moert.command.description import description_lines
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.pack.reader import Pack

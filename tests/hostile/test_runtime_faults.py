@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_packs import DECODER_SHAPE, PROMPTS, write_pack
 
-from moert import cli
+from moert.command import cli
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.pack.manifest import BACKBONE
@@ -29,7 +29,8 @@ ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 PATIENCE_S = 600
 SLOW_DISK = """
 import time
-from moert.experts import cache, store
+from moert.experts.cache import cache
+from moert.experts.drive import store
 read_into, cache._CLOSE_S = store.read_into, 0.5
 def slowly(fd, into):
     time.sleep({seconds})
@@ -235,7 +236,7 @@ def test_a_slow_disk_changes_no_token(pack: Path, expected: dict[str, list[int]]
 
 FAILING = """
 import errno, os
-from moert.experts import store
+from moert.experts.drive import store
 read_into, store._PAUSES_S, turn = store.read_into, (0.001,) * 3, [0]
 def sometimes(fd, into):
     turn[0] += 1

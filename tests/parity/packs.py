@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from moeconv.artifacts import uniform
-from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
-from moeconv.emit import emit
+from moeconv.packing.emit import emit
 from moeconv.quantizers import QUANTIZERS
-from moert.experts.drive import IoSettings
-from moert.experts.store import ExpertStore
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.source.checkpoint import Checkpoint
+from moert.experts.drive.io import IoSettings
+from moert.experts.drive.store import ExpertStore
 from moert.kernels import REFERENCE, open_backend
 from moert.kernels.backend import I64, Backend, Expert
 from moert.models.backbone import load_backbone

@@ -12,7 +12,7 @@ import torch
 from packs import pack_of, reference_greedy
 from tokenizers import Tokenizer
 
-from moeconv.checkpoint import Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 

@@ -13,7 +13,7 @@ import torch
 from packs import greedy, open_model, pack_of, reference_greedy
 from tiny import TINY, VOCAB
 
-from moeconv.checkpoint import Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moert.kernels import open_backend
 from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes

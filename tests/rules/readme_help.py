@@ -28,7 +28,7 @@ def rendered(command: str) -> str:
         "PYTHONIOENCODING": "utf-8",
         "LC_ALL": "C.UTF-8",
     }
-    code = f"import sys; sys.argv[0] = {program!r}; from {program}.cli import main; main()"
+    code = f"import sys; sys.argv[0] = {program!r}; from {program}.__main__ import main; main()"
     found = subprocess.run(
         [sys.executable, "-c", code, *rest, "--help"],
         env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8",

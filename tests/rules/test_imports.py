@@ -15,45 +15,44 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms from the bottom up: a module may import from its own room and from rooms below.
 MOERT = [
     ("moert.wording", "moert.errors", "moert.adjustable"),
-    ("moert.pack", "moert.stats", "moert.control_groups", "moert.memory", "moert.turns"),
+    ("moert.pack", "moert.stats", "moert.machine"),
     ("moert.kernels",),
-    ("moert.system",),
     ("moert.experts", "moert.predict"),
     ("moert.models",),
     ("moert.generation",),
-    (
-        "moert.engine",
-        "moert.settings",
-        "moert.budget",
-        "moert.regulator",
-        "moert.policies",
-        "moert.streaming",
-        "moert.admission",
-    ),
-    ("moert.cli", "moert.console", "moert.options", "moert.bench", "moert.description", "moert.prompts"),
+    ("moert.budget",),
+    ("moert.settings",),
+    ("moert.engine",),
+    ("moert.command", "moert.bench"),
     ("moert.__main__",),
 ]
-STAGES = ("moeconv.sensitivity", "moeconv.allocation", "moeconv.emit", "moeconv.paths", "moeconv.verify",
-          "moeconv.report")  # fmt: skip
+# Here rooms of one floor do not import each other either.
 MOECONV = [
-    ("moert.pack", "moeconv.errors", "moeconv.toml"),
-    ("moeconv.artifacts", "moeconv.journal", "moeconv.archs", "moeconv.calibration", "moeconv.metrics",
-     "moeconv.quantizers", "moeconv.racing", "moeconv.cluster", "moeconv.evidence"),
-    ("moeconv.checkpoint", "moeconv.workdir", "moeconv.looks", "moeconv.scorers", "moeconv.promise",
-     "moeconv.allocation"),
-    ("moeconv.settings", "moeconv.moments", "moeconv.evaluation", "moeconv.packed"),
-    ("moeconv.coder", "moeconv.dense", "moeconv.limits"),
-    ("moeconv.loaded",),
-    ("moeconv.trial",),
-    ("moeconv.measure", "moeconv.probes", "moeconv.material", "moeconv.judging", "moeconv.standing"),
-    STAGES,
-    ("moeconv.planning", "moeconv.runners", "moeconv.examples"),
-    ("moeconv.delivery", "moeconv.profile", "moeconv.subject"),
+    ("moert.pack", "moeconv.errors"),
+    ("moeconv.artifacts",),
+    ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
+    ("moeconv.quantizers",),
+    ("moeconv.measure",),
+    ("moeconv.sweep", "moeconv.promise", "moeconv.packing"),
     ("moeconv.conversion",),
-    ("moeconv.recipe", "moeconv.present"),
-    ("moeconv.cli", "moeconv.progress"),
+    ("moeconv.command",),
     ("moeconv.__main__",),
-]  # fmt: skip
+]
+# They hand over artefacts.
+STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
+# Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
+INSIDE = {
+    "moeconv.source": [("checkpoint", "experts")],
+    "moeconv.quantizers": [("moments",), ("coder",), ("dense",)],
+    "moeconv.measure": [("scorers",), ("evaluation", "loaded", "workdir"), ("trial",), ("assignments",)],
+    "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
+    "moeconv.promise": [("bound",), ("judging",), ("standing",)],
+    "moeconv.packing": [("emit", "paths", "verify")],
+    "moeconv.conversion": [
+        ("limits", "material"), ("subject", "examples", "delivery", "planning"), ("profile",), ("conversion",),
+    ],
+    "moeconv.command": [("recipe",), ("cli",)],
+}  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [
     (here, room) for here in ("moert.models", "moert.generation") for room in ("moert.experts", "moert.predict")
@@ -75,11 +74,18 @@ HEAVY = {
     "scipy",
     "ray",
 }
-COMMAND_LINES = ["moert/cli.py", "moert/console.py", "moeconv/cli.py", "moert/__init__.py", "moeconv/__init__.py"]
-PURE = ["moert/pack", "moert/predict", "moert/experts/eviction.py", "moert/experts/replay.py",
-        "moert/experts/usage.py", "moert/experts/succession.py", "moert/experts/belady.py",
-        "moert/experts/selection.py", "moert/experts/residency.py", "moert/budget.py", "moeconv/allocation",
-        "moeconv/promise.py", "moeconv/evidence.py", "moeconv/racing.py"]  # fmt: skip
+COMMAND_LINES = [
+    "moert/command/cli.py",
+    "moert/command/console.py",
+    "moeconv/command/cli.py",
+    "moert/__init__.py",
+    "moeconv/__init__.py",
+]
+PURE = ["moert/pack", "moert/predict", "moert/experts/policy/eviction.py", "moert/experts/policy/replay.py",
+        "moert/experts/policy/usage.py", "moert/experts/policy/succession.py", "moert/experts/policy/belady.py",
+        "moert/experts/policy/selection.py", "moert/experts/cache/residency.py", "moert/budget/budget.py",
+        "moeconv/plan", "moeconv/promise/bound.py", "moeconv/promise/evidence.py",
+        "moeconv/sweep/racing.py"]  # fmt: skip
 
 
 def sources(*where: str) -> list[Path]:
@@ -139,6 +145,10 @@ def floor(name: str, rooms: list[tuple[str, ...]]) -> int:
     raise AssertionError(f"{name} has no room in tests/rules/test_imports.py: say where it stands in the order")
 
 
+def room_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
 def ours(names: set[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] in ("moert", "moeconv") and "." in name}
 
@@ -158,7 +168,23 @@ def test_moeconv_imports_one_way(path: Path) -> None:
     found = ours(imports_of(path))
     assert [other for other in found if within(other, "moert") and not within(other, "moert.pack")] == []
     if name != "moeconv":
-        assert [other for other in found if floor(other, MOECONV) > floor(name, MOECONV)] == []
+        height, room = floor(name, MOECONV), room_of(name)
+        assert [other for other in found if floor(other, MOECONV) >= height and room_of(other) != room] == []
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_rooms_of_moeconv_import_one_way_inside(room: str) -> None:
+    def height(name: str) -> tuple[int, str]:
+        """Above how many groups it stands; and which of its group it is."""
+        part = name.removeprefix(f"{room}.").split(".")[0]
+        return next((at for at, group in enumerate(INSIDE[room], 1) if part in group), 0), part
+
+    for path in sources(room.replace(".", "/")):
+        name = module_name(path)
+        here, part = height(name)
+        found = [(other, *height(other)) for other in imports_of(path) if within(other, room) and other != room]
+        above = [other for other, there, its_part in found if there > here or (there == here > 0 and its_part != part)]
+        assert above == [], name
 
 
 @pytest.mark.parametrize("path", sources("moert", "moeconv"), ids=module_name)
@@ -216,6 +242,7 @@ def is_module(name: str) -> bool:
 def test_rules_are_about_places_that_are_there() -> None:
     rooms = [room for group in [*MOERT, *MOECONV] for room in group]
     named = {*rooms, *OTHER_PACKAGES, *(name for pair in FORBIDDEN for name in pair)}
+    named |= {f"{room}.{part}" for room, groups in INSIDE.items() for group in groups for part in group}
     assert sorted(name for name in named if not is_module(name)) == []
     assert [place for place in (*PURE, *COMMAND_LINES) if not sources(place)] == []
     assert not is_module("moert.attic")

@@ -20,7 +20,7 @@ from tests.shapes import every
 MEASURE = """
 import json, re, sys
 from moert.engine import Engine
-from moert.memory import return_early, return_freed
+from moert.machine.memory import return_early, return_freed
 def status(name): return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 return_early()
 with Engine.open(sys.argv[1], predictor="none", kernels=sys.argv[2]) as engine:

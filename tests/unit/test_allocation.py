@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import heavy_tailed, make_problem, small_problems
 
-from moeconv.allocation import ALLOCATORS, plan_within
-from moeconv.allocation.chains import greedy, uniform
-from moeconv.allocation.isotonic import falling, rising
-from moeconv.allocation.problem import Option, Problem, Unit, layout_bytes, options, problem
 from moeconv.artifacts import Probe, SensitivityTable, Summary
 from moeconv.errors import SettingsError, TargetMissed, WeightsUnusable
+from moeconv.plan import ALLOCATORS, plan_within
+from moeconv.plan.chains import greedy, uniform
+from moeconv.plan.isotonic import falling, rising
+from moeconv.plan.problem import Option, Problem, Unit, layout_bytes, options, problem
 from moert.pack.layout import expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from tests.shapes import Shape

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import heavy_tailed, make_problem, small_problems
 
-from moeconv.allocation import ALLOCATORS
-from moeconv.allocation.chains import greedy, uniform
-from moeconv.allocation.frontier import Frontier
-from moeconv.allocation.knapsack import hulls
-from moeconv.allocation.lossmap import LossMap
-from moeconv.allocation.problem import Plan, Problem
-from moeconv.allocation.search import Found, MeasuredPlan, search
 from moeconv.errors import TargetMissed
+from moeconv.plan import ALLOCATORS
+from moeconv.plan.chains import greedy, uniform
+from moeconv.plan.frontier import Frontier
+from moeconv.plan.knapsack import hulls
+from moeconv.plan.lossmap import LossMap
+from moeconv.plan.problem import Plan, Problem
+from moeconv.plan.search import Found, MeasuredPlan, search
 
 TARGET = 0.05
 Judge = Callable[[Plan], MeasuredPlan]

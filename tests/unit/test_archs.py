@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from tiny import TINY, VOCAB, tiny_switch
 
-from moeconv.archs import FAMILIES, Description, UnsupportedModel
+from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
 from moert.pack.model_spec import LayerKey, ModelSpec
 from tests.shapes import shapes_of
 

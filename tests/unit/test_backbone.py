@@ -14,7 +14,7 @@ from dense_packs import GROUP, Tensors, dense_quantization, widened, write_dense
 from random_packs import SPECS, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moert.budget import Budget
+from moert.budget.budget import Budget
 from moert.engine import Engine
 from moert.errors import TokenizerMissing
 from moert.generation.text import Text

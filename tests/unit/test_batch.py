@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from tiny_packs import SHAPES, SPECS, VOCAB, write_pack
 
-from moert import cli
+from moert.budget.regulator import Regulator
+from moert.command import cli
+from moert.command.prompts import PromptRecord, grouped
 from moert.engine import Engine
 from moert.errors import InputInvalid
 from moert.generation.session import Answer, Interrupted
@@ -21,8 +23,6 @@ from moert.models.kv import rounded
 from moert.models.router import LearnedRouter, Routed
 from moert.pack.codec import F32
 from moert.pack.parts import Router
-from moert.prompts import PromptRecord, grouped
-from moert.regulator import Regulator
 
 PROMPTS = ("one small step", "zigzag", "a", "hello world", "jumps over the lazy dog", "x y z")
 IDS = [[5, 9, 12], [7], list(range(3, 40)), [4, 4, 8, 30, 22, 11], [20] * 11]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moert.budget import AUTO_MEMORY, FIRST_BYTES, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget.budget import AUTO_MEMORY, FIRST_BYTES, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.reader import Pack
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe, tiny_switch
 
-from moeconv.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint, CheckpointError
 from moert.pack.model_spec import ExpertKey
 from tests.shapes import shapes_of
 

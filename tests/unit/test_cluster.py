@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.cluster import ATTEMPTS, Backlog, ClusterError, _Crew, ray_runner
+from moeconv.sweep.cluster import ATTEMPTS, Backlog, ClusterError, _Crew, ray_runner
 
 
 def drain(backlog: Backlog, blocks: list[int], workers: int) -> list[list[int]]:

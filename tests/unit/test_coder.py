@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 from tiny import tiny_olmoe
 
-from moeconv import coder
 from moeconv.artifacts import uniform
-from moeconv.checkpoint import Checkpoint, CheckpointError
-from moeconv.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.errors import WeightsUnusable
-from moeconv.loaded import LoadedModel
-from moeconv.moments import Moments
-from moeconv.quantizers import QUANTIZERS
+from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.trial import Trial
+from moeconv.quantizers import QUANTIZERS, coder
+from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, batches
+from moeconv.quantizers.moments import Moments
 from moeconv.quantizers.quantizer import Inputs, Wants
-from moeconv.trial import Trial
+from moeconv.source.checkpoint import Checkpoint, CheckpointError
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.model_spec import ExpertKey
 

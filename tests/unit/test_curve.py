@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from problems import heavy_tailed, make_problem
 
-from moeconv.allocation import plan_within
-from moeconv.allocation.chains import uniform
-from moeconv.allocation.curve import curve
-from moeconv.allocation.knapsack import hulls
-from moeconv.allocation.search import MeasuredPlan, search
 from moeconv.artifacts import CurvePoint
-from moeconv.present import curve_table
+from moeconv.command.present import curve_table
+from moeconv.plan import plan_within
+from moeconv.plan.chains import uniform
+from moeconv.plan.curve import curve
+from moeconv.plan.knapsack import hulls
+from moeconv.plan.search import MeasuredPlan, search
 
 
 def test_a_searched_curve() -> None:

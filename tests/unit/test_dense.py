@@ -14,17 +14,17 @@ from tiny import tiny_olmoe, tiny_switch
 from torch import Tensor
 from trials import pairs, running, scorers, trial_of
 
-from moeconv.archs.weights import fill_backbone
 from moeconv.artifacts import uniform
-from moeconv.checkpoint import Checkpoint, CheckpointError
-from moeconv.coder import ORIGINAL
-from moeconv.dense import DenseCoder, dense_of, width_text
-from moeconv.emit import emit
 from moeconv.errors import SettingsError, VerifyFailed, WeightsUnusable
-from moeconv.packed import PackedModel
-from moeconv.scorers.head import Head
-from moeconv.trial import Trial
-from moeconv.verify import verify
+from moeconv.measure.scorers.head import Head
+from moeconv.measure.trial import Trial
+from moeconv.packing.emit import emit
+from moeconv.packing.packed import PackedModel
+from moeconv.packing.verify import verify
+from moeconv.quantizers.coder import ORIGINAL
+from moeconv.quantizers.dense import DenseCoder, dense_of, width_text
+from moeconv.source.archs.weights import fill_backbone
+from moeconv.source.checkpoint import Checkpoint, CheckpointError
 from moert.kernels.backend import Floats
 from moert.models.backbone import load_backbone
 from moert.pack.codec import QuantizedMatrix

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe
 
-from moeconv import coder
 from moeconv.artifacts import Bits, uniform
-from moeconv.checkpoint import Checkpoint, CheckpointError
-from moeconv.coder import ExpertCoder
-from moeconv.emit import Profile, emit
 from moeconv.errors import ConversionError
+from moeconv.packing.emit import Profile, emit
+from moeconv.quantizers import coder
+from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.quantizer import Inputs, Wants
+from moeconv.source.checkpoint import Checkpoint, CheckpointError
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey

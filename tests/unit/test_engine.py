@@ -10,14 +10,14 @@ import torch
 from memory_store import read_ahead_at_once
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
-from moert.budget import Budget, CacheLimit
+from moert.budget.budget import Budget, CacheLimit
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
-from moert.experts import store
 from moert.experts.demand import Demand
-from moert.experts.drive import IoSettings, open_expert
-from moert.experts.eviction import EVICTION
-from moert.experts.replay import replay
+from moert.experts.drive import store
+from moert.experts.drive.io import IoSettings, open_expert
+from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.replay import replay
 from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
 from moert.pack.codec import F32

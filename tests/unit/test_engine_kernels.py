@@ -9,7 +9,7 @@ import pytest
 from native_problems import running
 from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 
-from moert.budget import CacheLimit
+from moert.budget.budget import CacheLimit
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from moeconv.evaluation import Evaluation, joined
-from moeconv.metrics import METRICS
-from moeconv.scorers import Scores
+from moeconv.measure.evaluation import Evaluation, joined
+from moeconv.measure.metrics import METRICS
+from moeconv.measure.scorers import Scores
 
 
 def scores(seed: int, count: int = 4) -> Scores:

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.artifacts import SensitivityTable, Summary
-from moeconv.evaluation import Evaluation
-from moeconv.evidence import Evidence, effective, least, least_heldout
-from moeconv.judging import at_chance
-from moeconv.looks import LOOKS, look
-from moeconv.metrics import METRICS
-from moeconv.promise import samples_needed
-from moeconv.scorers.build import entropy_of
-from moeconv.standing import bound_doubt, looks_text, needed_text, unreached_text
+from moeconv.measure.evaluation import Evaluation
+from moeconv.measure.metrics import METRICS
+from moeconv.measure.scorers.build import entropy_of
+from moeconv.promise.bound import samples_needed
+from moeconv.promise.evidence import Evidence, effective, least, least_heldout
+from moeconv.promise.judging import at_chance
+from moeconv.promise.looks import LOOKS, look
+from moeconv.promise.standing import bound_doubt, looks_text, needed_text, unreached_text
 from moert.pack.model_spec import ExpertKey
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from tiny import tiny_olmoe
 
-from moeconv.cli import _exit_code
+from moeconv.command.cli import _exit_code
 from moeconv.errors import missing_extra
 
 WITHOUT = """
 import sys
 for name in sys.argv.pop(1).split(","):
     sys.modules[name] = None
-from moeconv.cli import main
+from moeconv.command.cli import main
 main(sys.argv[1:])
 """
 CONVERT = "transformers,datasets,evaluate,jinja2,rouge_score,huggingface_hub,tomli"

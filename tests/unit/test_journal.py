@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeconv.errors import ConversionError
-from moeconv.journal import Journal, identity
+from moeconv.measure.journal import Journal, identity
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import heavy_tailed, make_problem, small_problems
 
-from moeconv.allocation import plan_within
-from moeconv.allocation.chains import greedy
-from moeconv.allocation.knapsack import fill, hulls
-from moeconv.allocation.oracle import optimum
-from moeconv.allocation.problem import Problem
+from moeconv.plan import plan_within
+from moeconv.plan.chains import greedy
+from moeconv.plan.knapsack import fill, hulls
+from moeconv.plan.oracle import optimum
+from moeconv.plan.problem import Problem
 
 
 def brute_force(problem: Problem, budget: int) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moeconv.errors import SettingsError
-from moeconv.metrics import find_metric
+from moeconv.measure.metrics import find_metric
 
 MODULE = """
 import datasets

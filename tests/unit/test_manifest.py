@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_packs import DECODER, ENCODER_DECODER, sealed, write_pack
 
-from moeconv.archs import FAMILIES
+from moeconv.source.archs import FAMILIES
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
 from moert.pack.layout import expert_layout
 from moert.pack.manifest import (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moert import memory
-from moert.memory import (
+from moert.machine import memory
+from moert.machine.memory import (
     drop_page_cache,
     held_bytes,
     machine_memory,
@@ -105,7 +105,7 @@ def test_stacks_may_get_large_pages(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is asked for by mincore, the heap by /proc")
 def test_freed_memory_goes_back_to_the_system() -> None:
     code = (
-        "from moert.memory import held_bytes, return_early, return_freed\n"
+        "from moert.machine.memory import held_bytes, return_early, return_freed\n"
         "return_early()\n"
         "import numpy as np\n"
         "before = held_bytes()\n"

@@ -51,7 +51,7 @@ def run(
     """In a group of `limit_bytes`, which --memory says too unless it is given otherwise; limits that are too small for
     Python itself get a larger group."""
     command = [
-        sys.executable, "-m", "moert.cli", "run", str(pack), "abcdefghij" * (prompt_tokens // 10), "--json",
+        sys.executable, "-m", "moert", "run", str(pack), "abcdefghij" * (prompt_tokens // 10), "--json",
         "--max-new-tokens", str(new_tokens), "--memory", memory or str(limit_bytes), "--temperature", "1",
         "--seed", str(seed),
     ]  # fmt: skip
@@ -110,7 +110,10 @@ def test_a_process_stays_within_its_limit(pack: Path) -> None:
 
 def test_what_info_says_is_enough(pack: Path) -> None:
     told = subprocess.run(
-        [sys.executable, "-m", "moert.cli", "info", str(pack), "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "moert", "info", str(pack), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     limit = json.loads(told.stdout)["smallest_memory"]["bytes"]
     check(run(pack, limit, 130, 128, 1), limit, 130, 128)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moeconv.errors import SettingsError
-from moeconv.metrics import METRICS, Metric, default_metric, find_metric, likeliest
+from moeconv.measure.metrics import METRICS, Metric, default_metric, find_metric, likeliest
 
 
 def score(name: str, one: object, other: object) -> float:

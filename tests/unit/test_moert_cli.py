@@ -15,22 +15,23 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, damage_expert, write_pack
 
-from moert import __version__, cli
+from moert import __version__
+from moert.command import cli
+from moert.command.options import Eviction, Predict
 from moert.engine import Engine
 from moert.errors import RunError, SettingInvalid
-from moert.experts.eviction import EVICTION
-from moert.experts.selection import AUTO_EVICTION
+from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.selection import AUTO_EVICTION
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Backend
+from moert.machine.cores import usable_cores
 from moert.models.kv import State
 from moert.models.model import Model
-from moert.options import Eviction, Predict
 from moert.pack.codec import F32
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
-from moert.system import usable_cores
 
 ROOT = Path(cli.__file__).parent.parent
 NEW = ("--max-new-tokens", "6")
@@ -203,7 +204,7 @@ def test_a_seed_repeats_a_drawn_text(moert, pack, expected) -> None:
 
 def own_process(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command line where what the tests hold does not count."""
-    command = [sys.executable, "-m", "moert.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "moert", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -343,7 +344,7 @@ def test_nor_those_that_come_from_stdin(pack, tmp_path) -> None:
     before = source.read_bytes()
     with source.open("rb") as stream:
         run = subprocess.run(
-            [sys.executable, "-m", "moert.cli", "run", pack, "--input", "-", "--output", source, *NEW],
+            [sys.executable, "-m", "moert", "run", pack, "--input", "-", "--output", source, *NEW],
             stdin=stream, capture_output=True, text=True, cwd=ROOT, check=False,
         )  # fmt: skip
     assert (run.returncode, run.stdout) == (2, "")
@@ -533,7 +534,18 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(pack: Path, *asked: object) -> tuple[str, str]:
     """What a run prints that gets Ctrl-C once it has written something; (stdout, stderr)."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "moert.cli", "run", str(pack), *map(str, asked), "--predict", "none", "--threads", "1"],
+        [
+            sys.executable,
+            "-m",
+            "moert.command.cli",
+            "run",
+            str(pack),
+            *map(str, asked),
+            "--predict",
+            "none",
+            "--threads",
+            "1",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
@@ -622,7 +634,7 @@ def test_streams_that_are_closed_full_or_marked(pack, endless, expected, tmp_pat
     marked = tmp_path / "marked.txt"
     marked.write_bytes(b"\xef\xbb\xbf" + PROMPTS[0].encode() + b"\n")
     words = {"pack": pack, "endless": endless, "marked": marked, "prompt": PROMPTS[0], "expected": expected[PROMPTS[0]]}
-    shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m moert.cli {command.format(**words)}"]
+    shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m moert.command.cli {command.format(**words)}"]
     done = subprocess.run(shell, capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == err
     assert done.returncode == code
@@ -632,7 +644,7 @@ def test_streams_that_are_closed_full_or_marked(pack, endless, expected, tmp_pat
 def test_streams_are_utf8_in_any_locale(pack, tmp_path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a", "x": "é"}\n', encoding="utf-8")
-    command = [sys.executable, "-m", "moert.cli", "run", str(pack), "--input", "-", *NEW]
+    command = [sys.executable, "-m", "moert", "run", str(pack), "--input", "-", *NEW]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "latin-1"}
     with open(source, "rb") as stdin:
         done = subprocess.run(command, stdin=stdin, capture_output=True, cwd=ROOT, env=environment, check=True)

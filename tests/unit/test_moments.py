@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny import tiny_olmoe, tiny_switch
 
-from moeconv.checkpoint import Checkpoint
-from moeconv.moments import Moments, MomentsError, collect, moments_bytes
+from moeconv.quantizers.moments import Moments, MomentsError, collect, moments_bytes
 from moeconv.quantizers.quantizer import Wants
-from moeconv.scorers.experts import ExpertCalls
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.experts import ExpertCalls
 from moert.pack.model_spec import ExpertKey
 
 

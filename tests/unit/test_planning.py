@@ -15,14 +15,15 @@ from tiny import tiny_olmoe
 from trials import running
 
 from moeconv.artifacts import SIGNALS, Probe, SensitivityTable, Summary, Target
-from moeconv.checkpoint import Checkpoint
-from moeconv.conversion import Conversion
+from moeconv.command.present import plan_table
+from moeconv.conversion.conversion import Conversion
+from moeconv.conversion.planning import Inputs, plan
+from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.journal import identity
-from moeconv.planning import Inputs, plan, uniform_bytes, weights_of
-from moeconv.present import plan_table
-from moeconv.settings import Settings
-from moeconv.workdir import INPUTS
+from moeconv.measure.journal import identity
+from moeconv.measure.workdir import INPUTS
+from moeconv.plan.question import uniform_bytes, weights_of
+from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import ExpertKey
 
 TinyModel = Callable[[str, str], Path]

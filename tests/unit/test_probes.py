@@ -16,12 +16,12 @@ from trials import pairs, questions, running, scorers, trial_of
 
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
-from moeconv.probes import Found, Prober, generated, rewrites
-from moeconv.probes.generated import Seq2SeqProber
-from moeconv.probes.text import TextProber
-from moeconv.scorers import Scorer, Scores, text
-from moeconv.scorers.text import TextScorer
-from moeconv.trial import Trial
+from moeconv.measure.scorers import Scorer, Scores, text
+from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure.trial import Trial
+from moeconv.sweep.probes import Found, Prober, generated, rewrites
+from moeconv.sweep.probes.generated import Seq2SeqProber
+from moeconv.sweep.probes.text import TextProber
 
 TinyModel = Callable[[str, str], Path]
 AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths

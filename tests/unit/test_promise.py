@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moeconv.metrics import F64, METRICS
-from moeconv.promise import GAP_SHARE, interval, samples_needed, upper_bound, upper_bounds
+from moeconv.measure.metrics import F64, METRICS
+from moeconv.promise.bound import GAP_SHARE, interval, samples_needed, upper_bound, upper_bounds
 from tests.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage
 
 Rng = np.random.Generator

@@ -10,7 +10,7 @@ import pytest
 import tiny_packs
 
 import moert
-from moert import cli
+from moert.command import cli
 from moert.errors import RunError
 
 

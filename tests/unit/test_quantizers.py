@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeconv.errors import WeightsUnusable
+from moeconv.packing.verify import error_share
 from moeconv.quantizers import QUANTIZERS, Inputs, gptq
-from moeconv.verify import error_share
 from moert.pack.codec import F32, INT_WIDTHS, QuantizedMatrix, dequantize, unpack_codes
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 150))

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moeconv.metrics import F64
-from moeconv.racing import MIN_CHANGED, Race
+from moeconv.measure.metrics import F64
+from moeconv.sweep.racing import MIN_CHANGED, Race
 
 Rng = np.random.Generator
 DELTA, SPAN = 0.05, 0.1

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moeconv.artifacts import Target
+from moeconv.command.recipe import Expectations, Recipe
+from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
-from moeconv.recipe import Expectations, Recipe
-from moeconv.settings import Settings
 from moert.pack.manifest import LossEstimate
 
 ROOT = Path(__file__).resolve().parents[2]

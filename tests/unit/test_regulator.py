@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from tiny_packs import SWITCH
 
-from moert.budget import FIRST_BYTES, Budget
+from moert.budget.budget import FIRST_BYTES, Budget
+from moert.budget.regulator import Regulator
 from moert.errors import BudgetTooSmall
 from moert.models.activations import activation_bytes
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import BLOCK_TOKENS
-from moert.regulator import Regulator
 from tests.bench.shaped import OLMOE
 
 MB = 10**6

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moert.experts.belady import MOST_DEMANDS, Recorder, headroom, reads_of_belady, replay_belady
 from moert.experts.demand import Demand
-from moert.experts.eviction import EVICTION
-from moert.experts.replay import replay
+from moert.experts.policy.belady import MOST_DEMANDS, Recorder, headroom, reads_of_belady, replay_belady
+from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.replay import replay
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 ENCODER, LAYERS, EXPERTS = 2, 3, 5

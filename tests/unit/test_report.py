@@ -12,8 +12,8 @@ import pytest
 from report_packs import LARGE, NASTY, SWITCH, bare_pack, bare_report, full_pack, full_report, report_pack
 
 from moeconv.artifacts import ConversionReport, DenseReport, Standing, Step, Target, to_json
+from moeconv.command.present import conversion_table
 from moeconv.errors import ConversionError
-from moeconv.present import conversion_table
 from moeconv.report.document import read_report
 from moeconv.report.page import result
 from moeconv.report.routing import path_shares, prediction, top_share

@@ -18,15 +18,15 @@ from tokenizers import Tokenizer
 from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
-from moeconv.checkpoint import Checkpoint
 from moeconv.errors import CalibrationError
-from moeconv.scorers.build import dealt, load_tokenizer, spread, volume
-from moeconv.scorers.experts import Call, Substitute, expert_ffn
-from moeconv.scorers.head import Head
-from moeconv.scorers.items import documents_of
-from moeconv.scorers.seq2seq import Seq2Seq
-from moeconv.scorers.text import REST, choices_of, windows_of
-from moeconv.trial import Trial
+from moeconv.measure.scorers.build import dealt, load_tokenizer, spread, volume
+from moeconv.measure.scorers.head import Head
+from moeconv.measure.scorers.items import documents_of
+from moeconv.measure.scorers.seq2seq import Seq2Seq
+from moeconv.measure.scorers.text import REST, choices_of, windows_of
+from moeconv.measure.trial import Trial
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.experts import Call, Substitute, expert_ffn
 from moert.kernels.reference import ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Act, Ffn

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, SWITCH_SHAPE
 
-from moert.experts import selection
-from moert.experts.belady import replay_belady
-from moert.experts.eviction import EVICTION
-from moert.experts.replay import replay
-from moert.experts.selection import CONTESTANTS, DEFAULT, choose_eviction, demands_of
-from moert.experts.succession import Succession
+from moert.experts.policy import selection
+from moert.experts.policy.belady import replay_belady
+from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.replay import replay
+from moert.experts.policy.selection import CONTESTANTS, DEFAULT, choose_eviction, demands_of
+from moert.experts.policy.succession import Succession
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.trace import Trace, record
 from tests.shapes import every

@@ -17,14 +17,14 @@ from trials import pairs, questions, running, scorers, trial_of
 from moeconv.artifacts import SIGNALS, SensitivityTable
 from moeconv.calibration import Sample
 from moeconv.errors import SettingsError
-from moeconv.evaluation import Evaluation
-from moeconv.journal import Journal
-from moeconv.metrics import find_metric
-from moeconv.probes.memory import batch_bytes, blocks_for, kept_bytes
-from moeconv.probes.worker import SweepJob, SweepWorker, Task
-from moeconv.scorers.build import Volume, volume
-from moeconv.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
-from moeconv.trial import Trial
+from moeconv.measure.evaluation import Evaluation
+from moeconv.measure.journal import Journal
+from moeconv.measure.metrics import find_metric
+from moeconv.measure.scorers.build import Volume, volume
+from moeconv.measure.trial import Trial
+from moeconv.sweep.memory import batch_bytes, blocks_for, kept_bytes
+from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
+from moeconv.sweep.worker import SweepJob, SweepWorker, Task
 
 TinyModel = Callable[[str, str], Path]
 

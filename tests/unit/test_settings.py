@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeconv.artifacts import Target
-from moeconv.errors import SettingsError
-from moeconv.settings import (
+from moeconv.conversion.settings import (
     Settings,
     check_counts,
     parse_bits,
@@ -20,6 +19,7 @@ from moeconv.settings import (
     parse_share,
     parse_target,
 )
+from moeconv.errors import SettingsError
 
 
 @pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 2.5 % ", 0.025), ("0", 0), (".1", 0.1)])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from problems import make_problem
 
-from moeconv.allocation import plan_within
-from moeconv.allocation.problem import Plan, Problem
-from moeconv.allocation.shrinkage import shrunk
+from moeconv.plan import plan_within
+from moeconv.plan.problem import Plan, Problem
+from moeconv.plan.shrinkage import shrunk
 
 WIDTHS = (2, 3, 4, 8)
 

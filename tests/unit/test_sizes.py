@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moeconv.conversion.settings import parse_bytes
 from moeconv.errors import SettingsError
-from moeconv.settings import parse_bytes
-from moert.budget import MemoryLimit, parse_memory
+from moert.budget.budget import MemoryLimit, parse_memory
 from moert.errors import InvalidMemory
 from moert.pack.sizes import NotASize, parse_size
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.archs.source import Source
+from moeconv.source.archs.source import Source
 
 STORED = {
     "fused": torch.arange(48.0).reshape(2, 6, 4),

@@ -19,10 +19,10 @@ from tiny_packs import SPECS, damage_expert, write_pack
 
 from moert import engine as engine_module
 from moert.engine import Engine
-from moert.experts import store as store_module
-from moert.experts.buffers import Buffers
-from moert.experts.drive import IoSettings, in_page_cache, is_direct, open_expert, read_into
-from moert.experts.store import ExpertStore
+from moert.experts.cache.buffers import Buffers
+from moert.experts.drive import store as store_module
+from moert.experts.drive.io import IoSettings, in_page_cache, is_direct, open_expert, read_into
+from moert.experts.drive.store import ExpertStore
 from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
 from moert.kernels.reference import ReferenceBackend

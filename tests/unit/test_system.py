@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moert import cli
+from moert.command import cli
+from moert.command.system import system_facts, system_lines
 from moert.kernels import library
-from moert.system import system_facts, system_lines, usable_cores
+from moert.machine.cores import usable_cores
 
 
 def machine(root: Path, **files: str) -> Path:

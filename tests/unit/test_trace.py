@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from tiny_packs import SWITCH
 
-from moeconv.paths import trace_of
-from moeconv.scorers import Routed
+from moeconv.measure.scorers import Routed
+from moeconv.packing.paths import trace_of
 from moert.pack import trace as trace_module
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.trace import DROPPED, MOST_ENTRIES, Trace, record

@@ -10,7 +10,7 @@ from tiny_packs import DECODER, PROMPTS, write_pack
 
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
-from moert.turns import Turns
+from moert.generation.turns import Turns
 
 SETTINGS = GenerationSettings(max_new_tokens=8)
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_olmoe
 
-from moeconv.checkpoint import Checkpoint
-from moeconv.coder import ExpertCoder
-from moeconv.emit import emit
 from moeconv.errors import VerifyFailed
-from moeconv.moments import Moments, collect
+from moeconv.packing.emit import emit
+from moeconv.packing.verify import verify
 from moeconv.quantizers import QUANTIZERS
-from moeconv.scorers.experts import ExpertCalls
-from moeconv.verify import verify
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.moments import Moments, collect
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.experts import ExpertCalls
 from moert.pack.codec import F32, INT_WIDTHS
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack

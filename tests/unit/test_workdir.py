@@ -10,7 +10,7 @@ import pytest
 
 from moeconv.artifacts import SCHEMA
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.workdir import INPUTS, WorkDir, finished_work
+from moeconv.measure.workdir import INPUTS, WorkDir, finished_work
 
 
 def test_artefacts_come_back(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 from trials import running, trial_of
 
 from moeconv.errors import ConversionError
-from moeconv.probes.text import TextProber
-from moeconv.probes.worker import SweepJob, SweepWorker, Task
-from moeconv.sensitivity import BASE_BITS, probes_for
-from moeconv.trial import Trial
+from moeconv.measure.trial import Trial
+from moeconv.sweep.probes.text import TextProber
+from moeconv.sweep.sensitivity import BASE_BITS, probes_for
+from moeconv.sweep.worker import SweepJob, SweepWorker, Task
 
 TinyModel = Callable[[str, str], Path]
 

@@ -19,16 +19,16 @@ from moert.bench.command import bench, summary_of, texts_of
 from moert.bench.figures import Figure
 from moert.bench.measure import TEXTS, BenchRun, Sample, measure
 from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
-from moert.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.engine import Engine
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
 from moert.experts.demand import Demand
-from moert.experts.drive import IoSettings
+from moert.experts.drive.io import IoSettings
 from moert.generation.session import Request, Session
 from moert.generation.settings import GenerationSettings
+from moert.machine.cores import usable_cores
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.system import usable_cores
 from tests import tiny_packs
 from tests.alone import alone
 from tests.tiny_bench import SETTINGS, but
@@ -115,7 +115,7 @@ def test_the_first_request_has_the_look_at_the_drive_in_its_time(pack: Path, mon
         clock[0] += 100.0
         return IoSettings(False, 1)
 
-    monkeypatch.setattr("moert.streaming.settings_for", looks)
+    monkeypatch.setattr("moert.experts.streaming.settings_for", looks)
     found = measure(pack, but(io=None), ["hello"], disk_bytes_per_s=1e9)
     assert found.first_request_s == 100.0
     assert [sample.first_s for sample in found.samples] == [0.0]

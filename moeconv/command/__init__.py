@@ -1,0 +1,1 @@
+"""What is typed, and what a person reads: commands, recipes, tables, the bar."""

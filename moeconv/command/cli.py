@@ -1,0 +1,389 @@
+"""The command line of moeconv: parse, call, print. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from moeconv.command.recipe import Recipe
+    from moeconv.conversion.settings import Settings
+    from moeconv.sweep.sensitivity import Bar
+
+app = typer.Typer(
+    help="Turn a Mixture-of-Experts checkpoint into a model.pack at a loss that you choose.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from moeconv import __version__
+
+        print(f"moeconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+recipe_app = typer.Typer(help="Conversion recipes: a model, a target, and what must come out.", no_args_is_help=True)
+app.add_typer(recipe_app, name="recipe")
+
+EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = 2, 3, 130
+
+Json = Annotated[bool, typer.Option("--json", help="Print each result as a JSON object on one line.")]
+Calib = Annotated[
+    str | None,
+    typer.Option(help="Calibration text: a name in calib_data/; a JSONL, CSV or parquet file with the fields input and "
+                      "target, text, messages, or input, choices and label; a .txt file; or a data set: "
+                      "hf:NAME[/CONFIG], or a folder made by save_to_disk."),
+]  # fmt: skip
+Heldout = Annotated[
+    str | None, typer.Option(help="Other text to measure the result on; without it, --calib is split in halves.")
+]
+Seed = Annotated[
+    int, typer.Option(help="Seed of the random split of the text and of the random draws behind intervals and bounds.")
+]
+Loss = Annotated[
+    str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
+                                  "its relative rise. Default, without --size or --bits-per-weight: 5%.")
+]  # fmt: skip
+Size = Annotated[
+    str | None, typer.Option(help="Instead of a loss: most bytes that all experts may take, such as 120MB.")
+]
+BitsPerWeight = Annotated[
+    float | None,
+    typer.Option(help="Instead of a loss: most bits for each weight of an expert, scales included, on average."),
+]
+Allocation = Annotated[
+    str, typer.Option(help="knapsack: all experts and widths at once. greedy: least important experts first. "
+                           "uniform: one width for all.")
+]  # fmt: skip
+Signal = Annotated[
+    str, typer.Option(help="What experts are ranked by: kl (divergence of the next-token distribution from the "
+                           "unquantised model's), nll (likelihood of the text) or metric (that of --metric).")
+]  # fmt: skip
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A local Hugging Face directory or a hub id.")],
+    loss: Loss = None,
+    size: Size = None,
+    bits_per_weight: BitsPerWeight = None,
+    confidence: Annotated[
+        str, typer.Option(help="Probability with which the loss stays under --loss on as much further text of the same "
+                               "kind as is held out; nothing is promised for other kinds of text. It takes text of 30 "
+                               "documents at 95%, of 15 at 90%. none: only the measured loss on the calibration text "
+                               "must stay under --loss.")
+    ] = "95%",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End before the sweep if the text has too few documents for --confidence, "
+                                            "or the model does no better on it than a guess. Otherwise a note says so, "
+                                            "and the bound is printed without a confidence.")
+    ] = False,
+    margin: Annotated[
+        str, typer.Option(help="Share of --loss to keep in reserve: with --loss 5% --margin 20%, plans must stay under "
+                               "4% on the calibration text.")
+    ] = "0%",
+    calib: Calib = None,
+    heldout: Heldout = None,
+    fields: Annotated[
+        str | None, typer.Option(help="Names of the fields in your text: input=question,target=answer. "
+                                      "document=title names what a row is a part of; rows of one document are alike, "
+                                      "and are kept and counted together. Default: the field document, or what the "
+                                      "text shows (headings, long rows), or runs of rows.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity, token_perplexity, accuracy, "
+                                      "f1, or the path of an evaluate module. Default: what fits the text.")
+    ] = None,
+    quantizer: Annotated[
+        str, typer.Option(help="channel: even steps from the smallest to the largest weight of each output channel. "
+                               "group: scales fitted by least squares, for each group of inputs. gptq: codes chosen so "
+                               "that later weights make up for the rounding errors of earlier ones.")
+    ] = "gptq",
+    group_size: Annotated[
+        int | None, typer.Option(help="Inputs per scale: 32, 64 or 128. Default: 64 for group, all of a channel for "
+                                      "gptq.")
+    ] = None,
+    allocation: Allocation = "knapsack",
+    signal: Signal = "kl",
+    per_projection: Annotated[
+        bool, typer.Option("--per-projection", help="Measure gate, up and down apart, and give each its own width.")
+    ] = False,
+    bits: Annotated[str, typer.Option(help="Widths that experts may get. 16 alone writes an unquantised pack.")]
+    = "2,3,4,8,16",
+    dense_bits: Annotated[
+        str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "
+                                      "attention, router, ffn, head, embed. Default: as in the source. What they lose "
+                                      "counts for --loss.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the pack goes.")] = Path("model.pack"),
+    work: Annotated[
+        Path | None, typer.Option(help="Where measurements are kept for reruns. Default: beside --out, as OUT.work.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Calibration samples (or windows) that plans are judged on. Default: three "
+                                      "quarters of all.")
+    ] = None,
+    sweep_samples: Annotated[
+        int | None, typer.Option(help="Calibration samples that experts are ranked by. Default: the other quarter.")
+    ] = None,
+    heldout_samples: Annotated[int | None, typer.Option(help="Held-out samples to use. Default: all.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens in a window of running text.")] = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest generated output. Default: a little above the longest target.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="What the sweep may keep in memory beside the model.")] = "2GiB",
+    racing: Annotated[
+        str | None, typer.Option(help="Stop measuring experts whose place in the ranking is settled, with this error "
+                                      "probability, such as 5%.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Sweep on a Ray cluster: auto, host:port or ray://host:port.")
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Measure what each expert is worth, give each its width under the target, and write the pack."""
+    from moeconv.conversion.settings import (
+        Settings,
+        parse_bits,
+        parse_bytes,
+        parse_confidence,
+        parse_dense_bits,
+        parse_fields,
+        parse_share,
+    )
+    from moeconv.conversion.settings import parse_target as target
+
+    out = Path(os.path.abspath(out))
+    settings = Settings(
+        model, out, work or out.parent / f"{out.name}.work", target(loss, size, bits_per_weight),
+        parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
+        quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
+        heldout_samples, context, max_new_tokens, parse_bytes(memory, "--memory"),
+        None if racing is None else parse_share(racing, "--racing"), cluster,
+        None if dense_bits is None else parse_dense_bits(dense_bits), strict,
+    )  # fmt: skip
+    if _convert(settings, as_json):
+        raise typer.Exit(EXIT_MISSED)
+
+
+@app.command()
+def plan(
+    work: Annotated[Path, typer.Argument(metavar="WORK", help="The --work directory of an earlier quantize.")],
+    loss: Loss = None,
+    size: Size = None,
+    bits_per_weight: BitsPerWeight = None,
+    allocation: Allocation = "knapsack",
+    signal: Signal = "kl",
+    bits: Annotated[
+        str | None, typer.Option(help="Widths that experts may get. Default: all that were measured.")
+    ] = None,
+    whole_curve: Annotated[
+        bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the plan for a target, from what was measured; measures nothing."""
+    from moeconv.command.present import plan_table
+    from moeconv.conversion.planning import plan as run
+    from moeconv.conversion.settings import parse_bits, parse_target
+
+    target = parse_target(loss, size, bits_per_weight)
+    found = run(work, target, allocation, signal, None if bits is None else parse_bits(bits))
+    print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
+
+
+@app.command()
+def report(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack that was converted with calibration text.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for the page. Default: beside the pack, as PACK.report.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a page that shows why each expert got its bits: index.html, and its figures as PNG and SVG."""
+    from moeconv.report.writer import write_report
+    from moert.pack.reader import Pack
+
+    found = Pack.open(pack)
+    written = write_report(found, out or found.root.parent / f"{found.root.name}.report")
+    print(json.dumps([str(path) for path in written]) if as_json else f"{written[0]} and {len(written) - 1} figures")
+
+
+@app.command()
+def profile_paths(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack; the tables are added to it.")],
+    calib: Calib = None,
+    heldout: Heldout = None,
+    samples: Annotated[int | None, typer.Option(help="Samples (or windows) of each split. Default: all.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a window of running text. Default: as converted, else 256.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --calib: seed of its split. Default: 0.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Record which expert follows which, so that the runtime can load experts before they are asked for.
+
+    Without --calib, the text that the pack was converted with.
+    """
+    from moeconv.command.present import path_table
+    from moeconv.conversion.profile import profile_paths as run
+    from moert.pack.reader import Pack
+
+    found, nbytes = run(
+        Pack.open(pack), calib=calib, heldout=heldout, seed=seed, samples=samples, context=context, say=_say
+    )
+    print(json.dumps({**asdict(found), "nbytes": nbytes}) if as_json else path_table(found, nbytes))
+
+
+@app.command()
+def verify(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="The pack to check.")],
+    against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every hash of a pack, and with --against that each expert is its source within its width's error."""
+    from moeconv.command.present import verified
+    from moeconv.packing.verify import verify as check
+    from moeconv.source.checkpoint import Checkpoint
+    from moert.pack.reader import Pack
+
+    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against))
+    print(json.dumps(asdict(found)) if as_json else verified(found, pack, against))
+
+
+@recipe_app.command("run")
+def recipe_run(
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files (TOML).")],
+    out: Annotated[Path, typer.Option(help="Where packs and measurements go.")] = Path("build/recipes"),
+    as_json: Json = False,
+) -> None:
+    """Convert each recipe, reusing what was measured before, and fail when an expectation does not hold."""
+    from moeconv.command.recipe import Recipe
+
+    loaded = [Recipe.load(path, out) for path in recipes]
+    failures = [line for recipe in loaded for line in _run_recipe(recipe, as_json)]
+    for line in failures:
+        print(f"moeconv: {line}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(EXIT_MISSED)
+
+
+def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
+    from moeconv.command.present import conversion_table
+    from moeconv.conversion.conversion import Conversion
+    from moeconv.conversion.profile import profile_paths as profile
+    from moert.pack.reader import Pack
+
+    _, report = Conversion(recipe.settings, _say, _progress, profiled_next=recipe.paths).run()
+    out = recipe.settings.out
+    failures = recipe.failures(report)
+    outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures}
+    print(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out)))
+    if recipe.paths:
+        profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
+                say=_say)  # fmt: skip
+    return [f"{recipe.name}: {line}" for line in failures]
+
+
+def _convert(settings: Settings, as_json: bool) -> bool:
+    """Runs a conversion and prints it; True if the held-out loss misses the target."""
+    from moeconv.command.present import conversion_table, missed_target, next_steps
+    from moeconv.conversion.conversion import Conversion
+    from moert.pack.paths import PATHS
+
+    manifest, report = Conversion(settings, _say, _progress).run()
+    if as_json:
+        print(json.dumps(_as_json(report)))
+    else:
+        print(
+            conversion_table(report, str(settings.out)),
+            next_steps(report, settings.out, PATHS in manifest.files),
+            sep="\n",
+        )
+    missed = missed_target(report)
+    if missed:
+        print(f"moeconv: {missed}", file=sys.stderr)
+    return missed is not None
+
+
+def _as_json(report: object) -> dict[str, object]:
+    from moeconv.artifacts import to_json
+
+    return to_json(report)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _progress(label: str, total: int) -> AbstractContextManager[Bar]:
+    from moeconv.command.progress import bar
+
+    return bar(label, total)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and ends the process: 0, 2 a user's mistake, 3 a missed target, 130 after Ctrl-C."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: list[str] | None) -> int:
+    from moeconv.errors import ConversionError, TargetMissed, missing_extra
+    from moert.pack.errors import PackError
+
+    try:
+        code = app(arguments, standalone_mode=False, prog_name="moeconv")
+        sys.stdout.flush()
+        if code == EXIT_INTERRUPTED:
+            print("moeconv: interrupted; what was measured is kept, run the same command to go on", file=sys.stderr)
+        return code if isinstance(code, int) else 0
+    except (ConversionError, PackError) as error:
+        print(f"moeconv: {error}", file=sys.stderr)
+        return EXIT_MISSED if isinstance(error, TargetMissed) else EXIT_USER
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error)
+        if advice is None:
+            raise
+        print(f"moeconv: {advice}", file=sys.stderr)
+        return EXIT_USER
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"moeconv: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_USER
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
+        if message is None:
+            raise
+        text = message()
+        shown = text if text.startswith("Usage:") else f"moeconv: {' '.join(text.split())} (--help lists the options)"
+        print(shown, file=sys.stderr)
+        return EXIT_USER
+
+
+if __name__ == "__main__":
+    main()

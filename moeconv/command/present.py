@@ -1,0 +1,188 @@
+"""What a person reads after a command: tables and lines, all figures from the artefacts."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moeconv.artifacts import ConversionReport, CurvePoint, Target
+from moeconv.conversion.planning import Planned
+from moeconv.packing.paths import PathFigures
+from moeconv.packing.verify import Verified
+from moeconv.quantizers.dense import width_text
+from moert.pack.manifest import LossEstimate
+
+
+def conversion_table(report: ConversionReport, out: str) -> str:
+    """The result of `moeconv quantize`."""
+    sizes = report.expert_bytes
+    lines = [f"{out}: {report.model}, quantizer {report.quantizer}", ""]
+    if report.calibration and report.heldout:
+        lines += [
+            f"  loss is how much worse {report.metric} is than the unquantised model's, relative to it; "
+            f"target {target_text(report.target)}",
+            f"  {'':12} {'reference':>10} {'pack':>10} {'loss':>8}   95% interval        samples",
+            _measured_line("calibration", report.calibration),
+            _measured_line("held-out", report.heldout),
+            *_promise(report),
+            "",
+        ]
+    widths = ", ".join(f"{count} at {bits}" for bits, count in report.bits_histogram.items())
+    lines += [
+        f"  expert matrices by width: {widths}; {report.effective_bits:.2f} bits a weight with scales",
+        f"  expert bytes: {sizes['pack']:,} = {_share(sizes, 'fp16')} of FP16, {_share(sizes, 'int8')} of uniform "
+        f"INT8, {_share(sizes, 'int4')} of uniform INT4",
+        *_dense(report),
+        *_sweep(report),
+        f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s"
+        f"{_reused(report)}",
+    ]
+    return "\n".join(lines)
+
+
+def target_text(target: Target) -> str:
+    """The aim of a conversion, as a person reads it."""
+    if target.kind == "loss":
+        return f"{target.value:.2%}"
+    return f"{target.value / 1e6:,.2f} MB" if target.kind == "size" else f"{target.value:g} bits a weight"
+
+
+def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
+    """What a user may run after `moeconv quantize`; profile and report need the calibration text. `profiled` is true
+    where the pack has its paths already."""
+    pack = shlex.quote(str(out))
+    steps = [(f'moert run {pack} "some text"', "runs it"), (f"moert info {pack}", "says what is in it")]
+    if report.calibration is not None and not profiled:
+        steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))
+    if report.calibration is not None:
+        steps.append((f"moeconv report {pack}", "writes a page that shows why each expert got its bits"))
+    widest = max(len(command) for command, _ in steps)
+    return "\n".join(["", "  next:", *(f"    {command:{widest}}   {purpose}" for command, purpose in steps)])
+
+
+def verified(found: Verified, pack: Path, source: str | None) -> str:
+    """The result of `moeconv verify`, which raises where anything is wrong."""
+    if found.worst is None:
+        return f"{pack} is whole: {found.files} files with {found.experts} experts are as its manifest says"
+    return (
+        f"{pack} is whole, and was made from {source}: {found.files} files with {found.experts} experts; the largest "
+        f"error is {found.worst:.0%} of what its width allows"
+    )
+
+
+def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
+    """The result of `moeconv plan`: the plan for the target, and with `whole_curve` all others."""
+    chosen = planned.chosen
+    loss = "" if chosen.predicted_loss is None else f", loss predicted {chosen.predicted_loss:.2%}"
+    if chosen.loss is not None:
+        loss += f", measured {chosen.loss:.2%}" if loss else f", loss measured {chosen.loss:.2%}"
+    aim = "a loss of at most" if target.kind == "loss" else "at most"
+    bits, share = 8 * chosen.nbytes / planned.weights, chosen.nbytes / planned.int4_bytes
+    dense = f", with dense matrices at {width_text(planned.dense)}" if planned.dense else ""
+    lines = [
+        f"{planned.model}, quantizer {planned.quantizer}, from what was measured{dense}",
+        f"  for {aim} {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
+        f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
+    ]
+    if whole_curve:
+        return "\n".join([*lines, "", curve_table(planned.points, planned.weights, planned.int4_bytes)])
+    return "\n".join([*lines, f"  --curve shows all {len(planned.points)} plans, size against loss"])
+
+
+def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
+    """`weights` are those of all experts, `int4_bytes` what they take at uniform INT4."""
+    promised = any(point.upper is not None for point in points)
+    lines = [
+        f"  {'MB':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9}"
+        + (f" {'upper':>8}" if promised else "")
+    ]
+    for point in points:
+        upper = f" {_percent(point.upper, 2):>8}" if promised else ""
+        lines.append(
+            f"  {point.nbytes / 1e6:>10,.2f} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
+            f"{_percent(point.predicted_loss, 2):>10} {_percent(point.loss, 2):>9}{upper}"
+            + ("  chosen" if point.chosen else "")
+        )
+    return "\n".join(lines)
+
+
+def _promise(report: ConversionReport) -> list[str]:
+    notes = [f"  note: {line}" for line in (report.standing.notes if report.standing else ())]
+    bound = report.upper_bound
+    if bound is None or not math.isfinite(bound):
+        return notes
+    if report.confidence is None:
+        return [f"  no promise: more text of the same documents was to lose less than {bound:.2%}", *notes]
+    return [f"  at {report.confidence:.0%} the held-out loss was to stay under {bound:.2%}", *notes]
+
+
+def _dense(report: ConversionReport) -> list[str]:
+    dense = report.dense
+    if dense is None:
+        return []
+    alone = f"{dense.alone.loss:.2%} (95% interval {dense.alone.low:+.2%} to {dense.alone.high:+.2%})"
+    return [
+        f"  dense matrices: {width_text(dense.bits)}; by themselves they lose {alone}",
+        f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
+    ]
+
+
+def _sweep(report: ConversionReport) -> list[str]:
+    cost = report.sweep_cost
+    if cost is None or cost.probes == 0:
+        return []
+    stopped = "" if cost.measured_share == 1 else f", {cost.measured_share:.0%} of the measurements"
+    ties = f", {cost.near_ties} outputs hung on a tie" if cost.near_ties else ""
+    return [
+        f"  sweep: {cost.probes} probes in {cost.seconds:.0f} s{stopped}, {cost.flops / cost.naive_flops:.0%} of the "
+        f"operations in experts of full evaluations{ties}"
+    ]
+
+
+def _reused(report: ConversionReport) -> str:
+    seconds = sum(step.reused_seconds for step in report.steps)
+    return f", with measurements of earlier runs that had taken {seconds:.0f} s" if seconds else ""
+
+
+def missed_target(report: ConversionReport) -> str | None:
+    """One line if the held-out loss is above the target."""
+    if report.heldout is None or report.target.kind != "loss" or report.heldout.loss <= report.target.value:
+        return None
+    return (
+        f"the held-out loss is {report.heldout.loss:.2%}, above the target of {report.target.value:.2%}: the pack "
+        "meets the target on its calibration text only; give more of that text, a --confidence or a --margin"
+    )
+
+
+def path_table(found: PathFigures, nbytes: int) -> str:
+    """The result of `moeconv profile-paths`."""
+    coverage = ", ".join(f"{stack} {share:.1%}" for stack, share in found.coverage20.items())
+    lines = [
+        f"{found.tokens:,} tokens profiled, tables and trace of {nbytes:,} bytes",
+        f"  the 20% most frequent paths cover: {coverage}",
+        f"  held-out tokens that take the likeliest next expert, two layers known: {_percent(found.best_next)}",
+        "  share of held-out choices predicted:   top-1    top-2    top-3",
+    ]
+    for known, row in enumerate(found.accuracy):
+        values = [None] * 3 if row is None else row
+        name = "1 layer known" if known == 1 else f"{known} layers known"
+        lines.append(f"    {name:31}" + "  ".join(f"{_percent(v):>7}" for v in values))
+    return "\n".join(lines)
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}%}"
+
+
+def _measured_line(name: str, measured: LossEstimate) -> str:
+    interval = f"{measured.low:+.2%} to {measured.high:+.2%}"
+    return (
+        f"  {name:12} {measured.reference:>10.4f} {measured.value:>10.4f} {measured.loss:>8.2%}   {interval:18}  "
+        f"{measured.samples}"
+    )
+
+
+def _share(sizes: Mapping[str, int], name: str) -> str:
+    return f"{sizes['pack'] / sizes[name]:.1%}"

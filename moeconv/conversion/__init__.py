@@ -1,0 +1,1 @@
+"""Whole runs, from what was asked for to what is written. Only here and in `command` are settings known."""

@@ -1,0 +1,172 @@
+"""The end of a conversion: its report, and the pack with the report in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import moeconv
+from moeconv import artifacts
+from moeconv.artifacts import (
+    REPORT,
+    Assignment,
+    ConversionReport,
+    CurvePoint,
+    DenseReport,
+    SensitivityTable,
+    Standing,
+    Step,
+    SweepCost,
+)  # fmt: skip
+from moeconv.calibration import Splits
+from moeconv.conversion.settings import Settings
+from moeconv.measure.evaluation import Evaluation
+from moeconv.packing.emit import Profile, emit
+from moeconv.plan.problem import layout_bytes
+from moeconv.plan.question import uniform_bytes, weights_of
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.dense import DenseCoder
+from moert.pack.errors import PackError
+from moert.pack.manifest import LossEstimate, Manifest, Quality
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.paths import PATHS
+from moert.pack.reader import Pack, is_pack
+from moert.pack.trace import TRACE
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was decided and measured; widths alone where nothing was."""
+
+    widths: Assignment
+    metric: str = ""
+    calibration: LossEstimate | None = None
+    upper_bound: float | None = None
+    heldout: LossEstimate | None = None
+    splits: Splits | None = None
+    table: SensitivityTable | None = None
+    sweep_cost: SweepCost | None = None
+    curve: tuple[CurvePoint, ...] = ()
+    steps: tuple[Step, ...] = ()
+    samples: tuple[Mapping[str, str], ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    dense_alone: LossEstimate | None = None
+    confidence: float | None = None
+    standing: Standing | None = None
+
+    def importance(self) -> dict[ExpertKey, float] | None:
+        """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
+        unquantised model scores nothing on the ranking text, there is no loss to tell it by."""
+        if self.table is None:
+            return None
+        whole = [min(probe.bits) for probe in self.table.costs if len(set(probe.bits)) == 1]
+        found = self.table.importance(min(whole)) if whole else {}
+        return {key: cost for key, cost in found.items() if math.isfinite(cost)} or None
+
+
+def deliver(
+    settings: Settings,
+    coder: ExpertCoder,
+    dense: DenseCoder,
+    outcome: Outcome,
+    seconds: float,
+    lost_paths: Callable[[], None],
+) -> tuple[Manifest, ConversionReport]:
+    """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
+
+    What `moeconv profile-paths` added to a pack that stands there is kept where the new one has the same weights; else
+    `lost_paths` is called at the end.
+    """
+    profile = _profile_in(settings.out)
+    report = replace(_report(settings, coder, outcome, seconds), dense=_dense_report(dense, outcome.dense_alone))
+    document = artifacts.to_json(report)
+    for name in ("dense", "standing"):
+        if document[name] is None:
+            del document[name]
+    quality = None
+    if outcome.splits is not None:
+        target = settings.target.value if settings.target.kind == "loss" else None
+        quality = Quality(
+            outcome.metric, target, outcome.calibration, outcome.heldout,
+            outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
+        )  # fmt: skip
+    manifest = emit(
+        coder, outcome.widths, settings.out, seed=settings.seed, creator=f"moeconv {moeconv.__version__}",
+        importance=outcome.importance(), quality=quality,
+        extra_files={REPORT: (json.dumps(document, indent=1) + "\n").encode()}, dense=dense, profile=profile,
+    )  # fmt: skip
+    if profile is not None and not profile.files.keys() <= manifest.files.keys():
+        lost_paths()
+    return manifest, report
+
+
+def _profile_in(root: Path) -> Profile | None:
+    """None where there is no pack, or one without a profile that can be read."""
+    if not is_pack(root):
+        return None
+    try:
+        pack = Pack.open(root)
+        bodies = {name: pack.read_file(name) for name in (PATHS, TRACE) if name in pack.manifest.files}
+    except PackError:
+        return None
+    return Profile(pack.manifest, bodies) if bodies else None
+
+
+def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float) -> ConversionReport:
+    spec, quantizer = coder.checkpoint.spec, coder.quantizer
+    sizes = _expert_bytes(spec, outcome.widths, quantizer.group_size)
+    counts: dict[int, int] = {}
+    for bits in outcome.widths.values():
+        for width in bits:
+            counts[width] = counts.get(width, 0) + 1
+    return ConversionReport(
+        model=Path(settings.model).name,
+        calibration_source=settings.calib or "",
+        heldout_source=settings.heldout,
+        fields=settings.fields,
+        seed=settings.seed,
+        metric=outcome.metric,
+        quantizer=quantizer.name,
+        group_size=quantizer.group_size,
+        allocation=settings.allocation,
+        signal=settings.signal,
+        target=settings.target,
+        margin=settings.margin,
+        confidence=outcome.confidence,
+        calibration=outcome.calibration,
+        upper_bound=outcome.upper_bound,
+        heldout=outcome.heldout,
+        bits_histogram=dict(sorted(counts.items())),
+        effective_bits=8 * sizes["pack"] / weights_of(spec),
+        expert_bytes=sizes,
+        context=settings.context,
+        evaluations=len(outcome.evaluations),
+        evaluation_seconds=round(sum(record.seconds for record in outcome.evaluations), 2),
+        seconds=round(seconds, 2),
+        sensitivity=outcome.table,
+        sweep_cost=outcome.sweep_cost,
+        fallbacks=tuple(f"{key} {projection}" for key, projection in coder.fallbacks),
+        curve=outcome.curve,
+        steps=outcome.steps,
+        samples=outcome.samples,
+        standing=outcome.standing,
+    )
+
+
+def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport | None:
+    if coder.dense is None:
+        return None
+    assert alone is not None, "what dense widths lose is always measured"
+    stored, source = coder.backbone_bytes()
+    return DenseReport(coder.dense.quantizer, coder.dense.group_size, coder.dense.bits, stored, source, alone)
+
+
+def _expert_bytes(spec: ModelSpec, widths: Assignment, group_size: int) -> dict[str, int]:
+    """Bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
+    nbytes, names = layout_bytes(spec, group_size), spec.moe.ffn.projections
+    planned = sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
+    uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}
+    return {"pack": planned, **uniform}

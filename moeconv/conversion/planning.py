@@ -1,0 +1,163 @@
+"""What `moeconv plan` shows: plans for another target, from what a conversion has measured. Measures nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeconv.artifacts import CurvePoint, Probe, SensitivityTable, Summary, Target
+from moeconv.conversion.settings import check_ranking, check_target
+from moeconv.errors import SettingsError, TargetMissed
+from moeconv.measure.assignments import known_plans, unquantised
+from moeconv.measure.journal import Journal
+from moeconv.measure.metrics import Metric, find_metric
+from moeconv.measure.workdir import INPUTS, finished_work
+from moeconv.plan.curve import curve
+from moeconv.plan.frontier import Frontier
+from moeconv.plan.lossmap import LossMap
+from moeconv.plan.problem import Plan
+from moeconv.plan.question import Question, check_budget, uniform_bytes, weights_of
+from moeconv.plan.search import MeasuredPlan
+from moeconv.quantizers import GROUP_SIZES
+from moeconv.source.checkpoint import Checkpoint
+from moert.pack.codec import WIDTHS
+from moert.pack.model_spec import ExpertKey, ModelSpec
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that planning takes beside the journal. `samples` names those that plans are judged on, `dense` the widths
+    outside the experts, by role."""
+
+    model: str
+    quantizer: str
+    group_size: int
+    metric: str
+    samples: str
+    table: SensitivityTable
+    dense: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        table = self.table
+        return {
+            "model": self.model,
+            "quantizer": self.quantizer,
+            "group_size": self.group_size,
+            "metric": self.metric,
+            "samples": self.samples,
+            "dense": dict(self.dense),
+            "base_bits": table.base_bits,
+            "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
+            "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Inputs:
+        """Raises KeyError, TypeError, ValueError or OverflowError for what `to_json` does not write."""
+
+        def number(figure: float | None) -> float:
+            return math.nan if figure is None else float(figure)  # it could not be measured
+
+        costs = {}
+        for *key, bits, (metric, nll, kl) in values["costs"]:
+            costs[Probe(ExpertKey(*key), tuple(bits))] = number(metric), number(nll), number(kl)
+        base_bits, group_size = values["base_bits"], values["group_size"]
+        dense = {str(role): int(width) for role, width in dict(values.get("dense", {})).items()}
+        if not {base_bits, *(bits for probe in costs for bits in probe.bits)} <= set(WIDTHS):
+            raise ValueError("a width that there is not")
+        if group_size not in (0, *GROUP_SIZES):
+            raise ValueError(f"a group size of {group_size!r}")
+        table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, {})
+        texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
+        return cls(group_size=group_size, table=table, dense=dense, **texts)
+
+    def fits(self, spec: ModelSpec) -> bool:
+        """Whether the table is about the experts of this model."""
+        probes, n_projections = self.table.costs, len(spec.moe.ffn.projections)
+        whole = all(len(probe.bits) == n_projections for probe in probes)
+        return whole and {probe.key for probe in probes} in (set(), set(spec.expert_keys()))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The curve of a work directory, and the point on it for a target, from what was measured before."""
+
+    model: str
+    quantizer: str
+    group_size: int
+    weights: int
+    int4_bytes: int
+    points: tuple[CurvePoint, ...]
+    chosen: CurvePoint
+    dense: Mapping[str, int]
+
+
+def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:
+    """Raises SettingsError for a directory without a finished sweep, CheckpointError where its model is gone,
+    TargetMissed."""
+    check_ranking(allocation, signal)
+    check_target(target)
+    inputs, journal = _finished(work)
+    spec, metric = Checkpoint.open(inputs.model).spec, find_metric(inputs.metric)
+    if not inputs.fits(spec):
+        raise SettingsError(
+            f"the sweep in {work} is not about the experts of {inputs.model}: the model was replaced since, run "
+            "`moeconv quantize` again"
+        )
+    known = sorted({width for probe in inputs.table.costs for width in probe.bits} | {inputs.table.base_bits})
+    unknown = sorted(set(bits or ()) - set(known))
+    if unknown:
+        raise SettingsError(f"--bits {unknown[0]}: the sweep in {work} has no measurements at that width, only {known}")
+    check_budget(target, spec, min(bits or known), inputs.group_size)
+    question = Question(spec, inputs.table, inputs.group_size, signal, sorted(bits or known))
+    frontier, measured = question.frontier(allocation), measured_plans(question, inputs, journal, metric)
+    if target.kind == "loss":
+        chosen = _smallest(frontier, measured, target.value)
+    else:
+        chosen = question.within(allocation, target)
+    points = curve(frontier, measured, chosen)
+    return Planned(
+        Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
+        points, next(point for point in points if point.chosen), inputs.dense,
+    )  # fmt: skip
+
+
+def _finished(work: Path) -> tuple[Inputs, Journal]:
+    stored, journal = finished_work(work)
+    try:
+        return Inputs.from_json(stored), journal
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SettingsError(
+            f"{journal.path.with_name(INPUTS)} is not what a sweep writes ({type(error).__name__}: {error}): run "
+            "`moeconv quantize` again"
+        ) from None
+
+
+def measured_plans(question: Question, inputs: Inputs, journal: Journal, metric: Metric) -> list[MeasuredPlan]:
+    """The plans that the journal has measurements of, where they have widths that the problem has."""
+    reference = unquantised(journal, inputs.samples)
+    if reference is None:
+        return []
+    found = []
+    for assignment, evaluation in known_plans(journal, inputs.samples, question.spec.expert_keys()):
+        try:
+            priced = question.problem.priced(assignment)
+        except KeyError:
+            continue
+        loss = evaluation.summary(metric, reference).loss
+        found.append(MeasuredPlan(priced.nbytes, priced.cost, loss, None))
+    return found
+
+
+def _smallest(frontier: Frontier, measured: Sequence[MeasuredPlan], target: float) -> Plan:
+    """The smallest plan whose predicted loss meets the target. Raises TargetMissed."""
+    losses = LossMap([(one.cost, one.loss) for one in measured], float(frontier.costs[-1]))(frontier.costs)
+    holds = np.flatnonzero(losses <= target)
+    if not len(holds):
+        raise TargetMissed(f"no plan is predicted to lose less than {losses.min():.2%}: sweep with wider --bits")
+    return frontier[int(holds[0])]

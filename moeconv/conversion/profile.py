@@ -1,0 +1,106 @@
+"""One profiling run from start to end: calibration text through the pack, transition tables and a trace into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeconv.calibration import Splits, load_splits
+from moeconv.conversion.limits import context_note, samples_note
+from moeconv.conversion.settings import DEFAULT_CONTEXT, check_counts
+from moeconv.errors import CalibrationError, ConversionError, SettingsError
+from moeconv.measure.metrics import default_metric, find_metric
+from moeconv.measure.scorers import Routed
+from moeconv.measure.scorers.build import build_scorer, check_fit, load_tokenizer, volume
+from moeconv.packing.packed import PackedModel
+from moeconv.packing.paths import PathFigures, figures, routes_of, trace_of
+from moeconv.report.document import read_report
+from moeconv.source.archs.errors import transformers_model
+from moeconv.source.checkpoint import TOKENIZER
+from moert.pack.paths import PATHS, build
+from moert.pack.reader import Pack
+from moert.pack.trace import TRACE
+from moert.pack.writer import add_files
+
+
+def profile_paths(
+    pack: Pack,
+    *,
+    calib: str | None,
+    heldout: str | None,
+    seed: int | None,
+    samples: int | None,
+    context: int | None,
+    say: Callable[[str], None],
+) -> tuple[PathFigures, int]:
+    """Adds paths.safetensors and trace.safetensors to the pack; returns the figures and the bytes of both.
+
+    Without `calib`, the text that the pack was converted with. Raises ConversionError or PackError.
+    """
+    check_counts(samples=samples, context=context, seed=seed)
+    source = _source(pack, calib, heldout, seed)
+    splits = source.splits
+    metric = find_metric(default_metric(splits.seq2seq, splits.choices))
+    check_fit(pack.manifest.model, splits, metric)
+    tokenizer = load_tokenizer(pack.file(TOKENIZER))
+    packed = PackedModel.open(pack)
+    width = context or source.context
+    if note := context_note(context, packed.spec):
+        say(note)
+
+    named = {"calibration": "calibration", "heldout": "held-out"}
+
+    def routed(split: str) -> list[Routed]:
+        texts = getattr(splits, split)
+        there = volume(packed.spec, tokenizer, texts, limit=samples, context=width, max_new_tokens=None).samples
+        if note := samples_note("--samples", samples, there, f"samples of the {named[split]} text"):
+            say(note)
+        scorer = build_scorer(
+            packed, tokenizer, texts, metric, limit=samples, context=width, max_new_tokens=None
+        )  # fmt: skip
+        say(f"routing of {scorer.n_samples} samples of the {named[split]} text")
+        with transformers_model(pack.root):
+            return list(scorer.routes())
+
+    num_experts = packed.spec.moe.n
+    parts = routed("calibration")
+    seen = routes_of(parts)
+    table = build(num_experts, seen)
+    found = figures(table, seen, routes_of(routed("heldout")))
+    bodies = {PATHS: table.to_bytes(), TRACE: trace_of(parts, num_experts).to_bytes()}
+    add_files(pack.root, pack.manifest, bodies)
+    return found, sum(map(len, bodies.values()))
+
+
+@dataclass(frozen=True)
+class _Source:
+    splits: Splits
+    context: int
+
+
+def _source(pack: Pack, calib: str | None, heldout: str | None, seed: int | None) -> _Source:
+    """The text that was asked for; without one, the text that the pack was converted with."""
+    if calib is None and (heldout is not None or seed is not None):
+        raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
+    try:
+        report = read_report(pack)
+    except ConversionError as error:
+        if calib is None:
+            raise SettingsError(
+                f"the pack does not say what text it was converted with ({error}): give --calib"
+            ) from None
+        report = None
+    context = DEFAULT_CONTEXT if report is None else report.context
+    if calib is not None:
+        return _Source(load_splits(calib, heldout, seed=seed or 0, tokenizer=pack.root), context)
+    assert report is not None
+    if not report.calibration_source:
+        raise SettingsError("--calib is missing: the pack does not say what text it was converted with")
+    try:
+        splits = load_splits(
+            report.calibration_source, report.heldout_source, seed=report.seed, fields=report.fields,
+            tokenizer=pack.root,
+        )  # fmt: skip
+    except CalibrationError as error:
+        raise SettingsError(f"the pack's own calibration text can't be used ({error}): give --calib") from None
+    return _Source(splits, context)

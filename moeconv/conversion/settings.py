@@ -1,0 +1,257 @@
+"""What a user asks of a conversion, checked before anything long starts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from moeconv.artifacts import SIGNALS, Target
+from moeconv.errors import SettingsError
+from moeconv.measure.metrics import find_metric
+from moeconv.plan import ALLOCATORS
+from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
+from moeconv.quantizers.dense import dense_bits_text
+from moert.pack.codec import WIDTHS
+from moert.pack.parts import ROLES
+from moert.pack.sizes import NotASize, parse_size
+
+DEFAULT_CONTEXT = 256
+DEFAULT_MEMORY = 2 << 30
+DEFAULT_TARGET = Target("loss", 0.05)
+_TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
+_OF_TEXT = (
+    "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
+    "per_projection", "samples", "sweep_samples", "heldout_samples", "max_new_tokens", "memory_bytes", "racing",
+    "cluster", "strict",
+)  # fmt: skip
+"""What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`margin` is the share of a loss target that the calibration text must leave free; `confidence` is the
+    probability with which the held-out loss stays under the target (None: only the measured loss must).
+    `sweep_samples` bounds what ranks the experts, `samples` what judges plans, `heldout_samples` what the result is
+    measured on (None: all there is): samples of input and target, or windows of `context` tokens of running text.
+    `memory_bytes` bounds what the sweep keeps beside the model. `dense_bits` is the width of all matrices outside
+    the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
+    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep."""
+
+    model: str
+    out: Path
+    work: Path
+    target: Target = DEFAULT_TARGET
+    margin: float = 0.0
+    confidence: float | None = 0.95
+    calib: str | None = None
+    heldout: str | None = None
+    fields: Mapping[str, str] | None = None
+    metric: str | None = None
+    quantizer: str = "gptq"
+    group_size: int | None = None
+    allocation: str = "knapsack"
+    signal: str = "kl"
+    per_projection: bool = False
+    bits: tuple[int, ...] = WIDTHS
+    seed: int = 0
+    samples: int | None = None
+    sweep_samples: int | None = None
+    heldout_samples: int | None = None
+    context: int = DEFAULT_CONTEXT
+    max_new_tokens: int | None = None
+    memory_bytes: int = DEFAULT_MEMORY
+    racing: float | None = None
+    cluster: str | None = None
+    dense_bits: int | Mapping[str, int] | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("--quantizer", self.quantizer, QUANTIZERS)
+        check_ranking(self.allocation, self.signal)
+        if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
+            find_metric(self.metric)
+        if self.group_size is not None and self.quantizer == "channel":
+            raise SettingsError("--group-size has no effect on the channel quantizer: leave it out, or use group")
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise SettingsError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
+        if not self.bits or any(width not in WIDTHS for width in self.bits):
+            raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
+        check_dense_bits(self.dense_bits)
+        self._check_text()
+        self._check_numbers()
+        if not self.out.name or not self.work.name:
+            raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+
+    def _check_text(self) -> None:
+        if self.calib is not None:
+            return
+        if self.bits != (16,):
+            raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
+        if self.dense_bits is not None:
+            raise SettingsError(
+                "--calib is missing: what --dense-bits loses is measured; name a set in calib_data/ or a file"
+            )
+        options = {"target": _TARGET_OPTIONS[self.target.kind], "memory_bytes": "--memory"}
+        for field in fields(self):
+            if field.name in _OF_TEXT and getattr(self, field.name) != field.default:
+                option = options.get(field.name, f"--{field.name.replace('_', '-')}")
+                raise SettingsError(f"{option} has no effect without --calib: leave it out")
+
+    def _check_numbers(self) -> None:
+        counts = {name: getattr(self, name) for name in ("samples", "sweep_samples", "heldout_samples")}
+        check_counts(**counts, max_new_tokens=self.max_new_tokens, context=self.context, seed=self.seed)
+        check_target(self.target)
+        if self.memory_bytes < 1:
+            raise SettingsError(f"--memory {self.memory_bytes}: expected more than 0 bytes")
+        if not 0 <= self.margin < 1:
+            raise SettingsError(f"--margin {self.margin:g}: expected a share from 0 to less than 1")
+        if self.confidence is not None and not 0.5 <= self.confidence < 1:
+            raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
+        if self.racing is not None and not 0 < self.racing < 0.5:
+            raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
+        if self.strict and self.calib is not None and self.confidence is None:
+            raise SettingsError("--strict has no effect with --confidence none: leave one of them out")
+        if self.target.kind != "loss" and self.margin:
+            raise SettingsError("--margin has no effect without --loss: leave it out")
+
+    @property
+    def planned_loss(self) -> float:
+        """What the loss on the calibration text may be at most. Only for a loss target."""
+        return self.target.value * (1 - self.margin)
+
+
+def check_choice(option: str, value: str, known: Iterable[str]) -> None:
+    """Raises SettingsError."""
+    if value not in known:
+        raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
+
+
+def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
+    """Raises SettingsError."""
+    if wanted is None:
+        return
+    given, widths = f"--dense-bits {dense_bits_text(wanted)}", ", ".join(map(str, WIDTHS))
+    if not isinstance(wanted, Mapping):
+        if wanted not in WIDTHS:
+            raise SettingsError(f"{given}: expected a width among {widths}")
+        return
+    for role, width in wanted.items():
+        if role not in ROLES:
+            raise SettingsError(f"{given}: there is no role {role}: expected roles among {', '.join(ROLES)}")
+        if width not in WIDTHS:
+            raise SettingsError(f"{given}: {role} can't have {width} bits: expected a width among {widths}")
+
+
+def check_ranking(allocation: str, signal: str) -> None:
+    """Raises SettingsError."""
+    check_choice("--allocation", allocation, ALLOCATORS)
+    check_choice("--signal", signal, SIGNALS)
+
+
+def check_target(target: Target) -> None:
+    """Raises SettingsError."""
+    option = _TARGET_OPTIONS[target.kind]
+    if target.kind == "loss" and not 0 <= target.value < 1:
+        raise SettingsError(f"{option} {target.value:g}: expected a share from 0 to less than 1")
+    if target.kind == "size" and not 0 < target.value < math.inf:
+        raise SettingsError(f"{option} {target.value:g}: expected a number of bytes above 0")
+    if target.kind == "bits" and not 0 < target.value <= max(WIDTHS):
+        raise SettingsError(f"{option} {target.value:g}: expected more than 0, at most {max(WIDTHS)}")
+
+
+def check_counts(context: int | None = None, seed: int | None = None, **counts: int | None) -> None:
+    """Raises SettingsError for a number that is out of range; None is not checked."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+    if context is not None and context < 2:
+        raise SettingsError(f"--context {context}: expected at least 2 tokens")
+    if seed is not None and not 0 <= seed < 1 << 32:
+        raise SettingsError(f"--seed {seed}: expected a whole number from 0 to {(1 << 32) - 1}")
+
+
+def parse_target(loss: str | None, size: str | None, bits_per_weight: float | None) -> Target:
+    """The target that these options of the command line give. Raises SettingsError."""
+    return one_target(
+        None if loss is None else parse_share(loss),
+        None if size is None else parse_bytes(size, "--size"),
+        bits_per_weight,
+    )
+
+
+def one_target(loss: float | None, size: float | None, bits_per_weight: float | None) -> Target:
+    """One of the three; without any, a loss of 5%. Raises SettingsError."""
+    found = {"loss": loss, "size": size, "bits": bits_per_weight}
+    given = [Target(kind, float(value)) for kind, value in found.items() if value is not None]
+    if len(given) > 1:
+        names = " and ".join(_TARGET_OPTIONS[target.kind] for target in given)
+        raise SettingsError(f"{names}: one target at a time, leave the others out")
+    return given[0] if given else DEFAULT_TARGET
+
+
+def parse_share(text: str, option: str = "--loss") -> float:
+    """'5%' or '0.05' → 0.05. Raises SettingsError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
+    if match is None:
+        raise SettingsError(f"{option} {text!r}: expected a share such as 5% or 0.05")
+    share = float(match[1]) / (100 if match[2] else 1)
+    if share >= 1:
+        hint = f"; did you mean {match[1]}%?" if not match[2] and share < 100 else ""
+        raise SettingsError(f"{option} {text!r}: expected less than 100%{hint}")
+    return share
+
+
+def parse_confidence(text: str, option: str = "--confidence") -> float | None:
+    """A share, or None for 'none'. Raises SettingsError."""
+    return None if text.strip().lower() == "none" else parse_share(text, option)
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """A size as moert takes it too: '120MB', '2G' or '1.5GiB' → bytes. Raises SettingsError."""
+    try:
+        return parse_size(text)
+    except NotASize as error:
+        raise SettingsError(f"{option} {error}") from None
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """'2,3,4' → (2, 3, 4), sorted, each once. Raises SettingsError."""
+    try:
+        widths = {int(part) for part in text.split(",")}
+    except ValueError:
+        raise SettingsError(f"--bits {text!r}: expected widths such as 2,4,8") from None
+    if not widths <= set(WIDTHS):
+        raise SettingsError(f"--bits {text!r}: expected widths among {', '.join(map(str, WIDTHS))}")
+    return tuple(sorted(widths))
+
+
+def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str, int]:
+    """'8' → 8, for all; 'attention=4,head=8' → a width for each role. Raises SettingsError."""
+    given, expected = f"{option} {text!r}", "expected a width such as 8, or attention=4,head=8"
+    if re.fullmatch(r"\s*\d{1,9}\s*", text):
+        return int(text)
+    if not set(text) & set("=,"):
+        raise SettingsError(f"{given}: {expected}")
+    bits: dict[str, int] = {}
+    for part in map(str.strip, text.split(",")):
+        role, width = map(str.strip, part.partition("=")[::2])
+        if not role or not re.fullmatch(r"\d{1,9}", width):
+            lacks = "role" if not role else "whole number as its width" if width else "width"
+            raise SettingsError(f"{given}: {part!r} has no {lacks}: {expected}")
+        if role in bits:
+            raise SettingsError(f"{given}: {role} is there twice: expected each role once")
+        bits[role] = int(width)
+    return bits
+
+
+def parse_fields(text: str | None) -> dict[str, str] | None:
+    """'input=question,target=answer' → what our fields are called in a file. Raises SettingsError."""
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise SettingsError(f"--fields {text!r}: expected pairs such as input=question,target=answer")
+    return {name.strip(): value.strip() for name, _, value in pairs}

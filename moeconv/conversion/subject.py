@@ -1,0 +1,53 @@
+"""Which measurements and which conversions are the same: digests of all that decides them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from moeconv.conversion.material import Material
+from moeconv.conversion.settings import Settings
+from moeconv.quantizers import Quantizer
+from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moert.pack.manifest import Dense
+
+MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
+_ASKED = (
+    "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
+    "heldout_samples", "racing",
+)  # fmt: skip
+"""Settings that decide a conversion, beside its target and what its journal is about."""
+
+
+def subject_of(material: Material, checkpoint: Checkpoint, quantizer: Quantizer, dense: Dense | None) -> dict[str, Any]:
+    """What a journal is about, as JSON values: if anything of this changes, its measurements no longer hold."""
+    settings = material.settings
+    return {
+        "model_sha256": checkpoint.sha256,
+        "tokenizer_sha256": hashlib.sha256((checkpoint.path / TOKENIZER).read_bytes()).hexdigest(),
+        "quantizer": quantizer.name,
+        "group_size": quantizer.group_size,
+        "metric": material.metric_name,
+        "metric_sha256": material.metric_sha256,
+        "measures": MEASURES,
+        "calibration_sha256": material.splits.digest("calibration"),
+        "heldout_sha256": material.splits.digest("heldout"),
+        "seed": settings.seed,
+        "context": settings.context,
+        "max_new_tokens": settings.max_new_tokens,
+        "documents_sha256": material.documents_sha256,
+        **({} if dense is None else {"dense": asdict(dense)}),
+    }
+
+
+def directory_of(subject: dict[str, Any]) -> str:
+    """Name of the folder in the work directory that holds the measurements of this subject."""
+    return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:12]
+
+
+def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
+    """sha256 of all that a conversion is decided by: equal for the same command, resumed or repeated."""
+    asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
+    return hashlib.sha256(json.dumps([subject, asked]).encode()).hexdigest()

@@ -1,0 +1,95 @@
+"""Measures assignments of widths on one list of samples, each only once: the journal knows the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from moeconv.artifacts import Assignment, Summary
+from moeconv.measure.evaluation import Evaluation
+from moeconv.measure.journal import Journal, identity
+from moeconv.measure.metrics import Metric
+from moeconv.measure.scorers import Scorer
+from moeconv.measure.trial import Trial
+from moeconv.source.archs.errors import transformers_model
+from moert.pack.model_spec import ExpertKey
+
+
+class Measure:
+    """`samples_id` names the samples; with the widths it is the identity of a measurement. Trial and scorer are made
+    when something must be measured at all; the unquantised model is then run first, for divergences from it."""
+
+    def __init__(
+        self,
+        trial: Callable[[], Trial],
+        scorer: Callable[[], Scorer],
+        metric: Metric,
+        journal: Journal,
+        samples_id: str,
+    ) -> None:
+        self.metric = metric
+        self.samples_id = samples_id
+        self.used: dict[str, Evaluation] = {}  # what this run asked for, measured now or before
+        self._trial, self._make_scorer, self._journal = trial, scorer, journal
+        self._scorer: Scorer | None = None
+
+    @cached_property
+    def reference(self) -> Evaluation:
+        """The unquantised model's evaluation."""
+        found = unquantised(self._journal, self.samples_id)
+        if found is None:
+            self.scorer()
+            found = unquantised(self._journal, self.samples_id)
+        assert found is not None
+        return found
+
+    def scorer(self) -> Scorer:
+        if self._scorer is None:
+            scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
+            trial.restore()
+            with transformers_model(trial.checkpoint.path):
+                evaluation = self._scored(scorer, "unquantised", as_reference=True)
+            if self._journal.get(name) is None:
+                self._journal.add(name, evaluation.to_json())
+            self._scorer = scorer
+        return self._scorer
+
+    def __call__(self, widths: Assignment, what: str) -> Evaluation:
+        """The evaluation of an assignment (all experts given), from the journal or measured now."""
+        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())])
+
+        def measured() -> dict[str, Any]:
+            scorer = self.scorer()
+            self._trial().assign(widths)
+            about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
+            return {**self._scored(scorer, what).to_json(), **about}
+
+        self.used[name] = Evaluation.from_json(self._journal.remember(name, measured))
+        return self.used[name]
+
+    def summary(self, evaluation: Evaluation) -> Summary:
+        return evaluation.summary(self.metric, self.reference)
+
+    def _scored(self, scorer: Scorer, what: str, *, as_reference: bool = False) -> Evaluation:
+        calls, started = self._trial().calls, time.perf_counter()
+        rows = calls.rows
+        scores = scorer.score(as_reference=as_reference)
+        return Evaluation.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
+
+
+def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
+    """The unquantised model's evaluation, if it was measured."""
+    found = journal.get(identity(samples_id, None))
+    return None if found is None else Evaluation.from_json(found)
+
+
+def known_plans(
+    journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
+) -> Iterator[tuple[Assignment, Evaluation]]:
+    """Every assignment that was measured on these samples. `keys` are all experts."""
+    for entry in journal.entries():
+        if entry.get("samples") == samples_id:
+            widths = [tuple(bits) for bits in entry["widths"]]
+            yield dict(zip(sorted(keys), widths, strict=True)), Evaluation.from_json(entry)

@@ -1,0 +1,32 @@
+"""How good is a model on its samples? Metrics behind one type, found by name or by the path of a module."""
+
+from __future__ import annotations
+
+from moeconv.errors import SettingsError
+from moeconv.measure.metrics.generated import GENERATED
+from moeconv.measure.metrics.likelihood import LIKELIHOOD, likeliest
+from moeconv.measure.metrics.local import local_metric
+from moeconv.measure.metrics.metric import F64, Metric
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (*GENERATED, *LIKELIHOOD)}
+
+
+def find_metric(named: str) -> Metric:
+    """A name in METRICS, or the path of a local `evaluate` module (see `local_metric`). Raises SettingsError."""
+    if named in METRICS:
+        return METRICS[named]
+    if named.endswith(".py") or ".py:" in named:
+        return local_metric(named)
+    raise SettingsError(
+        f"--metric {named}: not known; there are {', '.join(METRICS)}, or give path/to/metric.py of an evaluate module"
+    )
+
+
+def default_metric(seq2seq: bool, choices: bool = False) -> str:
+    """The name of the metric for samples of this kind (see `Splits`)."""
+    if choices:
+        return "accuracy"
+    return "rouge2" if seq2seq else "perplexity"
+
+
+__all__ = ["F64", "METRICS", "Metric", "default_metric", "find_metric", "likeliest"]

@@ -1,0 +1,182 @@
+"""The scorer that fits a model, its text and a metric; or one line that says why they don't fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from moeconv.calibration import Sample, Splits
+from moeconv.errors import CalibrationError, SettingsError
+from moeconv.measure.metrics import Metric
+from moeconv.measure.scorers import Subject
+from moeconv.measure.scorers.generated import LENGTH_SPREAD, SPARE_TOKENS, GeneratedScorer
+from moeconv.measure.scorers.items import I64, documents_of, texts_of
+from moeconv.measure.scorers.text import TextScorer, choices_of, windows_of
+from moert.pack.model_spec import ModelSpec
+
+T = TypeVar("T")
+
+
+def build_scorers(
+    subject: Subject,
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    metric: Metric,
+    *,
+    limit: int | None,
+    context: int,
+    max_new_tokens: int | None,
+    blocks: int = 1,
+) -> list[TextScorer] | list[GeneratedScorer]:
+    """One scorer for each of `blocks` parts of the samples, or of the windows of `context` tokens that running text
+    is cut into. `limit` bounds their number in all, spread evenly over what is there. Raises CalibrationError."""
+    spec = subject.spec
+    if spec.encoder is not None:
+        chosen = [samples[at] for at in spread(len(samples), limit)]
+        most = max_new_tokens or _longest_target(chosen, tokenizer) + SPARE_TOKENS
+        return [GeneratedScorer(subject, part, tokenizer, metric, most) for part in dealt(chosen, blocks)]
+    context = min(context, spec.max_positions or context)
+    if samples[0].choices:
+        parts = dealt([samples[at] for at in spread(len(samples), limit)], blocks)
+        return [TextScorer(subject, choices_of(part, tokenizer, context), metric) for part in parts]
+    texts = windows_of(samples, tokenizer, context)
+    return [TextScorer(subject, texts.select(part), metric) for part in dealt(spread(len(texts.ids), limit), blocks)]
+
+
+def build_scorer(
+    subject: Subject,
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    metric: Metric,
+    *,
+    limit: int | None,
+    context: int,
+    max_new_tokens: int | None,
+) -> TextScorer | GeneratedScorer:
+    return build_scorers(
+        subject, tokenizer, samples, metric, limit=limit, context=context, max_new_tokens=max_new_tokens
+    )[0]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """How much text a scorer works on: samples (or windows), and at most how many tokens pass through the encoder and
+    through the decoder, those that fill rows up among them. `documents` [samples] says which of them are of one
+    document, as numbers. `entropy` is that of the tokens' frequencies in the text that is scored, in nats a token: what
+    guessing by them alone would lose."""
+
+    samples: int
+    encoder_tokens: int
+    decoder_tokens: int
+    documents: I64
+    entropy: float
+
+
+def volume(
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    *,
+    limit: int | None,
+    context: int,
+    max_new_tokens: int | None,
+) -> Volume:
+    """What `build_scorers` would lay out. An encoder-decoder model decodes every text to score, and what it writes.
+
+    Raises CalibrationError, or SettingsError for a tokenizer that is not the model's.
+    """
+    chosen = [samples[at] for at in spread(len(samples), limit)]
+    context = min(context, spec.max_positions or context)
+    if spec.encoder is not None or samples[0].choices:
+        (texts, owner, _), documents = texts_of(chosen), documents_of(chosen)
+        read, scored = (
+            [encoding.ids for encoding in tokenizer.encode_batch(part)]
+            for part in ([sample.source for sample in chosen], texts)
+        )
+        sources, targets = (np.array([_length(ids, spec) for ids in part]) for part in (read, scored))
+        entropy = entropy_of([token for ids in scored for token in ids])
+        if spec.encoder is not None:
+            widest = max(targets.max(), max_new_tokens or targets.max() + SPARE_TOKENS)
+            filled_up = (sources * LENGTH_SPREAD).astype(int) + 2
+            return Volume(
+                len(chosen), int(filled_up.sum()), int(widest) * (len(targets) + len(chosen)), documents, entropy
+            )
+        widest = min(context, int((sources[owner] + targets).max()) + 1)
+        return Volume(len(chosen), 0, len(targets) * widest, documents, entropy)
+    running = windows_of(samples, tokenizer, context)
+    _check_ids(int(running.ids.max()), spec)
+    windows = spread(len(running.ids), limit)
+    entropy = entropy_of(running.ids[windows].flatten().tolist())
+    return Volume(len(windows), 0, len(windows) * context, running.groups[windows], entropy)
+
+
+def entropy_of(tokens: Sequence[int]) -> float:
+    """Of the tokens' frequencies, in nats, corrected for what a short text can't show (Miller 1955)."""
+    _, counts = np.unique(np.array(tokens), return_counts=True)
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
+
+
+def _length(ids: list[int], spec: ModelSpec) -> int:
+    _check_ids(max(ids, default=0), spec)
+    return len(ids)
+
+
+def _check_ids(largest: int, spec: ModelSpec) -> None:
+    if largest >= spec.vocab_size:
+        raise SettingsError(
+            f"tokenizer.json makes token {largest:,} of the text, the model's vocabulary (vocab_size in config.json) "
+            f"has {spec.vocab_size:,}: save the model's own tokenizer beside it"
+        )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer, cutting and filling up nothing, whatever its file says. Raises SettingsError."""
+    if not path.is_file():
+        raise SettingsError(f"{path} is not there: save the model's fast tokenizer beside it")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise SettingsError(f"{path} can't be used as a tokenizer ({str(error)[:100]})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def spread(count: int, limit: int | None) -> list[int]:
+    """`limit` places spread evenly over `count`."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return [place * count // limit for place in range(limit)]
+
+
+def dealt(items: Sequence[T], blocks: int) -> list[list[T]]:
+    """The items in `blocks` parts of like size, each spread over all of them."""
+    if blocks > len(items):
+        raise CalibrationError(f"{len(items)} samples can't be divided into {blocks} blocks: give more text")
+    return [list(items[block::blocks]) for block in range(blocks)]
+
+
+def check_fit(spec: ModelSpec, splits: Splits, metric: Metric, max_new_tokens: int | None = None) -> None:
+    """Raises SettingsError when the text or the metric is not for this kind of model."""
+    encoder_decoder = spec.encoder is not None
+    if splits.seq2seq != encoder_decoder and not splits.choices:
+        wanted = "the fields 'input' and 'target'" if encoder_decoder else "the field 'text'"
+        raise SettingsError(f"--calib {splits.name} does not fit this {spec.family} model, which needs {wanted}")
+    if max_new_tokens is not None and not encoder_decoder:
+        raise SettingsError("--max-new-tokens has no effect on a model that continues text: leave it out")
+    if metric.generates and not encoder_decoder:
+        raise SettingsError(f"--metric {metric.name} needs an encoder-decoder model: use perplexity here")
+    if (metric.reads == "choice") != splits.choices:
+        needs = "samples with 'choices' and a 'label'" if metric.reads == "choice" else "samples without choices"
+        raise SettingsError(f"--metric {metric.name} needs {needs}: {splits.name} has other ones")
+
+
+def _longest_target(samples: Sequence[Sample], tokenizer: Tokenizer) -> int:
+    texts = [text for sample in samples for text in (sample.choices or (sample.target,))]
+    return max(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))

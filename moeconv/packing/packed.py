@@ -1,0 +1,92 @@
+"""A pack loaded into the transformers model, so that other code than the runtime runs its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from moeconv.errors import ConversionError
+from moeconv.source.archs import FAMILIES, Family
+from moeconv.source.archs.errors import transformers_model
+from moeconv.source.archs.weights import fill_backbone
+from moeconv.source.experts import ExpertCalls
+from moert.pack.codec import F32
+from moert.pack.dense import dense_width, quantized
+from moert.pack.manifest import BACKBONE
+from moert.pack.model_spec import ModelSpec
+from moert.pack.reader import Pack, Projection, projection_weights
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A pack's weights, dequantised to float32, inside the transformers model of its config.json."""
+
+    pack: Pack
+    family: Family
+    spec: ModelSpec
+    model: Any
+    calls: ExpertCalls
+
+    @classmethod
+    def open(cls, pack: Pack) -> PackedModel:
+        """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
+        config = json.loads(pack.read_file("config.json"))
+        family = FAMILIES.get(config.get("model_type", ""))
+        if family is None:
+            raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
+        with transformers_model(pack.root):
+            model: Any = family.empty(pack.root)
+        spec = pack.manifest.model
+        fill_backbone(model, family.description(config, _generation_config(pack)), _weights(pack))
+        for key in spec.expert_keys():
+            projections = pack.projections(key, pack.read_expert(key))
+            for name, projection in projections.items():
+                weight = torch.from_numpy(projection_weights(projection))
+                family.expert_weight(model, key, name).copy_(weight)
+        return cls(pack, family, spec, model, ExpertCalls(model, family, spec))
+
+    @property
+    def stored_head(self) -> None:
+        """None: a pack's head never changes."""
+        return None
+
+
+def _generation_config(pack: Pack) -> Any:
+    name = "generation_config.json"
+    return json.loads(pack.read_file(name)) if name in pack.manifest.files else {}
+
+
+def backbone_of(pack: Pack) -> dict[str, Tensor]:
+    """Every tensor of the pack that is not an expert's, as stored. Raises ConversionError or a PackError."""
+    try:
+        return load(pack.read_file(BACKBONE))
+    except SafetensorError as error:
+        raise ConversionError(f"{BACKBONE} in the pack can't be read ({error}): convert again") from None
+
+
+def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Projection:
+    """A matrix of the backbone that has a width, out of `backbone_of`: at 16 bits as float32. Raises PackError."""
+    if name in tensors:
+        weight: F32 = tensors[name].float().numpy()
+        return weight
+    manifest = pack.manifest
+    assert manifest.quantization.dense is not None
+    in_features = manifest.model.tensors[name].shape[1]
+    return quantized(manifest.model, manifest.quantization.dense, name, in_features, lambda part: tensors[part].numpy())
+
+
+def _weights(pack: Pack) -> Iterator[tuple[str, Tensor]]:
+    """Canonical name and float32 weights of the backbone."""
+    tensors, manifest = backbone_of(pack), pack.manifest
+    for name in manifest.model.tensors:
+        if dense_width(manifest.model, manifest.quantization.dense, name) is None:
+            yield name, tensors[name].float()
+        else:
+            yield name, torch.from_numpy(projection_weights(dense_projection(pack, tensors, name)))

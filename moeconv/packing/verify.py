@@ -1,0 +1,118 @@
+"""Checks a pack: every hash, and against its source that each weight is within the error of its width."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moeconv.errors import VerifyFailed
+from moeconv.packing.packed import backbone_of, dense_projection
+from moeconv.source.checkpoint import Checkpoint
+from moert.pack.codec import F32, QuantizedMatrix, dequantize
+from moert.pack.dense import dense_width
+from moert.pack.model_spec import ExpertKey
+from moert.pack.reader import Pack, Projection
+
+MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
+HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others
+APART = 0.75  # those of the weights themselves were found at 0.6 and less, those of others at 0.95 and more
+F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
+F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`worst` is the largest error of an expert, or of another matrix that has a width, as a share of what that width
+    allows; None without a source. All other tensors are equal to the source's."""
+
+    files: int
+    experts: int
+    worst: float | None
+
+
+def verify(pack: Pack, source: Checkpoint | None) -> Verified:
+    """Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the source."""
+    files = sum(1 for _ in pack.verify_hashes())
+    keys = pack.manifest.model.expert_keys()
+    if source is None:
+        return Verified(files, len(keys), None)
+    if source.spec != pack.manifest.model:
+        raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
+    worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key) for key in keys))
+    return Verified(files, len(keys), worst)
+
+
+def _backbone_error(pack: Pack, source: Checkpoint) -> float:
+    """The largest share of an error over all matrices that have a width; all other tensors must be equal."""
+    manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
+    dense = manifest.quantization.dense
+    for name, (_, shape, _) in source.spec.tensors.items():
+        original = source.backbone_tensor(name, shape)
+        if dense is not None and dense_width(source.spec, dense, name) is not None:
+            stored = dense_projection(pack, tensors, name)
+            worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
+        elif not torch.equal(tensors[name], original):
+            raise VerifyFailed(f"{name} differs from {source.path}: the pack was made from other weights")
+    return worst
+
+
+def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
+    projections, each = pack.projections(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
+    return max(
+        _checked(f"expert {key}, {name}", projections[name], weight, each)
+        for name, weight in source.expert(key).items()
+    )
+
+
+def _checked(what: str, projection: Projection, weight: F32, each: bool) -> float:
+    share = error_share(projection, weight, each)
+    if not share <= 1:
+        raise VerifyFailed(
+            f"{what}: its error is {share:.1f} times what its width allows: the pack was made from other weights, or "
+            "is damaged"
+        )
+    return share
+
+
+def error_share(projection: Projection, weight: F32, each: bool) -> float:
+    """The error of a projection, as a share of what its width allows. 16-bit weights may be off by their rounding.
+
+    With `each`, the largest error counts, and a weight may be off by half a step of its group, (max - min) /
+    (2**bits - 1) / 2, and by what rounding scale and minimum to float16 adds: so min-max quantisation errs. Fitted
+    codes trade some weights for others and errors for the outputs, so that their root mean square counts. It may be
+    `HALF_STEPS` times that of half a step, but no more than `APART` times what weights that have nothing to do with
+    each other are apart: √(v + v'), where v and v' are the variances of both inside groups.
+    """
+    if not isinstance(projection, QuantizedMatrix):
+        return float((np.abs(projection - weight) / (np.abs(weight) * 2.0**-8 + F16_FLOOR)).max())
+    starts = np.arange(0, projection.in_features, projection.group_size)
+    low, high = np.minimum.reduceat(weight, starts, axis=1), np.maximum.reduceat(weight, starts, axis=1)
+    half_step = (high - low) / (2**projection.bits - 1) / 2
+    rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + F16_FLOOR * 2**projection.bits
+    stored = dequantize(projection)
+    error = np.abs(stored - weight)
+    if each:
+        return float((error / _wide(half_step + rounding, projection)).max())
+    apart = math.sqrt(_variance(weight, projection) + _variance(stored, projection))
+    allowed = min(HALF_STEPS * _rms(_wide(half_step, projection)), APART * apart) + _rms(_wide(rounding, projection))
+    return _rms(error) / allowed
+
+
+def _variance(weights: F32, projection: QuantizedMatrix) -> float:
+    """Mean square of weights [out, in] less the mean of their group."""
+    starts = np.arange(0, projection.in_features, projection.group_size)
+    counts = np.diff([*starts, projection.in_features])
+    means: F32 = (np.add.reduceat(weights, starts, axis=1) / counts).astype(np.float32)
+    return _rms(weights - _wide(means, projection)) ** 2
+
+
+def _rms(values: F32) -> float:
+    return math.sqrt(np.square(values, dtype=np.float64).mean())
+
+
+def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
+    """[out, groups] → [out, in]"""
+    return np.repeat(per_group, projection.group_size, axis=1)[:, : projection.in_features]

@@ -1,0 +1,168 @@
+"""Quantises experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from moeconv.artifacts import Bits
+from moeconv.errors import WeightsUnusable
+from moeconv.quantizers.moments import Moments
+from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
+from moeconv.source.checkpoint import F32, Checkpoint, CheckpointError
+from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16
+from moert.pack.manifest import Dtype16
+from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
+from moert.pack.reader import Projection
+
+ORIGINAL = 32
+"""The width of an expert as the checkpoint has it; 16 is what a pack stores, which may round a float32 source."""
+
+CACHE_BYTES = 256 << 20
+BATCH_BYTES = 64 << 20  # of float32 weights
+
+
+Wanted = tuple[ExpertKey, Bits]
+
+
+def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
+    """Experts of one layer beside each other, as many as may be quantised in one call (`BATCH_BYTES`)."""
+    at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
+    layers: dict[tuple[StackName, int], list[Wanted]] = {}
+    for key, bits in wanted:
+        layers.setdefault((key.stack, key.layer), []).append((key, bits))
+    return [layer[start : start + at_once] for layer in layers.values() for start in range(0, len(layer), at_once)]
+
+
+def dtype16_of(checkpoint: Checkpoint) -> Dtype16:
+    """ "BF16" or "F16": how a pack of this checkpoint stores 16 bits."""
+    return "BF16" if checkpoint.source_dtype == "BF16" else "F16"
+
+
+def restored(coded: Projection, dtype16: str) -> F32:
+    """The weights [out, in], float32, that a pack gives back for one coded projection."""
+    if isinstance(coded, QuantizedMatrix):
+        return dequantize(coded)
+    return from_bfloat16(to_bfloat16(coded)) if dtype16 == "BF16" else coded.astype(np.float16).astype(np.float32)
+
+
+def check_16(what: str, weight: F32, dtype16: str) -> None:
+    """Raises CheckpointError for values that 16 bits can't hold; `what` names the weights."""
+    largest = float(np.abs(weight).max(initial=0.0))
+    if not np.isfinite(largest):
+        raise CheckpointError(f"{what} holds values that are not finite: the checkpoint is damaged")
+    if dtype16 == "F16" and largest > MAX_F16:
+        raise CheckpointError(
+            f"{what} holds {largest:.6g}, more than float16 can hold ({MAX_F16:.0f}): save the checkpoint as bfloat16 "
+            "or give it fewer bits"
+        )
+
+
+class ExpertCoder:
+    """`fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser (`too_few` of it).
+
+    What was quantised is remembered, the latest `CACHE_BYTES` of it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, quantizer: Quantizer, moments: Moments | None) -> None:
+        self.checkpoint = checkpoint
+        self.quantizer = quantizer
+        self.moments = None if quantizer.wants == "nothing" else moments
+        self._cache: OrderedDict[tuple[ExpertKey, str, int], QuantizedMatrix] = OrderedDict()
+        self._cached_bytes = 0
+
+    @property
+    def dtype16(self) -> Dtype16:
+        return dtype16_of(self.checkpoint)
+
+    @property
+    def fallbacks(self) -> list[tuple[ExpertKey, str]]:
+        if self.moments is None:
+            return []
+        spec = self.checkpoint.spec
+        return [
+            (key, projection)
+            for key in spec.expert_keys()
+            for projection in spec.moe.ffn.projections
+            if self.quantizer.too_few(self.moments.rows(key), spec.projection_shape(projection)[1])
+        ]
+
+    def code(self, key: ExpertKey, bits: Bits) -> dict[str, Projection]:
+        """Projection → what a pack stores at that width: a QuantizedMatrix, or weights [out, in] for 16 bits.
+
+        Raises CheckpointError or WeightsUnusable, naming the expert, for values that the width can't hold.
+        """
+        coded: dict[str, Projection] = {}
+        source: dict[str, F32] = {}
+        for name, width in zip(self.checkpoint.spec.moe.ffn.projections, bits, strict=True):
+            cached = self._cached(key, name, width)
+            if cached is not None:
+                coded[name] = cached
+                continue
+            source = source or self.checkpoint.expert(key)
+            if width == 16:
+                check_16(f"expert {key}, {name}", source[name], self.dtype16)
+                coded[name] = source[name]
+            else:
+                coded[name] = self._quantize([key], name, width, source[name][None])[0]
+        return coded
+
+    def weights(self, key: ExpertKey, bits: Bits) -> dict[str, F32]:
+        """Projection → weights [out, in] as a pack gives them back; ORIGINAL stands for the checkpoint's own."""
+        names = self.checkpoint.spec.moe.ffn.projections
+        if ORIGINAL in bits:
+            if set(bits) != {ORIGINAL}:
+                raise ValueError(f"{key}: an expert is original as a whole or not at all, got {bits}")
+            return self.checkpoint.expert(key)
+        coded = self.code(key, bits)
+        return {name: restored(coded[name], self.dtype16) for name in names}
+
+    def prepare(self, batch: Sequence[Wanted]) -> None:
+        """Quantises one of the `batches`, so that `code` and `weights` find it. An expert alone is left to them."""
+        together: dict[tuple[str, int], list[ExpertKey]] = {}
+        for key, bits in batch:
+            for name, width in zip(self.checkpoint.spec.moe.ffn.projections, bits, strict=True):
+                if width < 16 and self._cached(key, name, width) is None:
+                    keys = together.setdefault((name, width), [])
+                    if key not in keys:
+                        keys.append(key)
+        together = {at: keys for at, keys in together.items() if len(keys) > 1}
+        sources = {key: self.checkpoint.expert(key) for key in {key for keys in together.values() for key in keys}}
+        for (name, width), keys in together.items():
+            self._quantize(keys, name, width, np.stack([sources[key][name] for key in keys]))
+
+    def _quantize(self, keys: list[ExpertKey], name: str, bits: int, weights: F32) -> list[QuantizedMatrix]:
+        """weights [n, out, in] of one projection of n experts of a layer."""
+        try:
+            matrices = self.quantizer.quantize(weights, bits, self._inputs(keys, name))
+        except WeightsUnusable as error:
+            which = f"expert {keys[0]}" if len(keys) == 1 else f"experts {keys[0]} to {keys[-1]}"
+            raise WeightsUnusable(f"{which}, {name}, at {bits} bits: {error}") from None
+        for key, matrix in zip(keys, matrices, strict=True):
+            if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):
+                raise WeightsUnusable(f"expert {key}, {name}: its scales at {bits} bits are not finite in float16")
+            self._remember((key, name, bits), matrix)
+        return matrices
+
+    def _inputs(self, keys: list[ExpertKey], name: str) -> Inputs | None:
+        return None if self.moments is None else self.moments.inputs(keys, name)
+
+    def _cached(self, key: ExpertKey, name: str, bits: int) -> QuantizedMatrix | None:
+        found = self._cache.get((key, name, bits))
+        if found is not None:
+            self._cache.move_to_end((key, name, bits))
+        return found
+
+    def _remember(self, at: tuple[ExpertKey, str, int], matrix: QuantizedMatrix) -> None:
+        if at not in self._cache:
+            self._cache[at] = matrix
+            self._cached_bytes += _nbytes(matrix)
+        while self._cached_bytes > CACHE_BYTES:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= _nbytes(dropped)
+
+
+def _nbytes(matrix: QuantizedMatrix) -> int:
+    return matrix.qweight.nbytes + matrix.scale.nbytes + matrix.minimum.nbytes

@@ -1,0 +1,162 @@
+"""What the experts' inputs look like on calibration text: an artefact that quantisers weigh their errors with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moeconv.errors import ConversionError
+from moeconv.quantizers.quantizer import Inputs, Wants
+from moeconv.source.experts import Call, ExpertCalls
+from moert.pack.codec import F32
+from moert.pack.files import atomic_write
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+
+SCHEMA = "1"
+_SIDES = ("in", "mid")  # what enters gate and up, and what enters down
+
+
+class MomentsError(ConversionError):
+    """A file of moments that can't be used."""
+
+
+class Sliced(Protocol):
+    """An array, or one that is still in a file."""
+
+    def __getitem__(self, experts: slice, /) -> npt.NDArray[Any]: ...
+
+
+class Moments:
+    """For each expert the tokens it saw, and the mean of x**2 ("squares") or x xᵀ ("products") of its inputs x.
+
+    `tensors` maps "D03.rows" to int64 [experts], "D03.in" (inputs of gate and up) and "D03.mid" (inputs of down) to
+    float32 [experts, in] or [experts, in, in]: arrays in memory after `collect`, which takes `moments_bytes`; parts of
+    an open file after `load`, of which no more is read than is asked for.
+    """
+
+    def __init__(self, wants: Wants, tensors: Mapping[str, Sliced]) -> None:
+        self.wants = wants
+        self.tensors = tensors
+
+    def rows(self, key: ExpertKey) -> int:
+        """Tokens that the expert saw."""
+        return int(self._of(key, "rows")[0])
+
+    def inputs(self, keys: Sequence[ExpertKey], projection: str) -> Inputs:
+        """Moments of the inputs of these experts' "gate", "up" or "down" matrices."""
+        side = "mid" if projection == "down" else "in"
+        return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in ("rows", side)))
+
+    def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
+        return self.tensors[_name(key.at, what)][key.expert : key.expert + 1]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all figures."""
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            digest.update(name.encode())
+            for expert in range(len(self.tensors[name.split(".")[0] + ".rows"][:])):
+                digest.update(self.tensors[name][expert : expert + 1].tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """A safetensors file, whole or not at all. Raises MomentsError."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        try:
+            with atomic_write(path) as fresh:
+                save_file(self._arrays, fresh, self._about)
+        except (OSError, SafetensorError) as error:
+            raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
+
+    @property
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: tensor[:] for name, tensor in self.tensors.items()}
+
+    @property
+    def _about(self) -> dict[str, str]:
+        return {"format": "moeconv moments", "schema": SCHEMA, "wants": self.wants}
+
+    @classmethod
+    def load(cls, path: Path) -> Moments:
+        """Reads the header alone. Raises MomentsError for a file that is not what `save` wrote."""
+        from safetensors import safe_open
+
+        try:
+            with safe_open(path, framework="np") as handle:
+                about = handle.metadata() or {}
+                tensors = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise MomentsError(f"{path} can't be read ({' '.join(str(error).split())}): delete it") from None
+        if about.get("schema") != SCHEMA or about.get("wants") not in ("squares", "products"):
+            raise MomentsError(f"{path} was written by another version: delete it, and it will be measured again")
+        return cls(about["wants"], tensors)
+
+
+def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
+    """Memory that `collect` takes beside the model and the batch that runs."""
+    power = {"nothing": 0, "squares": 1, "products": 2}[wants]
+    an_expert = spec.d_model**power + spec.moe.ffn.d_ff**power if power else 0
+    return len(spec.moe_layers()) * spec.moe.n * 4 * an_expert
+
+
+def _name(at: LayerKey, what: str) -> str:
+    return f"{at}.{what}"
+
+
+@torch.inference_mode()
+def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Moments:
+    """Sums up what every expert is given while `run()` sends text through the unquantised model, padding left out.
+
+    `wants` is "squares" or "products".
+    """
+    layers = {place: _Layer(calls, place, wants) for place in calls.spec.moe_layers()}
+    with calls.watching(lambda place, call: layers[place].see(call)):
+        run()
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    for at, layer in layers.items():
+        tensors[_name(at, "rows")] = layer.rows.numpy()
+        for side in _SIDES:
+            tensors[_name(at, side)] = layer.mean(side)
+    return Moments(wants, tensors)
+
+
+class _Layer:
+    """Sums over the tokens of one layer's experts."""
+
+    def __init__(self, calls: ExpertCalls, place: LayerKey, wants: Wants) -> None:
+        self.calls, self.place = calls, place
+        self.products = wants == "products"
+        spec = calls.spec
+        self.rows = torch.zeros(spec.moe.n, dtype=torch.int64)
+        sizes = {"in": spec.d_model, "mid": spec.moe.ffn.d_ff}
+        self.sums = {
+            side: torch.zeros(spec.moe.n, *([size] * (2 if self.products else 1))) for side, size in sizes.items()
+        }
+
+    def see(self, call: Call) -> None:
+        for expert in np.unique(call.chosen[call.chosen >= 0].numpy()).tolist():
+            x = call.x[(call.chosen == expert).any(1)]
+            self.rows[expert] += len(x)
+            self._add(expert, "in", x)
+            self._add(expert, "mid", self.calls.inner(ExpertKey(*self.place, expert), x))
+
+    def _add(self, expert: int, side: str, x: Tensor) -> None:
+        """x [tokens, in] of one expert."""
+        x = x.float()
+        self.sums[side][expert] += x.T @ x if self.products else x.square().sum(0)
+
+    def mean(self, side: str) -> F32:
+        """The mean for each expert; it overwrites the sums, to save memory."""
+        sums = self.sums.pop(side)
+        mean: F32 = sums.div_(self.rows.clamp(min=1).float().view(-1, *[1] * (sums.dim() - 1))).numpy()
+        return mean

@@ -1,0 +1,101 @@
+"""config.json as a family reads it: nothing in it is passed over that might change what the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moeconv.source.archs.errors import UnsupportedModel
+from moert.pack.parts import Act, Rope
+
+# Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
+_NO_MATTER = {
+    "_name_or_path", "architectures", "attention_dropout", "attention_probs_dropout_prob", "auto_map",
+    "chunk_size_feed_forward", "classifier_dropout", "dropout_rate", "dtype", "finetuning_task", "hidden_dropout",
+    "id2label", "initializer_factor", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
+    "pad_token_id", "decoder_start_token_id", "sep_token_id",
+}  # fmt: skip
+_ACTIVATIONS = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new"}
+_ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_FIXED_ROPES = ("linear", "llama3", "yarn")
+"""Kinds whose frequencies do not depend on the length of a text."""
+
+
+class Config:
+    """The settings as transformers understands them, old names and defaults among them."""
+
+    def __init__(self, raw: Mapping[str, Any], config_class: str) -> None:
+        """Raises whatever transformers raises for values that it can't take."""
+        import transformers
+
+        self._raw, self._known = raw, set(_NO_MATTER)
+        self.parsed: Any = getattr(transformers, config_class).from_dict(dict(raw))
+
+    def get(self, name: str, *aliases: str) -> Any:
+        """The value of a setting; `aliases`: other names that config.json may have for it."""
+        self._known |= {name, *aliases}
+        return getattr(self.parsed, name, None)
+
+    def activation(self, name: str) -> Act:
+        """Raises UnsupportedModel."""
+        value = self.get(name)
+        if value not in _ACTIVATIONS:
+            raise UnsupportedModel(f"config.json sets {name} {value!r}: only {', '.join(_ACTIVATIONS)} can be packed")
+        return Act(_ACTIVATIONS[value])  # type: ignore[arg-type]
+
+    def must_be(self, name: str, value: Any, why: str) -> None:
+        """Raises UnsupportedModel where a setting is another than `value` (None and False count as one)."""
+        found = self.get(name)
+        if (found or None) != (value or None):
+            raise UnsupportedModel(f"config.json sets {name} {found!r}: {why}")
+
+    def head_dim(self) -> int:
+        """Features of an attention head. Raises UnsupportedModel."""
+        features, heads, given = self.get("hidden_size"), self.get("num_attention_heads"), self.get("head_dim")
+        if given is None and features % heads:
+            raise UnsupportedModel(
+                f"config.json sets num_attention_heads {heads} for hidden_size {features}: that leaves a rest, and "
+                "there is no head_dim"
+            )
+        dim = int(given or features // heads)
+        if dim % 2:
+            raise UnsupportedModel(
+                f"config.json sets num_attention_heads {heads} for hidden_size {features}, so that a head has {dim} "
+                "features: rotary positions turn pairs of them, the number should be even"
+            )
+        return dim
+
+    def rope(self, head_dim: int) -> tuple[Rope, Tensor]:
+        """Rotary positions in halves, and their frequencies [dims / 2] as transformers computes them.
+
+        Raises UnsupportedModel.
+        """
+        import torch
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = self.get(*_ROPE_SETTINGS)
+        kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+        if kind == "default":
+            dims = int(head_dim * share)
+            exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
+            return Rope(dims), 1.0 / (float(parameters["rope_theta"]) ** exponents)
+        if kind not in _FIXED_ROPES:
+            raise UnsupportedModel(
+                f"config.json sets the rope type {kind!r}: only default, {', '.join(_FIXED_ROPES)} can be packed"
+            )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.parsed, None)
+        return Rope(2 * len(frequencies), float(factor)), frequencies.float()
+
+    def check_all_read(self) -> None:
+        """Raises UnsupportedModel for a setting that nobody has asked for, unless it is off."""
+        for name in sorted(set(self._raw) - self._known):
+            if self._raw[name] not in (None, False, [], {}):
+                raise UnsupportedModel(
+                    f"config.json sets {name} {self._raw[name]!r}, which is not known for this family: it may change "
+                    "what the model computes, and a pack could not say so"
+                )

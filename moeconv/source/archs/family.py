@@ -1,0 +1,94 @@
+"""What the converter asks of a family of Hugging Face models; most answer it with a few names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Description
+from moeconv.source.archs.errors import refuse_limit
+from moeconv.source.archs.tokens import special_tokens
+from moert.pack.model_spec import ExpertKey, LayerKey, StackName, Tokens
+
+
+class Skipped(nn.Module):
+    """Stands for a layer that has been computed already."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
+
+
+class Family:
+    """A decoder of transformers' usual shape; others say in what they differ. `model_type` is that of config.json."""
+
+    model_type: str
+    model_class: str
+    """In transformers; the class of its config.json is its `config_class`."""
+    towers: Mapping[StackName, str] = {"decoder": "model"}
+    layer_list = "layers"
+    experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}
+    """Modules called as experts(x [tokens, d_model], selected, weights), see `routed`."""
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        """Raises UnsupportedModel."""
+        raise NotImplementedError
+
+    def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
+        """Of both files as JSON objects. Raises UnsupportedModel, for settings too that are not known."""
+        refuse_limit(config)
+        asked = Config(config, self._class.config_class.__name__)
+        found = self.describe(asked, special_tokens(config, generation_config))
+        asked.check_all_read()
+        return found
+
+    def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
+        """The model as transformers runs it, in eval mode, with the one experts implementation we compare with."""
+        model: nn.Module = self._class.from_pretrained(
+            path, dtype=dtype, experts_implementation="eager", local_files_only=True
+        )
+        return self.prepared(model.eval())
+
+    def empty(self, config_dir: Path) -> nn.Module:
+        """The same model from its config.json alone, in float32 and eval mode, with weights still to be filled in."""
+        config = self._class.config_class.from_pretrained(config_dir, local_files_only=True)
+        model: nn.Module = self._class._from_config(config, dtype=torch.float32, experts_implementation="eager")
+        return self.prepared(model.requires_grad_(False).eval())
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """What has to be changed so that `resumed` is exact."""
+        return model
+
+    def tower(self, model: nn.Module, stack: StackName) -> nn.Module:
+        """The module of one stack, whose list of layers is its attribute `layer_list`."""
+        return model.get_submodule(self.towers[stack])
+
+    def resumed(self, layers: Sequence[nn.Module], start: int) -> list[nn.Module]:
+        """The layers of a tower that goes on from the hidden states that enter layer `start`, which are given to it as
+        inputs_embeds. Each keeps its place: some models look up by it what kind of layer it is."""
+        return [*(Skipped() for _ in range(start)), *layers[start:]]
+
+    def experts_module(self, model: nn.Module, at: LayerKey) -> nn.Module:
+        return model.get_submodule(self.experts[at.stack].format(layer=at.layer))
+
+    def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What an experts module is called with → chosen int64 and weights, both [tokens, top_k]; -1 for none."""
+        return selected, weights
+
+    def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        """A view [out, in] of the loaded parameter: writing to it changes the model."""
+        experts = self.experts_module(model, key.at)
+        if projection == "down":
+            return experts.get_parameter("down_proj").detach()[key.expert]
+        gate, up = experts.get_parameter("gate_up_proj").detach()[key.expert].chunk(2)
+        return gate if projection == "gate" else up
+
+    @property
+    def _class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.model_class)

@@ -1,0 +1,33 @@
+"""Mixtral: all layers have a few large experts; the weights of those that are chosen sum to 1."""
+
+from __future__ import annotations
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Description, Names, decoder
+from moeconv.source.archs.family import Family
+from moert.pack.model_spec import Tokens
+from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, Router
+
+_NAMES = Names(
+    expert="block_sparse_moe.experts.{expert}.{projection}",
+    projections={"gate": "w1", "up": "w3", "down": "w2"},
+    inside={"router": "block_sparse_moe.gate"},
+)
+
+
+class Mixtral(Family):
+    """See `Family`."""
+
+    model_type = "mixtral"
+    model_class = "MixtralForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        norm, dim = Norm(config.get("rms_norm_eps")), config.head_dim()
+        attention = Attention(
+            config.get("num_attention_heads"), config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm=None,
+            clip=None, rope=0, buckets=None, window=config.get("sliding_window"),
+        )  # fmt: skip
+        ffn = Ffn(config.get("intermediate_size"), config.activation("hidden_act"), gated=True)
+        router = Router(config.get("num_experts_per_tok"), renormalise=True, capacity=None)
+        layer = Layer(norm, attention, None, Experts(config.get("num_local_experts"), ffn, router))
+        return decoder(self.model_type, config, tokens, [layer] * config.get("num_hidden_layers"), _NAMES)

@@ -1,0 +1,22 @@
+"""Weights of the backbone, by their canonical names, into a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeconv.source.archs.description import Description
+
+
+def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes each tensor where the model has it, and wherever else the model keeps a copy."""
+    names = description.parameters
+    with torch.no_grad():
+        for canonical, weight in weights:
+            if canonical in names:  # the others the model computes by itself
+                model.get_parameter(names[canonical]).copy_(weight)
+        for stored, copy in description.copies:
+            model.get_parameter(copy).copy_(model.get_parameter(stored))

@@ -1,0 +1,273 @@
+"""A Hugging Face checkpoint on disk, read lazily: one tensor or one expert at a time, never the whole model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moeconv.errors import ConversionError
+from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
+from moeconv.source.archs.source import Source
+from moert.pack.errors import ManifestInvalid
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.reading import plain, read
+
+F32 = npt.NDArray[np.float32]
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "spiece.model", "chat_template.jinja",
+)  # fmt: skip
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_COMPUTED = (".rotary_emb.inv_freq",)  # what old versions of transformers stored, and compute now
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_CHUNK = 1 << 20
+
+
+class CheckpointError(ConversionError):
+    """The checkpoint can't be read. The message is one line that says what was found and what to do."""
+
+
+@dataclass
+class Checkpoint:
+    """An open checkpoint. Make one with `Checkpoint.open`; its files are opened when they are first needed."""
+
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    family: Family
+    description: Description
+    files: Mapping[str, Path]  # name of a tensor → the file that holds it
+    _open: dict[Path, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path_or_hub_id: str | Path) -> Checkpoint:
+        """Opens a local directory, or fetches (or finds in the cache) a model of that id. Raises CheckpointError."""
+        path = _find(str(path_or_hub_id))
+        config = _json_object(path / "config.json")
+        if config is None:
+            raise CheckpointError(f"{path} has no config.json: give a directory with a Hugging Face model")
+        generation_config = _json_object(path / "generation_config.json") or {}
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            raise CheckpointError(
+                f"{path}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
+            )
+        try:
+            description = family.description(config, generation_config)
+        except UnsupportedModel as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{path / 'config.json'} is not a valid {family.model_type} config: {_line(error)}"
+            ) from None
+        spec = description.spec
+        try:
+            read(ModelSpec, plain(spec), f"{path / 'config.json'} can't be converted: the model", closed=True)
+        except ManifestInvalid as error:
+            raise CheckpointError(str(error)) from None
+        if (contradiction := next(spec.contradictions(), None)) is not None:
+            raise CheckpointError(f"{path / 'config.json'} can't be converted: {contradiction}")
+        checkpoint = cls(path, config, generation_config, family, description, _tensor_files(path))
+        checkpoint._check_names()
+        checkpoint._check_equal()
+        return checkpoint
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.description.spec
+
+    @cached_property
+    def source_dtype(self) -> str:
+        """ "BF16", "F16" or "F32": how the experts are stored; "BF16" where their numbers are coded."""
+        first = self.description.experts(self.spec.expert_keys()[0], "up")
+        if first.form is not None:
+            return "BF16"
+        dtype = self._fetch(first.name, first.index).dtype
+        if dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
+            )
+        return _DTYPES[dtype]
+
+    @cached_property
+    def tokenizer_files(self) -> list[str]:
+        """Names of the tokenizer's files, relative to `path`."""
+        return [name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+
+    def _fetch(self, name: str, index: int | None = None) -> torch.Tensor:
+        """One tensor by its name in the checkpoint, or one index of its first dimension, in its own dtype. Raises
+        CheckpointError."""
+        file = self.files.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}: the checkpoint is incomplete")
+        try:
+            return self._read(file, name, index)
+        except Exception as error:
+            if self._reads_well(file, name, index):  # Ctrl-C inside the library comes out as some error of its own
+                raise KeyboardInterrupt from None
+            raise CheckpointError(
+                f"{file} is missing or damaged ({_line(error)}): fetch the checkpoint again"
+            ) from None
+
+    def _read(self, file: Path, name: str, index: int | None) -> torch.Tensor:
+        if file not in self._open:
+            from safetensors import safe_open
+
+            self._open[file] = safe_open(file, framework="pt")
+        opened = self._open[file]
+        tensor: torch.Tensor = opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
+        return tensor
+
+    def _reads_well(self, file: Path, name: str, index: int | None) -> bool:
+        self._open.pop(file, None)
+        with suppress(Exception):
+            self._read(file, name, index)
+            return True
+        return False
+
+    def expert(self, key: ExpertKey) -> dict[str, F32]:
+        """Projection → weights [out, in] of one expert."""
+        weights = {}
+        for projection in self.spec.moe.ffn.projections:
+            source = self.description.experts(key, projection)
+            found = self._shaped(source, self.spec.projection_shape(projection)).float()
+            weights[projection] = found.contiguous().numpy()
+        return weights
+
+    def check_finite(self) -> None:
+        """Reads every expert. Raises CheckpointError naming the first with a value that is not finite."""
+        for key in self.spec.expert_keys():
+            for projection, weight in self.expert(key).items():
+                if not np.isfinite(weight).all():
+                    raise CheckpointError(
+                        f"expert {key}, {projection} holds values that are not finite: the checkpoint is damaged"
+                    )
+
+    def backbone_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor that stays unquantised, by its canonical name, in its own dtype."""
+        if canonical in self.description.computed:
+            return self.description.computed[canonical]
+        return self._shaped(self.description.backbone[canonical], shape)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the configs and of every weight file, in order of name."""
+        digest = hashlib.sha256()
+        configs = [self.path / "config.json", self.path / "generation_config.json"]
+        for file in [path for path in configs if path.is_file()] + sorted(set(self.files.values())):
+            digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
+            with open(file, "rb") as handle:
+                while chunk := handle.read(_CHUNK):
+                    digest.update(chunk)
+        return digest.hexdigest()
+
+    def _shaped(self, source: Source, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = source.read(self._fetch)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self.path}: {source.name} has the shape {tuple(tensor.shape)}, config.json implies {shape}"
+            )
+        return tensor
+
+    def _check_names(self) -> None:
+        sources = list(self.description.backbone.values())
+        for key in self.spec.expert_keys():
+            sources += [self.description.experts(key, projection) for projection in self.spec.moe.ffn.projections]
+        wanted = dict.fromkeys(name for source in sources for name in source.names)
+        missing = [name for name in wanted if name not in self.files]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(f"{self.path} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
+        known = {*wanted, *(copy for _, copy in self.description.copies)}
+        unknown = [name for name in self.files if name not in known and not name.endswith(_COMPUTED)]
+        if unknown:
+            raise CheckpointError(
+                f"{self.path} holds the tensor {unknown[0]!r}, which a {self.family.model_type} model of this "
+                "config.json has no place for: what it is for would be left out of the pack"
+            )
+
+    def _check_equal(self) -> None:
+        for one, other in self.description.copies:
+            both = one in self.files and other in self.files
+            if both and not torch.equal(self._fetch(one), self._fetch(other)):
+                raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
+
+
+def _find(path_or_hub_id: str) -> Path:
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
+    if path_or_hub_id.count("/") > 1 or path_or_hub_id.startswith((".", "/", "~")) or not path_or_hub_id:
+        raise CheckpointError(f"there is no directory {path_or_hub_id!r}: give a local model or a hub id")
+    return _from_hub(path_or_hub_id)
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"{hub_id!r} is neither a local directory nor a hub model that can be fetched now ({_line(error)})"
+        ) from None
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON ({_line(error)}): fetch the checkpoint again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}")
+    return value
+
+
+def _tensor_files(path: Path) -> dict[str, Path]:
+    index = _json_object(path / _INDEX)
+    if index is not None:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{path / _INDEX} lacks its weight_map: fetch the checkpoint again")
+        files = {name: path / file for name, file in weight_map.items()}
+        for file in sorted(set(files.values())):
+            if not file.is_file():
+                raise CheckpointError(f"{file} is named in {_INDEX} but missing: fetch the checkpoint again")
+        return files
+    single = path / _SINGLE
+    if not single.is_file():
+        raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read")
+    try:
+        from safetensors import safe_open
+
+        with safe_open(single, framework="pt") as handle:
+            return dict.fromkeys(handle.keys(), single)
+    except Exception as error:
+        raise CheckpointError(f"{single} is damaged ({_line(error)}): fetch the checkpoint again") from None
+
+
+def _line(error: BaseException) -> str:
+    """The message of an error on one line of moderate length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + "…"

@@ -1,0 +1,164 @@
+"""The experts of a loaded model, run in one way for every measurement: grouped, counted, and as a probe wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeconv.source.archs import Family
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.parts import Ffn
+
+Weights = tuple[Tensor, ...]
+"""One expert's matrices [out, in], in the order of `ffn.projections`."""
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_new": partial(nn.functional.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer's experts were asked: x [tokens, d_model], chosen [tokens, top_k] (-1: none, as for tokens that
+    are not there), and the router's weights of these choices [tokens, top_k]."""
+
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+    def rows(self, num_experts: int) -> Tensor:
+        """How many rows each expert got. [num_experts]"""
+        return torch.bincount(self.chosen[self.chosen >= 0], minlength=num_experts)
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """Row r of the batch belongs to probe `probe_of_row[r]`, for which another set of weights stands in for one expert
+    of the layer `place`."""
+
+    place: LayerKey
+    probe_of_row: Tensor  # [rows]
+    expert_of_probe: Tensor  # [probes]
+    weights: Sequence[Weights]  # [probes]
+
+
+class ExpertCalls:
+    """Takes over the experts of all layers. `rows` counts rows computed, each by one expert."""
+
+    def __init__(self, model: Any, family: Family, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.family = family
+        self.rows = 0
+        self._watch: Callable[[LayerKey, Call], None] | None = None
+        self._active: Tensor | None = None
+        self._substitute: Substitute | None = None
+        self._weights: dict[LayerKey, list[Weights]] = {}
+        for place in spec.moe_layers():
+            self._weights[place] = [
+                tuple(family.expert_weight(model, ExpertKey(*place, expert), name) for name in spec.moe.ffn.projections)
+                for expert in range(spec.moe.n)
+            ]
+            family.experts_module(model, place).forward = partial(self._run, place)
+
+    def flops(self, rows: int) -> int:
+        """Operations in `rows` expert rows: two for each weight."""
+        return rows * 2 * self.spec.weights_per_expert()
+
+    def weights(self, key: ExpertKey) -> Weights:
+        return self._weights[key.at][key.expert]
+
+    @contextmanager
+    def watching(self, watch: Callable[[LayerKey, Call], None]) -> Iterator[None]:
+        """Shows what each layer's experts are asked inside the block."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[LayerKey, Call]]:
+        """Collects what each layer's experts were asked last inside the block."""
+        seen: dict[LayerKey, Call] = {}
+        with self.watching(seen.__setitem__):
+            yield seen
+
+    @contextmanager
+    def only(self, active: Tensor | None, substitute: Substitute | None = None) -> Iterator[None]:
+        """Inside the block experts run for the tokens where `active` [rows, tokens] holds; others get zeros."""
+        before = self._active, self._substitute
+        self._active, self._substitute = active, substitute
+        try:
+            yield
+        finally:
+            self._active, self._substitute = before
+
+    def inner(self, key: ExpertKey, x: Tensor) -> Tensor:
+        """What enters an expert's down matrix. x [rows, d_model] → [rows, d_ff]"""
+        return _inner(x, self.weights(key), self.spec.moe.ffn)
+
+    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
+        """One expert's feed-forward. x [rows, d_model] → [rows, d_model]; counted."""
+        self.rows += len(x)
+        return expert_ffn(x, weights, self.spec.moe.ffn)
+
+    def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
+        chosen, weights = self.family.routed(selected, router_weights)
+        if self._active is not None:
+            chosen = chosen.masked_fill(~self._active.reshape(-1, 1), -1)
+        if self._watch is not None:
+            self._watch(place, Call(x, chosen, weights))
+        experts: Sequence[Weights] = self._weights[place]
+        if self._substitute is not None and self._substitute.place == place:
+            chosen = _substituted(chosen, self._substitute, len(experts))
+            experts = [*experts, *self._substitute.weights]
+        return self._grouped(x, chosen, weights, experts)
+
+    def _grouped(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Weights]) -> Tensor:
+        """Rows sorted by expert, so that each expert runs once; a row's experts are summed in order of their number."""
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+        counts = torch.bincount(flat[order], minlength=len(experts)).tolist()
+        tokens = order // chosen.shape[1]
+        gathered = x[tokens]
+        parts, start = [], 0
+        for expert, count in enumerate(counts):
+            if count:
+                parts.append(self.ffn(gathered[start : start + count], experts[expert]))
+                start += count
+        result = torch.zeros_like(x)
+        if parts:
+            result.index_add_(0, tokens, torch.cat(parts) * weights.reshape(-1, 1)[order])
+        return result
+
+
+def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn) -> Tensor:
+    """y = down(act(up(x))), or y = down(act(gate(x)) * up(x)), clamped as `ffn.act.limit` says
+    (moert/pack/SPEC.md, section 5). x [rows, d_model] → [rows, d_model]."""
+    return nn.functional.linear(_inner(x, weights, ffn), weights[-1])
+
+
+def _inner(x: Tensor, weights: Weights, ffn: Ffn) -> Tensor:
+    act, limit = _ACTIVATIONS[ffn.act.name], ffn.act.limit
+    first = nn.functional.linear(x, weights[0])
+    inner = act(first if limit is None else first.clamp(max=limit))
+    if not ffn.gated:
+        return inner
+    up = nn.functional.linear(x, weights[1])
+    return inner * (up if limit is None else up.clamp(-limit, limit))
+
+
+def _substituted(chosen: Tensor, substitute: Substitute, num_experts: int) -> Tensor:
+    """Choices [tokens, top_k] in which a row's probed expert is replaced by the number of its substitute."""
+    rows = len(substitute.probe_of_row)
+    probe = substitute.probe_of_row.repeat_interleave(len(chosen) // rows)[:, None]
+    return torch.where(chosen == substitute.expert_of_probe[probe], num_experts + probe, chosen)

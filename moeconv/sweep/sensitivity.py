@@ -1,0 +1,202 @@
+"""The sweep: what each expert costs when it alone has another width than the base (EdgeMoE §3.2, Fig. 7a)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from moeconv.artifacts import Bits, Probe, SensitivityTable, SweepCost
+from moeconv.calibration import samples_digest
+from moeconv.errors import SettingsError
+from moeconv.measure.evaluation import Evaluation, joined
+from moeconv.measure.journal import Journal, identity
+from moeconv.measure.metrics import F64, Metric
+from moeconv.sweep.racing import Race
+from moeconv.sweep.worker import SweepJob, Task
+from moert.pack.model_spec import ExpertKey, ModelSpec
+
+BASE_BITS = 4
+PROBES_A_TASK = 16
+
+Runner = Callable[[SweepJob, Sequence[Task]], Iterator[tuple[Task, list[dict[str, Any]]]]]
+"""Does tasks, in any order, and yields each when it is done."""
+
+
+class Bar(Protocol):
+    """Shows how far a long work is."""
+
+    def update(self, n: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RaceRules:
+    """With probability 1 - `delta`, no probe's place in the ranking is off by more than `span` of all places."""
+
+    signal: str
+    delta: float
+    span: float
+
+
+def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> list[Probe]:
+    """Every expert at each width that is not the base's: whole, or one of its projections at a time."""
+    n = len(spec.moe.ffn.projections)
+    parts = [(place,) for place in range(n)] if per_projection else [tuple(range(n))]
+    patterns: list[Bits] = [
+        tuple(bits if place in part else BASE_BITS for place in range(n))
+        for bits in widths
+        if bits != BASE_BITS
+        for part in parts
+    ]
+    return [Probe(key, pattern) for key in spec.expert_keys() for pattern in patterns]
+
+
+class Sweep:
+    """The measurements of one list of probes: what the journal lacks is run, everything is read from it."""
+
+    def __init__(
+        self, journal: Journal, job: SweepJob, metric: Metric, probes: Sequence[Probe], rules: RaceRules | None
+    ) -> None:
+        self.journal, self.job, self.metric, self.probes, self.rules = journal, job, metric, probes, rules
+        about = [job.limit, job.context, job.max_new_tokens, job.blocks, job.base_bits]
+        self._about = identity(samples_digest(job.samples), job.metric, *about)
+        self._blocks_of = {probe: list(range(job.blocks)) for probe in probes}  # fewer where racing stopped early
+
+    def missing(self) -> int:
+        """Number of measurements of a full sweep that the journal lacks."""
+        return sum(self._get(block, probe) is None for probe in self.probes for block in range(self.job.blocks))
+
+    def run(self, runner: Runner, bar: Bar) -> None:
+        """Raises SettingsError for a metric that can't be raced by."""
+        if self.rules is not None and self.rules.signal == "metric" and self.metric.columns > 2:
+            raise SettingsError(f"--racing by {self.metric.name} can't be done, sample by sample: use --signal kl")
+        if self.rules is None:
+            self._do(
+                runner, bar, [task for block in range(self.job.blocks) for task in self._tasks(block, self.probes)]
+            )
+        else:
+            self._race(runner, bar, self.rules)
+
+    def _race(self, runner: Runner, bar: Bar, rules: RaceRules) -> None:
+        """Probes of one kind (the same widths) race against each other."""
+        self._do(runner, bar, [Task(block) for block in range(self.job.blocks) if self._get(block) is None])
+        sizes = [len(self._base(block).nats) for block in range(self.job.blocks)]
+        kinds: dict[Bits, list[Probe]] = {}
+        for probe in self.probes:
+            kinds.setdefault(probe.bits, []).append(probe)
+        races = {bits: Race(len(found), sizes, delta=rules.delta, span=rules.span) for bits, found in kinds.items()}
+        measured: dict[Probe, list[int]] = {probe: [] for probe in self.probes}
+        for block in range(self.job.blocks):
+            still = {bits: race.open() for bits, race in races.items()}
+            wanted = {kinds[bits][place] for bits, places in still.items() for place in places}
+            self._do(runner, bar, self._tasks(block, [probe for probe in self.probes if probe in wanted]))
+            bar.update(sum(self._get(block, probe) is None for probe in self.probes if probe not in wanted))
+            for bits, places in still.items():
+                found = {place: self._rises(block, kinds[bits][place], rules.signal) for place in places}
+                if found:
+                    races[bits].add(found)
+            for probe in wanted:
+                measured[probe].append(block)
+        self._blocks_of = measured
+
+    def _tasks(self, block: int, probes: Sequence[Probe]) -> list[Task]:
+        """What the journal lacks of these probes; and of the block itself.
+
+        Probes are bundled in the same way each time, and a bundle that lacks one is done again as a whole: the last
+        digits of a result may depend on what else is in a batch, and a resumed run should end in the same bytes.
+        """
+        kinds: dict[tuple[str, int, Bits], list[Probe]] = {}
+        for probe in probes:
+            kinds.setdefault((probe.key.stack, probe.key.layer, probe.bits), []).append(probe)
+        bundles = [
+            tuple(found[start : start + PROBES_A_TASK])
+            for _, found in sorted(kinds.items())
+            for start in range(0, len(found), PROBES_A_TASK)
+        ]
+        own = [] if self._get(block) is not None else [Task(block)]
+        return own + [Task(block, bundle) for bundle in bundles if any(self._get(block, one) is None for one in bundle)]
+
+    def _do(self, runner: Runner, bar: Bar, tasks: list[Task]) -> None:
+        if not tasks:
+            return
+        for task, found in runner(self.job, tasks):
+            names = [self._name(task.block, probe) for probe in task.probes] or [self._name(task.block)]
+            self.journal.add_all(dict(zip(names, found, strict=True)))
+            bar.update(len(task.probes))
+
+    # What came out ----------------------------------------------------------------------------------------------------
+
+    def table(self) -> SensitivityTable:
+        blocks = range(self.job.blocks)
+        base = joined([self._base(block) for block in blocks])
+        measured = base.summary(self.metric, joined([self._reference(block) for block in blocks]))
+        costs = {probe: self._cost(probe) for probe in self.probes}
+        return SensitivityTable(self.job.base_bits, measured, costs, self._coverage())
+
+    def cost(self) -> SweepCost:
+        """What was spent, now or before, beside full evaluations of every probe on all samples."""
+        found = {probe: [self._evaluation(block, probe) for block in self._blocks_of[probe]] for probe in self.probes}
+        blocks = [(self._reference(block), self._base(block)) for block in range(self.job.blocks)]
+        spent = [record for records in found.values() for record in records] + [base for _, base in blocks]
+        coverage = self._coverage()
+        return SweepCost(
+            probes=len(self.probes),
+            free_probes=sum(coverage[probe.key] == 0 for probe in self.probes),
+            measured_share=sum(map(len, found.values())) / max(1, len(self.probes) * self.job.blocks),
+            flops=sum(record.flops for record in spent),
+            naive_flops=len(self.probes) * sum(reference.flops for reference, _ in blocks),
+            seconds=sum(record.seconds for record in spent),
+            near_ties=sum(record.near_ties for record in spent),
+        )
+
+    def reference_value(self) -> float:
+        """The metric of the unquantised model on the sweep's samples."""
+        return self.metric.value(joined([self._reference(block) for block in range(self.job.blocks)]).columns())
+
+    def _cost(self, probe: Probe) -> tuple[float, float, float]:
+        """Rise of each of SIGNALS above the base, in their order."""
+        blocks = self._blocks_of[probe]
+        reference = joined([self._reference(block) for block in blocks])
+        base = joined([self._base(block) for block in blocks]).summary(self.metric, reference)
+        found = joined([self._evaluation(block, probe) for block in blocks]).summary(self.metric, reference)
+        return found.loss - base.loss, found.nll - base.nll, found.kl - base.kl
+
+    def _rises(self, block: int, probe: Probe, signal: str) -> F64:
+        """The signal of each sample above the base's. [samples]"""
+        base, found = self._base(block), self._evaluation(block, probe)
+        if signal == "metric":
+            rise = found.columns()[:, 0] - base.columns()[:, 0]
+            return -rise if self.metric.higher_is_better else rise
+        name = {"nll": "nats", "kl": "kls"}[signal]
+        return np.asarray(getattr(found, name), np.float64) - np.asarray(getattr(base, name), np.float64)
+
+    def _coverage(self) -> dict[ExpertKey, int]:
+        totals = {probe.key: 0 for probe in self.probes}
+        for block in range(self.job.blocks):
+            entry = self._get(block)
+            assert entry is not None
+            for key in totals:
+                totals[key] += entry["rows"][str(key.at)][key.expert]
+        return totals
+
+    def _base(self, block: int) -> Evaluation:
+        return Evaluation.from_json(self._known(block)["base"])
+
+    def _reference(self, block: int) -> Evaluation:
+        return Evaluation.from_json(self._known(block)["reference"])
+
+    def _evaluation(self, block: int, probe: Probe) -> Evaluation:
+        return Evaluation.from_json(self._known(block, probe))
+
+    def _known(self, block: int, probe: Probe | None = None) -> dict[str, Any]:
+        entry = self._get(block, probe)
+        assert entry is not None, f"{probe} was not measured on block {block}"
+        return entry
+
+    def _get(self, block: int, probe: Probe | None = None) -> dict[str, Any] | None:
+        return self.journal.get(self._name(block, probe))
+
+    def _name(self, block: int, probe: Probe | None = None) -> str:
+        return identity(self._about, block, None if probe is None else str(probe))

@@ -1,0 +1,174 @@
+"""Keeps a running engine inside its memory limit: the expert cache gets what everything else leaves."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+from moert.budget.budget import FIRST_BYTES, Budget
+from moert.machine import memory
+from moert.models.footprint import Footprint, Load, Loads
+from moert.models.kv import BLOCK_TOKENS
+from moert.wording import said
+
+TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
+_LEAST = Load(prompt_tokens=1, max_new_tokens=1)
+_SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
+
+
+class Cache(Protocol):
+    """The expert cache; `held_bytes` is the memory that it takes, full or not."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def resize(self, capacity_bytes: int) -> None: ...
+
+
+class Regulator:
+    """Sizes the expert cache before requests are begun, after their prompts, and as their keys and values grow.
+
+    What the process holds is measured each time, so that an estimate that was too low is made up for at once. `loads`
+    are all requests that run, or will.
+    """
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        budget: Budget,
+        cache: Cache,
+        limit_bytes: int | None = None,
+        cache_bytes: int | None = None,
+        measure: Callable[[], int] = memory.held_bytes,
+        limit_name: str = "the memory budget",
+    ) -> None:
+        """For a process that has its weights still to load. `limit_bytes` bounds it, or `cache_bytes` the experts; with
+        neither all of them stay."""
+        self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
+        self._footprint, self._budget, self._cache = footprint, budget, cache
+        self._measure = measure
+        self._idle_at_first: int | None = None
+        self.tight = self._is_tight()
+        """Whether a usual request will leave no room for all experts, so that every megabyte is wanted."""
+        if self.tight:
+            memory.return_early()
+
+    def check_open(self) -> None:
+        """For when the weights are still to be loaded: raises BudgetTooSmall if not even one token can be read."""
+        if self.cache_bytes is not None:
+            self._budget.check_cache(self.cache_bytes)
+        if self.limit_bytes is not None:
+            held, loading = self._measure(), self._budget.loading_bytes
+            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._footprint.request([_LEAST])):
+                typical = self._footprint.request([TYPICAL])
+                tokens = f"{TYPICAL.prompt_tokens} prompt tokens, {TYPICAL.max_new_tokens} new ones"
+                raise self._budget.too_small(
+                    self._limit_name, held, loading, typical, f"a usual request ({tokens}) needs"
+                )
+
+    def check(self, loads: Loads, beside: Loads = ()) -> None:
+        """Raises BudgetTooSmall if these can't run to their ends, when those `beside` have ended."""
+        if self.limit_bytes is not None:
+            held, needed = self._idle_bytes((*loads, *beside)), self._footprint.request(loads)
+            if not self._budget.fits(self.limit_bytes, held, needed + FIRST_BYTES):
+                raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs")
+
+    def together(self, running: Loads, waiting: Loads) -> int:
+        """How many of the first that wait should begin now, at least one if none runs: where experts all stay in memory
+        for one request they do for all, and otherwise half of the room that they have beside one is left to them."""
+        if self.limit_bytes is None or not waiting:
+            return len(waiting)
+        memory.return_freed()
+        limit, held = self.limit_bytes, self._idle_bytes(running)
+        loads = (*running, *waiting)
+
+        def room(count: int) -> int:
+            return self._budget.left_bytes(limit, held, self._footprint.request(loads[:count]) + FIRST_BYTES)
+
+        alone, all_bytes = room(1), self._budget.expert_bytes
+        least = max(self._budget.layer_bytes, all_bytes if alone >= all_bytes else alone // 2)
+
+        def too_many(count: int) -> bool:
+            return room(count) < least
+
+        fitting = max(1, bisect_left(range(1, len(loads) + 1), True, key=too_many))
+        return max(0, fitting - len(running))
+
+    def smallest_memory(self, loads: Loads) -> int:
+        """The smallest --memory, in bytes, that these run in."""
+        return self._budget.smallest_bytes(self._idle_bytes(loads), self._footprint.request(loads) + FIRST_BYTES)
+
+    def before(self, loads: Loads) -> tuple[int, str | None]:
+        """Makes room for those that begin now. Gives the least bytes that experts will have until all have ended, and a
+        warning if each token then reads experts again.
+
+        Raises BudgetTooSmall.
+        """
+        if self.limit_bytes is None:
+            nbytes = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
+            self._cache.resize(nbytes)
+            return nbytes, self._warning(nbytes, said("cache", self._budget.token_bytes))
+        memory.return_freed()
+        self.check(loads)
+        others = self._others_bytes(loads) + self._first_bytes(loads)
+        coming = self._footprint.prompt(loads)
+        self._resize(others, coming)
+        most = max(coming, self._footprint.written(loads))
+        more = self._budget.token_bytes - self._budget.layer_bytes
+        enough = self._budget.smallest_bytes(others, most + more)
+        left = self._budget.left_bytes(self.limit_bytes, others, most)
+        return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
+
+    def after(self, loads: Loads) -> None:
+        """For when each has written a token more: gives the experts the room of prompts' activations, and takes from
+        them, block by block, what keys and values will need."""
+        begun = any(load.written == 1 for load in loads)
+        full = any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads)
+        if self.limit_bytes is None or not (begun or full):
+            return
+        if begun:
+            memory.return_freed()
+        self._resize(self._others_bytes(()), self._footprint.next_block(loads))
+
+    def _is_tight(self) -> bool:
+        if self.limit_bytes is None:
+            return False
+        coming = self._budget.loading_bytes + FIRST_BYTES + self._footprint.request([TYPICAL])
+        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming) < self._budget.expert_bytes
+
+    def _others_bytes(self, loads: Loads) -> int:
+        """What the process holds beside the expert cache, and beside the keys and values of these."""
+        return self._measure() - self._cache.held_bytes - sum(load.held_bytes for load in loads)
+
+    def _idle_bytes(self, loads: Loads) -> int:
+        """The same before the first request or between two.
+
+        What requests have left allocated for good is not counted, up to _SETTLED_BYTES: FIRST_BYTES and the budget's
+        margin cover it, and counting it twice would refuse a request that has run.
+        """
+        return self._others_bytes(loads) - min(self._settled_bytes(loads), _SETTLED_BYTES)
+
+    def _first_bytes(self, loads: Loads) -> int:
+        """What the first request is still to bring."""
+        return max(0, FIRST_BYTES - self._settled_bytes(loads))
+
+    def _settled_bytes(self, loads: Loads) -> int:
+        """What has come to stay since the first request was about to run."""
+        others = self._others_bytes(loads)
+        self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
+        return others - self._idle_at_first
+
+    def _resize(self, others_bytes: int, coming_bytes: int) -> None:
+        assert self.limit_bytes is not None
+        left = self._budget.left_bytes(self.limit_bytes, others_bytes, coming_bytes)
+        self._cache.resize(self._budget.fitting_bytes(left))
+
+    def _warning(self, cache_bytes: int, enough: str) -> str | None:
+        token = self._budget.token_bytes
+        if cache_bytes >= token:
+            return None
+        return (
+            f"the expert cache of {max(cache_bytes, self._budget.layer_bytes)} bytes holds less than one token demands "
+            f"({token} bytes over all decoder layers), so experts are read again for each token: {enough} avoids that"
+        )

@@ -1,0 +1,1 @@
+"""What is typed and printed: commands, options, prompts, exit codes."""

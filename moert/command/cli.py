@@ -1,0 +1,315 @@
+"""The command `moert`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moert import __version__
+from moert.command import console
+from moert.command.options import (
+    CacheOption,
+    Eviction,
+    EvictionOption,
+    InputOption,
+    IoOption,
+    KernelsOption,
+    KvOption,
+    MemoryOption,
+    PackArgument,
+    Predict,
+    PredictOption,
+    ThreadsOption,
+    engine_settings,
+)
+from moert.command.prompts import PromptRecord, check_output, read_prompt
+from moert.errors import RunError
+from moert.pack.errors import PackError
+from moert.wording import said
+
+if TYPE_CHECKING:
+    from moert.engine import Engine
+    from moert.generation.session import Answer
+    from moert.generation.settings import GenerationSettings
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    help="Run a model.pack inside a memory budget.",
+    epilog="Exit codes: 0; 2 for a mistake of the user, which is one line; 130 after Ctrl-C; 143 after SIGTERM.",
+)  # fmt: skip
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    pack: PackArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="Text to continue or transform; stdin if nothing is given.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Read one prompt from a text file.")] = None,
+    input_path: InputOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
+    ] = None,
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With --input: run so many prompts at once, so that each expert is read once for all of them; it pays "
+            "where experts are read again and again. The answers are the same (but for rounding with --kernels "
+            "reference) and come in order, when their batch is done.",
+        ),
+    ] = 1,
+    memory: MemoryOption = None,
+    cache: CacheOption = None,
+    eviction: EvictionOption = Eviction.auto,
+    predict: PredictOption = Predict.gate,
+    io: IoOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens whose probabilities add up to this.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw among tokens at least this fraction as likely as the likeliest.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws at a temperature above 0.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
+    ] = None,
+    threads: ThreadsOption = None,
+    kernels: KernelsOption = "auto",
+    kv: KvOption = "16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
+) -> None:
+    """Run one prompt, or each prompt of a JSONL file."""
+    given = [
+        name for name, value in (("PROMPT", prompt), ("--file", file), ("--input", input_path)) if value is not None
+    ]
+    if len(given) > 1:
+        raise RunError(f"{' and '.join(given)} exclude each other: give one prompt or one file")
+    if output is not None and input_path is None:
+        raise RunError("--output goes with --input: for one prompt redirect stdout")
+    if batch != 1 and input_path is None:
+        raise RunError(f"--batch {batch} goes with --input: there is one prompt")
+    if input_path is not None and output is not None:
+        check_output(input_path, output, sys.stdin)
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    from moert.engine import Engine
+
+    engine = Engine.open(pack, chosen)
+    to_stderr = stats and not (as_json and input_path is None)
+    with engine, _figures(engine, as_json) if to_stderr else nullcontext():
+        if input_path is None:
+            _run_prompt(engine, text, settings, as_json)
+        else:
+            _run_records(engine, input_path, output, batch, settings, as_json)
+
+
+@app.command()
+def bench(
+    packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
+    ] = None,
+    input_path: InputOption = None,
+    memory: MemoryOption = None,
+    cache: CacheOption = None,
+    eviction: EvictionOption = Eviction.auto,
+    predict: PredictOption = Predict.gate,
+    io: IoOption = "auto",
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
+    ] = 32,
+    threads: ThreadsOption = None,
+    kernels: KernelsOption = "auto",
+    kv: KvOption = "16",
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            "--plot",
+            metavar="DIR",
+            help="Also run over cache sizes and with parts of the engine left out, and draw figures into this folder.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
+) -> None:
+    """Measure how fast packs run on this device, and how near that is to what is possible."""
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    from moert.bench import command
+    from moert.bench.measure import BenchSettings
+
+    settings = BenchSettings(chosen, max_new_tokens)
+    command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
+
+
+@app.command()
+def info(
+    pack: Annotated[
+        Path | None, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)
+    ] = None,
+    system: Annotated[
+        bool, typer.Option("--system", help="Print what this machine has and which native kernels it runs instead.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what a pack holds, what it lost, and the smallest memory it runs in; or facts about this machine."""
+    if (pack is None) != system:
+        raise RunError("moert info tells about a pack or about this machine: give either PACK or --system")
+    if pack is None:
+        _print_system(as_json)
+        return
+    from moert.command.description import describe, description_lines
+    from moert.pack.reader import Pack
+
+    opened = Pack.open(pack)
+    print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(description_lines(opened)))
+
+
+def _print_system(as_json: bool) -> None:
+    from moert.command.system import system_facts, system_lines
+
+    facts = system_facts()
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(system_lines(facts)))
+
+
+def _settings(
+    max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, stop: list[str] | None
+) -> GenerationSettings:
+    from moert.generation.settings import GenerationSettings
+
+    settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    unused = " and ".join(map(said, settings.without_effect))
+    if unused:
+        console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")
+    return settings
+
+
+@contextmanager
+def _figures(engine: Engine, as_json: bool) -> Iterator[None]:
+    """Prints the figures of the run at the end, also if Ctrl-C or an error brings it after a token was made."""
+    try:
+        yield
+    except (KeyboardInterrupt, PackError, RunError):
+        if engine.times.new_tokens:
+            _print_figures(engine, as_json)
+        raise
+    _print_figures(engine, as_json)
+
+
+def _print_figures(engine: Engine, as_json: bool) -> None:
+    figures = engine.stats()
+    print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
+
+
+def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool) -> None:
+    from moert.generation.session import Interrupted
+
+    begun = False
+
+    def write(piece: str) -> None:
+        nonlocal begun
+        begun = True
+        print(piece, end="", flush=True)
+
+    interrupt = None
+    try:
+        answer = engine.generate(prompt, settings, None if as_json else write)
+    except Interrupted as error:
+        answer, interrupt = error.answers[0], error
+    except (PackError, RunError):
+        if begun:
+            print(flush=True)  # so that the error has a line for itself
+        raise
+    line = ""
+    if as_json:
+        line = json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False)
+    print(line, flush=True)
+    if answer.result.stop_reason == "context_full":
+        console.note(
+            f"the text ends because the model's context is full: {answer.prompt_tokens} prompt tokens and "
+            f"{len(answer.result.tokens)} new ones"
+        )
+    if interrupt is not None:
+        raise interrupt
+
+
+def _run_records(
+    engine: Engine, path: Path, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
+) -> None:
+    from moert.command.prompts import LineWriter, grouped, read_records
+
+    records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
+    full = 0
+    with LineWriter(output) as writer:
+        for group in grouped(records, batch):
+            for answer, record in zip(_answers(engine, group, settings), group, strict=True):
+                if answer.finished:
+                    writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
+                full += answer.result.stop_reason == "context_full"
+    if full:
+        console.note(f"{full} of the texts end because the model's context is full (--json says which)")
+
+
+def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:
+    """The answers as they come, also those that Ctrl-C cuts short."""
+    from moert.generation.session import Interrupted
+
+    try:
+        yield from engine.generate_many([record.prompt for record in group], settings)
+    except Interrupted as interrupt:
+        yield from interrupt.answers
+        raise
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    return {
+        "output": answer.text,
+        "tokens": answer.result.tokens,
+        "stop_reason": answer.result.stop_reason,
+        "prompt_tokens": answer.prompt_tokens,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C, 143 after SIGTERM.
+
+    A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
+    console.prepare()
+    sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: list[str] | None) -> int:
+    return console.exit_code(lambda: app(arguments, standalone_mode=False, prog_name="moert"))
+
+
+if __name__ == "__main__":
+    main()

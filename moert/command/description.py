@@ -1,0 +1,141 @@
+"""What `moert info` says about a pack."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from moert.budget.budget import FIRST_BYTES, Budget
+from moert.budget.regulator import TYPICAL
+from moert.errors import TokenizerMissing
+from moert.generation.text import Text
+from moert.kernels import library
+from moert.machine.cores import usable_cores
+from moert.machine.memory import held_bytes, thread_bytes
+from moert.models.footprint import Footprint
+from moert.pack.errors import PackError
+from moert.pack.manifest import BACKBONE, Dense, LossEstimate
+from moert.pack.paths import PATHS
+from moert.pack.reader import Pack, bits_histogram
+from moert.pack.trace import TRACE
+from moert.stats import size
+
+
+def describe(pack: Pack) -> dict[str, Any]:
+    """Everything as plain values; bytes are bytes, losses fractions."""
+    manifest, spec = pack.manifest, pack.manifest.model
+    budget = Budget.of(manifest)
+    files = {name: entry.nbytes for name, entry in manifest.files.items()}
+    known = (BACKBONE, PATHS, TRACE)
+    return {
+        "pack": str(pack.root),
+        "creator": manifest.creator,
+        "family": spec.family,
+        "layers": {
+            name: {"all": len(stack), "with_experts": len(spec.moe_layers(name))} for name, stack in spec.stacks.items()
+        },
+        "experts": {
+            "per_layer": spec.moe.n,
+            "top_k": spec.moe.router.top_k,
+            "all": len(manifest.experts),
+            "weights_each": spec.weights_per_expert(),
+        },
+        "quantizer": manifest.quantization.quantizer,
+        "group_size": manifest.quantization.group_size,
+        "dense": None if manifest.quantization.dense is None else asdict(manifest.quantization.dense),
+        "bits_histogram": {str(bits): count for bits, count in bits_histogram(manifest.experts).items()},
+        "effective_bits": manifest.effective_bits(),
+        "bytes": {
+            "backbone": files.get(BACKBONE, 0),
+            "experts": budget.expert_bytes,
+            "expert_tensors": manifest.expert_tensor_bytes(),
+            "paths": files.get(PATHS, 0),
+            "trace": files.get(TRACE, 0),
+            "other": sum(nbytes for name, nbytes in files.items() if name not in known),
+        },
+        "quality": None if manifest.quality is None else asdict(manifest.quality),
+        "has_paths": PATHS in files,
+        "has_tokenizer": _tokenizer_fault(pack) is None,
+        "smallest_memory": {
+            "bytes": _smallest_memory(pack),
+            "prompt_tokens": TYPICAL.prompt_tokens,
+            "new_tokens": TYPICAL.max_new_tokens,
+        },
+    }
+
+
+def description_lines(pack: Pack) -> list[str]:
+    """The same for people."""
+    facts = describe(pack)
+    layers = ", ".join(f"{name} {n['all']} ({n['with_experts']} with experts)" for name, n in facts["layers"].items())
+    experts, nbytes, smallest = facts["experts"], facts["bytes"], facts["smallest_memory"]
+    group = f", groups of {facts['group_size']}" if facts["group_size"] else ", per output channel"
+    widths = ", ".join(f"{bits} bits: {count}" for bits, count in facts["bits_histogram"].items())
+    smallest_text = (
+        f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
+        f"{smallest['new_tokens']} new ones, for the whole process"
+    )
+    return [
+        f"pack             {facts['pack']} (by {facts['creator']})",
+        f"model            {facts['family']}: {layers}",
+        f"experts          {experts['all']}: {experts['per_layer']} a layer, {experts['top_k']} for each token, "
+        f"{experts['weights_each']} weights each",
+        f"quantizer        {facts['quantizer']}{group}",
+        f"widths           {widths} (projections)",
+        f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
+        f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
+        f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk "
+        f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
+        f"trace {size(nbytes['trace'])}, other {size(nbytes['other'])}",
+        *_quality_lines(pack),
+        f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
+        f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
+        f"smallest memory  {smallest_text}",
+    ]
+
+
+def _smallest_memory(pack: Pack) -> int:
+    """Of the whole process, as it is once all code is loaded, and with the weights to come."""
+    from moert import engine  # noqa: F401 - what it imports takes memory
+
+    widened = library.missing() is not None
+    budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()))
+    needed = Footprint(pack.manifest.model, widened).request([TYPICAL])
+    return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
+
+
+def _dense_text(dense: Dense | None) -> str:
+    if dense is None:
+        return "as in the source"
+    widths = ", ".join(f"{role}: {bits} bits" for role, bits in dense.bits.items())
+    group = f"groups of {dense.group_size}" if dense.group_size else "per output channel"
+    return f"{widths}; quantizer {dense.quantizer}, {group}"
+
+
+def _tokenizer_fault(pack: Pack) -> str | None:
+    """Why text can't be turned into tokens; None if it can."""
+    try:
+        _ = Text(pack).tokenizer
+    except (TokenizerMissing, PackError) as error:
+        return str(error)
+    return None
+
+
+def _quality_lines(pack: Pack) -> list[str]:
+    quality = pack.manifest.quality
+    if quality is None:
+        return ["quality          not measured"]
+    aim = "" if quality.target_loss is None else f", target loss {100 * quality.target_loss:.2f}%"
+    lines = [f"quality          {quality.metric}{aim}"]
+    for name, measured in (("calibration", quality.calibration), ("held-out", quality.heldout)):
+        lines.append(f"  {name:<14} {_measured(measured)}")
+    return lines
+
+
+def _measured(measured: LossEstimate | None) -> str:
+    if measured is None:
+        return "not measured"
+    return (
+        f"{measured.value:.4f} (reference {measured.reference:.4f}), loss {100 * measured.loss:.2f}% "
+        f"[{100 * measured.low:.2f}%, {100 * measured.high:.2f}%] on {measured.samples} samples"
+    )

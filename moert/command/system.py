@@ -1,0 +1,97 @@
+"""What `moert info --system` says: this machine, and what of it the native kernels use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moert.kernels import library
+from moert.machine.control_groups import ROOT, text
+from moert.machine.cores import affinity, quota_of, usable_cores
+from moert.machine.memory import machine_memory
+from moert.stats import size
+
+
+def system_facts(root: Path = ROOT) -> dict[str, Any]:
+    """Everything as plain values; null where this system does not tell. `root` is where /proc and /sys are."""
+    return {
+        "processor": _processor(root),
+        "cores": {
+            "machine": os.cpu_count(),
+            "affinity": affinity(),
+            "quota": quota_of(root),
+            "usable": usable_cores(root),
+        },
+        "threads": usable_cores(root),
+        "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
+        "instruction_sets": _instruction_sets(),
+        "memory": asdict(machine_memory(root)),
+        "transparent_huge_pages": _huge_pages(root),
+    }
+
+
+def system_lines(facts: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    cores, memory, missing = facts["cores"], facts["memory"], facts["native_kernels"]["missing"]
+    quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g}"
+    limit = "" if memory["limit_bytes"] is None else f", limited to {size(memory['limit_bytes'])}"
+    sets = facts["instruction_sets"]
+    names = [f"  {each['name']:<14} {each['why']}" for each in sets]
+    return [
+        f"processor        {facts['processor']}",
+        f"cores            {cores['usable']} usable: {cores['affinity']} by affinity, {quota}, "
+        f"{_or_unknown(cores['machine'])} in the machine",
+        f"threads          {facts['threads']} by default",
+        f"kernels          {'native' if missing is None else library.missing_note()}",
+        *names,
+        f"memory           {_size(memory['total_bytes'])}, {_size(memory['available_bytes'])} of it available{limit}; "
+        f"{_size(memory['free_bytes'])} free for this process",
+        f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
+    ]
+
+
+def _instruction_sets() -> list[dict[str, Any]]:
+    loaded = library.load()
+    if loaded is None:
+        return []
+    chosen = loaded.choose()
+    return [
+        {
+            "name": each.name,
+            "runs": each.runs,
+            "chosen": each.number == chosen,
+            "why": _why(each.number == chosen, each.runs),
+        }
+        for each in loaded.instruction_sets
+    ]
+
+
+def _why(chosen: bool, runs: bool) -> str:
+    if chosen:
+        return "chosen: the best that this processor has"
+    return "available" if runs else "not on this processor"
+
+
+def _processor(root: Path) -> str:
+    for line in text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _huge_pages(root: Path) -> str | None:
+    """The mode in brackets, as in "always [madvise] never"."""
+    words = text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
+    return next((word[1:-1] for word in words if word.startswith("[")), None)
+
+
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else size(nbytes)
+
+
+def _or_unknown(value: object) -> object:
+    return "unknown" if value is None else value

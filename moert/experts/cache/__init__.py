@@ -1,0 +1,1 @@
+"""Experts in memory: their places, and who may use them."""

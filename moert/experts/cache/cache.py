@@ -1,0 +1,381 @@
+"""The expert cache: what is in memory, counted in bytes, and the threads that bring in what is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from moert.experts.cache.buffers import Buffers
+from moert.experts.cache.lease import Lease, Slot
+from moert.experts.cache.residency import Residency
+from moert.experts.demand import Arrivals, Demand
+from moert.experts.policy.eviction import EvictionPolicy
+from moert.kernels.backend import Expert
+from moert.pack.codec import U8
+from moert.pack.model_spec import ExpertKey
+from moert.stats import ExpertCounters
+
+HANDED_OVER_BYTES = 128 << 10
+"""From this size on other threads read while the model computes; below, handing over takes longer than reading."""
+_CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
+
+
+class Store(Protocol):
+    """Where experts come from (moert.experts.drive.store.ExpertStore)."""
+
+    def nbytes(self, key: ExpertKey) -> int: ...
+
+    def read(self, key: ExpertKey, into: U8) -> None: ...
+
+    def expert(self, key: ExpertKey, buffer: U8) -> Expert: ...
+
+
+class ExpertCache:
+    """Experts in memory, never more than `capacity_bytes` of them, those being read included.
+
+    One thread leases (the model), and reads what it waits for if nobody else has begun to. `loaders` other threads
+    read at the same time; while nothing is waited for, they read what was predicted.
+    """
+
+    def __init__(
+        self, store: Store, policy: EvictionPolicy, capacity_bytes: int, counters: ExpertCounters, loaders: int = 1
+    ) -> None:
+        self._store, self._counters = store, counters
+        self._residency = Residency(capacity_bytes, policy)
+        self._buffers = Buffers()
+        self._slots: dict[ExpertKey, Slot] = {}
+        self._locked: set[ExpertKey] = set()  # leased or being read
+        self._queue: deque[Slot] = deque()  # demanded, to be read
+        self._waited_for = 0  # demanded, not read yet
+        self._under_way = 0  # what the model's thread has begun and not ended, leases included
+        self._reading = 0  # loaders that read
+        self._likely: Sequence[ExpertKey] = ()  # what was predicted for the next layer
+        self._predicted: deque[ExpertKey] = deque()  # of that, what may still be read
+        self._begun: list[ExpertKey] = []  # predicted, and begun to be read
+        self._unused: set[ExpertKey] = set()  # of these, not asked for yet
+        self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
+        self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
+        self.loaders = loaders
+        """Threads that may read; they are started when there is something to read."""
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._residency.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._residency.used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is taken, whether experts lie there or not."""
+        return self._residency.used_bytes + self._buffers.warm_bytes
+
+    @property
+    def n_resident(self) -> int:
+        """Experts in memory, those being read included."""
+        return len(self._slots)
+
+    def resident(self) -> list[ExpertKey]:
+        """Experts that have been read, in order."""
+        with self._lock:
+            return sorted(key for key, slot in self._slots.items() if slot.expert is not None)
+
+    def use(self, policy: EvictionPolicy) -> None:
+        """Evicts by this policy from now on."""
+        with self._lock:
+            self._residency.policy = policy
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Changes the limit while nothing is leased; what no longer fits leaves at once, and its memory.
+
+        If Ctrl-C has cut something short, nothing stays, since nobody knows then what is half done.
+        """
+        with self._lock:
+            if self._under_way:
+                self._begin_anew()
+            self._under_way += 1
+            self._expect_nothing()
+            self._wait_for_loaders()
+            self._residency.capacity_bytes = capacity_bytes
+            self._evict(self._residency.victims(0, force=True) or [])
+            self._buffers.release(capacity_bytes - self._residency.used_bytes)
+            self._under_way -= 1
+
+    def begin(self, demand: Demand) -> Arrivals:
+        """A layer begins: predictions for it are over."""
+        with self._lock:
+            self._under_way += 1
+            self._expect_nothing()
+            self._residency.begin(demand)
+            begun, self._begun = self._begun, []
+            missing = sum(key not in self._slots for key in demand.expert_keys())
+            self._under_way -= 1
+        return Arrivals(begun, missing)
+
+    def absent(self, keys: Sequence[ExpertKey]) -> list[bool]:
+        """Which experts are neither in memory nor being read."""
+        with self._lock:
+            return [key not in self._slots for key in keys]
+
+    def predict(self, keys: Sequence[ExpertKey]) -> None:
+        """What is worth reading ahead, most valuable first; replaces what is left of the last call."""
+        with self._lock:
+            self._begun = []
+            self._likely = tuple(keys)
+            self._predicted = deque(key for key in keys if key not in self._slots)
+            if self._predicted:
+                self._wake(1)
+
+    def lease(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey] = ()) -> Lease:
+        """Lends experts of the present layer, for a with block.
+
+        They must fit together, as one token's demand of a layer does. `following` will be asked for next, one by one:
+        they are read already as far as there is room. Entering raises PackError, and so does waiting.
+        """
+        return Lease(self, keys, following)
+
+    def nbytes(self, key: ExpertKey) -> int:
+        return self._store.nbytes(key)
+
+    def close(self) -> None:
+        """Ends the threads after the reads under way. Nothing may be leased after that."""
+        with self._lock:
+            self._closed = True
+            self._expect_nothing()
+            self._work.notify_all()
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, until - time.monotonic()))
+
+    # What a lease calls.
+
+    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
+        """Leases each expert; the reads of those that are missing are queued."""
+        with self._lock:
+            self._under_way += 1
+            taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
+            missing = sum(self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None)
+            # Who leaves for all of them together is who would leave for one after the other, but found at once.
+            self._evict(self._residency.victims(missing, self._locked, self._likely) or [])
+            try:
+                for place, key in enumerate(keys):
+                    if taken[place] is None:
+                        taken[place] = self._lend(self._demand(key))
+            except BaseException:
+                for slot in taken:
+                    self._end_lease(slot)
+                raise
+            for key in following[: self.loaders + 1]:
+                if key not in self._slots and not self._claim(key, missed=True):
+                    break
+            if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
+                self._wake(len(self._queue))
+        return [slot for slot in taken if slot is not None]
+
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """Ends leases; what was in memory by then counts as used."""
+        with self._lock:
+            for slot in slots:
+                self._end_lease(slot)
+                if slot.expert is not None:
+                    self._count(slot)
+                    self._residency.demand(slot.key)
+                    self._residency.done(slot.key)
+            if self._predicted:
+                self._wake(1)  # there may be room now
+            self._under_way -= 1
+
+    def wait_for(self, slot: Slot) -> Expert:
+        """Waits until the expert was read; meanwhile this thread reads experts that are leased and still queued."""
+        started = time.perf_counter()
+        with self._lock:
+            self._under_way += 1
+            while slot.expert is None and slot.error is None:
+                leased = next((queued for queued in self._queue if queued.leases), None)
+                if leased is not None:
+                    self._queue.remove(leased)
+                    self._read(leased)
+                else:
+                    self._arrived.wait()
+            self._counters.stall_s += time.perf_counter() - started
+            self._under_way -= 1
+        if slot.error is not None:
+            raise slot.error
+        assert slot.expert is not None
+        return slot.expert
+
+    # All that follows is called holding the lock.
+
+    def _lend(self, slot: Slot) -> Slot:
+        if slot.expert is None and not slot.awaited:
+            slot.awaited = True
+            slot.in_flight = not slot.missed
+            self._waited_for += 1
+        slot.leases += 1
+        self._locked.add(slot.key)
+        return slot
+
+    def _end_lease(self, slot: Slot | None) -> None:
+        if slot is not None:
+            slot.leases -= 1
+            if not slot.leases and slot.expert is not None:
+                self._locked.discard(slot.key)
+
+    def _demand(self, key: ExpertKey) -> Slot:
+        """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
+        later leaves."""
+        while (slot := self._claim(key, True) or self._claim(key, True, force=True)) is None:
+            if not any(held.expert is None for held in self._slots.values()):
+                raise RuntimeError(f"the expert cache of {self.capacity_bytes} bytes can't hold {key}")
+            self._read_or_wait()
+        return slot
+
+    def _claim(self, key: ExpertKey, missed: bool, force: bool = False) -> Slot | None:
+        """Makes room for an expert and, if it is `missed`, queues its read; None if no other may leave for it."""
+        nbytes = self._store.nbytes(key)
+        victims = self._residency.victims(nbytes, self._locked, self._likely, force)
+        if victims is None:
+            return None
+        self._evict(victims)
+        buffer = self._buffers.take(nbytes, self.capacity_bytes - self.used_bytes - nbytes)
+        self._residency.add(key, nbytes)
+        slot = self._slots[key] = Slot(key, buffer, missed, awaited=missed)
+        self._locked.add(key)
+        if missed:
+            self._waited_for += 1
+            self._queue.append(slot)
+        return slot
+
+    def _evict(self, victims: Sequence[ExpertKey]) -> None:
+        for victim in victims:
+            self._drop(self._slots[victim])
+            self._counters.evictions += 1
+
+    def _drop(self, slot: Slot) -> None:
+        del self._slots[slot.key]
+        self._residency.remove(slot.key)
+        self._buffers.give(slot.buffer)
+        self._unused.discard(slot.key)
+        self._locked.discard(slot.key)
+
+    def _count(self, slot: Slot) -> None:
+        counters = self._counters
+        counters.requests += 1
+        if slot.missed:
+            slot.missed = False
+        else:
+            counters.hits += 1
+            counters.hits_in_flight += slot.in_flight
+        slot.in_flight = False
+        if slot.key in self._unused:
+            self._unused.discard(slot.key)
+            counters.prefetch_used += 1
+            counters.prefetch_used_bytes += slot.buffer.nbytes
+
+    def _expect_nothing(self) -> None:
+        """Forgets what was predicted, and what a layer that failed has left to be read."""
+        self._likely = ()
+        self._predicted.clear()
+        for slot in [queued for queued in self._queue if not queued.leases]:
+            self._queue.remove(slot)
+            self._waited_for -= 1
+            self._drop(slot)
+
+    def _wait_for_loaders(self) -> None:
+        while self._reading:
+            self._arrived.wait()
+
+    def _begin_anew(self) -> None:
+        """Forgets all experts and keeps their buffers, after Ctrl-C has left something half done."""
+        self._predicted.clear()
+        self._queue.clear()
+        self._wait_for_loaders()
+        while self._slots:  # one by one: cut short again, no buffer may be given twice
+            self._buffers.give(self._slots.popitem()[1].buffer)
+        self._buffers.recount()
+        self._locked.clear()
+        self._unused.clear()
+        self._residency = Residency(self.capacity_bytes, self._residency.policy)
+        self._under_way = self._waited_for = 0
+
+    def _read_or_wait(self) -> None:
+        """Waits until some expert has been read, and reads one itself if any is queued."""
+        if self._queue:
+            self._read(self._queue.popleft())
+        else:
+            self._arrived.wait()
+
+    def _read(self, slot: Slot) -> None:
+        """Fills a slot, without holding the lock meanwhile."""
+        expert: Expert | None = None
+        error: BaseException | None = None
+        try:
+            self._lock.release()
+            self._store.read(slot.key, slot.buffer)
+            expert = self._store.expert(slot.key, slot.buffer)
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._lock.acquire()
+        if slot.awaited:
+            slot.awaited = False
+            self._waited_for -= 1
+        slot.expert, slot.error = expert, error
+        if error is not None:
+            self._drop(slot)
+        elif not slot.leases:
+            self._locked.discard(slot.key)
+        self._arrived.notify_all()
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for whoever runs, not for whoever asks for this expert
+        if self._predicted and not self._waited_for:
+            self._wake(1)
+
+    def _wake(self, readers: int) -> None:
+        while len(self._threads) < self.loaders:
+            thread = threading.Thread(target=self._serve, name=f"moert-load-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more
+                self.loaders = len(self._threads)
+            else:
+                self._threads.append(thread)
+        self._work.notify(readers)
+
+    def _serve(self) -> None:
+        """What a loader does until the cache is closed."""
+        with self._lock:
+            while not self._closed:
+                slot = self._queue.popleft() if self._queue else self._next_predicted()
+                if slot is None:
+                    self._work.wait()
+                else:
+                    self._reading += 1
+                    self._read(slot)
+                    self._reading -= 1
+
+    def _next_predicted(self) -> Slot | None:
+        """Room for the most valuable prediction that is left, if nothing is waited for."""
+        while self._predicted and not self._waited_for and not self._residency.owes():
+            key = self._predicted.popleft()
+            if key in self._slots:
+                continue
+            try:
+                slot = self._claim(key, missed=False)
+            except MemoryError:
+                slot = None
+            if slot is None:
+                self._predicted.appendleft(key)  # there may be room when a lease ends
+                return None
+            self._counters.prefetch_issued += 1
+            self._counters.prefetch_issued_bytes += slot.buffer.nbytes
+            self._unused.add(key)
+            self._begun.append(key)
+            return slot
+        return None

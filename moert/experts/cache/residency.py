@@ -1,0 +1,131 @@
+"""Who is in memory, in bytes, and who must leave: pure bookkeeping that the cache and the replays share."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from moert.experts.demand import Demand
+from moert.experts.policy.eviction import EvictionPolicy
+from moert.experts.policy.usage import Usage
+from moert.pack.model_spec import ExpertKey, LayerKey
+
+
+class Residency:
+    """The set of resident experts under a limit of bytes.
+
+    The layer being executed needs some experts: those are never evicted before they were used, unless everything
+    else has left already (a long prompt can need more of one layer than fits; what it needs last goes first then).
+    """
+
+    def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.policy = policy
+        self._usage = Usage()
+        self._present: LayerKey | None = None
+        self._needed: set[ExpertKey] = set()
+        self._resident: dict[ExpertKey, int] = {}  # key → row of the usage
+        self._is_resident = bytearray()  # by row
+        self._nbytes = array("q")  # by row
+        self._smallest = 1 << 62  # of all experts so far
+
+    def __contains__(self, key: ExpertKey) -> bool:
+        return key in self._resident
+
+    def __iter__(self) -> Iterator[ExpertKey]:
+        return (self._usage.keys[row] for row in self._resident.values())
+
+    def begin(self, demand: Demand) -> None:
+        """A layer begins; what it needs is guarded until it was used."""
+        self._present = demand.at
+        self._usage.visit(demand)
+        self._needed = set(demand.expert_keys())
+
+    def owes(self) -> bool:
+        """True while something that the present layer has still to use is not resident."""
+        return any(key not in self._resident for key in self._needed)
+
+    def demand(self, key: ExpertKey) -> None:
+        """Counts a demand for `key`, which is resident."""
+        self._usage.demand(self._resident[key])
+
+    def done(self, key: ExpertKey) -> None:
+        """The present layer has used `key`: it may be evicted again."""
+        self._needed.discard(key)
+
+    def add(self, key: ExpertKey, nbytes: int) -> None:
+        """Takes `key` in; there must be room. Raises ValueError if there is not."""
+        if key in self._resident or self.used_bytes + nbytes > self.capacity_bytes:
+            raise ValueError(f"no room for {key}: {self.used_bytes} + {nbytes} of {self.capacity_bytes} bytes")
+        row = self._usage.load(key)
+        if row == len(self._nbytes):
+            self._nbytes.append(0)
+            self._is_resident.append(0)
+        self.used_bytes += nbytes
+        self._nbytes[row] = nbytes
+        self._is_resident[row] = 1
+        self._resident[key] = row
+        self._smallest = max(1, min(self._smallest, nbytes))
+
+    def remove(self, key: ExpertKey) -> None:
+        """Raises KeyError if it is not resident."""
+        row = self._resident.pop(key)
+        self._is_resident[row] = 0
+        self.used_bytes -= self._nbytes[row]
+
+    def victims(
+        self,
+        nbytes: int,
+        locked: Collection[ExpertKey] = (),
+        predicted: Sequence[ExpertKey] = (),
+        force: bool = False,
+    ) -> list[ExpertKey] | None:
+        """Who must leave, in order, so that `nbytes` more fit; None if that can't be done.
+
+        `locked` never leave. `predicted` (most probable first) and what the present layer needs leave only with
+        `force`, in that order and last in first out.
+        """
+        missing = self.used_bytes + nbytes - self.capacity_bytes
+        if missing <= 0:
+            return []
+        if self._present is None:
+            return None
+        chosen, missing = self._choose(missing, (locked, predicted, self._needed), self._present)
+        if missing > 0 and force:
+            for key in self._last_resort(locked, predicted):
+                if missing > 0:
+                    missing -= self._nbytes[self._resident[key]]
+                    chosen.append(key)
+        return chosen if missing <= 0 else None
+
+    def _choose(
+        self, missing: int, guarded: Sequence[Collection[ExpertKey]], present: LayerKey
+    ) -> tuple[list[ExpertKey], int]:
+        """What the policy lets go first, and the bytes that are missing then (none if 0 or less)."""
+        free = bytearray(self._is_resident)
+        for keys in guarded:
+            for key in keys:
+                row = self._resident.get(key)
+                if row is not None:
+                    free[row] = 0
+        rows = np.frombuffer(free, dtype=np.bool_).nonzero()[0]
+        most = min(len(rows), -(-missing // self._smallest))  # that may have to leave
+        if not most:
+            return [], missing
+        candidates = self._usage.candidates(rows)
+        worth = self.policy.worth(candidates, present)
+        least = (worth <= np.partition(worth, most - 1)[most - 1]).nonzero()[0]
+        sorted_by = (self._usage.order(rows[least]), candidates.last_used[least], worth[least])
+        leaving = rows[least[np.lexsort(sorted_by)]]
+        freed = np.frombuffer(self._nbytes, dtype=np.int64)[leaving].cumsum()
+        count = min(int(freed.searchsorted(missing)) + 1, len(leaving))
+        keys = self._usage.keys
+        return [keys[row] for row in leaving[:count].tolist()], missing - int(freed[count - 1])
+
+    def _last_resort(self, locked: Collection[ExpertKey], predicted: Sequence[ExpertKey]) -> list[ExpertKey]:
+        unlikely_first = [key for key in reversed(predicted) if key not in self._needed]
+        needed_last_first = sorted(self._needed, reverse=True)
+        return [key for key in (*unlikely_first, *needed_last_first) if key in self and key not in locked]

@@ -1,0 +1,1 @@
+"""Reads experts from the drive, as it is best read."""

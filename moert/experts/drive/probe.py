@@ -1,0 +1,250 @@
+"""Which way of reading is the fastest on a drive: measured once, then remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.experts.drive.io import (
+    DEFAULT_THREADS,
+    PAGE_BYTES,
+    IoInvalid,
+    IoSettings,
+    is_direct,
+    open_expert,
+    parse_io,
+    read_into,
+)
+from moert.pack.files import write_atomically
+
+PROBE_S = 0.5
+_THREADS = (1, 2, 4)
+_PIECE_BYTES = 4 << 20  # of a larger file no more is read by a probe
+_FILES = 256
+_TIE = 0.95
+_CACHE = Path("moert", "drives.json")
+_VERSION = 1
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, IoInvalid)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What was found out about a drive: the best settings, and what each of those tried brings [bytes/s]."""
+
+    settings: IoSettings
+    speeds: Mapping[IoSettings, float]
+
+
+Measure = Callable[[Iterator[Path], IoSettings, float], float]
+"""Reads some of the files with these settings for about so many seconds; returns bytes/s, 0 if none can be read."""
+
+
+def settings_for(files: Sequence[Path]) -> IoSettings:
+    """The best settings for the drive that the expert files lie on: remembered, or measured now and remembered."""
+    return drive_of(files).settings
+
+
+def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path("/")) -> Drive:
+    """What is known about that drive: remembered, or measured now and remembered.
+
+    `cache` is the file to remember in, by default one in the user's cache folder; `root` is where /proc and /sys are.
+    Never fails: without a cache it measures each time.
+    """
+    cache, key = cache or cache_file(), drive_key(files[0], root)
+    known = known_drives(cache)
+    if key in known:
+        return known[key]
+    drive = probe(files)
+    if key and drive.speeds:
+        _remember(cache, {**known, key: drive})
+    return drive
+
+
+def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable[[], float] = time.monotonic) -> Drive:
+    """Reads whole expert files, cold, in every way for about PROBE_S in all, and takes the fastest.
+
+    Each way has two turns, the second in reverse order, and its better one counts: other caches below this system
+    warm up meanwhile. A way that would not end in time is left out, so that slow drives try fewer of them.
+    """
+    chosen = [files[at] for at in sorted({len(files) * step // _FILES for step in range(_FILES)})]
+    piece = max((_size(path) for path in chosen), default=0)
+    modes = (True, False) if takes_direct(chosen[0]) else (False,)
+    ways = [IoSettings(direct, threads) for threads in _THREADS for direct in modes]
+    turns = [*ways, *reversed(ways)]
+    around, speeds, started = itertools.cycle(chosen), dict[IoSettings, float](), clock()
+    for way in turns:
+        fastest = max(speeds.values(), default=0.0)
+        if fastest and clock() - started + way.threads * piece / fastest > PROBE_S:
+            continue
+        speed = (measure or read_for)(around, way, PROBE_S / len(turns))
+        if speed > 0:
+            speeds[way] = max(speed, speeds.get(way, 0.0))
+    return Drive(choose(speeds) if speeds else IoSettings(modes[0], DEFAULT_THREADS), speeds)
+
+
+def choose(speeds: Mapping[IoSettings, float]) -> IoSettings:
+    """The fastest; of those within 5% of it the fewest threads, then direct, which leaves the page cache alone."""
+    enough = _TIE * max(speeds.values())
+    return min((way for way in speeds if speeds[way] >= enough), key=lambda way: (way.threads, not way.direct))
+
+
+def takes_direct(path: Path) -> bool:
+    """Whether this file can be read past the page cache."""
+    with suppress(OSError):
+        fd = open_expert(path, direct=True)
+        try:
+            read_into(fd, _aligned(PAGE_BYTES))
+            return is_direct(fd)
+        finally:
+            os.close(fd)
+    return False
+
+
+def read_for(
+    files: Iterator[Path], settings: IoSettings, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """See Measure. Threads begin no read after `seconds`. Where the system allows fewer threads than the settings
+    name, they can't be had: 0."""
+    lock, total = threading.Lock(), 0
+    started = clock()
+
+    def read() -> None:
+        nonlocal total
+        with suppress(OSError, MemoryError):
+            while clock() - started < seconds:
+                with lock:
+                    path = next(files)
+                found = _read_cold(path, settings.direct)
+                with lock:
+                    total += found
+
+    readers: list[threading.Thread] = []
+    with suppress(RuntimeError):
+        for _ in range(settings.threads):
+            reader = threading.Thread(target=read)
+            reader.start()
+            readers.append(reader)
+    for reader in readers:
+        reader.join()
+    return total / (clock() - started) if len(readers) == settings.threads else 0.0
+
+
+def _read_cold(path: Path, direct: bool) -> int:
+    """Reads a file from the drive and leaves nothing of it in the page cache; returns its bytes, or of a long one those
+    that were read."""
+    fd = open_expert(path, direct)
+    try:
+        _forget(fd)
+        found = read_into(fd, _aligned(_size(path)))
+        _forget(fd)
+        return found
+    finally:
+        os.close(fd)
+
+
+def _forget(fd: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 [nbytes] that begins on a page."""
+    room = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % PAGE_BYTES
+    return room[start : start + nbytes]
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file that a probe reads; 0 if it is not there."""
+    with suppress(OSError):
+        return min(path.stat().st_size, _PIECE_BYTES)
+    return 0
+
+
+def drive_key(path: Path, root: Path = Path("/")) -> str:
+    """Names the drive under a file: device number, file system, and what the system knows of the device. Empty if the
+    file is not there."""
+    try:
+        device = path.stat().st_dev
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    known = [number]
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        words = line.split()  # ... major:minor ... - type source ...
+        if len(words) > 2 and words[2] == number and "-" in words:
+            known += words[words.index("-") + 1 :][:2]
+            break
+    folder = root / "sys/dev/block" / number
+    for name in ("size", "serial", "wwid", "dm/uuid", "device/serial", "../serial", "../wwid", "../device/serial"):
+        known += _text(folder / name).split()
+    return " ".join(known)
+
+
+def cache_file() -> Path | None:
+    """Where drives are remembered; None if the user has no such folder."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / _CACHE
+    except RuntimeError:
+        return None
+
+
+def known_drives(cache: Path | None) -> dict[str, Drive]:
+    """Drives that were measured before, by key; without those whose entry is damaged, and none if the whole file is, or
+    is not there."""
+    known: dict[str, Drive] = {}
+    with suppress(OSError, *_DAMAGED):
+        if cache is not None and cache.is_file():  # of anything else a read may not end
+            document = json.loads(cache.read_bytes())
+            if document["version"] == _VERSION:
+                for key, found in document["drives"].items():
+                    with suppress(*_DAMAGED):
+                        known[key] = _parsed(found)
+    return known
+
+
+def _parsed(found: Mapping[str, Any]) -> Drive:
+    speeds = {_way(text): float(speed) for text, speed in found["speeds"].items()}
+    settings = _way(found["settings"])
+    if not all(0 < speed < math.inf for speed in speeds.values()) or settings not in speeds:
+        raise ValueError
+    return Drive(settings, speeds)
+
+
+def _way(text: str) -> IoSettings:
+    settings = parse_io(text)
+    if settings is None:
+        raise ValueError
+    return settings
+
+
+def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
+    """Replaces the file in one step; where that can't be done, nothing is remembered."""
+    if cache is None:
+        return
+    body = {
+        key: {"settings": str(drive.settings), "speeds": {str(way): speed for way, speed in drive.speeds.items()}}
+        for key, drive in drives.items()
+    }
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cache, json.dumps({"version": _VERSION, "drives": body}, indent=1).encode())
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""

@@ -1,0 +1,144 @@
+"""Which expert leaves when room is needed: pure policies over columns of plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log2
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.experts.policy.succession import Succession
+from moert.experts.policy.usage import F64, FORGETTING, Candidates, place_of
+from moert.pack.model_spec import LayerKey
+
+LayerOrder = Sequence[LayerKey]
+"""Every layer with experts, in the order of execution (ModelSpec.moe_layers)."""
+
+_RARELY = 1e-9  # stands for the probability of what was never demanded
+
+
+class EvictionPolicy(Protocol):
+    """Says what each candidate is worth by itself, whatever the others are."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
+
+        `present` is the layer being executed; what it still needs is not among the candidates.
+        """
+        ...
+
+
+class PaperEviction:
+    """EdgeMoE §3.3.3: evict first the expert with the smallest frequency × nearness of its layer.
+
+    With S layers in the decoder, i the expert's layer and I the present one, nearness is (S - i + I) mod S: S - 1 for
+    the layer that runs next, 1 for the one that has just run, 0 for the present one (whose experts still needed are
+    not candidates). Of two equally frequent experts the one needed sooner stays. The published formula has the sign
+    of the rule wrong: read literally it evicts the largest product, which is the expert that the text wants to keep.
+    While the decoder runs, experts of the encoder go before all others. While the encoder runs, its
+    layers and the decoder's form one cycle: layers just passed are the furthest from their next use.
+    """
+
+    def __init__(self, order: LayerOrder) -> None:
+        self._nearness = {present: self._row(order, present) for present in order}
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        nearness = self._nearness[present][candidates.place]
+        return np.where(nearness < 0, -1, candidates.frequency * nearness)
+
+    @staticmethod
+    def _row(order: LayerOrder, present: LayerKey) -> npt.NDArray[np.int64]:
+        """[places of layers]: how near each layer is to the present one; -1 where the decoder never asks for it."""
+        cycle = [layer for layer in order if layer.stack == "decoder"] if present.stack == "decoder" else list(order)
+        row = np.full(1 + max(place_of(layer) for layer in order), -1)
+        for index, layer in enumerate(cycle):
+            row[place_of(layer)] = (len(cycle) - index + cycle.index(present)) % len(cycle)
+        return row
+
+
+class LeastRecentlyUsed:
+    """Evicts what was demanded longest ago; what was never demanded counts from when it was loaded."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        return np.maximum(candidates.last_used, candidates.loaded_at)
+
+
+class LeastFrequentlyUsed:
+    """Evicts what was demanded least often since the start."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        return candidates.frequency
+
+
+class FirstInFirstOut:
+    """Evicts what was loaded first."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        return candidates.loaded_at
+
+
+class LastInFirstOut:
+    """Evicts what was loaded last, so that what filled the memory first stays: a fixed preload buffer (STI)."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        return -candidates.loaded_at
+
+
+class ExpectedWait:
+    """Evicts what is likely to be needed again last: Belady's rule (1966) with an estimate for the future.
+
+    An expert is taken at a visit of its layer with the probability p, half its frequency since the start and half a
+    mean that forgets (frequency with recency: LRFU, Lee et al. 2001, but counted in visits of the layer, since
+    only then an expert can be used). A succession, where there is one for the layer, has half the
+    say in p: it knows which experts follow those that the layer has selected last. If visits are independent, the
+    expert is needed after wait + interval · (1/p - 1) steps.
+    """
+
+    def __init__(self, order: LayerOrder, succession: Succession | None = None) -> None:
+        self._succession = succession
+        self._latest: dict[int, tuple[int, ...]] = {}  # by place: what _following was looked up for
+        self._following = np.zeros((0, 0))  # [places, num_experts], not a number where nothing is known
+        self._n_places = 1 + max(place_of(layer) for layer in order)
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        often = candidates.frequency / np.maximum(candidates.visits, 1)
+        lately: F64 = (1.0 - FORGETTING) * candidates.recent * np.exp2(log2(FORGETTING) * candidates.age)
+        probability: F64 = 0.5 * (often + lately)
+        if self._succession is not None:
+            probability = self._with_succession(self._succession, probability, candidates)
+        visits: F64 = 1.0 / np.maximum(probability, _RARELY)
+        return -(candidates.wait + candidates.interval * (visits - 1.0))
+
+    def _with_succession(self, succession: Succession, probability: F64, candidates: Candidates) -> F64:
+        for place, experts in candidates.latest.items():
+            if self._latest.get(place) is not experts:
+                self._latest[place] = experts
+                self._look_up(succession.after(place, experts), place)
+        if not self._following.size:
+            return probability
+        following = self._following[candidates.place, candidates.expert]
+        return np.where(np.isnan(following), probability, 0.5 * (probability + following))
+
+    def _look_up(self, likely: F64 | None, place: int) -> None:
+        if likely is not None:
+            if not self._following.size:
+                self._following = np.full((self._n_places, len(likely)), np.nan)
+            self._following[place] = likely
+
+
+class _Factory(Protocol):
+    def __call__(self, order: LayerOrder, succession: Succession | None = None) -> EvictionPolicy: ...
+
+
+EVICTION: Mapping[str, _Factory] = {
+    "paper": lambda order, succession=None: PaperEviction(order),
+    "lru": lambda order, succession=None: LeastRecentlyUsed(),
+    "lfu": lambda order, succession=None: LeastFrequentlyUsed(),
+    "fifo": lambda order, succession=None: FirstInFirstOut(),
+    "lifo": lambda order, succession=None: LastInFirstOut(),
+    "expected": ExpectedWait,
+}
+"""Name → policy, given the order of the layers, and what the pack's trace says of the future if there is one. What
+needs the real future (Belady) is in moert.experts.policy.belady."""
