@@ -125,10 +125,10 @@ bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small 
 keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from
 	$(PY) -m tests.bench.kept
 
-tables: setup  ## write the tables of README.md and docs/ anew from docs/results
+tables: setup  ## write the tables of README.md and docs/, and the picture, anew from docs/results
 	$(PY) -m tests.bench.blocks
 
-readme: setup  ## write the generated parts of README.md anew
+readme: setup  ## write the help texts of docs/commands.md anew
 	$(PY) tests/rules/readme_help.py --write
 
 wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/

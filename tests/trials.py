@@ -10,7 +10,7 @@ from typing import Any
 from moeconv.calibration import Sample
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import build_scorers, load_tokenizer
+from moeconv.measure.scorers.build import Extent, build_scorers, load_tokenizer
 from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
@@ -56,4 +56,4 @@ def scorers(
 ) -> list[TextScorer] | list[GeneratedScorer]:
     tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
     options = {"limit": None, "context": 16, "max_new_tokens": 8, **options}
-    return build_scorers(trial, tokenizer, samples, METRICS[metric], blocks=blocks, **options)
+    return build_scorers(trial, tokenizer, samples, METRICS[metric], Extent(**options), blocks=blocks)

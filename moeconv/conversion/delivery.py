@@ -24,7 +24,7 @@ from moeconv.artifacts import (
 from moeconv.calibration import Splits
 from moeconv.conversion.settings import Settings
 from moeconv.measure.evaluation import Evaluation
-from moeconv.packing.emit import Profile, emit
+from moeconv.packing.emit import Label, Profile, emit
 from moeconv.plan.problem import layout_bytes
 from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
@@ -93,11 +93,9 @@ def deliver(
             outcome.metric, target, outcome.calibration, outcome.heldout,
             outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
         )  # fmt: skip
-    manifest = emit(
-        coder, outcome.widths, settings.out, seed=settings.seed, creator=f"moeconv {moeconv.__version__}",
-        importance=outcome.importance(), quality=quality,
-        extra_files={REPORT: (json.dumps(document, indent=1) + "\n").encode()}, dense=dense, profile=profile,
-    )  # fmt: skip
+    body = (json.dumps(document, indent=1) + "\n").encode()
+    label = Label(f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile)
+    manifest = emit(coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense)
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
     return manifest, report

@@ -14,7 +14,7 @@ from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_spli
 from moeconv.conversion.settings import Settings
 from moeconv.measure.metrics import Metric, default_metric, find_metric
 from moeconv.measure.scorers import Scorer, Subject
-from moeconv.measure.scorers.build import Volume, build_scorer, check_fit, load_tokenizer, volume
+from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 
 
@@ -48,10 +48,7 @@ class Material:
         ranking, acceptance = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, settings.seed)
 
         def size(samples: Sequence[Sample], limit: int | None) -> Volume:
-            return volume(
-                checkpoint.spec, tokenizer, samples, limit=limit, context=settings.context,
-                max_new_tokens=settings.max_new_tokens,
-            )  # fmt: skip
+            return volume(checkpoint.spec, tokenizer, samples, _extent(settings, limit))
 
         return cls(
             settings, splits, metric, named, tokenizer, ranking, acceptance,
@@ -83,11 +80,16 @@ class Material:
         every = sorted((*splits.calibration, *splits.heldout), key=lambda sample: (*sample.key, sample.choices))
         return tuple(map(samples_digest, (self.acceptance, splits.heldout, every)))
 
+    def extent(self, limit: int | None) -> Extent:
+        """At most `limit` samples of a text."""
+        return _extent(self.settings, limit)
+
     def scorer(self, subject: Subject, samples: Sequence[Sample], limit: int | None) -> Scorer:
-        return build_scorer(
-            subject, self.tokenizer, samples, self.metric, limit=limit, context=self.settings.context,
-            max_new_tokens=self.settings.max_new_tokens,
-        )  # fmt: skip
+        return build_scorer(subject, self.tokenizer, samples, self.metric, self.extent(limit))
+
+
+def _extent(settings: Settings, limit: int | None) -> Extent:
+    return Extent(limit, settings.context, settings.max_new_tokens)
 
 
 def _absolute(metric: str) -> str:

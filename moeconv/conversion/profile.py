@@ -11,7 +11,7 @@ from moeconv.conversion.settings import DEFAULT_CONTEXT, check_counts
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers import Routed
-from moeconv.measure.scorers.build import build_scorer, check_fit, load_tokenizer, volume
+from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.packing.packed import PackedModel
 from moeconv.packing.paths import PathFigures, figures, routes_of, trace_of
 from moeconv.report.document import read_report
@@ -44,7 +44,7 @@ def profile_paths(
     check_fit(pack.manifest.model, splits, metric)
     tokenizer = load_tokenizer(pack.file(TOKENIZER))
     packed = PackedModel.open(pack)
-    width = context or source.context
+    extent = Extent(samples, context or source.context, None)
     if note := context_note(context, packed.spec):
         say(note)
 
@@ -52,12 +52,10 @@ def profile_paths(
 
     def routed(split: str) -> list[Routed]:
         texts = getattr(splits, split)
-        there = volume(packed.spec, tokenizer, texts, limit=samples, context=width, max_new_tokens=None).samples
+        there = volume(packed.spec, tokenizer, texts, extent).samples
         if note := samples_note("--samples", samples, there, f"samples of the {named[split]} text"):
             say(note)
-        scorer = build_scorer(
-            packed, tokenizer, texts, metric, limit=samples, context=width, max_new_tokens=None
-        )  # fmt: skip
+        scorer = build_scorer(packed, tokenizer, texts, metric, extent)
         say(f"routing of {scorer.n_samples} samples of the {named[split]} text")
         with transformers_model(pack.root):
             return list(scorer.routes())

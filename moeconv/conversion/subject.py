@@ -7,11 +7,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import Settings
-from moeconv.quantizers import Quantizer
-from moeconv.source.checkpoint import TOKENIZER, Checkpoint
-from moert.pack.manifest import Dense
+from moeconv.source.checkpoint import TOKENIZER
 
 MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 _ASKED = (
@@ -21,9 +20,9 @@ _ASKED = (
 """Settings that decide a conversion, beside its target and what its journal is about."""
 
 
-def subject_of(material: Material, checkpoint: Checkpoint, quantizer: Quantizer, dense: Dense | None) -> dict[str, Any]:
+def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
     """What a journal is about, as JSON values: if anything of this changes, its measurements no longer hold."""
-    settings = material.settings
+    settings, checkpoint, quantizer, dense = material.settings, coding.checkpoint, coding.quantizer, coding.dense_widths
     return {
         "model_sha256": checkpoint.sha256,
         "tokenizer_sha256": hashlib.sha256((checkpoint.path / TOKENIZER).read_bytes()).hexdigest(),

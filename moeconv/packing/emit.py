@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,24 +34,31 @@ class Profile:
     files: Mapping[str, bytes]
 
 
+@dataclass(frozen=True)
+class Label:
+    """What a pack says beside its weights. `files` (relative path → contents) go in as they are, and so do those of
+    `profile` if the pack has the same weights as the one that was profiled: routing depends on nothing else."""
+
+    creator: str
+    importance: Mapping[ExpertKey, float] = field(default_factory=dict)
+    quality: Quality | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    profile: Profile | None = None
+
+
 def emit(
     coder: ExpertCoder,
     widths: Assignment,
     out: Path,
     *,
     seed: int,
-    creator: str,
-    importance: Mapping[ExpertKey, float] | None = None,
-    quality: Quality | None = None,
-    extra_files: Mapping[str, bytes] | None = None,
+    label: Label,
     dense: DenseCoder | None = None,
-    profile: Profile | None = None,
 ) -> Manifest:
     """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was.
 
-    `extra_files` (relative path → contents) go in as they are, and so do the files of `profile` if this pack has the
-    same weights as the one that was profiled: routing depends on nothing else. Raises CheckpointError (unreadable
-    source, values that 16 bits can't hold), WriteFailed, or ValueError for widths that don't cover the model's experts.
+    Raises CheckpointError (unreadable source, values that 16 bits can't hold), WriteFailed, or ValueError for widths
+    that don't cover the model's experts.
     """
     checkpoint = coder.checkpoint
     _check_widths(checkpoint, widths)
@@ -59,15 +66,16 @@ def emit(
     quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed, dense.dense)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
     try:
-        _write_experts(coder, widths, importance or {}, writer)
+        _write_experts(coder, widths, label.importance, writer)
         _write_backbone(dense, coder.dtype16, writer)
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
                 writer.write_file(name, (checkpoint.path / name).read_bytes())
+        profile = label.profile
         kept = profile.files if profile is not None and writer.has_weights_of(profile.manifest) else {}
-        for name, body in {**(extra_files or {}), **kept}.items():
+        for name, body in {**label.files, **kept}.items():
             writer.write_file(name, body)
-        return writer.finish(creator, quality)
+        return writer.finish(label.creator, label.quality)
     except WriteFailed as error:
         raise WriteFailed(
             f"{error}; the experts in {writer.partial} are kept: the same command goes on with them"

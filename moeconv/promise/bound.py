@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from moeconv.measure.metrics import F64, Metric
 from moeconv.promise.evidence import Documents, effective
 
 DRAWS = 4000
+TWO_SIDED = 0.95  # confidence of intervals
 CHUNK_ELEMENTS = 1 << 21  # numbers held at once by a step of the bootstrap: 16 MB
 GAP_SHARE = 0.5  # of the target; a bound further above the loss than this makes the promise a timid one
 STEEPEST = 4.0  # noise is carried over to a loss at most this many times the measured one
@@ -51,57 +53,44 @@ class Needed(NamedTuple):
         return self.acceptance is not None and self.acceptance <= self.have
 
 
-def upper_bound(
-    metric: Metric,
-    reference: F64,
-    scores: F64,
-    *,
-    confidence: float,
-    heldout: float | None,
-    seed: int,
-    groups: Documents | None = None,
-    draws: int = DRAWS,
-) -> float:
+@dataclass(frozen=True)
+class Terms:
+    """What a bound is to hold for: as much text as `heldout` samples, with this confidence; None bounds the expected
+    loss alone. `groups` [n] says which of the samples judged on are of one document; `heldout` then counts documents,
+    as `Evidence.heldout_number` does."""
+
+    confidence: float
+    heldout: float | None
+    seed: int
+    groups: Documents | None = None
+    draws: int = DRAWS
+
+    def number(self, samples: int) -> float:
+        """How many samples are judged on, or documents worth as many of one size."""
+        return samples if self.groups is None else effective(self.groups)
+
+
+def upper_bound(metric: Metric, reference: F64, scores: F64, terms: Terms) -> float:
     """The bound of one plan; see `upper_bounds`. reference, scores [n, columns]."""
-    bounds = upper_bounds(
-        metric,
-        reference[:, None],
-        scores[:, None],
-        confidence=confidence,
-        heldout=heldout,
-        seed=seed,
-        groups=groups,
-        draws=draws,
-    )
-    return float(bounds[0])
+    return float(upper_bounds(metric, reference[:, None], scores[:, None], terms)[0])
 
 
-def upper_bounds(
-    metric: Metric,
-    reference: F64,
-    scores: F64,
-    *,
-    confidence: float,
-    heldout: float | None,
-    seed: int,
-    groups: Documents | None = None,
-    draws: int = DRAWS,
-) -> F64:
-    """For each plan the bound that its loss on `heldout` samples (documents) stays under with `confidence`; None bounds
-    the expected loss alone. Infinite where the acceptance samples can't tell.
+def upper_bounds(metric: Metric, reference: F64, scores: F64, terms: Terms) -> F64:
+    """For each plan the bound that its loss on held-out samples (documents) stays under, on these terms. Infinite where
+    the acceptance samples can't tell.
 
-    reference, scores [n, plans, columns]; all plans share the counts of a seed. `groups` [n] says which samples
-    are of one document; `heldout` then counts documents, as `Evidence.heldout_number` does.
+    reference, scores [n, plans, columns]; all plans share the counts of a seed.
 
     A plan that is the smallest of several that were judged is a lucky one, yet a bisection over plans that contain each
     other costs nothing: in 700 simulated conversions at 95% what it found met the target in 98%, like the smallest
     accepted of all 129 plans. Unrelated searches would: the smallest found by four met it in 93%.
     """
-    number = len(scores) if groups is None else effective(groups)
+    groups, confidence = terms.groups, terms.confidence
+    number = terms.number(len(scores))
     if groups is not None:
         reference, scores = _summed(reference, groups), _summed(scores, groups)
-    ratio = None if heldout is None else heldout / number
-    losses, again = _resampled(metric, reference, scores, ratio, seed, draws)
+    ratio = None if terms.heldout is None else terms.heldout / number
+    losses, again = _resampled(metric, reference, scores, ratio, terms.seed, terms.draws)
     losses += again[:, None] * _worst_harm(metric, reference, scores)
     bounds = np.quantile(np.where(np.isnan(losses), np.inf, losses), confidence, axis=0, method="higher")
     if groups is None:
@@ -128,29 +117,18 @@ def interval(
     scores: F64,
     *,
     seed: int,
-    confidence: float = 0.95,
     groups: Documents | None = None,
     draws: int = DRAWS,
 ) -> tuple[float, float]:
-    """Two-sided interval of the expected loss, by the same paired bootstrap. reference, scores [n, columns]."""
+    """Two-sided 95% interval of the expected loss, by the same paired bootstrap. reference, scores [n, columns]."""
     if groups is not None:
         reference, scores = _summed(reference, groups), _summed(scores, groups)
     losses, _ = _resampled(metric, reference[:, None], scores[:, None], None, seed, draws)
-    low, high = np.nanquantile(losses, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.nanquantile(losses, [(1 - TWO_SIDED) / 2, (1 + TWO_SIDED) / 2])
     return float(low), float(high)
 
 
-def samples_needed(
-    metric: Metric,
-    reference: F64,
-    plans: Sequence[F64],
-    *,
-    target: float,
-    confidence: float,
-    heldout: float | None,
-    seed: int,
-    groups: Documents | None = None,
-) -> Needed:
+def samples_needed(metric: Metric, reference: F64, plans: Sequence[F64], terms: Terms, *, target: float) -> Needed:
     """How many samples keep the bound within GAP_SHARE of the target above the loss, for a plan just accepted.
 
     `plans` are scores [n, columns] of plans measured on the acceptance samples, such as uniform widths; the one whose
@@ -160,16 +138,8 @@ def samples_needed(
     likely = (1 - GAP_SHARE) * target
     losses = [metric.loss(metric.value(reference), metric.value(scores)) for scores in plans]
     nearest = min(range(len(plans)), key=lambda plan: _distance(losses[plan], likely))
-    upper = upper_bound(
-        metric,
-        reference,
-        plans[nearest],
-        confidence=confidence,
-        heldout=heldout,
-        seed=seed,
-        groups=groups,
-    )
-    have = len(reference) if groups is None else effective(groups)
+    upper = upper_bound(metric, reference, plans[nearest], terms)
+    have, heldout = terms.number(len(reference)), terms.heldout
     heldout_part = 0.0 if heldout is None else 1 / heldout
     if not math.isfinite(upper):
         return Needed(round(have), None, None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moeconv.errors import SettingsError
 from moeconv.measure.assignments import Measure
 from moeconv.measure.evaluation import Evaluation
-from moeconv.promise.bound import Needed, interval, samples_needed, upper_bound
+from moeconv.promise.bound import Needed, Terms, interval, samples_needed, upper_bound
 from moeconv.promise.evidence import WORTH, Documents, Evidence, effective, least, least_heldout
 from moert.pack.manifest import LossEstimate
 
@@ -62,11 +62,10 @@ class Judge:
         if self.confidence is None:
             return None
         if evaluation.scores not in self._bounds:
+            reference = self.measure.reference.columns()
             self._bounds[evaluation.scores] = upper_bound(
-                self.measure.metric, self.measure.reference.columns(), evaluation.columns(),
-                confidence=self.confidence, heldout=self.used.heldout_number, seed=self.seed,
-                groups=self.used.acceptance,
-            )  # fmt: skip
+                self.measure.metric, reference, evaluation.columns(), self._terms(self.confidence)
+            )
         return self._bounds[evaluation.scores]
 
     def holds(self, evaluation: Evaluation) -> bool:
@@ -85,10 +84,12 @@ class Judge:
             return None
         found = samples_needed(
             self.measure.metric, self.measure.reference.columns(), [evaluation.columns() for evaluation in tried],
-            target=self.planned_loss, confidence=self.stated,
-            heldout=self.used.heldout_number, seed=self.seed, groups=self.used.acceptance,
+            self._terms(self.stated), target=self.planned_loss,
         )  # fmt: skip
         return None if found.enough else found
+
+    def _terms(self, confidence: float) -> Terms:
+        return Terms(confidence, self.used.heldout_number, self.seed, self.used.acceptance)
 
 
 def bound_text(bound: float, stated: float | None) -> str:

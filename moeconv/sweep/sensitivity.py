@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,7 +60,7 @@ class Sweep:
         self, journal: Journal, job: SweepJob, metric: Metric, probes: Sequence[Probe], rules: RaceRules | None
     ) -> None:
         self.journal, self.job, self.metric, self.probes, self.rules = journal, job, metric, probes, rules
-        about = [job.limit, job.context, job.max_new_tokens, job.blocks, job.base_bits]
+        about = [*astuple(job.extent), job.blocks, job.base_bits]
         self._about = identity(samples_digest(job.samples), job.metric, *about)
         self._blocks_of = {probe: list(range(job.blocks)) for probe in probes}  # fewer where racing stopped early
 

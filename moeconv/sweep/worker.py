@@ -19,7 +19,7 @@ from moeconv.measure.evaluation import Evaluation
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import find_metric
 from moeconv.measure.scorers import Scores
-from moeconv.measure.scorers.build import build_scorers, load_tokenizer
+from moeconv.measure.scorers.build import Extent, build_scorers, load_tokenizer
 from moeconv.measure.scorers.head import ReferenceRows
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
@@ -46,9 +46,7 @@ class SweepJob:
     moments: Path | None
     samples: tuple[Sample, ...]
     metric: str
-    limit: int | None
-    context: int
-    max_new_tokens: int | None
+    extent: Extent
     blocks: int
     base_bits: int
     dense: Dense | None = None
@@ -68,10 +66,10 @@ class SweepWorker:
     def __init__(self, job: SweepJob, trial: Trial | None = None) -> None:
         self.job = job
         self.trial = trial or _trial(job)
+        tokenizer = load_tokenizer(self.trial.checkpoint.path / TOKENIZER)
         self.scorers = build_scorers(
-            self.trial, load_tokenizer(self.trial.checkpoint.path / TOKENIZER), job.samples, find_metric(job.metric),
-            limit=job.limit, context=job.context, max_new_tokens=job.max_new_tokens, blocks=job.blocks,
-        )  # fmt: skip
+            self.trial, tokenizer, job.samples, find_metric(job.metric), job.extent, job.blocks
+        )
         self._references: dict[int, Evaluation] = {}  # by block: scores of the unquantised model
         self._files: dict[int, IO[bytes]] = {}  # by block: what divergences are measured against; kept on disk
         self._block: int | None = None

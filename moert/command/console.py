@@ -91,12 +91,9 @@ def _interrupted(error: BaseException) -> bool:
 
 
 def _one_line(error: Any) -> str:
-    """A mistake in the command line, with what was found and where to look."""
+    """A mistake in the command line, with where to look."""
     message = error.format_message()
     if message.startswith("Usage:"):
         return str(message)  # no arguments at all: the help
-    text = " ".join(message.split()).replace("Value error, ", "").rstrip(".")
-    for problem in getattr(error.__cause__, "errors", list)():  # some versions of the parser leave the value out
-        if repr(problem["input"]) not in text:
-            text += f", found {problem['input']!r}"
+    text = " ".join(message.split()).rstrip(".")
     return f"moert: {text} (see {error.ctx.command_path if error.ctx else 'moert'} --help)"

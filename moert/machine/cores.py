@@ -27,7 +27,7 @@ def quota_of(root: Path) -> float | None:
     quotas = []
     for folder in control_groups(root, "cpu"):
         words = text(folder / "cpu.max").split() or [
-            *text(folder / "cpu.cfsquota_of_us").split(),
+            *text(folder / "cpu.cfs_quota_us").split(),
             *text(folder / "cpu.cfs_period_us").split(),
         ]
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # not "max", not -1

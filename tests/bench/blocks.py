@@ -1,4 +1,4 @@
-"""`make tables`: the blocks of README.md and docs/ that show results, made from the files in docs/results.
+"""`make tables`: the blocks of README.md and docs/ that show results, and the picture, from the files in docs/results.
 
 A block lies between `<!-- table: NAME -->` and `<!-- end -->`. What is in it is defined in tests/bench/tables: tables,
 and below them the sentences that quote figures. A block whose result is not kept yet stays as it is.
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.bench import figures
+from tests.bench import figures, picture
 from tests.bench.result import Result, read
 from tests.bench.tables import Line, Part
 from tests.bench.tables.catalogue import BLOCKS, MISSED
@@ -63,8 +63,9 @@ def _content(name: str, results: Mapping[str, Result]) -> str | None:
 
 
 def rendered(parts: Sequence[Part], result: Result) -> str:
-    """Tables and paragraphs as Markdown; behind the last table a line on the run that all of it is from."""
-    last = max(at for at, part in enumerate(parts) if not isinstance(part, str))
+    """Tables and paragraphs as Markdown; behind the last table, or all that is said if there is none, a line on the run
+    that it is from."""
+    last = max((at for at, part in enumerate(parts) if not isinstance(part, str)), default=len(parts) - 1)
     texts = []
     for at, part in enumerate(parts):
         if isinstance(part, str):
@@ -118,6 +119,10 @@ def main() -> int:
     for path, fresh in changes(results):
         path.write_text(fresh, encoding="utf-8")
         print(f"{path.relative_to(ROOT)} written")
+    drawn = picture.drawn(results)
+    if drawn is not None and (not picture.PICTURE.exists() or picture.PICTURE.read_text(encoding="utf-8") != drawn):
+        picture.PICTURE.write_text(drawn, encoding="utf-8")
+        print(f"{picture.PICTURE.relative_to(ROOT)} written")
     for path in documents():
         if names := waiting(path.read_text(encoding="utf-8"), results):
             print(f"{path.relative_to(ROOT)}: no result is kept for {', '.join(names)}", file=sys.stderr)

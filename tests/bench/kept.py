@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from tests.bench import figures
+from tests.bench import figures, picture
 from tests.bench.blocks import RESULTS, ROOT, rendered
 from tests.bench.result import FOLDER, Result, read, write
 from tests.bench.tables.catalogue import BLOCKS
@@ -33,12 +33,13 @@ def refusal(result: Result) -> str | None:
 
 
 def needed(name: str, result: Result) -> set[str]:
-    """The rows of a result that the tables quote."""
+    """The rows of a result that the tables quote and the picture shows."""
     parts = chain.from_iterable(block.parts(result) for block in BLOCKS.values() if block.result == name)
     templates: Iterator[str] = chain.from_iterable(
         [part] if isinstance(part, str) else chain.from_iterable(part) for part in parts
     )
-    return set(chain.from_iterable(map(figures.names, templates)))
+    shown = picture.needed(result) if name == picture.SOURCE else set[str]()
+    return set(chain.from_iterable(map(figures.names, templates))) | shown
 
 
 def trimmed(result: Result, wanted: Collection[str]) -> Result:

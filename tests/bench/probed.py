@@ -12,7 +12,7 @@ from moeconv.calibration import RANKING_SHARE, divide, load_splits
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import Metric, default_metric, find_metric
 from moeconv.measure.scorers import Scores
-from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
 from moeconv.quantizers import QUANTIZERS
@@ -35,10 +35,8 @@ class Subject:
         splits = load_splits(name, None, seed=0)
         self.metric: Metric = find_metric(splits.metric or default_metric(splits.seq2seq, splits.choices))
         text = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, seed=0)[0]
-        self.scorer = build_scorer(
-            self.trial, load_tokenizer(path / "tokenizer.json"), text, self.metric, limit=samples, context=256,
-            max_new_tokens=None,
-        )  # fmt: skip
+        tokenizer = load_tokenizer(path / "tokenizer.json")
+        self.scorer = build_scorer(self.trial, tokenizer, text, self.metric, Extent(samples, 256, None))
         self.reference = self.scorer.score(as_reference=True)
         self.trial.assign(uniform(self.spec, BASE_BITS))
         self.prober: TextProber | Seq2SeqProber

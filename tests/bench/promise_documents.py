@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moeconv.measure.metrics import F64, METRICS
-from moeconv.promise.bound import upper_bounds
+from moeconv.promise.bound import Terms, upper_bounds
 from moeconv.promise.evidence import Evidence
 from tests.bench.result import Row
 
@@ -70,10 +70,8 @@ def coverage(setting: Setting, seed: int, rounds: int = ROUNDS, plans: int = PLA
         other = sizes(rng, max(1, round(setting.ratio * setting.documents)), setting.heavy)
         evidence = Evidence(*(np.repeat(np.arange(len(each)), each) for each in (judged, other)))
         reference, scores = windows(rng, judged, WITHIN[setting.within], plans)
-        bounds = upper_bounds(
-            metric, reference, scores, confidence=setting.confidence, heldout=evidence.heldout_number,
-            seed=at, groups=evidence.acceptance, draws=draws,
-        )  # fmt: skip
+        terms = Terms(setting.confidence, evidence.heldout_number, at, evidence.acceptance, draws)
+        bounds = upper_bounds(metric, reference, scores, terms)
         before, after = (rows.sum(axis=0) for rows in windows(rng, other, WITHIN[setting.within], plans))
         losses = metric.loss(metric.value_of_sums(before), metric.value_of_sums(after))
         held += (losses <= bounds).tolist()

@@ -106,7 +106,7 @@ def reference(name: str) -> Packs:
 def uniform_pack(name: str, bits: int) -> Path:
     """All experts at one width, rounded to nearest by channel; everything else as in the source."""
     from moeconv.artifacts import uniform
-    from moeconv.packing.emit import emit
+    from moeconv.packing.emit import Label, emit
     from moeconv.quantizers import QUANTIZERS
     from moeconv.quantizers.coder import ExpertCoder
     from moeconv.source.checkpoint import Checkpoint
@@ -114,7 +114,7 @@ def uniform_pack(name: str, bits: int) -> Path:
     out = FOLDER / f"{name}-{bits}bits.pack"
     if not is_pack(out):
         coder = ExpertCoder(Checkpoint.open(Path("recipes/models") / name), QUANTIZERS["channel"](None), None)
-        emit(coder, uniform(coder.checkpoint.spec, bits), out, seed=0, creator="tests.bench.stream")
+        emit(coder, uniform(coder.checkpoint.spec, bits), out, seed=0, label=Label("tests.bench.stream"))
     return out
 
 

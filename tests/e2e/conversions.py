@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from moeconv.artifacts import ConversionReport, Target
+from moeconv.conversion.bench import Bench
+from moeconv.conversion.coding import Coding
 from moeconv.conversion.conversion import Conversion
+from moeconv.conversion.material import Material
+from moeconv.conversion.references import References
 from moeconv.conversion.settings import Settings
+from moeconv.conversion.subject import directory_of, subject_of
+from moeconv.measure.journal import Journal
+from moeconv.promise.judging import Judge
 from moeconv.sweep.sensitivity import Bar
 from moert.pack.manifest import Manifest
 
@@ -46,15 +55,33 @@ class Unseen:
 
 
 class Done:
-    """A conversion that ran: its parts, what it wrote, and in `said` its messages and the sweep's start, in order."""
+    """A conversion that ran: what it wrote, and in `said` its messages and the sweep's start, in order. `bench` and
+    `judge` are what it measured with, made again over the same journal."""
 
     def __init__(self, settings: Settings) -> None:
         self.said: list[str] = []
         self.settings = settings
-        self.conversion = Conversion(settings, self.said.append, self._progress)
         self.manifest: Manifest
         self.report: ConversionReport
-        self.manifest, self.report = self.conversion.run()
+        self.manifest, self.report = Conversion(settings, self.said.append, self._progress).run()
+
+    @cached_property
+    def bench(self) -> Bench:
+        coding = Coding.open(self.settings)
+        material = Material.read(self.settings, coding.checkpoint)
+        folder = self.settings.work / directory_of(subject_of(material, coding))
+        journal = Journal(folder / "journal.jsonl", folder.name)
+        return Bench(coding, material, journal, coding.moments_in(folder))
+
+    @cached_property
+    def judge(self) -> Judge:
+        return References.of(self.bench).judge
+
+    @property
+    def tried(self) -> list[int]:
+        """The widths that all experts had together."""
+        found = (re.match(r"all experts at +(\d+) bits: ", line) for line in self.said)
+        return [int(match[1]) for match in found if match]
 
     @contextmanager
     def _progress(self, label: str, total: int) -> Iterator[Bar]:

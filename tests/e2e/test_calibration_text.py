@@ -101,7 +101,7 @@ def test_chat_is_text_by_the_model_s_own_template(sources: dict[str, Path], tmp_
     ]
     calib = jsonl(tmp_path / "chat.jsonl", rows)
     done = Done(settings_for(sources, "olmoe", tmp_path, model=str(model), calib=str(calib), loss=0.5))
-    assert done.conversion.material.splits.calibration[0].source.startswith("user ")
+    assert done.bench.material.splits.calibration[0].source.startswith("user ")
     pack = Pack.open(done.settings.out)
     found, _ = profile_paths(
         pack, calib=None, heldout=None, seed=None, samples=None, context=None, say=lambda line: None
@@ -142,9 +142,9 @@ def test_samples_are_bounded_apart(sources: dict[str, Path], tmp_path: Path) -> 
     assert done.report.calibration is not None
     assert done.report.heldout is not None
     assert (done.report.calibration.samples, done.report.heldout.samples) == (20, 11)
-    base = next(entry["base"] for entry in done.conversion.journal.entries() if "rows" in entry)
+    base = next(entry["base"] for entry in done.bench.journal.entries() if "rows" in entry)
     assert len(base["nats"]) == 9
-    material = done.conversion.material
+    material = done.bench.material
     parts = material.ranking, material.acceptance, material.splits.heldout
     texts = [{sample.source for sample in part} for part in parts]
     assert not texts[0] & texts[1]

@@ -19,11 +19,12 @@ from tiny import tiny_olmoe, tiny_switch
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
 from moeconv.command.recipe import Expectations, Recipe
+from moeconv.conversion import bench
 from moeconv.conversion.profile import profile_paths
 from moeconv.conversion.settings import Settings
 from moeconv.errors import CalibrationError, ConversionError, SettingsError, TargetMissed, VerifyFailed
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.measure.workdir import WorkDir
 from moeconv.packing.packed import PackedModel
 from moeconv.packing.verify import verify
@@ -77,7 +78,7 @@ def test_conversion_meets_its_target_and_the_pack_is_the_model_that_was_measured
     found = verify(pack, Checkpoint.open(settings.model))
     assert found.worst is not None
     assert 0 < found.worst <= 1
-    packed, trial = PackedModel.open(pack), done.conversion.trial
+    packed, trial = PackedModel.open(pack), done.bench.trial
     trial.assign({entry.key: tuple(entry.bits.values()) for entry in manifest.experts})
     for key in manifest.model.expert_keys():
         for name in manifest.model.moe.ffn.projections:
@@ -97,37 +98,39 @@ def test_a_margin_is_left_free_on_the_calibration_text(sources: dict[str, Path],
     assert wary.target.value == 0.3
 
 
-def test_a_second_loss_measures_no_probe_again(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_second_loss_measures_no_probe_again(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = Done(settings_for(sources, "olmoe", tmp_path, loss=0.02, quantizer="channel"))
-    lines = first.conversion.journal.path.read_text().splitlines()
+    lines = first.bench.journal.path.read_text().splitlines()
     second = Done(
         settings_for(sources, "olmoe", tmp_path, loss=0.06, quantizer="channel", out=tmp_path / "b.pack")
     )  # fmt: skip
     assert first.swept() > 0 == second.swept()
-    assert second.conversion.journal.path == first.conversion.journal.path
-    after = second.conversion.journal.path.read_text().splitlines()
+    assert second.bench.journal.path == first.bench.journal.path
+    after = second.bench.journal.path.read_text().splitlines()
     assert after[: len(lines)] == lines
     names = [json.loads(line)["id"] for line in after]
     assert len(set(names)) == len(names), "something was measured twice"
     assert second.report.expert_bytes["pack"] <= first.report.expert_bytes["pack"]
+    monkeypatch.delattr(bench, "LoadedModel")  # all was measured before
     again = Done(settings_for(sources, "olmoe", tmp_path, loss=0.06, quantizer="channel", out=tmp_path / "c.pack"))
-    assert len(again.conversion.journal) == len(after)
-    assert "trial" not in vars(again.conversion), "the model was loaded, although all was measured before"
+    assert len(again.bench.journal) == len(after)
 
 
 def test_a_probe_costs_what_that_expert_alone_costs(sources: dict[str, Path], tmp_path: Path) -> None:
     """Measured here by whole runs of the model over the ranking text."""
     done = Done(settings_for(sources, "olmoe", tmp_path, loss=0.02, quantizer="channel"))
-    conversion, table = done.conversion, done.report.sensitivity
+    mine, table = done.bench, done.report.sensitivity
     assert table is not None
-    material, metric = conversion.material, conversion.material.metric
-    scorer = material.scorer(conversion.trial, material.ranking, None)
-    conversion.trial.restore()
+    material, metric = mine.material, mine.material.metric
+    scorer = material.scorer(mine.trial, material.ranking, None)
+    mine.trial.restore()
     reference = metric.value(scorer.score().scores)
-    base = uniform(conversion.checkpoint.spec, 4)
+    base = uniform(mine.spec, 4)
 
     def loss(widths: dict) -> float:
-        conversion.trial.assign(widths)
+        mine.trial.assign(widths)
         return metric.loss(reference, metric.value(scorer.score().scores))
 
     for key in (ExpertKey("decoder", 0, 1), ExpertKey("decoder", 1, 4)):
@@ -144,7 +147,7 @@ def answered(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     inputs = [json.loads(line)["input"] for line in sources["pairs"].read_text().splitlines()]
     samples = [Sample(text, "abc") for text in inputs]
     tokenizer = load_tokenizer(sources["switch"] / "tokenizer.json")
-    scorer = build_scorer(trial, tokenizer, samples, METRICS["rouge2"], limit=None, context=32, max_new_tokens=12)
+    scorer = build_scorer(trial, tokenizer, samples, METRICS["rouge2"], Extent(None, 32, 12))
     outputs = scorer.score().outputs
     path = tmp_path_factory.mktemp("answered") / "answered.jsonl"
     rows = [{"input": text, "target": output} for text, output in zip(inputs, outputs, strict=True)]

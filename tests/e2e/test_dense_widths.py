@@ -13,6 +13,7 @@ from dense_packs import widened
 
 from moeconv.artifacts import to_json, uniform
 from moeconv.command.cli import _exit_code
+from moeconv.conversion import bench
 from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.scorers.build import build_scorer, load_tokenizer
@@ -34,7 +35,7 @@ ROLES = {"switch": {"attention": 4, "head": 8}, "olmoe": dict.fromkeys(("attenti
 @pytest.mark.parametrize("family", BITS)
 def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], family: str, tmp_path: Path) -> None:
     done = Done(settings_for(sources, family, tmp_path, loss=0.3, quantizer="channel", dense_bits=BITS[family]))
-    report, trial, settings = done.report, done.conversion.trial, done.settings
+    report, trial, settings = done.report, done.bench.trial, done.settings
     assert report.dense is not None
     assert (dict(report.dense.bits), report.dense.quantizer, report.dense.group_size) == (ROLES[family], "group", 64)
     pack = Pack.open(settings.out)
@@ -55,14 +56,13 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     for name, weight in trial.model.named_parameters():
         assert torch.equal(weight, packed.model.get_parameter(name)), name
 
-    material, heldout = done.conversion.material, report.heldout
+    material, heldout = done.bench.material, report.heldout
     tokenizer = load_tokenizer(settings.out / "tokenizer.json")
-    options = {"limit": None, "context": settings.context, "max_new_tokens": settings.max_new_tokens}
-    scorer = build_scorer(packed, tokenizer, material.splits.heldout, material.metric, **options)
+    scorer = build_scorer(packed, tokenizer, material.splits.heldout, material.metric, material.extent(None))
     assert heldout is not None
     assert material.metric.value(scorer.score().scores) == pytest.approx(heldout.value, rel=1e-5)
 
-    judge = done.conversion.judge
+    judge = done.judge
     alone = judge.measure(uniform(trial.spec, ORIGINAL), "dense matrices alone")
     assert report.dense.alone == estimate(judge.measure, alone, judge.used.acceptance, settings.seed)
     assert report.dense.alone.loss != 0
@@ -102,13 +102,17 @@ def test_tools_understand_such_a_pack(sources: dict[str, Path], tmp_path: Path) 
     assert found.tokens > 0
 
 
-def test_a_rerun_measures_nothing_and_other_widths_measure_anew(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_rerun_measures_nothing_and_other_widths_measure_anew(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def convert(out: str, dense_bits: object) -> Done:
         return Done(settings_for(sources, "olmoe", tmp_path, loss=0.3, quantizer="channel", dense_bits=dense_bits,
                                  out=tmp_path / out))  # fmt: skip
 
-    first, again = convert("a.pack", {"head": 8, "attention": 8}), convert("b.pack", {"attention": 8, "head": 8})
-    assert "trial" not in vars(again.conversion), "the model was loaded, although all was measured before"
+    first = convert("a.pack", {"head": 8, "attention": 8})
+    with monkeypatch.context() as unloaded:
+        unloaded.delattr(bench, "LoadedModel")  # all was measured before
+        again = convert("b.pack", {"attention": 8, "head": 8})
     assert again.swept() == 0 < first.swept()
     for name in ("manifest.json", "backbone.safetensors"):
         one, other = ((tmp_path / out / name).read_bytes() for out in ("a.pack", "b.pack"))
@@ -117,7 +121,7 @@ def test_a_rerun_measures_nothing_and_other_widths_measure_anew(sources: dict[st
     assert other.swept() == first.swept()
     plain = convert("d.pack", None)
     assert plain.swept() == first.swept()
-    paths = {done.conversion.journal.path for done in (first, again, other, plain)}
+    paths = {done.bench.journal.path for done in (first, again, other, plain)}
     assert len(paths) == 3
     assert first.report.dense is not None
     assert other.report.dense is not None

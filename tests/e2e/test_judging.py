@@ -11,7 +11,7 @@ import pytest
 from conversions import Done, settings_for
 
 from moeconv.artifacts import Target, uniform
-from moeconv.conversion import conversion
+from moeconv.conversion import choice
 from moeconv.errors import TargetMissed
 from moeconv.measure.evaluation import Evaluation
 from moeconv.plan.frontier import Frontier
@@ -26,8 +26,8 @@ def done(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_bound_goes_with_a_confidence_only(done: Done) -> None:
-    judge = done.conversion.judge
-    record = judge.measure(uniform(done.conversion.checkpoint.spec, 2), "all at 2")
+    judge = done.judge
+    record = judge.measure(uniform(done.bench.spec, 2), "all at 2")
     bound = judge.bound(record)
     assert bound is not None
     assert bound > judge.loss(record)
@@ -39,8 +39,8 @@ def test_a_bound_goes_with_a_confidence_only(done: Done) -> None:
 
 def test_intervals_know_which_samples_belong_together(done: Done) -> None:
     """Samples that were all doubled say no more than one of each pair; taken for new ones, they seem to."""
-    measure = done.conversion.judge.measure
-    evaluation = measure(uniform(done.conversion.checkpoint.spec, 2), "all at 2")
+    measure = done.judge.measure
+    evaluation = measure(uniform(done.bench.spec, 2), "all at 2")
     alone = estimate(measure, evaluation, None, seed=0)
     twice = copy(measure)
     twice.reference = doubled(measure.reference)
@@ -73,9 +73,9 @@ def test_a_search_that_noise_misled_ends_at_what_holds(
 
     settings = settings_for(sources, "olmoe", tmp_path, loss=0.02, bits=(2, 3, 4, 8), quantizer="channel")
     plain = Done(settings)
-    fitting = max(plain.conversion.tried)
+    fitting = max(plain.tried)
     assert fitting > 2, "the target must bind, or there is no search to mislead"
-    monkeypatch.setattr(conversion, "search", lost)
+    monkeypatch.setattr(choice, "search", lost)
     assert Done(settings).report.bits_histogram == {fitting: 6 * 2 * 3}
 
 

@@ -13,7 +13,7 @@ import pytest
 from tiny import tiny_olmoe, tiny_switch
 from tiny_packs import record_routes
 
-from moeconv.packing.emit import emit
+from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     widths = {key: (WIDTHS[index % 4],) * len(spec.moe.ffn.projections) for index, key in enumerate(spec.expert_keys())}
     out = root / "model.pack"
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
-    manifest = emit(coder, widths, out, seed=0, creator="tests")
+    manifest = emit(coder, widths, out, seed=0, label=Label("tests"))
     add_to_pack(out, manifest, PATHS, build(spec.moe.n, record_routes(out, PROMPTS)).to_bytes())
     return out
 

@@ -65,7 +65,7 @@ def test_what_is_cut_is_said(sources: dict[str, Path], tmp_path: Path) -> None:
     wishes = {"samples": 100_000, "sweep_samples": 20_000, "heldout_samples": 30_000, "context": 500}
     model = changed(sources["olmoe"], tmp_path / "short", max_position_embeddings=48)
     done = Done(settings_for(sources, "olmoe", tmp_path, model=str(model), bits=(8,), loss=0.9, **wishes))
-    material = done.conversion.material
+    material = done.bench.material
     assert [line for line in done.said if line.startswith("note: --")] == [
         "note: --context 500: the model takes at most 48 tokens (its config.json), windows have as many",
         f"note: --samples 100,000: there are only {material.judged.samples} calibration samples to judge plans by, all "

@@ -38,7 +38,7 @@ def test_a_promised_bound_lies_between_the_loss_and_the_target(sources: dict[str
     assert [(point.loss, point.upper) for point in chosen] == [(report.calibration.loss, report.upper_bound)]
     without = Done(settings_for(sources, "olmoe", tmp_path, loss=0.08, out=tmp_path / "b.pack"))
     assert without.report.expert_bytes["pack"] < report.expert_bytes["pack"], "certainty cost nothing"
-    assert without.conversion.journal.path == done.conversion.journal.path
+    assert without.bench.journal.path == done.bench.journal.path
     assert without.swept() == 0
 
 
@@ -58,7 +58,7 @@ def test_no_pack_is_larger_than_the_uniform_one_that_meets_the_target(sources: d
     """On text as noisy as this the search may well end above it."""
     for place, loss in enumerate((0.001, 0.02, 0.06, 0.15)):
         done = Done(settings_for(sources, "olmoe", tmp_path, loss=loss, out=tmp_path / f"{place}.pack"))
-        limit = uniform_bytes(done.conversion.checkpoint.spec, max(done.conversion.tried))
+        limit = uniform_bytes(done.bench.spec, max(done.tried))
         assert done.report.expert_bytes["pack"] <= limit
         assert done.report.calibration is not None
         assert done.report.calibration.loss <= loss
@@ -101,7 +101,7 @@ def test_a_size_is_kept_and_used_up(sources: dict[str, Path], family: str, quant
 def test_bits_a_weight_are_kept(sources: dict[str, Path], tmp_path: Path) -> None:
     target = Target("bits", 3.9)
     done = Done(settings_for(sources, "olmoe", tmp_path, target=target, bits=(2, 3, 4)))
-    spec = done.conversion.checkpoint.spec
+    spec = done.bench.spec
     assert done.report.effective_bits <= 3.9
     step = 8 * (uniform_bytes(spec, 4) - uniform_bytes(spec, 3)) / len(spec.expert_keys()) / weights_of(spec)
     assert done.report.effective_bits > 3.9 - step
@@ -250,7 +250,7 @@ def test_the_command_plan_shows_what_was_converted(
     assert found["chosen"]["loss"] == done.report.calibration.loss  # type: ignore[union-attr]
     assert [point["nbytes"] for point in found["points"]] == sorted(point["nbytes"] for point in found["points"])
     assert sum(point["chosen"] for point in found["points"]) == 1
-    assert _exit_code(["plan", str(done.conversion.work.path), *target, "--curve"]) == 0
+    assert _exit_code(["plan", str(done.bench.journal.path.parent), *target, "--curve"]) == 0
     table = capsys.readouterr().out
     assert table.count("  chosen\n") == 1
     assert "upper" not in table, "a bound, where nothing was promised"
@@ -262,7 +262,7 @@ def test_the_command_plan_inside_the_work_directory(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = Done(settings_for(sources, "olmoe", tmp_path, target=Target("bits", 3.7), bits=(2, 4), quantizer="channel"))
-    monkeypatch.chdir(done.conversion.work.path)
+    monkeypatch.chdir(done.bench.journal.path.parent)
     assert _exit_code(["plan", ".", "--curve"]) == 0
     assert "  chosen\n" in capsys.readouterr().out
 

@@ -61,7 +61,7 @@ class Run:
     """`moert run` in a process of its own, after the statements in `before`."""
 
     def __init__(self, *arguments: object, before: str = "", **streams: object) -> None:
-        code = f"import sys\n{before}\nfrom moert import cli\ncli.main(sys.argv[1:])"
+        code = f"import sys\n{before}\nfrom moert.command import cli\ncli.main(sys.argv[1:])"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "run", *map(str, arguments)],
             **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moeconv.artifacts import uniform
-from moeconv.packing.emit import emit
+from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
     """All experts in one width; the quantizer has nothing to do where it is 16."""
     checkpoint = Checkpoint.open(source)
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
-    emit(coder, uniform(checkpoint.spec, bits), out, seed=0, creator="tests")
+    emit(coder, uniform(checkpoint.spec, bits), out, seed=0, label=Label("tests"))
     return Pack.open(out)
 
 

@@ -1,6 +1,6 @@
-"""The generated parts of README.md: `--help` of each command, without colour, 100 columns wide.
+"""The generated parts of docs/commands.md: `--help` of each command, without colour, 100 columns wide.
 
-`python tests/rules/readme_help.py --write` brings README.md up to date; without --write it only says what differs.
+`python tests/rules/readme_help.py --write` brings it up to date; without --write it only says whether it differs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+COMMANDS = ROOT / "docs" / "commands.md"
 _BLOCK = re.compile(r"(<!-- help: (?P<command>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,14 +50,14 @@ def regenerated(text: str) -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
+    text = COMMANDS.read_text(encoding="utf-8")
     fresh = regenerated(text)
     if fresh == text:
         return 0
     if "--write" in sys.argv[1:]:
-        README.write_text(fresh, encoding="utf-8")
+        COMMANDS.write_text(fresh, encoding="utf-8")
         return 0
-    sys.stderr.write("README.md shows outdated help: run make readme\n")
+    sys.stderr.write("docs/commands.md shows outdated help: run make readme\n")
     return 1
 
 

@@ -49,7 +49,8 @@ INSIDE = {
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("emit", "paths", "verify")],
     "moeconv.conversion": [
-        ("limits", "material"), ("subject", "examples", "delivery", "planning"), ("profile",), ("conversion",),
+        ("limits", "material", "coding", "planning", "account"), ("bench", "subject", "examples", "delivery"),
+        ("references", "widths", "sweeping"), ("choice", "profile"), ("conversion",), ("api",),
     ],
     "moeconv.command": [("recipe",), ("cli",)],
 }  # fmt: skip
@@ -231,6 +232,14 @@ def test_format_and_policies_are_free_of_torch(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
     assert not {name.split(".")[0] for name in imported(top_level(tree), module_name(path))} & HEAVY
+
+
+def test_plans_are_made_without_torch() -> None:
+    """Nor does anything that they import bring it."""
+    modules = [module_name(path) for path in sources("moeconv/plan")]
+    script = f"import sys, {', '.join(modules)}\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def is_module(name: str) -> bool:

@@ -1,25 +1,44 @@
-"""What the README says about commands and files is true."""
+"""What README.md and docs/ say about commands, files and Python is true."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from readme_help import README, ROOT, commands, rendered
+from readme_help import COMMANDS as HELP
+from readme_help import ROOT, commands, rendered
 
-TEXT = README.read_text(encoding="utf-8")
+import moeconv
+import moert
+from moeconv.conversion.entries import ENTRIES
+from moeconv.source.archs import FAMILIES
+from moert.engine import Engine
+from moert.generation.settings import GenerationSettings
+from moert.settings import EngineSettings
+
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+TEXTS = {path: path.read_text(encoding="utf-8") for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]}
 COMMANDS = [
-    "moert run", "moert bench", "moert info", "moeconv quantize", "moeconv plan", "moeconv report",
+    "moert", "moert run", "moert bench", "moert info", "moeconv", "moeconv quantize", "moeconv plan", "moeconv report",
     "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
+MOST_LINES = 170
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def tree() -> list[Path]:
     """The paths of the annotated tree: one name a line, two spaces of indent for each level, then its description."""
-    block = re.search(r"## Where things are\n\n```\n(.*?)```", TEXT, re.DOTALL)
-    assert block, "README.md has no annotated tree"
+    block = re.search(r"## Where things are\n\n```\n(.*?)```", TEXTS[ARCHITECTURE], re.DOTALL)
+    assert block, "docs/architecture.md has no annotated tree"
     paths: list[Path] = []
     above: list[str] = []
     for line in block[1].splitlines():
@@ -30,15 +49,71 @@ def tree() -> list[Path]:
     return paths
 
 
+def anchors(text: str) -> set[str]:
+    """What links to headings are called: lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def help_of(command: str) -> str:
+    block = re.search(rf"<!-- help: {command} -->\n```\n(.*?)```\n<!-- end -->", TEXTS[HELP], re.DOTALL)
+    assert block, f"docs/commands.md has no help of {command}: run make readme"
+    return block[1]
+
+
+def typed(text: str) -> list[str]:
+    """The lines of moert and moeconv that a text shows as to be typed, continued ones as one."""
+    lines = re.findall(r"^    (?:\.venv/bin/)?((?:moert|moeconv) .*)$", text.replace("\\\n", " "), re.MULTILINE)
+    return [re.sub(r"\s+#.*", "", line) for line in lines]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS[README].splitlines()) < MOST_LINES
+
+
 def test_the_commands_are_there() -> None:
-    assert commands(TEXT) == COMMANDS
+    assert commands(TEXTS[HELP]) == COMMANDS
+    assert [name_of(path) for path, text in TEXTS.items() if path != HELP and commands(text)] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_what_the_program_prints(command: str) -> None:
-    block = re.search(rf"<!-- help: {command} -->\n```\n(.*?)```\n<!-- end -->", TEXT, re.DOTALL)
-    assert block, f"README.md has no help of {command}: run make readme"
-    assert block[1] == rendered(command), "run make readme"
+    assert help_of(command) == rendered(command), "run make readme"
+
+
+def test_every_command_that_a_text_shows_has_its_options() -> None:
+    lines = [line for text in TEXTS.values() for line in typed(text)]
+    assert len(lines) > 5
+    for line in lines:
+        command = next(name for name in sorted(COMMANDS, key=len, reverse=True) if line.startswith(f"{name} "))
+        assert command not in ("moert", "moeconv"), line
+        known = set(re.findall(r"--[a-z-]+", help_of(command)))
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+
+
+def test_the_python_of_the_readme_is_what_there_is() -> None:
+    block = re.search(r"```python\n(.*?)```", TEXTS[README], re.DOTALL)
+    assert block
+    takes = {
+        "quantize": (inspect.signature(moeconv.quantize), {*ENTRIES}),
+        "load": (inspect.signature(moert.load), {field.name for field in fields(EngineSettings)}),
+        "generate": (inspect.signature(Engine.generate), {field.name for field in fields(GenerationSettings)}),
+        "stream": (inspect.signature(Engine.stream), {field.name for field in fields(GenerationSettings)}),
+    }
+    called = set()
+    for call in (node for node in ast.walk(ast.parse(block[1])) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Attribute):
+            called.add(call.func.attr)
+            signature, settings = takes[call.func.attr]
+            named = {keyword.arg for keyword in call.keywords}
+            assert named <= settings | {*signature.parameters}, ast.unparse(call)
+    assert called == {*takes}
+
+
+def test_every_family_is_named() -> None:
+    section = TEXTS[README].partition("## Which models")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^- `(\w+)`", section, re.MULTILINE)) == {*FAMILIES}
 
 
 def test_every_path_of_the_tree_exists() -> None:
@@ -63,14 +138,30 @@ def test_every_folder_of_tests_is_in_the_tree() -> None:
     assert sorted(str(path) for path in folders - set(tree())) == []
 
 
-def test_every_link_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", TEXTS[path])
+    for place, heading in links:
+        target = (path.parent / place).resolve() if place else path
+        assert target.exists(), f"{place} is not there"
+        if heading:
+            assert heading in anchors(target.read_text(encoding="utf-8")), f"{place} has no heading {heading}"
 
 
-def test_make_targets_that_the_readme_names_exist() -> None:
+def test_the_readme_leads_to_every_text() -> None:
+    links = {(README.parent / place).resolve() for place in re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[README])}
+    assert {path for path in TEXTS if path != README} <= links
+
+
+def test_make_targets_that_the_texts_name_exist() -> None:
     listed = subprocess.run(["make", "-s", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
-    named = set(re.findall(r"(?:^    |`)make ([a-z-]+)", TEXT, re.MULTILINE))
-    assert {"demo", "test"} <= named
-    assert {name for name in named if f"make {name} " not in listed} == set()
+    named = {path: set(re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE)) for path, text in TEXTS.items()}
+    assert {"demo", "test"} <= named[README]
+    assert {name for names in named.values() for name in names if f"make {name} " not in listed} == set()
+
+
+def test_a_dead_anchor_and_an_unknown_option_are_seen() -> None:
+    assert anchors("# Limits, and `this`\n```\n# no heading\n```\n") == {"limits-and-this"}
+    assert typed("    moert run x \\\n        --memory 1GB  # so\nmoert run y\n") == [
+        "moert run x          --memory 1GB"
+    ]

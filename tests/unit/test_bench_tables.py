@@ -107,6 +107,11 @@ def test_a_block_without_its_result_stays_and_is_told(one_block):
     assert blocks.waiting(TEXT, {"bench": RESULT}) == []
 
 
+def test_a_block_without_a_table_ends_with_its_run():
+    made = blocks.rendered(["One.", "It is {speed|.1f} a second."], RESULT)
+    assert made.startswith("One.\n\nIt is 12.3 a second.\n\n*Commit 0123456")
+
+
 def test_a_block_that_nothing_defines_is_refused(one_block):
     with pytest.raises(ValueError, match="no table is called other"):
         blocks.regenerated(TEXT.replace("some", "other"), {"bench": RESULT})
@@ -179,6 +184,7 @@ def complete(parts, rows, settings):
 
 SEEN = {  # rows and settings that a definition looks at before it names others
     "demo": ["g2p: matrices at 2 bits", "wiki: matrices at 2 bits", "wiki: matrices at 3 bits"],
+    "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
     "sweep": ["g2p, 2 bits: probes compared", "g2p, 2 bits: outputs that differ", "wiki, 3 bits: probes compared"],

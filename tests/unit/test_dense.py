@@ -18,7 +18,7 @@ from moeconv.artifacts import uniform
 from moeconv.errors import SettingsError, VerifyFailed, WeightsUnusable
 from moeconv.measure.scorers.head import Head
 from moeconv.measure.trial import Trial
-from moeconv.packing.emit import emit
+from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel
 from moeconv.packing.verify import verify
 from moeconv.quantizers.coder import ORIGINAL
@@ -60,7 +60,7 @@ def test_what_is_tried_is_what_the_pack_gives_back(
     trial = trial_of(model, mixed(model))
     before = state(trial)
     trial.assign(uniform(trial.spec, 4))
-    emit(trial.coder, uniform(trial.spec, 4), tmp_path / "p", seed=0, creator="tests", dense=trial.dense)
+    emit(trial.coder, uniform(trial.spec, 4), tmp_path / "p", seed=0, label=Label("tests"), dense=trial.dense)
     pack = Pack.open(tmp_path / "p")
     stored = load_backbone(pack)
     names = trial.checkpoint.description.parameters
@@ -89,7 +89,7 @@ def test_what_is_tried_is_what_the_pack_gives_back(
 
 def test_what_no_role_names_stays_as_it_is(tiny_model: TinyModel, tmp_path: Path) -> None:
     trial = trial_of(tiny_model("olmoe", "plain"), {"head": 8})
-    emit(trial.coder, uniform(trial.spec, 16), tmp_path / "p", seed=0, creator="tests", dense=trial.dense)
+    emit(trial.coder, uniform(trial.spec, 16), tmp_path / "p", seed=0, label=Label("tests"), dense=trial.dense)
     tensors = load_file(tmp_path / "p" / "backbone.safetensors")
     kept = {name for name in shapes_of(trial.spec) if name != "head.weight"}
     assert set(tensors) == {*kept, "head.qweight", "head.scale", "head.min"}
@@ -102,7 +102,7 @@ def test_what_no_role_names_stays_as_it_is(tiny_model: TinyModel, tmp_path: Path
 def test_verify_finds_a_matrix_of_another_model(tmp_path: Path) -> None:
     for seed in (1, 2):
         trial = trial_of(tiny_olmoe(tmp_path / str(seed), seed), 8)
-        emit(trial.coder, uniform(trial.spec, 16), tmp_path / f"{seed}.pack", seed=0, creator="tests",
+        emit(trial.coder, uniform(trial.spec, 16), tmp_path / f"{seed}.pack", seed=0, label=Label("tests"),
              dense=trial.dense)  # fmt: skip
     with pytest.raises(VerifyFailed, match=r"embed\.weight: its error is .* made from other weights"):
         verify(Pack.open(tmp_path / "2.pack"), Checkpoint.open(tmp_path / "1"))
@@ -136,7 +136,7 @@ def test_16_bits_of_a_float32_source_are_rounded_as_the_pack_rounds_them(tmp_pat
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     trial = trial_of(source, 16)
     trial.assign(uniform(trial.spec, 16))
-    emit(trial.coder, uniform(trial.spec, 16), tmp_path / "p", seed=0, creator="tests", dense=trial.dense)
+    emit(trial.coder, uniform(trial.spec, 16), tmp_path / "p", seed=0, label=Label("tests"), dense=trial.dense)
     pack = Pack.open(tmp_path / "p")
     stored = load_backbone(pack)["decoder.0.attn.q.weight"]
     assert isinstance(stored, Floats)

@@ -28,7 +28,7 @@ ASKED = {"moert": ["info", "--system"], "moeconv": ["plan", "no such folder", "-
 
 
 @pytest.mark.parametrize("program", ASKED)
-@pytest.mark.parametrize("module", ["typer", "PROGRAM.cli", "PROGRAM.errors", "moert.pack.errors"])
+@pytest.mark.parametrize("module", ["typer", "PROGRAM.command.cli", "PROGRAM.errors", "moert.pack.errors"])
 def test_it_ends_quietly(program: str, module: str) -> None:
     code = CODE.format(module=module.replace("PROGRAM", program), program=program, arguments=ASKED[program])
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

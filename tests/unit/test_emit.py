@@ -15,7 +15,7 @@ from tiny import tiny_olmoe
 
 from moeconv.artifacts import Bits, uniform
 from moeconv.errors import ConversionError
-from moeconv.packing.emit import Profile, emit
+from moeconv.packing.emit import Label, Profile, emit
 from moeconv.quantizers import coder
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.quantizer import Inputs, Wants
@@ -71,8 +71,8 @@ def mixed_widths(checkpoint: Checkpoint) -> dict[ExpertKey, Bits]:
 
 def write(source: Path, out: Path, quantizer: Rounding | None = None, **options: Any) -> Manifest:
     checkpoint = Checkpoint.open(source)
-    options = {"seed": 7, "creator": "tests", **options}
-    return emit(ExpertCoder(checkpoint, quantizer or Rounding(), None), mixed_widths(checkpoint), out, **options)
+    coder, label = ExpertCoder(checkpoint, quantizer or Rounding(), None), Label("tests", **options)
+    return emit(coder, mixed_widths(checkpoint), out, seed=7, label=label)
 
 
 def recast(original: Path, to: Path, dtype: torch.dtype, factor: float = 1.0) -> Path:
@@ -95,7 +95,7 @@ def test_mixed_widths_come_back_within_their_error(original: Path, tmp_path: Pat
 
 
 def test_backbone_and_files_are_copied_as_they_are(original: Path, tmp_path: Path) -> None:
-    manifest = write(original, tmp_path / "p", extra_files={"report.json": b"{}"})
+    manifest = write(original, tmp_path / "p", files={"report.json": b"{}"})
     backbone, stored = load_file(tmp_path / "p" / "backbone.safetensors"), load_file(original / "model.safetensors")
     assert backbone["decoder.1.attn.q.weight"].dtype == torch.bfloat16
     assert torch.equal(backbone["decoder.1.attn.q.weight"], stored["model.layers.1.self_attn.q_proj.weight"])
@@ -113,7 +113,7 @@ def test_a_profile_goes_in_with_the_pack_where_the_weights_are_the_same(original
     assert set(write(original, tmp_path / "p", profile=profile).files) == {*profiled.files, "paths.safetensors"}
     assert (tmp_path / "p" / "paths.safetensors").read_bytes() == b"paths"
     coder, spec = ExpertCoder(Checkpoint.open(original), Rounding(), None), profiled.model
-    others = emit(coder, uniform(spec, 8), tmp_path / "p", seed=7, creator="tests", profile=profile)
+    others = emit(coder, uniform(spec, 8), tmp_path / "p", seed=7, label=Label("tests", profile=profile))
     assert set(others.files) == set(profiled.files)
     retrained = Path(shutil.copytree(original, tmp_path / "retrained"))
     tensors = load_file(retrained / "model.safetensors")
@@ -126,7 +126,7 @@ def test_a_profile_goes_in_with_the_pack_where_the_weights_are_the_same(original
 def test_every_file_has_the_mode_that_the_user_gives_new_files(original: Path, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        write(original, tmp_path / "p", extra_files={"report.json": b"{}"})
+        write(original, tmp_path / "p", files={"report.json": b"{}"})
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "p").rglob("*") if path.is_file()}
@@ -178,7 +178,7 @@ def test_experts_are_quantised_together_however_small_the_cache(
     for batch in coder.batches(checkpoint.spec, widths.items()):
         mine.prepare(batch)
     quantizer.calls = quantizer.batches = 0
-    emit(mine, widths, tmp_path / "p", seed=0, creator="tests")
+    emit(mine, widths, tmp_path / "p", seed=0, label=Label("tests"))
     n = 3 * len(checkpoint.spec.expert_keys())
     assert (quantizer.calls, quantizer.batches) == (n, n / 2)
 
@@ -190,7 +190,7 @@ def test_another_plan_starts_afresh(change: str, original: Path, tmp_path: Path)
     again, checkpoint = Rounding(), Checkpoint.open(original)
     widths = mixed_widths(checkpoint) if change == "seed" else uniform(checkpoint.spec, 4)
     seed = 8 if change == "seed" else 7
-    emit(ExpertCoder(checkpoint, again, None), widths, tmp_path / "p", seed=seed, creator="tests")
+    emit(ExpertCoder(checkpoint, again, None), widths, tmp_path / "p", seed=seed, label=Label("tests"))
     assert again.calls == sum(width < 16 for bits in widths.values() for width in bits)
 
 
@@ -207,7 +207,7 @@ def test_values_beyond_float16_are_refused(original: Path, tmp_path: Path) -> No
     coder = ExpertCoder(checkpoint, Rounding(), None)
     for width in (16, 4):
         with np.errstate(all="ignore"), pytest.raises(ConversionError, match="float16") as caught:
-            emit(coder, uniform(checkpoint.spec, width), tmp_path / "p", seed=0, creator="tests")
+            emit(coder, uniform(checkpoint.spec, width), tmp_path / "p", seed=0, label=Label("tests"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "p").exists()
 
@@ -220,7 +220,7 @@ def test_widths_must_cover_every_expert(wrong: Bits | None, original: Path, tmp_
     if wrong is not None:
         widths[key] = wrong
     with pytest.raises(ValueError, match="D01/E001"):
-        emit(ExpertCoder(checkpoint, Rounding(), None), widths, tmp_path / "p", seed=0, creator="tests")
+        emit(ExpertCoder(checkpoint, Rounding(), None), widths, tmp_path / "p", seed=0, label=Label("tests"))
 
 
 def test_a_backbone_that_is_not_finite_is_refused(original: Path, tmp_path: Path) -> None:

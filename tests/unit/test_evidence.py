@@ -11,7 +11,7 @@ from moeconv.artifacts import SensitivityTable, Summary
 from moeconv.measure.evaluation import Evaluation
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scorers.build import entropy_of
-from moeconv.promise.bound import samples_needed
+from moeconv.promise.bound import Terms, samples_needed
 from moeconv.promise.evidence import Evidence, effective, least, least_heldout
 from moeconv.promise.judging import at_chance
 from moeconv.promise.looks import LOOKS, look
@@ -106,7 +106,7 @@ def test_experts_that_no_token_reached_are_named() -> None:
 def test_an_infinite_bound_needs_more_text_and_divides_by_nothing() -> None:
     """Nothing is right, before and after: no draw gives a loss."""
     rows = np.array([[0.0, 1.0]] * 6)
-    found = samples_needed(METRICS["exact_match"], rows, [rows], target=0.05, confidence=0.95, heldout=6, seed=0)
+    found = samples_needed(METRICS["exact_match"], rows, [rows], Terms(0.95, 6, 0), target=0.05)
     assert (found.have, found.acceptance, found.both, found.enough) == (6, None, None, False)
     line = needed_text(found, Evidence(np.arange(6), np.arange(6)), "5% at 95%")
     assert "6 calibration samples" in line

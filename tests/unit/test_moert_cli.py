@@ -248,8 +248,8 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
         (["--top-p", "nan"], "--top-p is nan"),
         (["--seed", "x"], "--seed"),
         (["--stop", ""], "--stop has an empty stop string"),
-        (["--threads", "0"], "found '0' (see moert run --help)"),
-        (["--batch", "-1"], "found '-1' (see moert run --help)"),
+        (["--threads", "0"], "0 is not in the range x>=1 (see moert run --help)"),
+        (["--batch", "-1"], "-1 is not in the range x>=1 (see moert run --help)"),
         (["--kernels", "mmx"], "mmx"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--file", "words.txt"], "PROMPT and --file exclude each other"),
@@ -497,7 +497,7 @@ def test_version_and_help(moert) -> None:
 
 def test_help_does_not_import_torch() -> None:
     code = (
-        "import sys; from moert import cli\n"
+        "import sys; from moert.command import cli\n"
         "try: cli.main(['run', '--help'])\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'numpy', 'tokenizers') if name in sys.modules])"
@@ -510,7 +510,7 @@ def test_help_does_not_import_torch() -> None:
 def test_nothing_that_runs_imports_torch_or_transformers(pack, expected, kernels) -> None:
     code = (
         "import sys, moert.engine\n"
-        "from moert import cli\n"
+        "from moert.command import cli\n"
         "try: cli.main(sys.argv[1:])\n"
         "except SystemExit as end: assert end.code == 0, end\n"
         "print([name for name in ('torch', 'transformers', 'scipy') if name in sys.modules])"

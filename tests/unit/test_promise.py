@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from moeconv.measure.metrics import F64, METRICS
-from moeconv.promise.bound import GAP_SHARE, interval, samples_needed, upper_bound, upper_bounds
+from moeconv.promise.bound import GAP_SHARE, Terms, interval, samples_needed, upper_bound, upper_bounds
 from tests.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage
 
 Rng = np.random.Generator
@@ -72,7 +72,7 @@ def test_the_bound_holds_as_often_as_it_says(name: str, n: int, ratio: int) -> N
     measured, heldout = losses(name, reference, scores), losses(name, *source(rng, ratio * n, CASES, LOSS))
     noise = heldout_noise(name, n, ratio)
     for confidence, deviations in ((0.9, 1.28), (0.95, 1.64)):
-        bounds = upper_bounds(metric, reference, scores, confidence=confidence, heldout=ratio * n, seed=1, draws=800)
+        bounds = upper_bounds(metric, reference, scores, Terms(confidence, ratio * n, 1, draws=800))
         assert (heldout <= bounds).mean() >= confidence - 0.02
         assert (bounds - measured).mean() < 1.6 * deviations * noise
 
@@ -83,7 +83,7 @@ def test_a_bound_of_the_expected_loss_alone_breaks_the_promise(name: str) -> Non
     rng = np.random.default_rng(2)
     reference, scores = SOURCES[name](rng, 2000, CASES, LOSS)
     heldout = losses(name, *SOURCES[name](rng, 2000, CASES, LOSS))
-    plain = upper_bounds(METRICS[name], reference, scores, confidence=0.95, heldout=None, seed=1, draws=800)
+    plain = upper_bounds(METRICS[name], reference, scores, Terms(0.95, None, 1, draws=800))
     assert 0.82 < (heldout <= plain).mean() < 0.935
 
 
@@ -96,7 +96,7 @@ def test_rare_harm_counts_before_it_is_seen() -> None:
         return columns(right.astype(float)), columns((right & (rng.random((100, 2000)) >= 0.03)).astype(float))
 
     reference, scores = draw()
-    bounds = upper_bounds(metric, reference, scores, confidence=0.95, heldout=100, seed=1)
+    bounds = upper_bounds(metric, reference, scores, Terms(0.95, 100, 1))
     assert (losses("exact_match", *draw()) <= bounds).mean() >= 0.93
     unharmed = losses("exact_match", reference, scores) == 0
     assert unharmed.any()
@@ -106,22 +106,22 @@ def test_rare_harm_counts_before_it_is_seen() -> None:
 def test_all_right_is_no_proof() -> None:
     """20 of 20 right before and after: up to some 15% may still break (the rule of three)."""
     ones = np.ones((20, 2))
-    bound = upper_bound(METRICS["exact_match"], ones, ones, confidence=0.95, heldout=None, seed=1)
+    bound = upper_bound(METRICS["exact_match"], ones, ones, Terms(0.95, None, 1))
     assert bound == pytest.approx(3 / 20, rel=0.1)
 
 
 def test_a_reference_of_nothing_promises_nothing() -> None:
     none_right = np.array([[0.0, 1.0]] * 30)
-    bound = upper_bound(METRICS["exact_match"], none_right, none_right, confidence=0.95, heldout=30, seed=1)
+    bound = upper_bound(METRICS["exact_match"], none_right, none_right, Terms(0.95, 30, 1))
     assert bound == np.inf
 
 
 def test_bounds_of_several_plans_are_those_of_each() -> None:
     reference, scores = rouge(np.random.default_rng(4), 50, 3, LOSS)
     metric = METRICS["rouge2"]
-    several = upper_bounds(metric, reference, scores, confidence=0.9, heldout=80, seed=5, draws=500)
+    several = upper_bounds(metric, reference, scores, Terms(0.9, 80, 5, draws=500))
     for plan in range(3):
-        one = upper_bound(metric, reference[:, plan], scores[:, plan], confidence=0.9, heldout=80, seed=5, draws=500)
+        one = upper_bound(metric, reference[:, plan], scores[:, plan], Terms(0.9, 80, 5, draws=500))
         assert one == pytest.approx(several[plan], rel=1e-9)
 
 
@@ -129,10 +129,7 @@ def test_more_confidence_and_less_heldout_text_raise_the_bound() -> None:
     reference, scores = (rows[:, 0] for rows in rouge(np.random.default_rng(5), 300, 1, LOSS))
 
     def bound(confidence: float, heldout: int | None) -> float:
-        return upper_bound(
-            METRICS["rouge2"], reference, scores,
-            confidence=confidence, heldout=heldout, seed=1,
-        )  # fmt: skip
+        return upper_bound(METRICS["rouge2"], reference, scores, Terms(confidence, heldout, 1))
 
     assert bound(0.9, 300) < bound(0.95, 300) < bound(0.95, 100)
     assert bound(0.95, None) < bound(0.95, 300)
@@ -155,14 +152,7 @@ def test_clustered_samples_need_their_groups() -> None:
 
     def held(groups: npt.NDArray[np.int64] | None) -> float:
         bounds = upper_bounds(
-            metric,
-            reference,
-            scores,
-            confidence=0.95,
-            heldout=400 if groups is None else articles,
-            seed=1,
-            groups=groups,
-            draws=1000,
+            metric, reference, scores, Terms(0.95, 400 if groups is None else articles, 1, groups, draws=1000)
         )
         return float((heldout <= bounds).mean())
 
@@ -201,14 +191,12 @@ def test_the_samples_said_to_be_needed_do(name: str) -> None:
     synthetic perplexity's noise hardly falls with its loss, so that its estimate is the worst."""
     rng, metric, target = np.random.default_rng(9), METRICS[name], 0.05
     pilot, worse = (rows[:, 0] for rows in SOURCES[name](rng, 400, 1, 2 * (1 - GAP_SHARE) * target))
-    needed = samples_needed(
-        metric, pilot, [worse, worse * [0.5, 1.0]], target=target, confidence=0.95, heldout=4000, seed=1
-    )
+    needed = samples_needed(metric, pilot, [worse, worse * [0.5, 1.0]], Terms(0.95, 4000, 1), target=target)
     assert needed.have == 400
     assert needed.acceptance is not None
     assert needed.enough == (needed.acceptance <= 400)
     reference, scores = SOURCES[name](rng, needed.acceptance, 60, (1 - GAP_SHARE) * target)
-    bounds = upper_bounds(metric, reference, scores, confidence=0.95, heldout=4000, seed=1, draws=500)
+    bounds = upper_bounds(metric, reference, scores, Terms(0.95, 4000, 1, draws=500))
     gap = float((bounds - losses(name, reference, scores)).mean())
     assert 0.6 * GAP_SHARE * target < gap < 1.5 * GAP_SHARE * target
 
@@ -216,10 +204,10 @@ def test_the_samples_said_to_be_needed_do(name: str) -> None:
 def test_too_little_heldout_text_is_beyond_any_acceptance_samples() -> None:
     reference, scores = (rows[:, 0] for rows in exact_match(np.random.default_rng(10), 400, 1, LOSS))
     metric = METRICS["exact_match"]
-    needed = samples_needed(metric, reference, [scores], target=0.05, confidence=0.95, heldout=50, seed=1)
+    needed = samples_needed(metric, reference, [scores], Terms(0.95, 50, 1), target=0.05)
     assert needed.acceptance is None
     assert not needed.enough
-    enough = samples_needed(metric, reference, [scores], target=0.05, confidence=0.95, heldout=needed.both, seed=1)
+    enough = samples_needed(metric, reference, [scores], Terms(0.95, needed.both, 1), target=0.05)
     assert enough.acceptance == pytest.approx(needed.both, rel=0.2)
 
 
@@ -235,10 +223,8 @@ def test_bisection_over_nested_plans_costs_the_promise_nothing() -> None:
         after = np.where(latest < 0, before, np.take_along_axis(np.clip(moved, 0, 1), np.maximum(latest, 0), axis=0))
         plans = columns(after.T)
         reference = columns(before[:, None])
-        bounds = upper_bounds(
-            metric, np.broadcast_to(reference[:n], plans[:n].shape), plans[:n],
-            confidence=0.95, heldout=n, seed=1, draws=400,
-        )  # fmt: skip
+        same = np.broadcast_to(reference[:n], plans[:n].shape)
+        bounds = upper_bounds(metric, same, plans[:n], Terms(0.95, n, 1, draws=400))
         low, high = -1, steps
         while high - low > 1:
             middle = (low + high) // 2

@@ -19,7 +19,7 @@ from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError
-from moeconv.measure.scorers.build import dealt, load_tokenizer, spread, volume
+from moeconv.measure.scorers.build import Extent, dealt, load_tokenizer, spread, volume
 from moeconv.measure.scorers.head import Head
 from moeconv.measure.scorers.items import documents_of
 from moeconv.measure.scorers.seq2seq import Seq2Seq
@@ -476,7 +476,7 @@ def test_parts_and_volumes(tiny_model: TinyModel) -> None:
         metric = "accuracy" if samples[0].choices else "perplexity"
         [scorer] = scorers(trial, samples, metric, limit=5)
         tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
-        found = volume(trial.spec, tokenizer, samples, limit=5, context=16, max_new_tokens=None)
+        found = volume(trial.spec, tokenizer, samples, Extent(5, 16, None))
         assert found.samples == scorer.n_samples == 5
         if family == "switch_transformers":
             assert found.encoder_tokens >= sum(bucket.mask.numel() for bucket in scorer.buckets)

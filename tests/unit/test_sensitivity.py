@@ -20,7 +20,7 @@ from moeconv.errors import SettingsError
 from moeconv.measure.evaluation import Evaluation
 from moeconv.measure.journal import Journal
 from moeconv.measure.metrics import find_metric
-from moeconv.measure.scorers.build import Volume, volume
+from moeconv.measure.scorers.build import Extent, Volume, volume
 from moeconv.measure.trial import Trial
 from moeconv.sweep.memory import batch_bytes, blocks_for, kept_bytes
 from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
@@ -63,7 +63,7 @@ class Bar:
 def job_of(trial: Trial, samples: Sequence[Sample], metric: str, blocks: int = 1) -> SweepJob:
     most = None if trial.spec.encoder is None else 5
     return SweepJob(
-        trial.checkpoint.path, "channel", None, None, tuple(samples), metric, None, 16, most, blocks, BASE_BITS
+        trial.checkpoint.path, "channel", None, None, tuple(samples), metric, Extent(None, 16, most), blocks, BASE_BITS
     )
 
 
@@ -141,8 +141,9 @@ def test_other_text_or_blocks_are_other_measurements(olmoe: Trial, tmp_path: Pat
     sweep.run(Runner(olmoe), Bar())
     assert sweep_of(olmoe, tmp_path / "j", job).missing() == 0
     for other in (
-        replace(job, samples=tuple(running(3, 1))), replace(job, blocks=2), replace(job, context=8),
-        replace(job, metric="token_perplexity"), replace(job, limit=2), replace(job, base_bits=3),
+        replace(job, samples=tuple(running(3, 1))), replace(job, blocks=2), replace(job, base_bits=3),
+        replace(job, metric="token_perplexity"), replace(job, extent=replace(job.extent, context=8)),
+        replace(job, extent=replace(job.extent, limit=2)),
     ):  # fmt: skip
         assert sweep_of(olmoe, tmp_path / "j", other).missing() == len(sweep.probes) * other.blocks
     assert sweep_of(olmoe, tmp_path / "j", job, widths=[2, 3, 8]).missing() == len(olmoe.spec.expert_keys())
@@ -261,12 +262,13 @@ def test_a_base_run_keeps_no_more_than_is_estimated(kind: str, blocks: int, olmo
     trial = olmoe if kind in ("perplexity", "choices of olmoe") else switch
     samples = {"rouge1": pairs(40), "targets": pairs(40), "perplexity": running(12)}.get(kind, questions(40))
     metric = {"targets": "perplexity"}.get(kind, kind if kind in ("rouge1", "perplexity") else "accuracy")
-    job = replace(job_of(trial, samples, metric, blocks), max_new_tokens=None)
+    extent = Extent(None, 16, None)
+    job = replace(job_of(trial, samples, metric, blocks), extent=extent)
     worker = SweepWorker(job, trial)
     tokenizer = worker.scorers[0].tokenizer if trial is switch else None
     if tokenizer is None:
         tokenizer = Tokenizer.from_file(str(trial.checkpoint.path / "tokenizer.json"))
-    found = volume(trial.spec, tokenizer, samples, limit=None, context=16, max_new_tokens=None)
+    found = volume(trial.spec, tokenizer, samples, extent)
     for block in range(blocks):
         worker.measure(Task(block))
         assert kept(worker._prober) <= kept_bytes(trial.spec, found) * 1.1 / blocks  # blocks are not quite equal

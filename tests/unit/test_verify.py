@@ -9,7 +9,7 @@ import torch
 from tiny import VOCAB, tiny_olmoe
 
 from moeconv.errors import VerifyFailed
-from moeconv.packing.emit import emit
+from moeconv.packing.emit import Label, emit
 from moeconv.packing.verify import verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
@@ -60,7 +60,7 @@ def test_its_own_weights_are_accepted_and_others_are_not(
         return  # it takes neither
     coder = ExpertCoder(source, quantizer, moments.get((quantizer.wants, tokens)))
     widths = {key: (INT_WIDTHS[place % 4],) * 3 for place, key in enumerate(source.spec.expert_keys())}
-    emit(coder, widths, tmp_path / "pack", seed=0, creator="tests")
+    emit(coder, widths, tmp_path / "pack", seed=0, label=Label("tests"))
     pack = Pack.open(tmp_path / "pack")
     found = verify(pack, source)
     assert found.worst is not None

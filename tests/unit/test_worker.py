@@ -11,6 +11,7 @@ import pytest
 from trials import running, trial_of
 
 from moeconv.errors import ConversionError
+from moeconv.measure.scorers.build import Extent
 from moeconv.measure.trial import Trial
 from moeconv.sweep.probes.text import TextProber
 from moeconv.sweep.sensitivity import BASE_BITS, probes_for
@@ -27,7 +28,7 @@ def olmoe(tiny_model: TinyModel) -> Trial:
 def job_of(trial: Trial, blocks: int) -> SweepJob:
     samples = tuple(running(12))
     return SweepJob(
-        trial.checkpoint.path, "channel", None, None, samples, "perplexity", None, 16, None, blocks, BASE_BITS
+        trial.checkpoint.path, "channel", None, None, samples, "perplexity", Extent(None, 16, None), blocks, BASE_BITS
     )  # fmt: skip
 
 

@@ -22,25 +22,37 @@ from moert.pack.model_spec import ModelSpec
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much of a text is taken: at most `limit` samples or windows (None: all), spread evenly over what is there;
+    `context` tokens in a window of running text; outputs of `max_new_tokens` (None: a little more than the longest
+    target has)."""
+
+    limit: int | None
+    context: int
+    max_new_tokens: int | None
+
+    def window(self, spec: ModelSpec) -> int:
+        """Tokens in a window: no more than the model takes."""
+        return min(self.context, spec.max_positions or self.context)
+
+
 def build_scorers(
     subject: Subject,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
     metric: Metric,
-    *,
-    limit: int | None,
-    context: int,
-    max_new_tokens: int | None,
+    extent: Extent,
     blocks: int = 1,
 ) -> list[TextScorer] | list[GeneratedScorer]:
-    """One scorer for each of `blocks` parts of the samples, or of the windows of `context` tokens that running text
-    is cut into. `limit` bounds their number in all, spread evenly over what is there. Raises CalibrationError."""
-    spec = subject.spec
+    """One scorer for each of `blocks` parts of the samples, or of the windows that running text is cut into. Raises
+    CalibrationError."""
+    spec, limit = subject.spec, extent.limit
     if spec.encoder is not None:
         chosen = [samples[at] for at in spread(len(samples), limit)]
-        most = max_new_tokens or _longest_target(chosen, tokenizer) + SPARE_TOKENS
+        most = extent.max_new_tokens or _longest_target(chosen, tokenizer) + SPARE_TOKENS
         return [GeneratedScorer(subject, part, tokenizer, metric, most) for part in dealt(chosen, blocks)]
-    context = min(context, spec.max_positions or context)
+    context = extent.window(spec)
     if samples[0].choices:
         parts = dealt([samples[at] for at in spread(len(samples), limit)], blocks)
         return [TextScorer(subject, choices_of(part, tokenizer, context), metric) for part in parts]
@@ -53,14 +65,9 @@ def build_scorer(
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
     metric: Metric,
-    *,
-    limit: int | None,
-    context: int,
-    max_new_tokens: int | None,
+    extent: Extent,
 ) -> TextScorer | GeneratedScorer:
-    return build_scorers(
-        subject, tokenizer, samples, metric, limit=limit, context=context, max_new_tokens=max_new_tokens
-    )[0]
+    return build_scorers(subject, tokenizer, samples, metric, extent)[0]
 
 
 @dataclass(frozen=True)
@@ -81,17 +88,14 @@ def volume(
     spec: ModelSpec,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
-    *,
-    limit: int | None,
-    context: int,
-    max_new_tokens: int | None,
+    extent: Extent,
 ) -> Volume:
     """What `build_scorers` would lay out. An encoder-decoder model decodes every text to score, and what it writes.
 
     Raises CalibrationError, or SettingsError for a tokenizer that is not the model's.
     """
-    chosen = [samples[at] for at in spread(len(samples), limit)]
-    context = min(context, spec.max_positions or context)
+    chosen = [samples[at] for at in spread(len(samples), extent.limit)]
+    context = extent.window(spec)
     if spec.encoder is not None or samples[0].choices:
         (texts, owner, _), documents = texts_of(chosen), documents_of(chosen)
         read, scored = (
@@ -101,7 +105,7 @@ def volume(
         sources, targets = (np.array([_length(ids, spec) for ids in part]) for part in (read, scored))
         entropy = entropy_of([token for ids in scored for token in ids])
         if spec.encoder is not None:
-            widest = max(targets.max(), max_new_tokens or targets.max() + SPARE_TOKENS)
+            widest = max(targets.max(), extent.max_new_tokens or targets.max() + SPARE_TOKENS)
             filled_up = (sources * LENGTH_SPREAD).astype(int) + 2
             return Volume(
                 len(chosen), int(filled_up.sum()), int(widest) * (len(targets) + len(chosen)), documents, entropy
@@ -110,7 +114,7 @@ def volume(
         return Volume(len(chosen), 0, len(targets) * widest, documents, entropy)
     running = windows_of(samples, tokenizer, context)
     _check_ids(int(running.ids.max()), spec)
-    windows = spread(len(running.ids), limit)
+    windows = spread(len(running.ids), extent.limit)
     entropy = entropy_of(running.ids[windows].flatten().tolist())
     return Volume(len(windows), 0, len(windows) * context, running.groups[windows], entropy)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,17 @@ class Answers:
     kls: Tensor
     rewritten: list[dict[int, list[int]]]  # by probe: place in the order of the buckets → token ids
     near_ties: list[int]
+
+
+class Rerun(NamedTuple):
+    """Row r is `sequence[r]` under `probe[r]`, computed anew at `where` [rows, tokens]: its last hidden states `final`
+    [rows, tokens, d_model], and `encoded` [rows, ...] where what was read is not the base's."""
+
+    probe: Tensor
+    sequence: Tensor
+    where: Tensor
+    final: Tensor
+    encoded: Tensor | None = None
 
 
 class Seq2SeqProber:
@@ -175,7 +187,8 @@ class Seq2SeqProber:
                 mask[base.of_row[sequence]],
             )  # fmt: skip
             where = base.real[sequence]
-            yield self._compare(base, pairs.probe[pair], sequence, where, final, answers, offset, encoded[pair])
+            rerun = Rerun(pairs.probe[pair], sequence, where, final, encoded[pair])
+            yield self._compare(base, rerun, answers, offset)
             if self.starts_over:
                 listed = enumerate(pairs.listed())
                 yield [_from_start(base, probe, row, encoded[at].clone(), offset) for at, (probe, row) in listed]
@@ -195,17 +208,15 @@ class Seq2SeqProber:
             )  # fmt: skip
             # nothing attends to what leaves the last layer: there, only the changed rows themselves differ
             where = changed_rows(pairs, found, len(positions)) if layer + 1 == len(after) else active
-            yield self._compare(base, pairs.probe, pairs.sequence, where, final, answers, offset)
+            rerun = Rerun(pairs.probe, pairs.sequence, where, final)
+            yield self._compare(base, rerun, answers, offset)
         if self.starts_over:  # even a row that has none of the expert's tokens in the pass
             every = [(probe, row) for probe in range(len(probes)) for row in range(len(base.bucket.rows))]
             yield [_from_start(base, probe, row, base.encoded[row], offset) for probe, row in every]
 
-    def _compare(
-        self, base: Base, probe: Tensor, sequence: Tensor, where: Tensor, final: Tensor, answers: Answers,
-        offset: int, encoded: Tensor | None = None,
-    ) -> list[Rewrite]:  # fmt: skip
-        """Row r is `sequence[r]` under `probe[r]`, computed anew at `where` [rows, tokens]. Puts nats and divergences
-        where they belong, and finds the outputs that change. `encoded` [rows, ...] where it is not the base's."""
+    def _compare(self, base: Base, rerun: Rerun, answers: Answers, offset: int) -> list[Rewrite]:
+        """Puts nats and divergences where they belong, and finds the outputs that change."""
+        probe, sequence, where, final, encoded = rerun
         row, position = where.nonzero(as_tuple=True)
         new_nats, new_kls, best, lead = self._judge(base, final[where], sequence[row], position)
         items = base.item[sequence]

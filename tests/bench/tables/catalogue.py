@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.bench.tables import Block, demo, kernels, models, peers, promise, quant, rounding, stream, sweep
+from tests.bench.tables import Block, demo, front, kernels, models, peers, promise, quant, rounding, stream, sweep
 
 MISSED = "missed"
 """The block that lists the missed aims of all results."""
 
 BLOCKS: Mapping[str, Block] = {
+    "front": Block("demo", front.two_models),
+    "picture": Block("stream", front.beside_llama),
     "demo": Block("demo", demo.parts),
     "models": Block("models", models.parts),
     "peers": Block("peers", peers.parts),

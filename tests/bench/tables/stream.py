@@ -14,7 +14,7 @@ UNBUDGETED, BUDGETED = ("IO-EXP", "IO-QEXP"), ("STI-like", "INT4, LRU", "INT4, L
 LARGE, TRAINED = "olmoe-shaped", ("g2p", "wiki")
 PROMPT = "first token after a prompt of 128 tokens"
 HALF = 50
-_BESIDE_LLAMA = re.compile(
+BESIDE_LLAMA = re.compile(
     rf"(?P<where>{LARGE} \(own routers\), (?P<device>\w+), (?P<size>\d+) MB): moert {HALF}%: decode"
 )
 
@@ -74,7 +74,7 @@ def first_tokens(device: str) -> Line:
 def llama_bits(result: Result) -> str:
     """Of an expert's weight on both sides, on any of the devices."""
     row = "{{{where}: effective bits of an expert's weight: {side}|.2f}}"
-    where = next((match["where"] for match in map(_BESIDE_LLAMA.fullmatch, result.by_name) if match), "llama")
+    where = next((match["where"] for match in map(BESIDE_LLAMA.fullmatch, result.by_name) if match), "llama")
     mine, other = (row.format(where=where, side=side) for side in ("moert", "Q2_K"))
     return f"Beside llama.cpp, an expert's weight has {mine} bits in ours and {other} in its file, scales counted."
 
@@ -84,7 +84,7 @@ def beside_llama(result: Result) -> Sequence[Line]:
     lines: list[Line] = [
         ("drive", "memory", "moert, tokens/s", "llama.cpp", "ratio", f"moert, {PROMPT}, s", "llama.cpp")
     ]
-    found = {match["device"]: match for match in map(_BESIDE_LLAMA.fullmatch, result.by_name) if match}
+    found = {match["device"]: match for match in map(BESIDE_LLAMA.fullmatch, result.by_name) if match}
     for device in DEVICES:
         where, size = found[device].group("where", "size") if device in found else (f"llama, {device}", "?")
         mine, other = f"{where}: moert {HALF}%", f"{where}: llama.cpp Q2_K"

@@ -1,0 +1,61 @@
+"""How the weights of one checkpoint become codes: its quantizer, and the widths of what lies outside its experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeconv.conversion.settings import Settings
+from moeconv.errors import SettingsError
+from moeconv.plan.question import check_budget
+from moeconv.quantizers import QUANTIZERS, Quantizer
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.quantizers.moments import Moments, moments_bytes
+from moeconv.source.checkpoint import Checkpoint
+from moert.pack.manifest import Dense
+from moert.pack.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Coding:
+    checkpoint: Checkpoint
+    quantizer: Quantizer
+    dense: DenseCoder
+
+    @classmethod
+    def open(cls, settings: Settings) -> Coding:
+        """Raises CheckpointError, UnsupportedModel or SettingsError."""
+        checkpoint = Checkpoint.open(settings.model)
+        quantizer = QUANTIZERS[settings.quantizer](settings.group_size)
+        return cls(checkpoint, quantizer, DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits)))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
+
+    @property
+    def dense_widths(self) -> Dense | None:
+        """None where nothing outside the experts is quantised."""
+        return self.dense.dense
+
+    def check(self, settings: Settings) -> None:
+        """Raises TargetMissed for a size that no plan has, SettingsError where the moments that the quantizer needs do
+        not fit in --memory."""
+        check_budget(settings.target, self.spec, min(settings.bits), self.quantizer.group_size)
+        wants = self.quantizer.wants
+        needed = 0 if wants == "nothing" else moments_bytes(self.spec, wants)
+        if needed > settings.memory_bytes:
+            raise SettingsError(
+                f"--quantizer {self.quantizer.name} collects {needed / 1e6:,.0f} MB about the inputs of this model's "
+                f"experts: give --memory {math.ceil(needed / 1e6):,}MB or more, or take --quantizer group"
+            )
+
+    def moments_in(self, folder: Path) -> Path | None:
+        """File with what the quantizer knows of the experts' inputs; None where it needs nothing."""
+        wants = self.quantizer.wants
+        return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
+
+    def experts(self, moments: Path | None) -> ExpertCoder:
+        return ExpertCoder(self.checkpoint, self.quantizer, None if moments is None else Moments.load(moments))

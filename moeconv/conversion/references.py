@@ -1,0 +1,55 @@
+"""The unquantised model's answers, on both texts that losses are measured on, and who judges plans by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeconv.conversion.account import Account
+from moeconv.conversion.bench import Bench
+from moeconv.errors import TargetMissed
+from moeconv.measure.assignments import Measure
+from moeconv.measure.evaluation import Evaluation
+from moeconv.plan.problem import Plan
+from moeconv.promise.evidence import Evidence
+from moeconv.promise.judging import Judge, at_chance, check_reference
+
+
+@dataclass(frozen=True)
+class References:
+    """`judge` measures on the acceptance text; on `heldout` only what was chosen is measured."""
+
+    judge: Judge
+    heldout: Measure
+
+    @classmethod
+    def of(cls, bench: Bench) -> References:
+        material, settings = bench.material, bench.settings
+        acceptance = bench.measure("acceptance", material.acceptance, settings.samples)
+        heldout = bench.measure("held-out", material.splits.heldout, settings.heldout_samples)
+        evidence = Evidence(material.judged.documents, material.heldout.documents)
+        return cls(Judge(acceptance, evidence, settings.planned_loss, settings.confidence, settings.seed), heldout)
+
+
+def measured_references(bench: Bench, account: Account) -> References:
+    """Raises SettingsError where no loss can be measured against them, TargetMissed for a doubt with --strict."""
+    found, material = References.of(bench), bench.material
+
+    def doubt(line: str | None) -> None:
+        """Says why the promise is less than was asked for."""
+        if line is not None and bench.settings.strict:
+            raise TargetMissed(f"--strict: {line}")
+        account.note(line)
+
+    doubt(found.judge.too_few())
+    with account.step("reference", bench.journal):
+        texts = (("calibration", found.judge.measure, material.judged), ("held-out", found.heldout, material.heldout))
+        for what, measure, volume in texts:
+            name, value = measure.metric.name, measure.metric.value(measure.reference.columns())
+            check_reference(name, value, f"{what} text")
+            account.say(f"reference on {what} text: {name} {value:.4f} on {len(measure.reference.nats)} samples")
+            doubt(at_chance(measure.reference, volume.entropy, what))
+    return found
+
+
+def evaluated(measure: Measure, plan: Plan) -> Evaluation:
+    return measure(plan.assignment, f"plan of {plan.nbytes} bytes")

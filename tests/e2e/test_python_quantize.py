@@ -1,0 +1,70 @@
+"""moeconv.quantize: the same as the command, with arguments in the place of options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converting import command, contents, run, running_text
+from tiny import tiny_olmoe
+
+import moeconv
+import moert
+from moeconv.errors import ConversionError
+from moert.pack.errors import PackError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_olmoe(tmp_path_factory.mktemp("model") / "olmoe")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return running_text(tmp_path_factory.mktemp("text") / "text.jsonl")
+
+
+def test_it_writes_the_pack_that_the_command_writes(model: Path, text: Path, tmp_path: Path) -> None:
+    done = run(command(model, text, tmp_path / "a.pack", tmp_path / "a.work", "--loss", "20%", "--bits", "2,4"))
+    assert done.returncode == 0, done.stderr
+    said: list[str] = []
+    report = moeconv.quantize(
+        model, tmp_path / "b.pack", loss="20%", calib=text, metric="perplexity", context=32, bits="2,4", say=said.append
+    )
+    assert contents(tmp_path / "a.pack") == contents(tmp_path / "b.pack")
+    assert (tmp_path / "b.pack.work").is_dir()
+    assert said
+    assert report.target.value == 0.2
+    with moert.load(tmp_path / "b.pack", memory="2GB") as opened:
+        assert opened.generate("ab cde", max_new_tokens=4).result.tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"los": "5%"}, "los is no setting: there are allocation, "),
+        ({"loss": "5X%"}, "loss '5X%': expected a share such as 5% or 0.05"),
+        ({"loss": 0.05, "size": "1MB"}, "loss and size: one target at a time"),
+        ({"loss": True}, "loss = True: expected a number or text"),
+        ({"quantizer": "magic"}, "quantizer magic: expected one of channel, group, gptq"),
+        ({"group_size": 48}, "group_size 48: expected one of"),
+        ({"bits": "2,5"}, "bits '2,5': expected widths among"),
+        ({"bits": [2, 5]}, "bits (2, 5): expected widths among"),
+        ({"calib": None}, "calib is missing"),
+        ({"context": "long"}, "context = 'long' has the wrong type"),
+    ],
+)
+def test_mistakes_name_arguments_and_write_nothing(
+    model: Path, text: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConversionError) as error:
+        moeconv.quantize(model, tmp_path / "m.pack", **{"calib": str(text), **settings})
+    assert str(error.value).startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_would_be_lost_is_refused(model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(PackError, match="choose another out"):
+        moeconv.quantize(model, tmp_path, calib=text)
