@@ -43,8 +43,11 @@ class CachedExperts:
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
         if len(hidden) == 1:
-            taken = experts[0] >= 0
-            self._run_one(at, hidden, experts[0][taken].tolist(), np.ascontiguousarray(weights[0][taken]), out)
+            needed, share = experts[0].tolist(), weights[0]
+            if min(needed) < 0:
+                taken = experts[0] >= 0
+                needed, share = experts[0][taken].tolist(), share[taken]
+            self._run_one(at, hidden, needed, share, out)
             return
         chosen = experts.reshape(-1)
         order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]  # without those that were dropped

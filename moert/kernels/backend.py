@@ -115,6 +115,7 @@ class KeptKeys(Protocol):
     key_steps: npt.NDArray[np.float16] | None
     value_steps: npt.NDArray[np.float16] | None
     length: int
+    place: Any
 
 
 class BackendOf(Protocol[M, E]):

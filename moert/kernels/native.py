@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_char, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -69,31 +69,31 @@ class NativeBackend:
             qweight, scale, minimum = self._kept(stored.qweight), self._kept(stored.scale), self._kept(stored.minimum)
             kept = QuantizedMatrix(stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum)
             struct = Matrix(
-                qweight.ctypes.data, scale.ctypes.data, minimum.ctypes.data, stored.bits, len(qweight),
+                _at(qweight), _at(scale), _at(minimum), stored.bits, len(qweight),
                 stored.in_features, stored.group_size,
             )  # fmt: skip
             return NativeMatrix(kept, struct)
         data = self._kept(np.ascontiguousarray(stored.data))
         rows, cols = data.shape
         return NativeMatrix(
-            Floats(stored.dtype, data), Matrix(data.ctypes.data, None, None, KINDS[stored.dtype], rows, cols, cols)
+            Floats(stored.dtype, data), Matrix(_at(data), None, None, KINDS[stored.dtype], rows, cols, cols)
         )
 
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> F32:
         out = np.empty((len(ids), matrix.cols), np.float32)
         places = (c_int64 * len(ids))(*ids)
-        check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, out.ctypes.data))
+        check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, _at(out)))
         return out
 
     def linear(self, x: F32, matrix: NativeMatrix) -> F32:
         out = np.empty((len(x), matrix.rows), np.float32)
-        matrices, outputs = (c_void_p * 1)(addressof(matrix.struct)), (c_void_p * 1)(out.ctypes.data)
-        check(self._call.moert_linear(self._pool, 1, matrices, x.ctypes.data, len(x), outputs))
+        matrices, outputs = (c_void_p * 1)(addressof(matrix.struct)), (c_void_p * 1)(_at(out))
+        check(self._call.moert_linear(self._pool, 1, matrices, _at(x), len(x), outputs))
         return out
 
     def norm(self, x: F32, weight: F32, eps: float) -> F32:
         out = np.empty_like(x)
-        self._call.moert_norm(self._pool, weight.ctypes.data, eps, *x.shape, x.ctypes.data, out.ctypes.data)
+        self._call.moert_norm(self._pool, _at(weight), eps, *x.shape, _at(x), _at(out))
         return out
 
     def attend(
@@ -103,9 +103,9 @@ class NativeBackend:
         turns, bias = positions.turns, positions.bias
         check(
             self._call.moert_attend(
-                self._pool, byref(block), len(x), x.ctypes.data, byref(keys_of(kept)), start, kept.length,
-                None if turns is None else turns.ctypes.data,
-                None if bias is None else bias.ctypes.data + bias.itemsize * positions.zero,
+                self._pool, byref(block), len(x), _at(x), byref(keys_of(kept)), start, kept.length,
+                None if turns is None else _at(turns),
+                None if bias is None else _at(bias) + bias.itemsize * positions.zero,
                 0 if bias is None else bias.shape[1],
             )
         )  # fmt: skip
@@ -113,14 +113,14 @@ class NativeBackend:
     def keep(self, weights: AttentionWeights[NativeMatrix], encoded: F32, kept: KeptKeys, start: int) -> None:
         block = self._block(weights, True)
         keys = keys_of(kept)
-        check(self._call.moert_keep(self._pool, byref(block), len(encoded), encoded.ctypes.data, start, byref(keys)))
+        check(self._call.moert_keep(self._pool, byref(block), len(encoded), _at(encoded), start, byref(keys)))
 
     def scores(self, x: F32, norm: F32, eps: float, router: NativeMatrix) -> tuple[F32, F32]:
         hidden, probabilities = np.empty_like(x), np.empty((len(x), router.rows), np.float32)
         check(
             self._call.moert_scores(
-                self._pool, norm.ctypes.data, eps, router.struct, len(x), x.ctypes.data, hidden.ctypes.data,
-                probabilities.ctypes.data,
+                self._pool, _at(norm), eps, router.struct, len(x), _at(x), _at(hidden),
+                _at(probabilities),
             )
         )  # fmt: skip
         return hidden, probabilities
@@ -128,22 +128,16 @@ class NativeBackend:
     def choose(self, probabilities: F32, top_k: int, renormalise: bool) -> tuple[I64, F32]:
         tokens = len(probabilities)
         chosen, weights = np.empty((tokens, top_k), np.int64), np.empty((tokens, top_k), np.float32)
-        self._call.moert_choose(
-            probabilities.ctypes.data, *probabilities.shape, top_k, renormalise, chosen.ctypes.data, weights.ctypes.data
-        )
+        self._call.moert_choose(_at(probabilities), *probabilities.shape, top_k, renormalise, _at(chosen), _at(weights))
         return chosen, weights
 
     def head(self, x: F32, norm: F32, eps: float, factor: float, matrix: NativeMatrix) -> F32:
         out = np.empty((len(x), matrix.rows), np.float32)
-        check(
-            self._call.moert_head(
-                self._pool, norm.ctypes.data, eps, factor, matrix.struct, len(x), x.ctypes.data, out.ctypes.data
-            )
-        )
+        check(self._call.moert_head(self._pool, _at(norm), eps, factor, matrix.struct, len(x), _at(x), _at(out)))
         return out
 
     def expert(self, view: ExpertView) -> NativeExpert:
-        start, ffn = view.buffer.ctypes.data, Ffn()
+        start, ffn = _at(view.buffer), Ffn()
         for name, part in view.projections.items():
             places = [start + at for at in part.places]
             kind = KINDS[part.dtype16] if part.bits == 16 else part.bits
@@ -161,11 +155,11 @@ class NativeBackend:
         self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32,
         x: F32, out: F32, spec: FfnSpec,
     ) -> None:  # fmt: skip
-        addresses, starts = _addresses(experts), np.fromiter(accumulate(counts, initial=0), np.int32, len(counts) + 1)
+        addresses, starts = _addresses(experts), (c_int32 * (len(counts) + 1))(*accumulate(counts, initial=0))
         check(
             self._call.moert_mixture(
-                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), len(experts), addresses, starts.ctypes.data,
-                tokens.ctypes.data, weights.ctypes.data, x.ctypes.data, len(x), out.ctypes.data,
+                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), len(experts), addresses, starts,
+                _at(tokens), _at(weights), _at(x), len(x), _at(out),
             )
         )  # fmt: skip
 
@@ -174,16 +168,14 @@ class NativeBackend:
         starts, first = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
         check(
             self._call.moert_parts(
-                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), count, _addresses(experts), starts.ctypes.data,
-                first.ctypes.data, x.ctypes.data, 1, out.ctypes.data,
+                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), count, _addresses(experts), _at(starts),
+                _at(first), _at(x), 1, _at(out),
             )
         )  # fmt: skip
 
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         first = np.zeros(len(parts), np.int32)
-        self._call.moert_add_parts(
-            self._pool, parts.ctypes.data, weights.ctypes.data, first.ctypes.data, *parts.shape, out.ctypes.data
-        )
+        self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
 
     def _block(self, weights: AttentionWeights[NativeMatrix], with_keys: bool) -> Attention:
         """The struct, made once; without the matrices of keys and values where these are there already."""
@@ -191,7 +183,7 @@ class NativeBackend:
         if key not in self._blocks:
             part = weights.part
             block = Attention(
-                norm=weights.norm.ctypes.data, heads=part.n, kv_heads=part.kv, head_dim=part.dim,
+                norm=_at(weights.norm), heads=part.n, kv_heads=part.kv, head_dim=part.dim,
                 rope_dims=weights.rope_dims, norm_each=part.qk_norm == "head", causal=weights.causal,
                 window=part.window or 0, eps=weights.eps, scale=part.scale,
                 clip=math.inf if part.clip is None else part.clip, softcap=part.softcap or 0.0, q=weights.q.struct,
@@ -200,9 +192,9 @@ class NativeBackend:
             if with_keys:
                 block.k, block.v = weights.k.struct, weights.v.struct
             if weights.q_norm is not None and weights.k_norm is not None:
-                block.q_norm, block.k_norm = weights.q_norm.ctypes.data, weights.k_norm.ctypes.data
+                block.q_norm, block.k_norm = _at(weights.q_norm), _at(weights.k_norm)
             if weights.sinks is not None:
-                block.sinks = weights.sinks.ctypes.data
+                block.sinks = _at(weights.sinks)
             self._blocks[key] = block, weights
         return self._blocks[key][0]
 
@@ -214,10 +206,21 @@ class NativeBackend:
 
 
 def keys_of(kept: KeptKeys) -> Keys:
-    """Where these lie; they have to outlive it."""
-    parts = (kept.keys, kept.values, kept.key_steps, kept.value_steps)
-    strides = [0 if part is None else part.strides[0] // part.itemsize for part in parts]
-    return Keys(*(None if part is None else part.ctypes.data for part in parts), *strides)
+    """Where these lie, until there is more room; they have to outlive it."""
+    if kept.place is None:
+        parts = (kept.keys, kept.values, kept.key_steps, kept.value_steps)
+        strides = [0 if part is None else part.strides[0] // part.itemsize for part in parts]
+        kept.place = Keys(*(None if part is None else _at(part) for part in parts), *strides)
+    place: Keys = kept.place
+    return place
+
+
+def _at(array: npt.NDArray[Any]) -> int:
+    """The address of its first number: `array.ctypes` takes three times as long, and every token asks for many."""
+    try:
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # what is empty, or not to be written
+        return int(array.ctypes.data)
 
 
 def _addresses(experts: Sequence[NativeExpert]) -> Any:

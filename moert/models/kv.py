@@ -28,6 +28,8 @@ class Kept:
         self.length = 0
         self._part, self._expected, self._bits = part, expected, bits
         self.keys, self.values, self.key_steps, self.value_steps = self._room(0)
+        self.place: Any = None
+        """What a backend remembers of where they lie; None where nothing is known of the present room."""
 
     def extend(self, new: int) -> int:
         """Makes room for `new` tokens, whose keys and values are the caller's to write; gives the first one's place."""
@@ -39,6 +41,7 @@ class Kept:
                 if old is not None and fresh is not None:
                     fresh[:, : old.shape[1]] = old
             self.keys, self.values, self.key_steps, self.value_steps = room
+            self.place = None
         return start
 
     def copy(self) -> Kept:

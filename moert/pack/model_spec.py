@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 from moert.pack.parts import ROLES, Experts, Ffn, Role, Rope, Stack, Tensor
@@ -20,6 +20,7 @@ class LayerKey(NamedTuple):
     stack: StackName
     layer: int
 
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - keys are few, and asked for at every layer of every token
     def expert(self, number: int) -> ExpertKey:
         return ExpertKey(self.stack, self.layer, number)
 
