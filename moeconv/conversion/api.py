@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,6 @@ class _Silent:
 
     def update(self, n: int) -> None:
         pass
-
-
-@contextmanager
-def _no_bar(label: str, total: int) -> Iterator[_Silent]:
-    yield _Silent()
 
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {"bits": parse_bits, "fields": parse_fields}
@@ -50,7 +45,7 @@ def quantize(
                 said[name] = parse(said[name])
         kept = Path(work) if work is not None else place.parent / f"{place.name}.work"
         settings = settings_of({"model": os.fspath(model), **said}, place, kept)
-        return Conversion(settings, say, _no_bar).run()[1]
+        return Conversion(settings, say, lambda label, total: nullcontext(_Silent())).run()[1]
     except (ConversionError, PackError) as error:
         error.args = (as_entries(str(error)), *error.args[1:])
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -302,7 +301,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     console.prepare()
     sys.exit(_exit_code(arguments))
 

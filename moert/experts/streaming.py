@@ -28,7 +28,7 @@ class Streaming:
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
         self.nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
-        self._pack, self._begun = pack, False
+        self._pack, self._begun, self._all_bytes = pack, False, sum(self.nbytes.values())
         self._measures_drive = io is None
         self._store = ExpertStore(pack, backend, counters, io or IoSettings(True, DEFAULT_THREADS))
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
@@ -42,7 +42,7 @@ class Streaming:
     def adapt(self, room_bytes: int, notify: Callable[[str], None]) -> None:
         """To so much room for experts: where that is not enough for all, finds out, once, how this drive is best read
         and which eviction policy is best."""
-        if room_bytes >= sum(self.nbytes.values()):
+        if room_bytes >= self._all_bytes:
             return
         self._store.leaves_page_cache = False
         if self._begun:

@@ -66,12 +66,13 @@ class Pack:
 
     def file(self, relative: str) -> Path:
         """The real path of a file of the pack; raises UnsafePath if a link leads out of it."""
-        folder = os.path.dirname(relative)
-        if folder not in self._folders or os.path.islink(os.path.join(self.root, relative)):
-            path = _inside(self.root, relative)
-            self._folders.add(folder)
+        folder, path = os.path.dirname(relative), self.root / relative
+        if folder in self._folders and not os.path.islink(path):
             return path
-        return self.root / relative
+        _check_inside(self.root, path)
+        if _is_inside(self.root, path.parent):  # else a link in there leads back into the pack
+            self._folders.add(folder)
+        return path
 
     def read_file(self, relative: str) -> bytes:
         """The bytes of a file that is not an expert, checked against size and fast checksum.
@@ -185,7 +186,8 @@ def is_pack(root: Path) -> bool:
 
 
 def _manifest_text(root: Path) -> str:
-    path = _inside(root, MANIFEST)
+    path = root / MANIFEST
+    _check_inside(root, path)
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -211,16 +213,18 @@ def _is_checkpoint(root: Path) -> bool:
     return (root / "config.json").is_file() and any(any(root.glob(pattern)) for pattern in weights)
 
 
-def _inside(root: Path, relative: str) -> Path:
-    """root / relative, unless a link makes it lead out of the pack."""
-    path = root / relative
-    try:
-        inside = path.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError):  # links in a circle
-        inside = False
-    if not inside:
+def _check_inside(root: Path, path: Path) -> None:
+    """Raises UnsafePath."""
+    if not _is_inside(root, path):
         raise UnsafePath(f"{path} leads out of the pack, by a link or by its name: a pack is complete in itself")
-    return path
+
+
+def _is_inside(root: Path, path: Path) -> bool:
+    """Whether a path below `root` really leads to a place below it, whatever links are on the way."""
+    try:
+        return path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # links in a circle
+        return False
 
 
 def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:

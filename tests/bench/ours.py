@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,7 +14,6 @@ class Ours:
     """An engine that keeps all experts in memory. No token ends a text, so that all runs have the length asked for."""
 
     def __init__(self, pack: Path) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
         from moert.engine import Engine
 
         self._engine = Engine.open(pack, predictor="none", threads=THREADS)

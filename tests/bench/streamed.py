@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,7 +84,6 @@ class Streamed:
     """The session. What its engine demands is remembered, so that it can be said what no cache could have avoided."""
 
     def __init__(self, setting: Setting) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
         import numpy as np
 
         from moert.budget.budget import parse_cache

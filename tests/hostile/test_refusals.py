@@ -418,6 +418,14 @@ def test_links_out_of_the_pack(pack_dir: Path, relative: str) -> None:
     refused(UnsafePath, "leads out of the pack", lambda: Pack.open(pack_dir))
 
 
+def test_a_folder_outside_is_not_taken_for_one_inside_because_a_link_in_it_leads_back(pack_dir: Path) -> None:
+    move_out(pack_dir, "experts/D00")
+    back = pack_dir.parent / "outside" / Path(FIRST).name
+    shutil.move(back, pack_dir / "first")
+    back.symlink_to(pack_dir / "first")
+    refused(UnsafePath, "leads out of the pack", lambda: Pack.open(pack_dir))
+
+
 @pytest.mark.parametrize("relative", [FIRST, "config.json", "backbone.safetensors"])
 def test_links_put_there_after_opening(pack_dir: Path, relative: str) -> None:
     pack = Pack.open(pack_dir)
