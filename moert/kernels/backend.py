@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import F32, U8, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
-from moert.pack.parts import Attention, Ffn
+from moert.pack.parts import Attention, Ffn, Latent, Router
 
 I64 = npt.NDArray[np.int64]
 
@@ -55,13 +55,14 @@ class ExpertView(NamedTuple):
 
 
 class ProjectionView(NamedTuple):
-    """`places`: where in the buffer its weights begin, or its codes, scales and minima."""
+    """`places`: where in the buffer its weights begin, or its codes, scales and minima; `bias_place`: its bias."""
 
     shape: tuple[int, int]
     bits: int
     group_size: int
     dtype16: Literal["F16", "BF16"]
     places: tuple[int, ...]
+    bias_place: int | None = None
 
     def stored(self, buffer: U8) -> Stored:
         """What lies in the buffer, not copied."""
@@ -76,35 +77,61 @@ class ProjectionView(NamedTuple):
         )
         return QuantizedMatrix(self.bits, inputs, self.group_size, codes, scale, minimum)
 
+    def bias(self, buffer: U8) -> F32 | None:
+        """[out], not copied."""
+        at = self.bias_place
+        return None if at is None else buffer[at:][: 4 * self.shape[0]].view(np.float32)
+
 
 @dataclass(frozen=True)
-class AttentionWeights(Generic[M]):
-    """One attention. norm [d_model]; q_norm, k_norm as its part says; sinks [n]. `own`: tokens attend to the sequence
-    that they are of, else to what was kept before; `causal`: to no later ones. The first `rope_dims` features of a head
-    turn."""
+class NormWeights:
+    """See moert.pack.parts.Norm: weight [n], and the bias [n] of one of the kind layer."""
 
-    part: Attention
+    weight: F32
+    bias: F32 | None
     eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights(Generic[M]):
+    """One attention. `norms` and `matrices` by the names that its part gives them, where `before` is the layer's own
+    norm and `after` that of its Join; sinks [n]. `own`: tokens attend to the sequence that they are of, else to what
+    was kept before; `causal`: to no later ones. The first `rope_dims` features of a head turn. What comes out is
+    multiplied with `add`."""
+
+    part: Attention | Latent
     own: bool
     causal: bool
     rope_dims: int
-    norm: F32
-    q_norm: F32 | None
-    k_norm: F32 | None
-    sinks: F32 | None
-    q: M
-    k: M
-    v: M
-    o: M
+    norms: Mapping[str, NormWeights]
+    matrices: Mapping[str, M]
+    sinks: F32 | None = None
+    add: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class RouterWeights(Generic[M]):
+    """See moert.pack.parts.Router. `norm` is of what the experts get, `own` of what the router sees, if another.
+    `factor` multiplies that of its part. choice_bias, expert_scale [experts]"""
+
+    part: Router
+    factor: float
+    norm: NormWeights
+    own: NormWeights | None
+    matrix: M
+    choice_bias: F32 | None
+    expert_scale: F32 | None
 
 
 class Positions(NamedTuple):
     """Of the tokens that are read: `turns` [tokens, 2, dims / 2] cosines and sines, or None; `bias` [heads, offsets] by
-    how far a key lies after the query, of which the one at `zero` is that of the query itself, or None."""
+    how far a key lies after the query, of which the one at `zero` is that of the query itself, or None; `query_scale`
+    [tokens] multiplies queries, or None."""
 
     turns: F32 | None = None
     bias: F32 | None = None
     zero: int = 0
+    query_scale: F32 | None = None
 
 
 class KeptKeys(Protocol):
@@ -128,8 +155,8 @@ class BackendOf(Protocol[M, E]):
     widens: bool
     """True if weights are held and computed with in float32; False if they stay as they are stored."""
 
-    def matrix(self, stored: Stored) -> M:
-        """A copy: `stored` may lie in a mapped file."""
+    def matrix(self, stored: Stored, bias: F32 | None = None) -> M:
+        """A copy: `stored` may lie in a mapped file. bias [out] is added to what the matrix gives."""
         ...
 
     def rows(self, matrix: M, ids: Sequence[int]) -> F32:
@@ -140,30 +167,35 @@ class BackendOf(Protocol[M, E]):
         """x [tokens, in] → [tokens, out]"""
         ...
 
-    def norm(self, x: F32, weight: F32, eps: float) -> F32:
-        """x [tokens, n] → x / √(mean(x²) + eps) · weight"""
+    def norm(self, x: F32, norm: NormWeights) -> F32:
+        """x [tokens, n], normed."""
         ...
 
     def attend(self, weights: AttentionWeights[M], x: F32, kept: KeptKeys, start: int, positions: Positions) -> None:
-        """x [tokens, d_model] += attention(norm(x)) for the tokens of one sequence from position `start` on, whose keys
-        and values are written to `kept` first, if they are not given."""
+        """x [tokens, d_model] joins attention(norm(x)) for the tokens of one sequence from position `start` on, whose
+        keys and values are written to `kept` first, if they are not given."""
         ...
 
     def keep(self, weights: AttentionWeights[M], encoded: F32, kept: KeptKeys, start: int) -> None:
         """Writes keys and values of encoded [tokens, d_model] to `kept` from `start` on."""
         ...
 
-    def scores(self, x: F32, norm: F32, eps: float, router: M) -> tuple[F32, F32]:
-        """x [tokens, d_model] → norm(x), and softmax(router · norm(x)) [tokens, experts]."""
+    def scores(self, x: F32, router: RouterWeights[M]) -> tuple[F32, F32]:
+        """x [tokens, d_model] → what the experts get, and scores [tokens, experts]; of a sparsemixer, the numbers that
+        it has of them."""
         ...
 
-    def choose(self, probabilities: F32, top_k: int, renormalise: bool) -> tuple[I64, F32]:
-        """probabilities [tokens, experts], which are spoiled → the largest [tokens, top_k], ascending by number, the
-        first of equal ones; and their probabilities."""
+    def choose(self, scores: F32, router: RouterWeights[M]) -> tuple[I64, F32]:
+        """scores [tokens, experts], which are spoiled → the chosen experts [tokens, top_k], ascending by number, the
+        first of equal ones; and their weights."""
         ...
 
-    def head(self, x: F32, norm: F32, eps: float, factor: float, matrix: M) -> F32:
-        """x [tokens, d_model] → matrix · (norm(x) · factor), [tokens, out]"""
+    def gate(self, hidden: F32, matrix: M, factor: float) -> F32:
+        """hidden [tokens, d_model] → factor · sigmoid(matrix · hidden), [tokens], for a matrix of one row."""
+        ...
+
+    def head(self, x: F32, norm: NormWeights, factor: float, softcap: float | None, matrix: M) -> F32:
+        """x [tokens, d_model] → matrix · (norm(x) · factor), [tokens, out]; see moert.pack.model_spec.Head"""
         ...
 
     def expert(self, view: ExpertView) -> E:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import struct
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import CDLL, POINTER, c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from moert.errors import RunError
+from moert.kernels.structs import Matrix
 
-ABI = 5
+ABI = 6
 PATH = Path(__file__).with_name("_native.so")
-KINDS = {"F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes; one with codes has their width
-ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
 
 
 class InstructionSetInvalid(RunError):
@@ -23,43 +22,6 @@ class InstructionSetInvalid(RunError):
 
 class NativeFailed(MemoryError):
     """The library could not get the memory that it needs."""
-
-
-class Matrix(Structure):
-    """The struct moert_matrix of csrc/moert.h. Pointers are addresses (int) or None."""
-
-    _fields_ = [
-        ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p),
-        ("kind", c_int32), ("rows", c_int32), ("cols", c_int32), ("group", c_int32),
-    ]  # fmt: skip
-
-
-class Ffn(Structure):
-    """The struct moert_ffn."""
-
-    _fields_ = [("gate", Matrix), ("up", Matrix), ("down", Matrix)]
-
-
-class Attention(Structure):
-    """The struct moert_attention."""
-
-    _fields_ = [
-        ("norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("sinks", c_void_p),
-        ("q", Matrix), ("k", Matrix), ("v", Matrix), ("o", Matrix),
-        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("rope_dims", c_int32),
-        ("norm_each", c_int32), ("causal", c_int32), ("window", c_int32),
-        ("eps", c_float), ("scale", c_float), ("clip", c_float), ("softcap", c_float),
-    ]  # fmt: skip
-
-
-class Keys(Structure):
-    """The struct moert_keys."""
-
-    _fields_ = [
-        ("keys", c_void_p), ("values", c_void_p), ("key_steps", c_void_p), ("value_steps", c_void_p),
-        ("key_stride", c_int64), ("value_stride", c_int64),
-        ("key_step_stride", c_int64), ("value_step_stride", c_int64),
-    ]  # fmt: skip
 
 
 _POOL, _DATA = c_void_p, c_void_p
@@ -74,20 +36,16 @@ _FUNCTIONS = {
     "moert_pool_close": (None, [_POOL]),
     "moert_linear": (c_int, [_POOL, c_int, _DATA, _DATA, c_int, _DATA]),
     "moert_rows": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, _DATA]),
-    "moert_mixture": (
-        c_int,
-        [_POOL, c_int, c_float, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA],
-    ),
-    "moert_parts": (c_int, [_POOL, c_int, c_float, c_int, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
+    "moert_mixture": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
+    "moert_parts": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
     "moert_add_parts": (None, [_POOL, _DATA, _DATA, _DATA, c_int, c_int, _DATA]),
-    "moert_attend": (
-        c_int,
-        [_POOL, POINTER(Attention), c_int, _DATA, POINTER(Keys), c_int, c_int, _DATA, _DATA, c_int64],
-    ),
-    "moert_keep": (c_int, [_POOL, POINTER(Attention), c_int, _DATA, c_int, POINTER(Keys)]),
-    "moert_norm": (None, [_POOL, _DATA, c_float, c_int, c_int, _DATA, _DATA]),
-    "moert_scores": (c_int, [_POOL, _DATA, c_float, POINTER(Matrix), c_int, _DATA, _DATA, _DATA]),
-    "moert_choose": (None, [_DATA, c_int, c_int, c_int, c_int, _DATA, _DATA]),
+    "moert_attend": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
+    "moert_attend_latent": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
+    "moert_keep": (c_int, [_POOL, _DATA, c_int, _DATA, c_int, _DATA]),
+    "moert_normalise": (None, [_POOL, _DATA, c_int, c_int, _DATA, _DATA]),
+    "moert_scores": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
+    "moert_choose": (c_int, [_DATA, _DATA, c_int, _DATA, _DATA]),
+    "moert_gate": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, c_float, _DATA]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),
     "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _DATA, _DATA]),

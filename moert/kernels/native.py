@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from ctypes import addressof, byref, c_char, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import Structure, addressof, c_char, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -12,20 +12,35 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from moert.kernels import structs
 from moert.kernels.arena import Arena
-from moert.kernels.backend import I64, AttentionWeights, ExpertView, Floats, KeptKeys, Positions, Stored
-from moert.kernels.library import ACTIVATIONS, KINDS, Attention, Ffn, Keys, Library, Matrix, NativeFailed, check
+from moert.kernels.backend import (
+    I64,
+    AttentionWeights,
+    ExpertView,
+    Floats,
+    KeptKeys,
+    NormWeights,
+    Positions,
+    RouterWeights,
+    Stored,
+)
+from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Keys, Matrix
 from moert.pack.codec import F32, QuantizedMatrix
-from moert.pack.parts import Ffn as FfnSpec
+from moert.pack.parts import Act, Attention, Ffn, Latent
 
 _Item = TypeVar("_Item", bound=np.generic)
+_W = TypeVar("_W")
+_S = TypeVar("_S", bound=Structure)
 
 
 @dataclass(frozen=True)
 class NativeMatrix:
-    """A dense matrix; `stored` lies where `struct` points to."""
+    """A dense matrix; `stored` and `bias` lie where `struct` points to."""
 
     stored: Stored
+    bias: F32 | None
     struct: Matrix
 
     @property
@@ -40,7 +55,7 @@ class NativeMatrix:
 class NativeExpert:
     """A feed-forward part; `alive` is what holds its bytes."""
 
-    def __init__(self, ffn: Ffn, alive: object) -> None:
+    def __init__(self, ffn: structs.Ffn, alive: object) -> None:
         self.ffn, self.address, self._alive = ffn, addressof(ffn), alive
 
 
@@ -56,7 +71,8 @@ class NativeBackend:
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
         self._arena = Arena()
-        self._blocks: dict[int, tuple[Attention, object]] = {}  # by id of the AttentionWeights, which is kept alive
+        self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
+        self._acts: dict[Act, structs.Act] = {}
 
     def close(self) -> None:
         """Ends the threads. Nothing may be computed after that."""
@@ -64,20 +80,20 @@ class NativeBackend:
             self._call.moert_pool_close(self._pool)
             self._pool, self._call = None, None
 
-    def matrix(self, stored: Stored) -> NativeMatrix:
+    def matrix(self, stored: Stored, bias: F32 | None = None) -> NativeMatrix:
+        place = None if bias is None else _at(bias)
         if isinstance(stored, QuantizedMatrix):
             qweight, scale, minimum = self._kept(stored.qweight), self._kept(stored.scale), self._kept(stored.minimum)
             kept = QuantizedMatrix(stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum)
             struct = Matrix(
-                _at(qweight), _at(scale), _at(minimum), stored.bits, len(qweight),
-                stored.in_features, stored.group_size,
+                _at(qweight), _at(scale), _at(minimum), place, stored.bits, len(qweight), stored.in_features,
+                stored.group_size,
             )  # fmt: skip
-            return NativeMatrix(kept, struct)
+            return NativeMatrix(kept, bias, struct)
         data = self._kept(np.ascontiguousarray(stored.data))
         rows, cols = data.shape
-        return NativeMatrix(
-            Floats(stored.dtype, data), Matrix(_at(data), None, None, KINDS[stored.dtype], rows, cols, cols)
-        )
+        struct = Matrix(_at(data), None, None, place, KINDS[stored.dtype], rows, cols, cols)
+        return NativeMatrix(Floats(stored.dtype, data), bias, struct)
 
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> F32:
         out = np.empty((len(ids), matrix.cols), np.float32)
@@ -91,85 +107,90 @@ class NativeBackend:
         check(self._call.moert_linear(self._pool, 1, matrices, _at(x), len(x), outputs))
         return out
 
-    def norm(self, x: F32, weight: F32, eps: float) -> F32:
+    def norm(self, x: F32, norm: NormWeights) -> F32:
         out = np.empty_like(x)
-        self._call.moert_norm(self._pool, _at(weight), eps, *x.shape, _at(x), _at(out))
+        self._call.moert_normalise(self._pool, self._place(norm, "norm", _norm), *x.shape, _at(x), _at(out))
         return out
 
     def attend(
         self, weights: AttentionWeights[NativeMatrix], x: F32, kept: KeptKeys, start: int, positions: Positions
     ) -> None:
-        block = self._block(weights, weights.own)
-        turns, bias = positions.turns, positions.bias
+        latent = isinstance(weights.part, Latent)
+        block = self._place(weights, "attend", _latent if latent else _attention)
+        call = self._call.moert_attend_latent if latent else self._call.moert_attend
+        at = _positions(positions)
         check(
-            self._call.moert_attend(
-                self._pool, byref(block), len(x), _at(x), byref(keys_of(kept)), start, kept.length,
-                None if turns is None else _at(turns),
-                None if bias is None else _at(bias) + bias.itemsize * positions.zero,
-                0 if bias is None else bias.shape[1],
+            call(
+                self._pool, block, len(x), _at(x), addressof(keys_of(kept)), start, kept.length, addressof(at)
             )
         )  # fmt: skip
 
     def keep(self, weights: AttentionWeights[NativeMatrix], encoded: F32, kept: KeptKeys, start: int) -> None:
-        block = self._block(weights, True)
-        keys = keys_of(kept)
-        check(self._call.moert_keep(self._pool, byref(block), len(encoded), _at(encoded), start, byref(keys)))
+        block = self._place(weights, "keep", _with_keys)
+        keys = addressof(keys_of(kept))
+        check(self._call.moert_keep(self._pool, block, len(encoded), _at(encoded), start, keys))
 
-    def scores(self, x: F32, norm: F32, eps: float, router: NativeMatrix) -> tuple[F32, F32]:
-        hidden, probabilities = np.empty_like(x), np.empty((len(x), router.rows), np.float32)
-        check(
-            self._call.moert_scores(
-                self._pool, _at(norm), eps, router.struct, len(x), _at(x), _at(hidden),
-                _at(probabilities),
-            )
-        )  # fmt: skip
-        return hidden, probabilities
+    def scores(self, x: F32, router: RouterWeights[NativeMatrix]) -> tuple[F32, F32]:
+        hidden, scores = np.empty_like(x), np.empty((len(x), router.matrix.rows), np.float32)
+        place = self._place(router, "router", _router)
+        check(self._call.moert_scores(self._pool, place, len(x), _at(x), _at(hidden), _at(scores)))
+        return hidden, scores
 
-    def choose(self, probabilities: F32, top_k: int, renormalise: bool) -> tuple[I64, F32]:
-        tokens = len(probabilities)
-        chosen, weights = np.empty((tokens, top_k), np.int64), np.empty((tokens, top_k), np.float32)
-        self._call.moert_choose(_at(probabilities), *probabilities.shape, top_k, renormalise, _at(chosen), _at(weights))
+    def choose(self, scores: F32, router: RouterWeights[NativeMatrix]) -> tuple[I64, F32]:
+        shape = len(scores), router.part.top_k
+        chosen, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
+        place = self._place(router, "router", _router)
+        check(self._call.moert_choose(place, _at(scores), len(scores), _at(chosen), _at(weights)))
         return chosen, weights
 
-    def head(self, x: F32, norm: F32, eps: float, factor: float, matrix: NativeMatrix) -> F32:
-        out = np.empty((len(x), matrix.rows), np.float32)
-        check(self._call.moert_head(self._pool, _at(norm), eps, factor, matrix.struct, len(x), _at(x), _at(out)))
+    def gate(self, hidden: F32, matrix: NativeMatrix, factor: float) -> F32:
+        out = np.empty(len(hidden), np.float32)
+        check(self._call.moert_gate(self._pool, matrix.struct, len(hidden), _at(hidden), factor, _at(out)))
+        return out
+
+    def head(self, x: F32, norm: NormWeights, factor: float, softcap: float | None, matrix: NativeMatrix) -> F32:
+        out, place = np.empty((len(x), matrix.rows), np.float32), self._place(norm, "norm", _norm)
+        check(
+            self._call.moert_head(
+                self._pool, place, factor, softcap or 0.0, matrix.struct, len(x), _at(x), _at(out)
+            )
+        )  # fmt: skip
         return out
 
     def expert(self, view: ExpertView) -> NativeExpert:
-        start, ffn = _at(view.buffer), Ffn()
+        start, ffn = _at(view.buffer), structs.Ffn()
         for name, part in view.projections.items():
             places = [start + at for at in part.places]
             kind = KINDS[part.dtype16] if part.bits == 16 else part.bits
             group = part.shape[1] if part.bits == 16 else part.group_size
-            setattr(ffn, name, Matrix(*places, *[None] * (3 - len(places)), kind, *part.shape, group))
+            bias = None if part.bias_place is None else start + part.bias_place
+            setattr(ffn, name, Matrix(*places, *[None] * (3 - len(places)), bias, kind, *part.shape, group))
         return NativeExpert(ffn, view.buffer)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
-        ffn = Ffn(up=up.struct, down=down.struct)
+        ffn = structs.Ffn(up=up.struct, down=down.struct)
         if gate is not None:
             ffn.gate = gate.struct
         return NativeExpert(ffn, (gate, up, down))
 
     def mixture(
         self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32,
-        x: F32, out: F32, spec: FfnSpec,
+        x: F32, out: F32, spec: Ffn,
     ) -> None:  # fmt: skip
         addresses, starts = _addresses(experts), (c_int32 * (len(counts) + 1))(*accumulate(counts, initial=0))
         check(
             self._call.moert_mixture(
-                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), len(experts), addresses, starts,
-                _at(tokens), _at(weights), _at(x), len(x), _at(out),
+                self._pool, self._act(spec), len(experts), addresses, starts, _at(tokens), _at(weights), _at(x),
+                len(x), _at(out),
             )
         )  # fmt: skip
 
-    def parts(self, experts: Sequence[NativeExpert], x: F32, out: F32, spec: FfnSpec) -> None:
+    def parts(self, experts: Sequence[NativeExpert], x: F32, out: F32, spec: Ffn) -> None:
         count = len(experts)
         starts, first = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
         check(
             self._call.moert_parts(
-                self._pool, ACTIVATIONS[spec.act.name], _limit(spec), count, _addresses(experts), _at(starts),
-                _at(first), _at(x), 1, _at(out),
+                self._pool, self._act(spec), count, _addresses(experts), _at(starts), _at(first), _at(x), 1, _at(out)
             )
         )  # fmt: skip
 
@@ -177,26 +198,20 @@ class NativeBackend:
         first = np.zeros(len(parts), np.int32)
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
 
-    def _block(self, weights: AttentionWeights[NativeMatrix], with_keys: bool) -> Attention:
-        """The struct, made once; without the matrices of keys and values where these are there already."""
-        key = 2 * id(weights) + with_keys
-        if key not in self._blocks:
-            part = weights.part
-            block = Attention(
-                norm=_at(weights.norm), heads=part.n, kv_heads=part.kv, head_dim=part.dim,
-                rope_dims=weights.rope_dims, norm_each=part.qk_norm == "head", causal=weights.causal,
-                window=part.window or 0, eps=weights.eps, scale=part.scale,
-                clip=math.inf if part.clip is None else part.clip, softcap=part.softcap or 0.0, q=weights.q.struct,
-                o=weights.o.struct,
-            )  # fmt: skip
-            if with_keys:
-                block.k, block.v = weights.k.struct, weights.v.struct
-            if weights.q_norm is not None and weights.k_norm is not None:
-                block.q_norm, block.k_norm = _at(weights.q_norm), _at(weights.k_norm)
-            if weights.sinks is not None:
-                block.sinks = _at(weights.sinks)
-            self._blocks[key] = block, weights
-        return self._blocks[key][0]
+    def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:
+        """Where the struct lies that stands for these weights, which are kept alive: made once for each purpose."""
+        key = id(weights), purpose
+        if key not in self._made:
+            struct = make(weights)
+            self._made[key] = struct, addressof(struct), weights
+        return self._made[key][1]
+
+    def _act(self, spec: Ffn) -> int:
+        act = spec.act
+        if act not in self._acts:
+            limit = math.inf if act.limit is None else act.limit
+            self._acts[act] = structs.Act(ACTIVATIONS[act.name], limit, act.slope, act.plus)
+        return addressof(self._acts[act])
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
         """A copy in large pages."""
@@ -227,5 +242,76 @@ def _addresses(experts: Sequence[NativeExpert]) -> Any:
     return (c_void_p * len(experts))(*[expert.address for expert in experts])
 
 
-def _limit(spec: FfnSpec) -> float:
-    return math.inf if spec.act.limit is None else spec.act.limit
+def _norm(norm: NormWeights) -> structs.Norm:
+    return structs.Norm(_at(norm.weight), None if norm.bias is None else _at(norm.bias), norm.eps)
+
+
+def _heads(weights: AttentionWeights[NativeMatrix]) -> structs.Heads:
+    part, sinks = weights.part, weights.sinks
+    made = structs.Heads(
+        None if sinks is None else _at(sinks), part.n, part.kv, part.dim, part.value_dim, causal=weights.causal,
+        window=part.window or 0, scale=part.scale,
+    )  # fmt: skip
+    if isinstance(part, Attention):
+        made.chunk, made.softcap = part.chunk or 0, part.softcap or 0.0
+    return made
+
+
+def _fill(struct: _S, weights: AttentionWeights[NativeMatrix], norms: Sequence[str], matrices: Sequence[str]) -> _S:
+    """The norms and matrices of these names that there are."""
+    for name in norms:
+        if name in weights.norms:
+            setattr(struct, name if name == "after" else f"{name}_norm", _norm(weights.norms[name]))
+    for name in matrices:
+        if name in weights.matrices:
+            setattr(struct, name, weights.matrices[name].struct)
+    return struct
+
+
+def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool | None = None) -> structs.Attention:
+    """Without the matrices of keys and values where these are there already."""
+    part = weights.part
+    assert isinstance(part, Attention)
+    block = structs.Attention(
+        heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.rope_dims,
+        norm_each=part.qk_norm == "head", norm_turned=part.norm_turned,
+        clip=math.inf if part.clip is None else part.clip, add=weights.add,
+    )  # fmt: skip
+    own = weights.own if with_keys is None else with_keys
+    return _fill(block, weights, ("q", "k", "v", "after"), ("q", "k", "v", "o", "gate") if own else ("q", "o", "gate"))
+
+
+def _with_keys(weights: AttentionWeights[NativeMatrix]) -> structs.Attention:
+    return _attention(weights, with_keys=True)
+
+
+def _latent(weights: AttentionWeights[NativeMatrix]) -> structs.Latent:
+    block = structs.Latent(
+        heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.part.turning, add=weights.add
+    )
+    return _fill(block, weights, ("q", "kv", "after"), ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o"))
+
+
+def _router(weights: RouterWeights[NativeMatrix]) -> structs.Router:
+    part, groups = weights.part, weights.part.groups
+    optional = {"choice_bias": weights.choice_bias, "expert_scale": weights.expert_scale}
+    made = structs.Router(
+        norm=_norm(weights.norm), matrix=weights.matrix.struct, score=SCORES[part.score], top_k=part.top_k,
+        renormalise=part.renormalise, factor=part.factor * weights.factor, jitter=part.jitter,
+        **{name: _at(values) for name, values in optional.items() if values is not None},
+    )  # fmt: skip
+    if weights.own is not None:
+        made.own = _norm(weights.own)
+    if groups is not None:
+        made.groups, made.best_groups, made.group_top = groups.n, groups.best, groups.top
+    return made
+
+
+def _positions(positions: Positions) -> structs.Positions:
+    turns, bias, scale = positions.turns, positions.bias, positions.query_scale
+    return structs.Positions(
+        None if turns is None else _at(turns),
+        None if bias is None else _at(bias) + bias.itemsize * positions.zero,
+        0 if bias is None else bias.shape[1],
+        None if scale is None else _at(scale),
+    )

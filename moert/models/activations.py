@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moert.kernels.backend import ROWS
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import Attention, Experts, Ffn, Layer
+from moert.pack.parts import Attention, Experts, Ffn, Latent, Layer
 
 _ROUNDED = 16
 """Bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and a
@@ -33,24 +33,45 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
 
 
 def _whole_row_bytes(d_model: int, kind: Layer) -> int:
-    """What a token keeps while a layer runs: the stream, its norm, the router's scores and choice."""
-    choice = 16 * kind.ffn.n + 48 * kind.ffn.router.top_k if isinstance(kind.ffn, Experts) else 0
-    return 4 * 3 * d_model + choice
+    """What a token keeps while a layer runs: the stream, its norm, the router's scores and choice; and what experts
+    make where that does not go into the stream at once."""
+    if not isinstance(kind.ffn, Experts):
+        return 4 * 3 * d_model
+    apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None else 0
+    weighed = 1 if kind.ffn.router.weigh == "input" else 0
+    return 4 * (3 + apart + weighed) * d_model + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
 
 
 def _mixture_bytes(d_model: int, part: Ffn | Experts, tokens: int, widened: bool) -> int:
-    """Bytes that one call of the experts takes, with as many rows as it may have; for one token, all of its experts."""
-    top_k, ffn = (part.router.top_k, part.ffn) if isinstance(part, Experts) else (1, part)
-    widths, rows = (d_model, ffn.d_ff), max(min(tokens, ROWS), top_k)
+    """Bytes that one call of a network takes, with as many rows as it may have; of the experts with one token, all that
+    it goes to."""
+    if isinstance(part, Ffn):
+        return _network_bytes(d_model, part, min(tokens, ROWS), widened)
+    beside = None if part.beside is None else part.beside.ffn
+    rows = max(min(tokens, ROWS), part.router.top_k)
+    others = [
+        _network_bytes(d_model, ffn, min(tokens, ROWS), widened) for ffn in (part.shared, beside) if ffn is not None
+    ]
+    return max(_network_bytes(d_model, part.ffn, rows, widened), *others, 0)
+
+
+def _network_bytes(d_model: int, ffn: Ffn, rows: int, widened: bool) -> int:
+    widths = d_model, ffn.d_ff
     if widened:
         return rows * 4 * _REFERENCE_COPIES * sum(widths)
     return rows * _ROUNDED * sum(map(_padded, widths))
 
 
-def _attention_bytes(d_model: int, part: Attention, tokens: int, whole: bool, widened: bool) -> int:
+def _attention_bytes(d_model: int, part: Attention | Latent, tokens: int, whole: bool, widened: bool) -> int:
     """Bytes that one call of attention takes: a piece of a prompt, or, where `whole`, all of it."""
     rows, q, kv = tokens if whole else min(tokens, ROWS), part.q_features, part.kv_features
-    made = rows * (4 * (d_model + 2 * q + 2 * kv) + _ROUNDED * (_padded(d_model) + _padded(q)) // 2)
+    inner = part.n * part.v if isinstance(part, Latent) else q
+    made = rows * (4 * (d_model + 2 * q + 2 * kv) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
+    if isinstance(part, Latent):
+        heads = part.n * (_padded(part.nope) + _padded(part.kv_rank)) + _padded(part.q_rank or 0)
+        made += rows * (4 * part.n * (part.nope + part.turning + part.v) + _ROUNDED * heads // 2)
+    elif part.gate:
+        made += 4 * rows * q
     if not widened:
         return made
     return 2 * made + 4 * _REFERENCE_COPIES * (rows * tokens + 2 * tokens * kv)

@@ -1,13 +1,14 @@
-"""The feed-forward part of a layer: experts that a router chooses, or one network for all tokens."""
+"""The feed-forward part of a layer: experts that a router chooses, one network for all tokens, or both."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from moert.kernels.backend import I64, ROWS, Backend, Expert
+from moert.kernels.backend import I64, ROWS, Backend, Expert, Matrix, NormWeights
 from moert.models.router import Router
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
@@ -25,27 +26,110 @@ class ExpertRunner(Protocol):
         ...
 
 
-class MoeFfn:
-    """x += experts(norm(x)), as the layer's router says; the norm is part of the router."""
+class Network:
+    """A feed-forward network that every token passes."""
 
-    def __init__(self, at: LayerKey, routers: Routers, runner: ExpertRunner) -> None:
-        self._at, self._routers, self._runner = at, routers, runner
+    def __init__(self, part: Ffn, weights: Expert, backend: Backend) -> None:
+        self._part, self._weights, self._backend = part, weights, backend
+
+    def add(self, hidden: F32, weights: F32, out: F32) -> None:
+        """out [tokens, d_model] += weights[:, None] · network(hidden)"""
+        n = len(hidden)
+        self._backend.mixture([self._weights], [n], np.arange(n, dtype=np.int32), weights, hidden, out, self._part)
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """`gate`: its matrix, or None."""
+
+    network: Network
+    gate: Matrix | None
+
+
+@dataclass(frozen=True)
+class BesideExperts:
+    """See moert.pack.parts.Beside."""
+
+    network: Network
+    norm: NormWeights
+    after: NormWeights
+    experts_after: NormWeights
+
+
+@dataclass(frozen=True)
+class MoeJoin:
+    """See moert.pack.parts.Join and Router. `apart`: what is made is put together before it joins; else it joins at
+    once, and `add` is in the router's weights. `weighs_input`: these multiply what experts get."""
+
+    after: NormWeights | None
+    add: float
+    apart: bool
+    weighs_input: bool
+
+
+class MoeFfn:
+    """x joins experts(norm(x)), as the layer's router says; the norm is part of the router."""
+
+    def __init__(
+        self, at: LayerKey, routers: Routers, runner: ExpertRunner, backend: Backend, join: MoeJoin,
+        shared: SharedExpert | None, beside: BesideExperts | None,
+    ) -> None:  # fmt: skip
+        self._at, self._routers, self._runner, self._backend = at, routers, runner, backend
+        self._join, self._shared, self._beside = join, shared, beside
 
     def __call__(self, x: F32, lengths: Sequence[int]) -> None:
         """x [tokens, d_model], sequences of `lengths` tokens one after the other."""
-        self._runner.run(self._at, *self._routers[self._at].route(x, lengths), x)
+        hidden, experts, weights = self._routers[self._at].route(x, lengths)
+        out = np.zeros_like(x) if self._join.apart else x
+        if self._shared is not None:
+            for rows in _pieces(len(x)):
+                self._add_shared(self._shared, hidden[rows], out[rows])
+        if self._join.weighs_input:
+            hidden, weights = hidden * weights, np.ones_like(weights)
+        self._runner.run(self._at, hidden, experts, weights, out)
+        if self._join.apart:
+            self._bring_in(x, out)
+
+    def _add_shared(self, shared: SharedExpert, hidden: F32, out: F32) -> None:
+        add = 1.0 if self._join.apart else self._join.add
+        if shared.gate is None:
+            weights = np.full(len(hidden), add, np.float32)
+        else:
+            weights = self._backend.gate(hidden, shared.gate, add)
+        shared.network.add(hidden, weights, out)
+
+    def _bring_in(self, x: F32, made: F32) -> None:
+        """x joins what the experts have made."""
+        if (beside := self._beside) is not None:
+            made = self._backend.norm(made, beside.experts_after)
+            for rows in _pieces(len(x)):
+                hidden, other = self._backend.norm(x[rows], beside.norm), np.zeros_like(x[rows])
+                beside.network.add(hidden, np.ones(len(hidden), np.float32), other)
+                made[rows] += self._backend.norm(other, beside.after)
+        if self._join.after is not None:
+            made = self._backend.norm(made, self._join.after)
+        x += made if self._join.add == 1 else np.float32(self._join.add) * made
 
 
 class DenseFfn:
-    """x += ffn(norm(x))"""
+    """x joins ffn(norm(x))"""
 
-    def __init__(self, part: Ffn, norm: F32, eps: float, ffn: Expert, backend: Backend) -> None:
-        self._part, self._norm, self._eps, self._ffn, self._backend = part, norm, eps, ffn, backend
+    def __init__(self, network: Network, norm: NormWeights, after: NormWeights | None, add: float, backend: Backend):
+        self._network, self._norm, self._after, self._add, self._backend = network, norm, after, add, backend
 
     def __call__(self, x: F32, lengths: Sequence[int]) -> None:
         """x [tokens, d_model]; which sequence a token belongs to makes no difference."""
-        for start in range(0, len(x), ROWS):
-            rows = x[start : start + ROWS]
-            n = len(rows)
-            hidden, ones = self._backend.norm(rows, self._norm, self._eps), np.ones(n, np.float32)
-            self._backend.mixture([self._ffn], [n], np.arange(n, dtype=np.int32), ones, hidden, rows, self._part)
+        for piece in _pieces(len(x)):
+            rows = x[piece]
+            hidden = self._backend.norm(rows, self._norm)
+            factors = np.full(len(rows), self._add, np.float32)
+            if self._after is None:
+                self._network.add(hidden, factors, rows)
+                continue
+            made = np.zeros_like(rows)
+            self._network.add(hidden, np.ones_like(factors), made)
+            rows += np.float32(self._add) * self._backend.norm(made, self._after)
+
+
+def _pieces(tokens: int) -> list[slice]:
+    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import Attention, Layer
+from moert.pack.parts import Attention, Latent, Layer
 
 F16 = npt.NDArray[np.float16]
 KvBits = Literal[8, 16]
@@ -20,10 +20,10 @@ BLOCK_TOKENS = 128
 
 
 class Kept:
-    """Keys and values of one attention: `keys` [kv, blocks, dim, KEYS], `values` [kv, tokens, dim], float16; or of 8
-    bits, times the steps of their tokens, `key_steps` [kv, blocks, KEYS] and `value_steps` [kv, tokens]."""
+    """Keys and values of one attention: `keys` [kv, blocks, dim, KEYS], `values` [kv, tokens, value_dim], float16; or
+    of 8 bits, times the steps of their tokens, `key_steps` [kv, blocks, KEYS] and `value_steps` [kv, tokens]."""
 
-    def __init__(self, part: Attention, expected: int = 0, bits: KvBits = 16) -> None:
+    def __init__(self, part: Attention | Latent, expected: int = 0, bits: KvBits = 16) -> None:
         """`expected`: tokens that will come soon, for which room is made at once when the first of them does."""
         self.length = 0
         self._part, self._expected, self._bits = part, expected, bits
@@ -69,10 +69,11 @@ class Kept:
         return self.keys, self.values, self.key_steps, self.value_steps
 
     def _room(self, tokens: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], F16 | None, F16 | None]:
-        heads, dim, blocks, small = self._part.kv, self._part.dim, tokens // KEYS, self._bits == 8
+        heads, blocks, small = self._part.kv, tokens // KEYS, self._bits == 8
         number = np.int8 if small else np.float16
         # Whole blocks are multiplied; what lies behind the last key must be a number.
-        keys, values = np.zeros((heads, blocks, dim, KEYS), number), np.empty((heads, tokens, dim), number)
+        keys = np.zeros((heads, blocks, self._part.dim, KEYS), number)
+        values = np.empty((heads, tokens, self._part.value_dim), number)
         if not small:
             return keys, values, None, None
         return keys, values, np.zeros((heads, blocks, KEYS), np.float16), np.empty((heads, tokens), np.float16)
@@ -132,10 +133,10 @@ def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> tuple[int, int]:
     return sum(each), max(each)
 
 
-def _kept_bytes(part: Attention, bits: KvBits) -> int:
+def _kept_bytes(part: Attention | Latent, bits: KvBits) -> int:
     """Of the key and the value of one token."""
-    steps = 2 if bits == 8 else 0
-    return 2 * part.kv * (part.dim * bits // 8 + steps)
+    steps = 4 if bits == 8 else 0
+    return part.kv * ((part.dim + part.value_dim) * bits // 8 + steps)
 
 
 def _layers(spec: ModelSpec) -> list[Layer]:

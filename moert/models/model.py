@@ -6,67 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moert.kernels.backend import ROWS, AttentionWeights, Backend, Floats, Matrix, Positions, Stored
-from moert.models.ffn import DenseFfn, ExpertRunner, MoeFfn, Routers
+from moert.kernels.backend import ROWS, Backend, Positions
+from moert.models.build import Builder, Weights
+from moert.models.ffn import ExpertRunner, Routers
 from moert.models.kv import Kept, KvBits, State
 from moert.models.positions import DistanceBias, Rotary
-from moert.models.router import LearnedRouter
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
-from moert.pack.parts import Experts, Layer, Rope, Stack
-
-Weights = dict[str, Stored]
-"""Canonical name → as stored."""
-
-
-class _Builder:
-    """Takes weights out of a dict by name."""
-
-    def __init__(self, weights: Weights, ropes: Sequence[Rope], backend: Backend) -> None:
-        self._weights, self._ropes, self.backend = weights, ropes, backend
-
-    def matrix(self, name: str) -> Matrix:
-        return self.backend.matrix(self._weights.pop(f"{name}.weight"))
-
-    def floats(self, name: str) -> F32:
-        """What is never quantised: a copy in float32."""
-        stored = self._weights.pop(name)
-        assert isinstance(stored, Floats), f"{name} is no tensor of floats"
-        return stored.widened()
-
-    def attention(self, layer: Layer, name: str, crossing: bool, causal: bool) -> AttentionWeights[Matrix]:
-        part = layer.cross if crossing else layer.attention
-        assert part is not None
-        at = f"{name}.{'cross' if crossing else 'attn'}"
-        norm = self.floats(f"{at}_norm.weight")
-        q_norm, k_norm = (
-            self.floats(f"{at}.{each}_norm.weight") if part.qk_norm is not None else None for each in ("q", "k")
-        )
-        sinks = self.floats(f"{at}.sinks") if part.sinks else None
-        q, k, v, o = (self.matrix(f"{at}.{each}") for each in ("q", "k", "v", "o"))
-        dims = 0 if part.rope is None else self._ropes[part.rope].dims
-        return AttentionWeights(
-            part, layer.norm.eps, not crossing, causal, dims, norm, q_norm, k_norm, sinks, q, k, v, o
-        )
-
-    def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn:
-        name, part, eps = f"{at.stack}.{at.layer}", layer.ffn, layer.norm.eps
-        norm = self.floats(f"{name}.ffn_norm.weight")
-        if isinstance(part, Experts):
-            routers[at] = LearnedRouter(norm, eps, self.matrix(f"{name}.router"), part.router, self.backend)
-            return MoeFfn(at, routers, runner)
-        gate, up, down = (
-            self.matrix(f"{name}.ffn.{each}") if each in part.projections else None for each in ("gate", "up", "down")
-        )
-        assert up is not None
-        assert down is not None
-        return DenseFfn(part, norm, eps, self.backend.dense(gate, up, down), self.backend)
+from moert.pack.parts import Layer, Stack
 
 
 class _Layer:
-    def __init__(self, part: Layer, at: LayerKey, builder: _Builder, runner: ExpertRunner, routers: Routers) -> None:
+    def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding = f"{at.stack}.{at.layer}", at.stack == "decoder"
-        self.rope = part.attention.rope
+        self.rope, self.scale = part.attention.rope, np.float32(part.scale)
         self.attention = builder.attention(part, name, crossing=False, causal=decoding)
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         self.ffn = builder.ffn(part, at, runner, routers)
@@ -76,11 +29,11 @@ class _Tower:
     """The layers of one stack, what they share of positions, and the norm that ends it."""
 
     def __init__(
-        self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: _Builder, runner: ExpertRunner,
+        self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: Builder, runner: ExpertRunner,
         routers: Routers,
     ) -> None:  # fmt: skip
         self.backend, self.ropes = builder.backend, ropes
-        self.norm, self.eps = builder.floats(f"{name}.norm.weight"), stack.norm.eps
+        self.norm = builder.norm(stack.norm, f"{name}.norm")
         self.bias = None
         if stack.buckets is not None:
             table = builder.floats(f"{name}.relative_bias.weight")
@@ -103,6 +56,8 @@ class _Tower:
                     for piece in _pieces(rows):
                         self.backend.attend(layer.cross, piece, cross[number][place], 0, Positions())
             layer.ffn(x, lengths)
+            if layer.scale != 1:
+                x *= layer.scale
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept) -> None:
         if not layer.attention.causal:  # all keys are there before the first query looks
@@ -126,7 +81,7 @@ class Model:
         self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16
     ) -> None:
         """`weights` is emptied on the way. The model keeps copies, so that nothing holds the file that they lie in."""
-        builder = _Builder(weights, spec.ropes, backend)
+        builder = Builder(weights, spec.ropes, backend)
         self.spec, self.backend, self.kv_bits = spec, backend, kv_bits
         self.routers: Routers = {}
         """Those of all layers with experts; put another in one's place, and the layer asks that."""
@@ -213,18 +168,23 @@ class Model:
     def _encode(self, encoder: _Tower, prompts: Sequence[Sequence[int]]) -> list[F32]:
         """Hidden states of each prompt, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
-        x = self.backend.rows(self.embed, [token for ids in prompts for token in ids])
+        x = self._embedded(prompts)
         own = [[Kept(layer.attention.part, n) for layer in encoder.layers] for n in lengths]
         encoder.read(x, lengths, own, [])
-        return np.split(self.backend.norm(x, encoder.norm, encoder.eps), np.cumsum(lengths)[:-1])
+        return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
+
+    def _embedded(self, sequences: Sequence[Sequence[int]]) -> F32:
+        """[all tokens, d_model]"""
+        x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
+        return x if self.spec.embed_scale == 1 else x * np.float32(self.spec.embed_scale)
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         """Runs the tokens of each sequence after those in its state → hidden states [all tokens, d_model]."""
-        x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
+        x = self._embedded(sequences)
         lengths = [len(ids) for ids in sequences]
         self._decoder.read(x, lengths, [state.own for state in states], [state.cross for state in states])
         return x
 
     def _logits(self, x: F32) -> F32:
-        decoder = self._decoder
-        return self.backend.head(np.ascontiguousarray(x), decoder.norm, decoder.eps, self.spec.head.scale, self._head)
+        head = self.spec.head
+        return self.backend.head(np.ascontiguousarray(x), self._decoder.norm, head.scale, head.softcap, self._head)

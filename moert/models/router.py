@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from moert.kernels.backend import I64, Backend, Matrix
+from moert.kernels.backend import I64, Backend, Matrix, RouterWeights
 from moert.pack.codec import F32
-from moert.pack.parts import Router as Rule
 
 _GUESSED_FROM = 32  # tokens of a prompt that a guess looks at
 
@@ -31,32 +30,31 @@ class Router(Protocol):
         ...
 
     def guess(self, x: F32) -> F32:
-        """What the router would say if x [tokens, d_model] came to this layer as it is: the mean of its probabilities,
-        [num_experts], over an even sample of many tokens."""
+        """What the router would say if x [tokens, d_model] came to this layer as it is: the mean of the numbers that it
+        chooses by, [num_experts], over an even sample of many tokens."""
         ...
 
 
 class LearnedRouter:
-    """The model's own: softmax of a matrix applied to the normed input."""
+    """The model's own."""
 
-    def __init__(self, norm: F32, eps: float, matrix: Matrix, rule: Rule, backend: Backend) -> None:
-        self._norm, self._eps, self._matrix, self._rule, self._backend = norm, eps, matrix, rule, backend
+    def __init__(self, weights: RouterWeights[Matrix], backend: Backend) -> None:
+        self._weights, self._capacity, self._backend = weights, weights.part.capacity, backend
 
     def route(self, x: F32, lengths: Sequence[int]) -> Routed:
-        rule = self._rule
-        hidden, probabilities = self._backend.scores(x, self._norm, self._eps, self._matrix)
-        n_experts = probabilities.shape[1]
-        experts, weights = self._backend.choose(probabilities, rule.top_k, rule.renormalise)
-        if rule.capacity is not None and max(lengths) > rule.capacity:
+        hidden, scores = self._backend.scores(x, self._weights)
+        n_experts = scores.shape[1]
+        experts, weights = self._backend.choose(scores, self._weights)
+        if self._capacity is not None and max(lengths) > self._capacity:
             parts = np.split(experts, np.cumsum(lengths)[:-1])
-            experts = np.concatenate([without_overflow(part, n_experts, rule.capacity) for part in parts])
+            experts = np.concatenate([without_overflow(part, n_experts, self._capacity) for part in parts])
         return Routed(hidden, experts, weights)
 
     def guess(self, x: F32) -> F32:
         if len(x) > _GUESSED_FROM:
             x = np.ascontiguousarray(x[np.linspace(0, len(x) - 1, _GUESSED_FROM).astype(np.int64)])
-        probabilities: F32 = self._backend.scores(x, self._norm, self._eps, self._matrix)[1].mean(axis=0)
-        return probabilities
+        scores: F32 = self._backend.scores(x, self._weights)[1].mean(axis=0)
+        return scores if self._weights.choice_bias is None else scores + self._weights.choice_bias
 
 
 def without_overflow(experts: I64, n_experts: int, capacity: int) -> I64:

@@ -14,7 +14,7 @@ TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
 _LARGE_EXPERT_BYTES = 1 << 20
 _NAME = b"#"  # nothing else in a header is like it
-DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2}
+DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TensorSlot:
 class ExpertLayout:
     """A whole expert file: `header` (with its length prefix) fills `data_offset` bytes, the data follows.
 
-    `tensor_bytes` counts weights, scales and minima; `file_bytes` adds header and padding.
+    `tensor_bytes` counts weights, scales, minima and biases; `file_bytes` adds header and padding.
     """
 
     header: bytes
@@ -60,7 +60,7 @@ def expert_layout(
 ) -> ExpertLayout:
     """The layout of the expert `key` whose projections have the widths `bits`."""
     shapes = tuple((name, *spec.projection_shape(name), bits[name]) for name in spec.moe.ffn.projections)
-    return _pattern(shapes, group_size, dtype16, page_bytes, len(str(key))).of(key)
+    return _pattern(shapes, spec.moe.ffn.bias, group_size, dtype16, page_bytes, len(str(key))).of(key)
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ class _Pattern:
 
 @lru_cache(maxsize=1024)
 def _pattern(
-    shapes: tuple[tuple[str, int, int, int], ...], group_size: int, dtype16: str, page_bytes: int, name_bytes: int
-) -> _Pattern:
+    shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, dtype16: str, page_bytes: int,
+    name_bytes: int,
+) -> _Pattern:  # fmt: skip
     """`shapes`: (projection, outputs, inputs, width) of each. `name_bytes`: of the expert's name."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     for projection, out_features, in_features, width in shapes:
@@ -92,6 +93,8 @@ def _pattern(
         tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, width))))
         tensors.append((f"{projection}.scale", "F16", (out_features, groups)))
         tensors.append((f"{projection}.min", "F16", (out_features, groups)))
+    if bias:
+        tensors += [(f"{projection}.bias", "F32", (out_features,)) for projection, out_features, _, _ in shapes]
     slots, tensor_bytes, data_bytes = _place(tensors, page_bytes)
     before, after = _header(slots, name_bytes, page_bytes).split(_NAME * name_bytes)
     return _Pattern(before, after, tuple(slots), tensor_bytes, data_bytes)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
-from moert.pack.parts import ROLES, Experts, Ffn, Role, Rope, Stack, Tensor
-from moert.pack.reading import MAX_COUNT, Within
+from moert.pack.parts import ROLES, Experts, Ffn, Latent, Role, Rope, Stack, Tensor
+from moert.pack.reading import MAX_COUNT, Above, Within
 
 StackName = Literal["encoder", "decoder"]
 STACKS: tuple[StackName, ...] = ("encoder", "decoder")
@@ -45,10 +45,13 @@ class ExpertKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """From the last norm to logits: hidden · scale, times a matrix of its own or, if `tied`, the embedding."""
+    """From the last norm to logits: hidden · scale, times a matrix of its own or, if `tied`, the embedding; plus a
+    bias. Logits become softcap · tanh(logit / softcap)."""
 
     tied: bool
     scale: float
+    softcap: Annotated[float | None, Above(0)] = None
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class ModelSpec:
     head: Head
     tokens: Tokens
     max_positions: Annotated[int | None, Within(0, MAX_COUNT)]
+    embed_scale: float = 1.0
 
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
@@ -124,6 +128,8 @@ class ModelSpec:
         yield Tensor("embed.weight", (self.vocab_size, self.d_model), "head" if tied else "embed")
         if not tied:
             yield Tensor("head.weight", (self.vocab_size, self.d_model), "head")
+        if self.head.bias:
+            yield Tensor("head.bias", (self.vocab_size,))
         for place, rope in enumerate(self.ropes):
             yield from rope.tensors(f"rope.{place}")
         for name, stack in self.stacks.items():
@@ -140,8 +146,8 @@ class ModelSpec:
             for contradiction in stack.contradictions():
                 yield f"in the {name}, {contradiction}"
                 return
-        if self.encoder is not None and any(kind.attention.window is not None for kind in self.encoder.kinds):
-            yield "in the encoder, a layer has a window, which is one of tokens before"
+        if self.encoder is not None and (why := _unfit(self.encoder)) is not None:
+            yield f"in the encoder, a layer has {why}"
             return
         if not self.experts:
             yield "it has no layer with experts: such a pack can't exist"
@@ -150,8 +156,10 @@ class ModelSpec:
             if experts != self.moe and _alike(experts) != _alike(self.moe):
                 yield f"the experts of layer {at} have another number or shape than those of the first such layer"
                 return
-        if self.head.scale == 0:
-            yield "the scale of its head is 0, so that nothing the model reads would matter"
+        if self.head.tied and self.head.bias:
+            yield "its head has a bias and no matrix of its own"
+        if self.head.scale == 0 or self.embed_scale == 0:
+            yield "the scale of its head or embedding is 0, so that nothing the model reads would matter"
         yield from self._positions()
         yield from self._reading()
 
@@ -165,8 +173,10 @@ class ModelSpec:
                     continue
                 if attention.rope >= len(self.ropes):
                     yield f"in the {name}, a layer has rope {attention.rope}, there are {len(self.ropes)}"
-                elif self.ropes[attention.rope].dims > attention.dim:
-                    yield f"rope {attention.rope} turns {self.ropes[attention.rope].dims} features of {attention.dim}"
+                elif (dims := self.ropes[attention.rope].dims) > attention.turning or (
+                    isinstance(attention, Latent) and dims != attention.turning
+                ):
+                    yield f"rope {attention.rope} turns {dims} features of {attention.turning}"
 
     def _reading(self) -> Iterator[str]:
         crossing = {kind.cross is not None for kind in self.decoder.kinds}
@@ -181,6 +191,16 @@ class ModelSpec:
         start = self.tokens.start
         if start is None or start >= self.vocab_size:
             yield f"its start token is {start}, the decoder starts with a token below {self.vocab_size}"
+
+
+def _unfit(encoder: Stack) -> str | None:
+    """What a layer of an encoder can't have."""
+    for attention in (kind.attention for kind in encoder.kinds):
+        if isinstance(attention, Latent):
+            return "latent attention, which only decoders have"
+        if attention.window is not None or attention.chunk is not None:
+            return "a window, which is one of tokens before"
+    return None
 
 
 def _alike(experts: Experts) -> tuple[int, Ffn, int]:

@@ -119,6 +119,13 @@ class Pack:
         data = buffer[layout.data_offset :]
         return {name: self._projection(layout, data, name, width) for name, width in entry.bits.items()}
 
+    def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
+        """Views into what read_expert returned: the bias [out] of each projection; none where experts have none."""
+        ffn, layout = self.manifest.model.moe.ffn, self.layout(key)
+        slots = {name: layout.slot(f"{name}.bias") for name in ffn.projections} if ffn.bias else {}
+        data = buffer[layout.data_offset :]
+        return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
+
     def _projection(self, layout: ExpertLayout, data: U8, name: str, width: int) -> Projection:
         def tensor(part: str, dtype: Any) -> npt.NDArray[Any]:
             slot = layout.slot(f"{name}.{part}")

@@ -64,22 +64,23 @@ class PackWriter:
         return key in self._experts
 
     def write_expert(
-        self, key: ExpertKey, projections: Mapping[str, Projection], importance: float | None = None
-    ) -> ExpertEntry:
-        """Writes one expert. A float32 array is stored in 16 bits. Raises WriteFailed."""
+        self, key: ExpertKey, projections: Mapping[str, Projection], importance: float | None = None,
+        biases: Mapping[str, npt.NDArray[np.float32]] | None = None,
+    ) -> ExpertEntry:  # fmt: skip
+        """Writes one expert. A float32 array is stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
         bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
         layout = expert_layout(
             self.spec, key, bits, self.quantization.group_size, self.quantization.dtype16, self.page_bytes
         )
         body = bytearray(layout.file_bytes)
         body[: layout.data_offset] = layout.header
-        for name, part in projections.items():
-            for tensor, values in self._tensors(name, part):
-                slot = layout.slot(tensor)
-                if values.nbytes != slot.stop - slot.start:
-                    raise ValueError(f"{key} {tensor}: {values.nbytes} bytes given, the layout has {slot}")
-                at = layout.data_offset + slot.start
-                body[at : at + values.nbytes] = values.tobytes()
+        tensors = [each for name, part in projections.items() for each in self._tensors(name, part)]
+        for tensor, values in [*tensors, *((f"{name}.bias", values) for name, values in (biases or {}).items())]:
+            slot = layout.slot(tensor)
+            if values.nbytes != slot.stop - slot.start:
+                raise ValueError(f"{key} {tensor}: {values.nbytes} bytes given, the layout has {slot}")
+            at = layout.data_offset + slot.start
+            body[at : at + values.nbytes] = values.tobytes()
         entry = ExpertEntry(
             key, expert_path(key), layout.file_bytes, layout.tensor_bytes, bits,
             hashlib.sha256(body).hexdigest(), zlib.crc32(body), importance,

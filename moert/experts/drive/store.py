@@ -99,5 +99,6 @@ def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
         parts = ("weight",) if width == 16 else ("qweight", "scale", "min")
         places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in parts)
         group = group_of(shape[1], quantization.group_size)
-        views[name] = ProjectionView(shape, width, group, quantization.dtype16, places)
+        bias = layout.data_offset + layout.slot(f"{name}.bias").start if pack.manifest.model.moe.ffn.bias else None
+        views[name] = ProjectionView(shape, width, group, quantization.dtype16, places, bias)
     return views

@@ -1,180 +1,132 @@
 /* Tokens through an attention block: norm, q, k and v, positions, keys and values kept, the heads, o. One token or many:
  * each gets the same bits. */
 #include <math.h>
-#include <string.h>
 
-#include "products.h"
-
-typedef struct {
-    const operations *isa;
-    const moert_attention *block;
-    const moert_keys *kept;
-    const float *queries, *bias;
-    float *mixed;
-    int64_t query_stride, bias_stride;
-    int tokens, start, length, tiles;
-} heads_job;
-
-static head_keys keys_of(const moert_keys *kept, int head) {
-    const int64_t size = kept->key_steps ? sizeof(int8_t) : sizeof(uint16_t);
-    return (head_keys){
-        (char *)kept->keys + head * kept->key_stride * size, (char *)kept->values + head * kept->value_stride * size,
-        kept->key_steps ? kept->key_steps + head * kept->key_step_stride : NULL,
-        kept->value_steps ? kept->value_steps + head * kept->value_step_stride : NULL,
-    };
-}
-
-/* A tile of the queries of the heads that share one head of keys. */
-static void heads_item(const void *job, int item, void *own) {
-    const heads_job *j = job;
-    (void)own;
-    const moert_attention *a = j->block;
-    const int shared = a->heads / a->kv_heads, kv_head = item / j->tiles, all = j->tokens * shared;
-    const int first = item % j->tiles * ATTEND_ROWS, rows = all - first < ATTEND_ROWS ? all - first : ATTEND_ROWS;
-    const attend_tile tile = {keys_of(j->kept, kv_head), a->head_dim, a->scale, a->softcap};
-    attend_row row[ATTEND_ROWS];
-    for (int r = 0; r < rows; r++) {
-        const int token = (first + r) / shared, head = kv_head * shared + (first + r) % shared, at = j->start + token;
-        const int stop = a->causal ? at + 1 : j->length;
-        row[r] = (attend_row){
-            .query = j->queries + token * j->query_stride + (int64_t)head * a->head_dim,
-            .bias = j->bias ? j->bias + head * j->bias_stride - at : NULL,
-            .first = a->window && stop > a->window ? stop - a->window : 0,
-            .stop = stop,
-            .sink = a->sinks ? a->sinks[head] : -INFINITY,
-            .mixed = j->mixed + ((int64_t)token * a->heads + head) * a->head_dim,
-        };
-    }
-    j->isa->attend(&tile, rows, row);
-}
+#include "heads.h"
 
 static void clamp(float *x, int n, float limit) {
     for (int i = 0; i < n; i++) x[i] = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
 }
 
-/* The first `dims` features of each head turn, i with i + dims / 2; turn: cosines and sines, [2, dims / 2]. */
-static void rotate(float *x, int heads, int head_dim, int dims, const float *turn) {
-    const int half = dims / 2;
-    const float *cos = turn, *sin = turn + half;
-    for (float *end = x + (int64_t)heads * head_dim; x < end; x += head_dim)
-        for (int i = 0; i < half; i++) {
-            const float low = x[i], high = x[i + half];
-            x[i] = low * cos[i] - high * sin[i];
-            x[i + half] = high * cos[i] + low * sin[i];
-        }
+/* Each run of `width` numbers by itself. */
+static void norm_runs(const operations *isa, const moert_norm *norm, float *x, int n, int width) {
+    for (int at = 0; norm->weight && at < n; at += width) isa->norm(x + at, norm, 1, width, x + at);
 }
 
-/* All heads as one vector, or each by itself. */
-static void norm_heads(const operations *isa, const moert_attention *a, const float *weight, float *x, int heads) {
-    const int width = a->norm_each ? a->head_dim : heads * a->head_dim;
-    if (!weight) return;
-    for (int at = 0; at < heads * a->head_dim; at += width) isa->norm(x + at, weight, a->eps, 1, width, x + at);
+/* Queries or keys of one token: normed, bounded, turned. */
+static void finish(const operations *isa, const moert_attention *a, const moert_norm *norm, float *x, int heads,
+                   const float *turn) {
+    const int dim = a->heads.dim, n = heads * dim, width = a->norm_each ? dim : n;
+    if (!a->norm_turned) norm_runs(isa, norm, x, n, width);
+    if (a->clip < INFINITY) clamp(x, n, a->clip);
+    if (turn) rotate(x, heads, dim, a->rope_dims, turn);
+    if (a->norm_turned) norm_runs(isa, norm, x, n, width);
 }
 
-static void keep_heads(const operations *isa, const moert_attention *a, const float *key, const float *value, int at,
-                       const moert_keys *kept) {
-    for (int head = 0; head < a->kv_heads; head++) {
-        const head_keys to = keys_of(kept, head);
-        isa->keep(key + head * a->head_dim, value + head * a->head_dim, a->head_dim, at, &to);
-    }
+static void finish_values(const operations *isa, const moert_attention *a, float *x) {
+    const int dim = a->heads.value_dim, n = a->heads.kv * dim;
+    norm_runs(isa, &a->v_norm, x, n, dim);
+    if (a->clip < INFINITY) clamp(x, n, a->clip);
 }
 
+/* Keys and values come in one row of `width`, behind the queries of a token where there are any. */
 typedef struct {
     const operations *isa;
     const moert_attention *block;
     const moert_keys *kept;
-    float *qkv;
-    const float *turns;
-    int width, start, own;
+    const moert_positions *at;
+    float *rows;
+    int width, start, queries, own;
 } finish_job;
 
-/* What is done to q, k and v of one token before the heads; keys and values are kept. */
 static void finish_item(const void *job, int token, void *own) {
     const finish_job *j = job;
     (void)own;
     const moert_attention *a = j->block;
-    const int q = a->heads * a->head_dim, kv = j->own ? a->kv_heads * a->head_dim : 0, at = j->start + token;
-    float *query = j->qkv + (int64_t)token * j->width, *key = query + q, *value = key + kv;
-    norm_heads(j->isa, a, a->q_norm, query, a->heads);
-    if (j->own) norm_heads(j->isa, a, a->k_norm, key, a->kv_heads);
-    if (a->clip < INFINITY) clamp(query, q + 2 * kv, a->clip);
-    if (j->turns) {
-        const float *turn = j->turns + (int64_t)token * a->rope_dims;
-        rotate(query, a->heads, a->head_dim, a->rope_dims, turn);
-        if (j->own) rotate(key, a->kv_heads, a->head_dim, a->rope_dims, turn);
+    const moert_heads *h = &a->heads;
+    float *query = j->rows + (int64_t)token * j->width, *key = query + (j->queries ? h->n * h->dim : 0);
+    const float *turn = j->at && j->at->turns ? j->at->turns + (int64_t)token * a->rope_dims : NULL;
+    if (j->queries) {
+        finish(j->isa, a, &a->q_norm, query, h->n, turn);
+        if (j->at->query_scale)
+            for (int i = 0; i < h->n * h->dim; i++) query[i] *= j->at->query_scale[token];
     }
-    if (j->own) keep_heads(j->isa, a, key, value, at, j->kept);
+    if (!j->own) return;
+    finish(j->isa, a, &a->k_norm, key, h->kv, turn);
+    finish_values(j->isa, a, key + h->kv * h->dim);
+    keep_heads(j->isa, h, key, key + h->kv * h->dim, j->start + token, j->kept);
 }
 
 int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *x, const moert_keys *kept, int start,
-                 int length, const float *turns, const float *bias, int64_t bias_stride) {
+                 int length, const moert_positions *at) {
     const operations *isa = pool_operations(pool);
-    const int d_model = a->q.cols, q = a->heads * a->head_dim, own = a->k.data != NULL;
-    const int kv = own ? a->kv_heads * a->head_dim : 0, width = q + 2 * kv;
+    const moert_heads *h = &a->heads;
+    const int d_model = a->q.cols, q = h->n * h->dim, mixes = h->n * h->value_dim, own = a->k.data != NULL, gated = a->gate.data != NULL;
+    const int k = own ? h->kv * h->dim : 0, v = own ? h->kv * h->value_dim : 0, width = q + k + v;
     input before, after;
     columns x_before, x_after;
     input_begin(&before, isa, NULL, tokens, d_model);
-    input_begin(&after, isa, NULL, tokens, q);
+    input_begin(&after, isa, NULL, tokens, mixes);
     columns_begin(&x_before, &before, NULL, tokens);
     columns_begin(&x_after, &after, NULL, tokens);
     if (input_wants(&before, &x_before, &a->q) || input_wants(&after, &x_after, &a->o)) return -1;
     if (own && (input_wants(&before, &x_before, &a->k) || input_wants(&before, &x_before, &a->v))) return -1;
-    const size_t n = (size_t)tokens, normed_bytes = aligned(n * (size_t)d_model * sizeof(float));
-    const size_t mixed_bytes = aligned(n * (size_t)q * sizeof(float)), qkv_bytes = aligned(n * (size_t)width * sizeof(float));
+    if (gated && input_wants(&before, &x_before, &a->gate)) return -1;
+    const size_t n = (size_t)tokens * sizeof(float), normed_bytes = aligned(n * (size_t)d_model);
+    const size_t mixed_bytes = aligned(n * (size_t)mixes), qkv_bytes = aligned(n * (size_t)width);
     const size_t before_bytes = input_bytes(&before, &x_before, 1), after_bytes = input_bytes(&after, &x_after, 1);
-    char *room = pool_scratch(pool, normed_bytes + qkv_bytes + mixed_bytes + before_bytes + after_bytes);
+    const size_t floats_bytes = normed_bytes + qkv_bytes + mixed_bytes * (size_t)(1 + gated);
+    char *room = pool_scratch(pool, floats_bytes + before_bytes + after_bytes);
     if (!room) return -1;
-    float *normed = (float *)room, *qkv = (float *)(room += normed_bytes), *mixed = (float *)(room += qkv_bytes);
-    room += mixed_bytes;
+    float *normed = (float *)room, *qkv = (float *)(room + normed_bytes), *mixed = (float *)(room + normed_bytes + qkv_bytes);
+    float *gate = (float *)(room + normed_bytes + qkv_bytes + mixed_bytes);
+    room += floats_bytes;
 
-    moert_norm(pool, a->norm, a->eps, tokens, d_model, x, normed);
+    moert_normalise(pool, &a->norm, tokens, d_model, x, normed);
     before.values = normed;
     input_make(&before, &x_before, 1, pool, room, NULL, tokens);
-    product projections[3] = {
-        {&x_before, &a->q, qkv, width, 0, 0},
-        {&x_before, &a->k, qkv + q, width, 0, 0},
-        {&x_before, &a->v, qkv + q + kv, width, 0, 0},
-    };
-    if (run_products(pool, projections, own ? 3 : 1)) return -1;
-    run_items(pool, finish_item, &(finish_job){isa, a, kept, qkv, turns, width, start, own}, tokens, 8LL * tokens * width);
+    product projections[4] = {{&x_before, &a->q, qkv, width, 0, 0}};
+    int count = 1;
+    if (own) {
+        projections[count++] = (product){&x_before, &a->k, qkv + q, width, 0, 0};
+        projections[count++] = (product){&x_before, &a->v, qkv + q + k, width, 0, 0};
+    }
+    if (gated) projections[count++] = (product){&x_before, &a->gate, gate, mixes, 0, 0};
+    if (run_products(pool, projections, count)) return -1;
+    const finish_job finishing = {isa, a, kept, at, qkv, width, start, 1, own};
+    run_items(pool, finish_item, &finishing, tokens, 8LL * tokens * width);
 
-    const int rows = tokens * (a->heads / a->kv_heads), tiles = (rows + ATTEND_ROWS - 1) / ATTEND_ROWS;
-    const heads_job heads = {isa, a, kept, qkv, bias, mixed, width, bias_stride, tokens, start, length, tiles};
-    run_items(pool, heads_item, &heads, a->kv_heads * tiles, 4LL * length * q * tokens);
+    heads_job heads = {isa, h, kept, at, qkv, mixed, width, mixes, h->value_dim, tokens, start, length, 0};
+    run_heads(pool, &heads);
+    if (gated) isa->gate(gate, mixed, tokens * mixes);
 
     after.values = mixed;
     input_make(&after, &x_after, 1, pool, room + before_bytes, NULL, tokens);
     product output = {&x_after, &a->o, normed, d_model, 0, 0};
     if (run_products(pool, &output, 1)) return -1;
-    for (int token = 0; token < tokens; token++)
-        isa->add(1, normed + (int64_t)token * d_model, x + (int64_t)token * d_model, d_model);
+    add_made(isa, &a->after, a->add, tokens, d_model, normed, x);
     return 0;
 }
 
 int moert_keep(moert_pool *pool, const moert_attention *a, int tokens, const float *encoded, int start,
                const moert_keys *kept) {
     const operations *isa = pool_operations(pool);
-    const int kv = a->kv_heads * a->head_dim;
+    const int k = a->heads.kv * a->heads.dim, width = k + a->heads.kv * a->heads.value_dim;
     input in;
     columns all;
     input_begin(&in, isa, encoded, tokens, a->k.cols);
     columns_begin(&all, &in, NULL, tokens);
     if (input_wants(&in, &all, &a->k) || input_wants(&in, &all, &a->v)) return -1;
-    const size_t both_bytes = aligned((size_t)tokens * (size_t)(2 * kv) * sizeof(float));
+    const size_t both_bytes = aligned((size_t)tokens * (size_t)width * sizeof(float));
     char *room = pool_scratch(pool, both_bytes + input_bytes(&in, &all, 1));
     if (!room) return -1;
     float *both = (float *)room;
     input_make(&in, &all, 1, pool, room + both_bytes, NULL, tokens);
     product projections[2] = {
-        {&all, &a->k, both, 2 * kv, 0, 0},
-        {&all, &a->v, both + kv, 2 * kv, 0, 0},
+        {&all, &a->k, both, width, 0, 0},
+        {&all, &a->v, both + k, width, 0, 0},
     };
     if (run_products(pool, projections, 2)) return -1;
-    for (int token = 0; token < tokens; token++) {
-        float *key = both + (int64_t)token * 2 * kv, *value = key + kv;
-        norm_heads(isa, a, a->k_norm, key, a->kv_heads);
-        if (a->clip < INFINITY) clamp(key, 2 * kv, a->clip);
-        keep_heads(isa, a, key, value, start + token, kept);
-    }
+    run_items(pool, finish_item, &(finish_job){isa, a, kept, NULL, both, width, start, 0, 1}, tokens, 8LL * tokens * width);
     return 0;
 }

@@ -59,7 +59,7 @@ typedef struct {
 
 typedef struct {
     head_keys kept;
-    int dim;
+    int dim, value_dim;
     float scale, softcap;
 } attend_tile;
 
@@ -67,7 +67,7 @@ typedef struct {
 typedef struct {
     const float *query; /* [dim] */
     const float *bias;  /* by key, or NULL */
-    float *mixed;       /* [dim], the result */
+    float *mixed;       /* [value_dim], the result */
     float sink;         /* -infinity: none */
     int first, stop;
 } attend_row;
@@ -96,13 +96,16 @@ typedef struct {
                    int64_t stride);
     /* y [cols]: one row of a matrix. */
     void (*row)(const moert_matrix *w, int64_t row, float *y);
-    void (*norm)(const float *x, const float *weight, float eps, float factor, int n, float *y);
+    /* y = norm(x) * factor */
+    void (*norm)(const float *x, const moert_norm *with, float factor, int n, float *y);
     /* up ← act(gate) * up, or act(up) where gate is NULL */
-    void (*activate)(int activation, float limit, const float *gate, float *up, int n);
+    void (*activate)(const moert_act *act, const float *gate, float *up, int n);
+    /* x ← x * sigmoid(gate) */
+    void (*gate)(const float *gate, float *x, int n);
     /* Attention of up to ATTEND_ROWS rows that share keys. */
     void (*attend)(const attend_tile *tile, int rows, const attend_row *row);
-    /* Writes the key and the value [dim] of position `at` among those of its head. */
-    void (*keep)(const float *key, const float *value, int dim, int at, const head_keys *kept);
+    /* Writes the key [dim] and the value [value_dim] of position `at` among those of its head. */
+    void (*keep)(const float *key, int dim, const float *value, int value_dim, int at, const head_keys *kept);
     /* y [n] += weight * x [n] */
     void (*add)(float weight, const float *x, float *y, int n);
 } operations;

@@ -8,8 +8,8 @@ typedef struct {
     const columns *x;
     const moert_ffn *ffn;
     float *hidden; /* [n, d_ff] */
-    float limit;
-    int activation, block, items;
+    const moert_act *act;
+    int block, items;
 } expansion;
 
 typedef struct {
@@ -42,7 +42,7 @@ static void expand_item(const void *job, int item, void *own) {
     multiply(e->x, &ffn->up, first, stop, up, d_ff, room);
     if (gate) multiply(e->x, &ffn->gate, first, stop, gate, size, room);
     for (int t = 0; t < n; t++)
-        e->x->in->isa->activate(e->activation, e->limit, gate ? gate + (int64_t)t * size : NULL, up + (int64_t)t * d_ff, size);
+        e->x->in->isa->activate(e->act, gate ? gate + (int64_t)t * size : NULL, up + (int64_t)t * d_ff, size);
 }
 
 static void sum_item(const void *job, int item, void *own) {
@@ -116,7 +116,7 @@ static int make_lists(lists *l, moert_pool *pool, int experts, const moert_ffn *
 
 /* parts [rows, d_model]: what the expert of each row makes of its token, not weighted yet; `*made` where that is. Without
  * `parts` it is made in scratch, where it stays until the next call of anything. */
-static int make_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
+static int make_parts(moert_pool *pool, const moert_act *act, int experts, const moert_ffn *const *ffn,
                       const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts,
                       float **made) {
     const int rows = starts[experts], d_model = ffn[0]->up.cols, d_ff = ffn[0]->up.rows;
@@ -139,7 +139,7 @@ static int make_parts(moert_pool *pool, int activation, float limit, int experts
     input_make(&l.before, l.x_before, experts, pool, room, alone ? token_of : NULL, alone ? rows : tokens);
     for (int e = 0; e < experts; e++) {
         float *to = hidden + (int64_t)starts[e] * d_ff;
-        l.expand[e] = (expansion){&l.x_before[e], ffn[e], to, limit, activation, 0, 0};
+        l.expand[e] = (expansion){&l.x_before[e], ffn[e], to, act, 0, 0};
         l.shrink[e] = (product){&l.x_after[e], &ffn[e]->down, parts + (int64_t)starts[e] * d_model, d_model, 0, 0};
     }
     if (expand(pool, l.expand, experts)) return -1;
@@ -156,21 +156,20 @@ static void add_parts(moert_pool *pool, const float *parts, const float *weights
     run_items(pool, sum_item, &sum, (cols + SUM_COLS - 1) / SUM_COLS, (int64_t)rows * cols);
 }
 
-int moert_mixture(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
-                  const int32_t *starts, const int32_t *token_of, const float *weight_of, const float *x, int tokens,
-                  float *out) {
+int moert_mixture(moert_pool *pool, const moert_act *act, int experts, const moert_ffn *const *ffn, const int32_t *starts,
+                  const int32_t *token_of, const float *weight_of, const float *x, int tokens, float *out) {
     if (!experts || !starts[experts]) return 0;
     float *parts;
-    if (make_parts(pool, activation, limit, experts, ffn, starts, token_of, x, tokens, NULL, &parts)) return -1;
+    if (make_parts(pool, act, experts, ffn, starts, token_of, x, tokens, NULL, &parts)) return -1;
     add_parts(pool, parts, weight_of, token_of, starts[experts], ffn[0]->up.cols, out);
     return 0;
 }
 
-int moert_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
-                const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts) {
+int moert_parts(moert_pool *pool, const moert_act *act, int experts, const moert_ffn *const *ffn, const int32_t *starts,
+                const int32_t *token_of, const float *x, int tokens, float *parts) {
     if (!experts || !starts[experts]) return 0;
     float *made;
-    return make_parts(pool, activation, limit, experts, ffn, starts, token_of, x, tokens, parts, &made);
+    return make_parts(pool, act, experts, ffn, starts, token_of, x, tokens, parts, &made);
 }
 
 void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,

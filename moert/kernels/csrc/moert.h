@@ -12,13 +12,14 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 5
+#define MOERT_ABI 6
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. */
 enum { MOERT_F16 = 16, MOERT_BF16 = 17, MOERT_F32 = 32 };
 
 enum { MOERT_RELU, MOERT_SILU, MOERT_GELU, MOERT_GELU_TANH };
+enum { MOERT_SOFTMAX, MOERT_SIGMOID, MOERT_SPARSEMIXER };
 
 #pragma GCC visibility push(default)
 
@@ -26,29 +27,98 @@ typedef struct {
     const void *data;         /* codes [rows, row_bytes] or floats [rows, cols] */
     const uint16_t *scale;    /* float16 [rows, groups]; NULL for floats */
     const uint16_t *minimum;  /* the same */
+    const float *bias;        /* [rows], added to what the matrix gives; or NULL */
     int32_t kind;
     int32_t rows, cols;
     int32_t group;            /* inputs that share a scale; cols: one scale a row */
 } moert_matrix;
+
+/* x / sqrt(mean(x²) + eps) * weight; with a bias, the mean is taken from x before, and the bias added. Optional ones are
+ * absent where the weight is NULL. */
+typedef struct {
+    const float *weight, *bias; /* [n] */
+    float eps;
+} moert_norm;
+
+/* act(gate) * (up + plus), or act(up). The gate is clamped to at most limit and up to ±limit, without a gate up to at most
+ * limit; infinity for none. SiLU is x * sigmoid(slope * x). */
+typedef struct {
+    int32_t kind;
+    float limit, slope, plus;
+} moert_act;
 
 /* down(act(up x)), or with a gate down(act(gate x) * up x). gate.data is NULL without one. */
 typedef struct {
     moert_matrix gate, up, down;
 } moert_ffn;
 
+/* What heads do with queries, keys and values. */
 typedef struct {
-    const float *norm;        /* [d_model], RMS norm before q, k, v */
-    const float *q_norm;      /* or NULL: [heads * head_dim], all heads as one vector; [head_dim] with norm_each */
-    const float *k_norm;      /* the same */
-    const float *sinks;       /* [heads]: a score that takes part in the softmax and has no value; or NULL */
-    moert_matrix q, k, v, o;  /* k.data and v.data are NULL where keys and values are there already (cross attention) */
-    int32_t heads, kv_heads, head_dim;
-    int32_t rope_dims;        /* the first features of each head turn, in two halves; 0: none */
-    int32_t norm_each, causal;
+    const float *sinks;       /* [n]: a score that takes part in the softmax and has no value; or NULL */
+    int32_t n, kv;            /* heads of queries, and of keys and values */
+    int32_t dim, value_dim;   /* features of a query or key, and of a value */
+    int32_t causal;
     int32_t window;           /* keys that a query sees at most, itself among them; 0: all */
-    float eps, scale, clip;   /* clip: q, k, v are clamped to ±clip; infinity for none */
+    int32_t chunk;            /* a query sees none before the last multiple of this; 0: all */
+    float scale;
     float softcap;            /* scores become softcap * tanh(score / softcap); 0: none */
+} moert_heads;
+
+typedef struct {
+    moert_heads heads;
+    moert_norm norm;          /* before q, k, v: d_model */
+    moert_norm q_norm, k_norm;/* optional, of all heads as one vector, or with norm_each of each head */
+    moert_norm v_norm;        /* optional, of each head */
+    moert_norm after;         /* optional, of what comes out: d_model */
+    moert_matrix q, k, v, o;  /* k.data and v.data are NULL where keys and values are there already (cross attention) */
+    moert_matrix gate;        /* what the heads give is multiplied with sigmoid(gate · norm(x)); data NULL: none */
+    int32_t rope_dims;        /* the first features of each head turn, in two halves; 0: none */
+    int32_t norm_each, norm_turned; /* the latter: queries and keys are normed after they turn */
+    float clip;               /* q, k, v are clamped to ±clip; infinity for none */
+    float add;                /* x += add * what comes out */
 } moert_attention;
+
+/* Attention to a few features of each token instead of keys and values (DeepSeek-V2's report, section 2.1): all heads see
+ * c = norm(kv_a · h) and a key that turns, k = rope(k_turn · h). A head's query of nope features becomes one of c's
+ * features by keys, what it reads of c becomes value features by values. heads: kv 1, dim c's features + rope_dims,
+ * value_dim c's features. */
+typedef struct {
+    moert_heads heads;
+    moert_norm norm, after;   /* as in moert_attention */
+    moert_norm q_norm;        /* of what q_a gives */
+    moert_norm kv_norm;
+    moert_matrix q_a;         /* before q and q_turn; data NULL: none */
+    moert_matrix q, q_turn;   /* [n * nope, ...], [n * rope_dims, ...] */
+    moert_matrix kv_a, k_turn;/* [c, d_model], [rope_dims, d_model] */
+    moert_matrix keys, values;/* [n * c, nope], [n * v, c] */
+    moert_matrix o;           /* [d_model, n * v] */
+    int32_t rope_dims;
+    float add;
+} moert_latent;
+
+/* Where the tokens stand that are read. */
+typedef struct {
+    const float *turns;       /* [tokens, 2, rope_dims / 2], cosines and sines; or NULL */
+    const float *bias;        /* or NULL: for head h, bias[h * bias_stride + d] is that of a key d places after the query */
+    int64_t bias_stride;
+    const float *query_scale; /* [tokens], or NULL: queries are multiplied with it */
+} moert_positions;
+
+/* Which experts a token goes to. Scores are the softmax or sigmoid of matrix · norm(x), or for MOERT_SPARSEMIXER these
+ * numbers themselves. The best are chosen by score + choice_bias, of the best groups alone where there are groups, each
+ * as good as the sum of its `group_top` best. Their scores are the weights: divided by their sum if renormalise, times
+ * factor. The sparse mixer (Liu et al. 2023) chooses one after the other, with the softmax over those that are no further
+ * below the best left than 2 * jitter of it. */
+typedef struct {
+    moert_norm norm;
+    moert_norm own;           /* optional: what the matrix gets is this norm of x, and not what the experts get */
+    moert_matrix matrix;
+    const float *choice_bias; /* [experts], or NULL */
+    const float *expert_scale;/* [experts]: factors of their weights, or NULL */
+    int32_t score, top_k, renormalise;
+    int32_t groups, best_groups, group_top; /* groups 0: none */
+    float factor, jitter;
+} moert_router;
 
 /* Keys and values of a layer: keys [kv_heads][blocks][head_dim][MOERT_KEYS], values [kv_heads][tokens][head_dim], with
  * strides from head to head. Numbers are float16; or where there are steps, of 8 bits with a sign, times the float16 step of
@@ -85,45 +155,44 @@ int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrice
 int moert_rows(moert_pool *pool, const moert_matrix *matrix, int count, const int64_t *rows, float *out);
 
 /* out [tokens, d_model] += the mixture. Expert e runs the rows starts[e] .. starts[e + 1] - 1; row r is token
- * token_of[r] with weight weight_of[r]. The experts are added in the order given. limit: the gate is clamped to
- * at most limit and up to ±limit (without a gate: up to at most limit); infinity for none. */
-int moert_mixture(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
-                  const int32_t *starts, const int32_t *token_of, const float *weight_of, const float *x, int tokens,
-                  float *out);
+ * token_of[r] with weight weight_of[r]. The experts are added in the order given. */
+int moert_mixture(moert_pool *pool, const moert_act *act, int experts, const moert_ffn *const *ffn, const int32_t *starts,
+                  const int32_t *token_of, const float *weight_of, const float *x, int tokens, float *out);
 
 /* The same in two steps, where experts come one after the other. parts [rows, d_model]: what the expert of each row makes
  * of its token; and out [tokens, cols] += weight_of[r] * parts[r] for each row, in order. */
-int moert_parts(moert_pool *pool, int activation, float limit, int experts, const moert_ffn *const *ffn,
-                const int32_t *starts, const int32_t *token_of, const float *x, int tokens, float *parts);
+int moert_parts(moert_pool *pool, const moert_act *act, int experts, const moert_ffn *const *ffn, const int32_t *starts,
+                const int32_t *token_of, const float *x, int tokens, float *parts);
 void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,
                      int cols, float *out);
 
 /* Tokens of one sequence through an attention block: x [tokens, d_model] += o · attention(norm(x)). They are those from
- * position `start` on; with k and v, their keys and values are written there first. `length` keys are there then.
- * turns: cosines and sines [tokens, 2, rope_dims / 2], or NULL. bias, or NULL: for head h, bias[h * bias_stride + d] is
- * that of a key d places after the query; d may be negative. */
+ * position `start` on; with k and v, their keys and values are written there first. `length` keys are there then. */
 int moert_attend(moert_pool *pool, const moert_attention *attention, int tokens, float *x, const moert_keys *keys,
-                 int start, int length, const float *turns, const float *bias, int64_t bias_stride);
+                 int start, int length, const moert_positions *at);
+int moert_attend_latent(moert_pool *pool, const moert_latent *latent, int tokens, float *x, const moert_keys *keys,
+                        int start, int length, const moert_positions *at);
 
 /* Keys and values of encoded [tokens, d_model], which a decoder attends to, are written from position `start` on. */
 int moert_keep(moert_pool *pool, const moert_attention *attention, int tokens, const float *encoded, int start,
                const moert_keys *keys);
 
 /* y [tokens, n] = norm(x) of each */
-void moert_norm(moert_pool *pool, const float *weight, float eps, int tokens, int n, const float *x, float *y);
+void moert_normalise(moert_pool *pool, const moert_norm *norm, int tokens, int n, const float *x, float *y);
 
-/* hidden [tokens, d_model] = norm(x); probabilities [tokens, experts] = softmax(router · hidden) */
-int moert_scores(moert_pool *pool, const float *norm, float eps, const moert_matrix *router, int tokens, const float *x,
-                 float *hidden, float *probabilities);
+/* hidden [tokens, d_model] = norm(x), what the experts get; scores [tokens, experts] */
+int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const float *x, float *hidden, float *scores);
 
-/* The top_k largest of probabilities [tokens, experts], which it spoils: experts [tokens, top_k] ascending by number, with
- * their probabilities, divided by their sum if renormalise. */
-void moert_choose(float *probabilities, int tokens, int experts, int top_k, int renormalise, int64_t *chosen,
-                  float *weights);
+/* From scores [tokens, experts], which it spoils: experts [tokens, top_k], ascending by number, the first of equal ones,
+ * with their weights. */
+int moert_choose(const moert_router *router, float *scores, int tokens, int64_t *chosen, float *weights);
 
-/* y [tokens, matrix.rows] = matrix · (norm(x) * factor) */
-int moert_head(moert_pool *pool, const float *norm, float eps, float factor, const moert_matrix *matrix, int tokens,
-               const float *x, float *y);
+/* y [tokens] = factor * sigmoid(matrix · hidden), for a matrix of one row */
+int moert_gate(moert_pool *pool, const moert_matrix *matrix, int tokens, const float *hidden, float factor, float *y);
+
+/* y [tokens, matrix.rows] = matrix · (norm(x) * factor), bounded as in moert_heads by softcap */
+int moert_head(moert_pool *pool, const moert_norm *norm, float factor, float softcap, const moert_matrix *matrix,
+               int tokens, const float *x, float *y);
 
 /* The CRC-32 of zlib, of more data after that whose checksum is `crc` (0: none), and whether it is fast here. */
 uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n);

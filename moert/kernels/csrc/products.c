@@ -130,16 +130,30 @@ static void multiply_strips(const panels *p, const moert_matrix *w, const operat
     }
 }
 
+static int64_t bytes_of_row(const moert_matrix *w) {
+    if (!is_codes(w)) return (int64_t)w->cols * (w->kind == MOERT_F32 ? 4 : 2);
+    return row_bytes(w->cols, w->kind) + 4 * (int64_t)groups_of(w->cols, w->group);
+}
+
 void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own) {
     const input *in = x->in;
     if (!is_codes(w)) in->isa->floats(w, in->values, x->tokens, x->n, first, stop, y, stride);
     else if (many(x, w)) multiply_strips(&x->of[grouping(in, w)], w, in->isa, first, stop, y, stride, own);
     else in->isa->codes(w, &in->rounded[grouping(in, w)], x->tokens, x->n, first, stop, y, stride);
+    if (!w->bias) return;
+    for (int t = 0; t < x->n; t++)
+        for (int row = first; row < stop; row++) y[t * stride + row - first] += w->bias[row];
 }
 
-static int64_t bytes_of_row(const moert_matrix *w) {
-    if (!is_codes(w)) return (int64_t)w->cols * (w->kind == MOERT_F32 ? 4 : 2);
-    return row_bytes(w->cols, w->kind) + 4 * (int64_t)groups_of(w->cols, w->group);
+moert_matrix rows_of(const moert_matrix *w, int first, int count) {
+    moert_matrix part = *w;
+    const int64_t groups = is_codes(w) ? groups_of(w->cols, w->group) : 0, row = bytes_of_row(w) - 4 * groups;
+    part.data = (const char *)w->data + first * row;
+    if (w->scale) part.scale = w->scale + first * groups;
+    if (w->minimum) part.minimum = w->minimum + first * groups;
+    if (w->bias) part.bias = w->bias + first;
+    part.rows = count;
+    return part;
 }
 
 int64_t matrix_bytes(const moert_matrix *w) { return bytes_of_row(w) * w->rows; }

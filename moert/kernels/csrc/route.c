@@ -1,0 +1,129 @@
+/* The router before the experts: scores, and which experts a token goes to. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "products.h"
+
+/* Probabilities in place of n numbers; those that are -infinity get 0. */
+static void softmax(float *scores, int n) {
+    float most = scores[0], sum = 0;
+    for (int i = 1; i < n; i++) most = scores[i] > most ? scores[i] : most;
+    for (int i = 0; i < n; i++) sum += scores[i] = expf(scores[i] - most);
+    for (int i = 0; i < n; i++) scores[i] /= sum;
+}
+
+static void sigmoids(float *scores, int n) {
+    for (int i = 0; i < n; i++) scores[i] = 1 / (1 + expf(-scores[i]));
+}
+
+int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const float *x, float *hidden, float *scores) {
+    const moert_matrix *matrix = &router->matrix;
+    const int n = matrix->rows;
+    moert_normalise(pool, router->own.weight ? &router->own : &router->norm, tokens, matrix->cols, x, hidden);
+    if (moert_linear(pool, 1, &matrix, hidden, tokens, &scores)) return -1;
+    if (router->own.weight) moert_normalise(pool, &router->norm, tokens, matrix->cols, x, hidden);
+    for (int token = 0; token < tokens; token++, scores += n) {
+        if (router->score == MOERT_SOFTMAX) softmax(scores, n);
+        else if (router->score == MOERT_SIGMOID) sigmoids(scores, n);
+    }
+    return 0;
+}
+
+int moert_gate(moert_pool *pool, const moert_matrix *matrix, int tokens, const float *hidden, float factor, float *y) {
+    if (moert_linear(pool, 1, &matrix, hidden, tokens, &y)) return -1;
+    sigmoids(y, tokens);
+    for (int token = 0; token < tokens; token++) y[token] *= factor;
+    return 0;
+}
+
+/* Room for one token: numbers that decide, and of each group. */
+typedef struct {
+    float *deciding, *groups;
+} decision;
+
+/* The first of the largest of n, which then can't be chosen again; -1 if none is left. */
+static int take_largest(float *numbers, int n) {
+    int best = -1;
+    for (int i = 0; i < n; i++)
+        if (numbers[i] > -INFINITY && (best < 0 || numbers[i] > numbers[best])) best = i;
+    if (best >= 0) numbers[best] = -INFINITY;
+    return best;
+}
+
+/* Leaves only the best groups to be chosen from. `spare`: room for the numbers of a group. */
+static void keep_groups(const moert_router *r, const decision *d, int n, float *spare) {
+    const int size = n / r->groups;
+    for (int g = 0; g < r->groups; g++) {
+        for (int i = 0; i < size; i++) spare[i] = d->deciding[g * size + i];
+        d->groups[g] = 0;
+        for (int i = 0; i < r->group_top && i < size; i++) {
+            const int best = take_largest(spare, size);
+            if (best >= 0) d->groups[g] += d->deciding[g * size + best];
+        }
+    }
+    for (int kept = 0; kept < r->best_groups; kept++) take_largest(d->groups, r->groups);
+    for (int g = 0; g < r->groups; g++)
+        for (int i = 0; i < size && d->groups[g] > -INFINITY; i++) d->deciding[g * size + i] = -INFINITY;
+}
+
+/* Puts a choice where it belongs: ascending by number. */
+static void put(int64_t expert, float weight, int found, int64_t *chosen, float *weights) {
+    int place = found;
+    for (; place > 0 && chosen[place - 1] > expert; place--) {
+        chosen[place] = chosen[place - 1];
+        weights[place] = weights[place - 1];
+    }
+    chosen[place] = expert;
+    weights[place] = weight;
+}
+
+static void choose_best(const moert_router *r, const float *scores, const decision *d, int n, int64_t *chosen, float *weights) {
+    for (int i = 0; i < n; i++) d->deciding[i] = scores[i] + (r->choice_bias ? r->choice_bias[i] : 0);
+    if (r->groups) keep_groups(r, d, n, d->groups + r->groups);
+    for (int found = 0; found < r->top_k; found++) {
+        int best = take_largest(d->deciding, n);
+        for (int i = 0; best < 0 && i < n; i++) { /* numbers that are none: the first that is not chosen */
+            int taken = 0;
+            for (int c = 0; c < found; c++) taken |= chosen[c] == i;
+            best = taken ? -1 : i;
+        }
+        put(best, scores[best], found, chosen, weights);
+    }
+}
+
+static void choose_sparsely(const moert_router *r, const float *scores, const decision *d, int n, int64_t *chosen,
+                            float *weights) {
+    for (int i = 0; i < n; i++) d->deciding[i] = scores[i];
+    for (int found = 0; found < r->top_k; found++) {
+        float most = -INFINITY, sum = 0;
+        int best = 0;
+        for (int i = 0; i < n; i++)
+            if (d->deciding[i] > most) most = d->deciding[i], best = i;
+        for (int i = 0; i < n; i++) {
+            const float magnitude = fabsf(scores[i]) > most ? fabsf(scores[i]) : most;
+            if ((most - scores[i]) / magnitude <= 2 * r->jitter && d->deciding[i] > -INFINITY) sum += expf(d->deciding[i] - most);
+        }
+        d->deciding[best] = -INFINITY;
+        put(best, 1 / sum, found, chosen, weights);
+    }
+}
+
+int moert_choose(const moert_router *r, float *scores, int tokens, int64_t *chosen, float *weights) {
+    const int n = r->matrix.rows, top_k = r->top_k;
+    float *room = malloc((size_t)(2 * n + r->groups) * sizeof *room);
+    if (!room) return -1;
+    const decision d = {room, room + n};
+    for (int token = 0; token < tokens; token++, scores += n, chosen += top_k, weights += top_k) {
+        float sum = 0;
+        if (r->score == MOERT_SPARSEMIXER) choose_sparsely(r, scores, &d, n, chosen, weights);
+        else choose_best(r, scores, &d, n, chosen, weights);
+        for (int i = 0; i < top_k; i++) sum += weights[i];
+        for (int i = 0; i < top_k; i++) {
+            if (r->renormalise) weights[i] /= sum;
+            if (r->expert_scale) weights[i] *= r->expert_scale[chosen[i]];
+            weights[i] *= r->factor;
+        }
+    }
+    free(room);
+    return 0;
+}

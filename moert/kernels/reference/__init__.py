@@ -1,0 +1,8 @@
+"""The readable version of all arithmetic with weights, in numpy. Native kernels are tested against it."""
+
+from moert.kernels.reference.arithmetic import Plain, ffn, product
+from moert.kernels.reference.backend import ReferenceBackend
+from moert.kernels.reference.codes import weights
+from moert.kernels.reference.kept import all_keys
+
+__all__ = ["Plain", "ReferenceBackend", "all_keys", "ffn", "product", "weights"]

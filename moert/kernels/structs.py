@@ -1,0 +1,91 @@
+"""The structs and numbers of csrc/moert.h, for ctypes. Pointers are addresses (int) or None."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+KINDS = {"F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes; one with codes has their width
+ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+
+
+class Matrix(Structure):
+    """The struct moert_matrix."""
+
+    _fields_ = [
+        ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("bias", c_void_p),
+        ("kind", c_int32), ("rows", c_int32), ("cols", c_int32), ("group", c_int32),
+    ]  # fmt: skip
+
+
+class Norm(Structure):
+    """The struct moert_norm."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float)]
+
+
+class Act(Structure):
+    """The struct moert_act."""
+
+    _fields_ = [("kind", c_int32), ("limit", c_float), ("slope", c_float), ("plus", c_float)]
+
+
+class Ffn(Structure):
+    """The struct moert_ffn."""
+
+    _fields_ = [("gate", Matrix), ("up", Matrix), ("down", Matrix)]
+
+
+class Heads(Structure):
+    """The struct moert_heads."""
+
+    _fields_ = [
+        ("sinks", c_void_p), ("n", c_int32), ("kv", c_int32), ("dim", c_int32), ("value_dim", c_int32),
+        ("causal", c_int32), ("window", c_int32), ("chunk", c_int32), ("scale", c_float), ("softcap", c_float),
+    ]  # fmt: skip
+
+
+class Attention(Structure):
+    """The struct moert_attention."""
+
+    _fields_ = [
+        ("heads", Heads), ("norm", Norm), ("q_norm", Norm), ("k_norm", Norm), ("v_norm", Norm), ("after", Norm),
+        ("q", Matrix), ("k", Matrix), ("v", Matrix), ("o", Matrix), ("gate", Matrix),
+        ("rope_dims", c_int32), ("norm_each", c_int32), ("norm_turned", c_int32), ("clip", c_float), ("add", c_float),
+    ]  # fmt: skip
+
+
+class Latent(Structure):
+    """The struct moert_latent."""
+
+    _fields_ = [
+        ("heads", Heads), ("norm", Norm), ("after", Norm), ("q_norm", Norm), ("kv_norm", Norm),
+        ("q_a", Matrix), ("q", Matrix), ("q_turn", Matrix), ("kv_a", Matrix), ("k_turn", Matrix),
+        ("keys", Matrix), ("values", Matrix), ("o", Matrix), ("rope_dims", c_int32), ("add", c_float),
+    ]  # fmt: skip
+
+
+class Positions(Structure):
+    """The struct moert_positions."""
+
+    _fields_ = [("turns", c_void_p), ("bias", c_void_p), ("bias_stride", c_int64), ("query_scale", c_void_p)]
+
+
+class Router(Structure):
+    """The struct moert_router."""
+
+    _fields_ = [
+        ("norm", Norm), ("own", Norm), ("matrix", Matrix), ("choice_bias", c_void_p), ("expert_scale", c_void_p),
+        ("score", c_int32), ("top_k", c_int32), ("renormalise", c_int32),
+        ("groups", c_int32), ("best_groups", c_int32), ("group_top", c_int32), ("factor", c_float), ("jitter", c_float),
+    ]  # fmt: skip
+
+
+class Keys(Structure):
+    """The struct moert_keys."""
+
+    _fields_ = [
+        ("keys", c_void_p), ("values", c_void_p), ("key_steps", c_void_p), ("value_steps", c_void_p),
+        ("key_stride", c_int64), ("value_stride", c_int64),
+        ("key_step_stride", c_int64), ("value_step_stride", c_int64),
+    ]  # fmt: skip

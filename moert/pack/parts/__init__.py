@@ -1,0 +1,16 @@
+"""The parts that a model is made of, free of any family's own names.
+
+What differs only in numbers is a tensor of the pack, what may be absent is None, and where a part may be one of several
+they carry a kind. Each part says which tensors it has, and what about it contradicts itself. All matrices are stored
+[out_features, in_features].
+"""
+
+from moert.pack.parts.attention import Attention, Buckets, Latent, Rope
+from moert.pack.parts.base import ROLES, Norm, Role, Tensor
+from moert.pack.parts.feed_forward import Act, Beside, Experts, Ffn, Groups, Router
+from moert.pack.parts.layers import Join, Layer, Stack, stack_of
+
+__all__ = [
+    "ROLES", "Act", "Attention", "Beside", "Buckets", "Experts", "Ffn", "Groups", "Join", "Latent", "Layer", "Norm",
+    "Role", "Rope", "Router", "Stack", "Tensor", "stack_of",
+]  # fmt: skip

@@ -1,0 +1,46 @@
+"""What all parts are made of: tensors with a role, and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from moert.pack.reading import Above
+
+MOST = 65535
+"""Of heads, features of a head, experts, and whatever else is counted in a part."""
+MOST_FEATURES = 1 << 24
+
+Role = Literal["attention", "router", "ffn", "head", "embed"]
+ROLES: tuple[Role, ...] = ("attention", "router", "ffn", "head", "embed")
+"""What a dense matrix (one outside the experts) is for; a pack gives widths to roles."""
+
+
+class Tensor(NamedTuple):
+    """A tensor that stays in memory: its canonical name, its shape, and what it is for; None for what is never
+    quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """weight · x / √(mean(x²) + eps); of the kind layer, of x less its mean, plus a bias."""
+
+    eps: Annotated[float, Above(0)]
+    kind: Literal["rms", "layer"] = "rms"
+
+    def tensors(self, at: str, features: int) -> Iterator[Tensor]:
+        yield Tensor(f"{at}.weight", (features,))
+        if self.kind == "layer":
+            yield Tensor(f"{at}.bias", (features,))
+
+
+def matrix(at: str, shape: tuple[int, int], role: Role, bias: bool = False) -> Iterator[Tensor]:
+    """A matrix [out, in], and its bias [out] if it has one."""
+    yield Tensor(f"{at}.weight", shape, role)
+    if bias:
+        yield Tensor(f"{at}.bias", shape[:1])

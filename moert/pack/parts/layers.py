@@ -1,0 +1,109 @@
+"""Layers, and stacks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from moert.pack.parts.attention import Attention, Buckets, Latent
+from moert.pack.parts.base import MOST, Norm, Tensor
+from moert.pack.parts.feed_forward import Experts, Ffn
+from moert.pack.reading import Within
+
+_MOST_LAYERS = 4096
+
+
+@dataclass(frozen=True)
+class Join:
+    """How what a part gives joins the stream: x += add · after(made)."""
+
+    after: Norm | None = None
+    add: float = 1.0
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        if self.after is not None:
+            yield from self.after.tensors(at, d_model)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x joins attention(norm(x)); in a decoder that reads an encoder's output x += cross(norm(x), output);
+    x joins ffn(norm(x)); and at the end x *= scale."""
+
+    norm: Norm
+    attention: Attention | Latent
+    cross: Attention | None
+    ffn: Ffn | Experts
+    attn_join: Join = Join()
+    ffn_join: Join = Join()
+    scale: float = 1.0
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from self.norm.tensors(f"{at}.attn_norm", d_model)
+        yield from self.attention.tensors(f"{at}.attn", d_model)
+        yield from self.attn_join.tensors(f"{at}.attn_after", d_model)
+        if self.cross is not None:
+            yield from self.norm.tensors(f"{at}.cross_norm", d_model)
+            yield from self.cross.tensors(f"{at}.cross", d_model)
+        yield from self.norm.tensors(f"{at}.ffn_norm", d_model)
+        yield from self.ffn.tensors(f"{at}.ffn" if isinstance(self.ffn, Ffn) else at, d_model)
+        yield from self.ffn_join.tensors(f"{at}.ffn_after", d_model)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from self.attention.contradictions()
+        if self.cross is not None:
+            yield from self.cross.contradictions()
+            if self.cross.rope is not None or self.cross.buckets is not None:
+                yield "attention to the encoder's output has positions, which that output has not"
+            if self.cross.window is not None or self.cross.chunk is not None:
+                yield "attention to the encoder's output has a window, and all of it is before every token"
+        yield from self.ffn.contradictions()
+        if 0 in (self.attn_join.add, self.ffn_join.add, self.scale):
+            yield "a factor of its stream is 0, so that a part of it would not matter"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tower: `layers` says for each layer which of `kinds` it is; a norm ends it."""
+
+    kinds: tuple[Layer, ...]
+    layers: Annotated[tuple[int, ...], Within(0, MOST)]
+    norm: Norm
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer: int) -> Layer:
+        return self.kinds[self.layers[layer]]
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """Those of its layers' own attention, which share one table."""
+        return next((kind.attention.buckets for kind in self.kinds if kind.attention.buckets is not None), None)
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from self.norm.tensors(f"{at}.norm", d_model)
+        if (buckets := self.buckets) is not None:
+            yield Tensor(f"{at}.relative_bias.weight", (buckets.n, self.kinds[0].attention.n))
+        for layer in range(len(self)):
+            yield from self[layer].tensors(f"{at}.{layer}", d_model)
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.layers or not self.kinds or len(self.layers) > _MOST_LAYERS:
+            yield f"there are {len(self.layers)} layers of {len(self.kinds)} kinds, it should be 1 to {_MOST_LAYERS}"
+            return
+        if max(self.layers) >= len(self.kinds):
+            yield f"a layer is of kind {max(self.layers)}, there are {len(self.kinds)} kinds"
+            return
+        for kind in self.kinds:
+            yield from kind.contradictions()
+        biased = [kind.attention for kind in self.kinds if kind.attention.buckets is not None]
+        if len({(attention.buckets, attention.n) for attention in biased}) > 1:
+            yield "its layers have distance biases of several sizes, but share one table"
+
+
+def stack_of(layers: Sequence[Layer], norm: Norm) -> Stack:
+    """A tower of these layers, each kind of which is said once."""
+    kinds = list(dict.fromkeys(layers))
+    return Stack(tuple(kinds), tuple(kinds.index(layer) for layer in layers), norm)
