@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_families import FAMILIES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 VOCAB, PAD, EOS = 96, 0, 1
@@ -104,11 +105,25 @@ def tiny_mixtral(path: Path, seed: int = 0, **overrides: Any) -> Path:
     return _save(MixtralForCausalLM(MixtralConfig(**{**settings, **overrides})), path, seed)
 
 
+def tiny_of(model_type: str) -> Callable[..., Path]:
+    """What writes a checkpoint in bf16 of one of tests.tiny_families."""
+
+    def write(path: Path, seed: int = 0, **overrides: Any) -> Path:
+        import transformers
+
+        model, settings, _ = FAMILIES[model_type]
+        config = getattr(transformers, f"{model}Config")(**{**settings, **overrides})
+        return _save(getattr(transformers, f"{model}ForCausalLM")(config), path, seed)
+
+    return write
+
+
 TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
     "switch_transformers": (tiny_switch, SWITCH_VARIANTS),
     "olmoe": (tiny_olmoe, OLMOE_VARIANTS),
     "qwen3_moe": (tiny_qwen3_moe, QWEN3_MOE_VARIANTS),
     "mixtral": (tiny_mixtral, MIXTRAL_VARIANTS),
+    **{name: (tiny_of(name), tiny.variants) for name, tiny in FAMILIES.items()},
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
 
@@ -117,13 +132,15 @@ def _save(model: Any, path: Path, seed: int) -> Path:
     """Fills every matrix so that the signal keeps its size from layer to layer, and routing and output vary."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *_kept_buffers(model)):
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.dim() == 1:
+            if "bias" in name and "relative" not in name:
+                weight.copy_(0.2 * noise)
+            elif weight.dim() == 1:
                 weight.copy_(1.0 + 0.2 * noise)
             elif "relative" in name:
                 weight.copy_(noise)
-            elif "shared" in name or "embed" in name:
+            elif name == "shared.weight" or "embed" in name:
                 weight.copy_(0.2 * noise)  # small, or a tied head would repeat the last token
             else:
                 weight.copy_(1.5 * noise * weight.shape[-1] ** -0.5)
@@ -133,6 +150,12 @@ def _save(model: Any, path: Path, seed: int) -> Path:
     model.to(torch.bfloat16).save_pretrained(path)
     _save_tokenizer(path)
     return path
+
+
+def _kept_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Those that are saved with the parameters."""
+    kept = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
 def _save_tokenizer(path: Path) -> None:

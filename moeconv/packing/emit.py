@@ -90,7 +90,8 @@ def _write_experts(
     for batch in batches(spec, left):
         coder.prepare(batch)
         for key, bits in batch:
-            writer.write_expert(key, coder.code(key, bits), importance.get(key))
+            biases = coder.checkpoint.biases(key)
+            writer.write_expert(key, coder.code(key, bits), importance.get(key), biases)
 
 
 def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:

@@ -46,10 +46,12 @@ class PackedModel:
         spec = pack.manifest.model
         fill_backbone(model, family.description(config, _generation_config(pack)), _weights(pack))
         for key in spec.expert_keys():
-            projections = pack.projections(key, pack.read_expert(key))
-            for name, projection in projections.items():
+            body = pack.read_expert(key)
+            for name, projection in pack.projections(key, body).items():
                 weight = torch.from_numpy(projection_weights(projection))
                 family.expert_weight(model, key, name).copy_(weight)
+            for name, bias in pack.biases(key, body).items():
+                family.expert_bias(model, key, name).copy_(torch.from_numpy(bias))
         return cls(pack, family, spec, model, ExpertCalls(model, family, spec))
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 
 from moeconv.errors import ConversionError
 from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.source import ShapeDiffers, Source
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reading import plain, read
@@ -90,6 +91,15 @@ class Checkpoint:
     def spec(self) -> ModelSpec:
         return self.description.spec
 
+    @property
+    def notes(self) -> list[str]:
+        """What the pack will leave out of what the checkpoint holds, a line each."""
+        return [
+            what
+            for pattern, what in self.description.left_out.items()
+            if any(re.match(pattern, name) for name in self.files)
+        ]
+
     @cached_property
     def source_dtype(self) -> str:
         """ "BF16", "F16" or "F32": how the experts are stored; "BF16" where their numbers are coded."""
@@ -148,6 +158,19 @@ class Checkpoint:
             weights[projection] = found.contiguous().numpy()
         return weights
 
+    def biases(self, key: ExpertKey) -> dict[str, F32]:
+        """Projection → bias [out] of one expert; nothing where experts have none. Raises CheckpointError."""
+        biases, of_bias = {}, self.description.biases
+        for projection in self.spec.moe.ffn.projections if of_bias is not None else ():
+            assert of_bias is not None
+            found = self._shaped(of_bias(key, projection), self.spec.projection_shape(projection)[:1]).float()
+            if not torch.isfinite(found).all():
+                raise CheckpointError(
+                    f"expert {key}, the bias of {projection} is not finite: the checkpoint is damaged"
+                )
+            biases[projection] = found.contiguous().numpy()
+        return biases
+
     def check_finite(self) -> None:
         """Reads every expert. Raises CheckpointError naming the first with a value that is not finite."""
         for key in self.spec.expert_keys():
@@ -176,24 +199,31 @@ class Checkpoint:
         return digest.hexdigest()
 
     def _shaped(self, source: Source, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = source.read(self._fetch)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self.path}: {source.name} has the shape {tuple(tensor.shape)}, config.json implies {shape}"
-            )
-        return tensor
+        try:
+            return source.read(self._fetch, shape)
+        except ShapeDiffers as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
 
     def _check_names(self) -> None:
-        sources = list(self.description.backbone.values())
+        described = self.description
+        sources = list(described.backbone.values())
         for key in self.spec.expert_keys():
-            sources += [self.description.experts(key, projection) for projection in self.spec.moe.ffn.projections]
+            for projection in self.spec.moe.ffn.projections:
+                sources.append(described.experts(key, projection))
+                if described.biases is not None:
+                    sources.append(described.biases(key, projection))
         wanted = dict.fromkeys(name for source in sources for name in source.names)
         missing = [name for name in wanted if name not in self.files]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"{self.path} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
-        known = {*wanted, *(copy for _, copy in self.description.copies)}
-        unknown = [name for name in self.files if name not in known and not name.endswith(_COMPUTED)]
+        known = {*wanted, *(copy for _, copy in described.copies)}
+        left_out = [re.compile(pattern) for pattern in described.left_out]
+        unknown = [
+            name
+            for name in self.files
+            if name not in known and not name.endswith(_COMPUTED) and not any(each.match(name) for each in left_out)
+        ]
         if unknown:
             raise CheckpointError(
                 f"{self.path} holds the tensor {unknown[0]!r}, which a {self.family.model_type} model of this "

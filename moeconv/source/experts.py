@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from moeconv.source.archs import Family
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.parts import Ffn
+from moert.pack.parts import Act, Ffn
 
 Weights = tuple[Tensor, ...]
 """One expert's matrices [out, in], in the order of `ffn.projections`."""
 
+Biases = tuple[Tensor, ...]
+"""Those [out] of one expert's matrices, in the same order; none where it has none."""
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.functional.relu,
-    "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
     "gelu_new": partial(nn.functional.gelu, approximate="tanh"),
 }
@@ -62,9 +64,16 @@ class ExpertCalls:
         self._active: Tensor | None = None
         self._substitute: Substitute | None = None
         self._weights: dict[LayerKey, list[Weights]] = {}
+        self._biases: dict[LayerKey, list[Biases]] = {}
         for place in spec.moe_layers():
             self._weights[place] = [
                 tuple(family.expert_weight(model, ExpertKey(*place, expert), name) for name in spec.moe.ffn.projections)
+                for expert in range(spec.moe.n)
+            ]
+            self._biases[place] = [
+                tuple(family.expert_bias(model, ExpertKey(*place, expert), name) for name in spec.moe.ffn.projections)
+                if spec.moe.ffn.bias
+                else ()
                 for expert in range(spec.moe.n)
             ]
             family.experts_module(model, place).forward = partial(self._run, place)
@@ -104,12 +113,12 @@ class ExpertCalls:
 
     def inner(self, key: ExpertKey, x: Tensor) -> Tensor:
         """What enters an expert's down matrix. x [rows, d_model] → [rows, d_ff]"""
-        return _inner(x, self.weights(key), self.spec.moe.ffn)
+        return _inner(x, self.weights(key), self._biases[key.at][key.expert], self.spec.moe.ffn)
 
-    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        """One expert's feed-forward. x [rows, d_model] → [rows, d_model]; counted."""
+    def ffn(self, key: ExpertKey, x: Tensor, weights: Weights) -> Tensor:
+        """One expert's feed-forward with these weights. x [rows, d_model] → [rows, d_model]; counted."""
         self.rows += len(x)
-        return expert_ffn(x, weights, self.spec.moe.ffn)
+        return expert_ffn(x, weights, self.spec.moe.ffn, self._biases[key.at][key.expert])
 
     def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
         chosen, weights = self.family.routed(selected, router_weights)
@@ -117,13 +126,16 @@ class ExpertCalls:
             chosen = chosen.masked_fill(~self._active.reshape(-1, 1), -1)
         if self._watch is not None:
             self._watch(place, Call(x, chosen, weights))
-        experts: Sequence[Weights] = self._weights[place]
+        experts = [(place.expert(number), mine) for number, mine in enumerate(self._weights[place])]
         if self._substitute is not None and self._substitute.place == place:
             chosen = _substituted(chosen, self._substitute, len(experts))
-            experts = [*experts, *self._substitute.weights]
+            stands_for = map(place.expert, self._substitute.expert_of_probe.tolist())
+            experts += zip(stands_for, self._substitute.weights, strict=True)
         return self._grouped(x, chosen, weights, experts)
 
-    def _grouped(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Weights]) -> Tensor:
+    def _grouped(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[tuple[ExpertKey, Weights]]
+    ) -> Tensor:
         """Rows sorted by expert, so that each expert runs once; a row's experts are summed in order of their number."""
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
@@ -133,7 +145,8 @@ class ExpertCalls:
         parts, start = [], 0
         for expert, count in enumerate(counts):
             if count:
-                parts.append(self.ffn(gathered[start : start + count], experts[expert]))
+                key, mine = experts[expert]
+                parts.append(self.ffn(key, gathered[start : start + count], mine))
                 start += count
         result = torch.zeros_like(x)
         if parts:
@@ -141,20 +154,28 @@ class ExpertCalls:
         return result
 
 
-def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn) -> Tensor:
-    """y = down(act(up(x))), or y = down(act(gate(x)) * up(x)), clamped as `ffn.act.limit` says
-    (moert/pack/SPEC.md, section 5). x [rows, d_model] → [rows, d_model]."""
-    return nn.functional.linear(_inner(x, weights, ffn), weights[-1])
+def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = ()) -> Tensor:
+    """See moert.pack.parts.Ffn and Act. x [rows, d_model] → [rows, d_model]."""
+    return nn.functional.linear(_inner(x, weights, biases, ffn), weights[-1], biases[-1] if biases else None)
 
 
-def _inner(x: Tensor, weights: Weights, ffn: Ffn) -> Tensor:
-    act, limit = _ACTIVATIONS[ffn.act.name], ffn.act.limit
-    first = nn.functional.linear(x, weights[0])
-    inner = act(first if limit is None else first.clamp(max=limit))
+def _inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:
+    limit = ffn.act.limit
+    first, *others = (
+        nn.functional.linear(x, weight, biases[place] if biases else None)
+        for place, weight in enumerate(weights[: 2 if ffn.gated else 1])
+    )
+    inner = _activated(ffn.act, first if limit is None else first.clamp(max=limit))
     if not ffn.gated:
         return inner
-    up = nn.functional.linear(x, weights[1])
-    return inner * (up if limit is None else up.clamp(-limit, limit))
+    up = others[0] if limit is None else others[0].clamp(-limit, limit)
+    return inner * (up if ffn.act.plus == 0 else up + ffn.act.plus)
+
+
+def _activated(act: Act, x: Tensor) -> Tensor:
+    if act.name != "silu":
+        return _ACTIVATIONS[act.name](x)
+    return nn.functional.silu(x) if act.slope == 1 else x * torch.sigmoid(x * act.slope)
 
 
 def _substituted(chosen: Tensor, substitute: Substitute, num_experts: int) -> Tensor:

@@ -51,7 +51,7 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     packed, names = PackedModel.open(pack), trial.checkpoint.description.parameters
     buffers, made = dict(trial.model.named_buffers()), {"rope.0.frequencies": "model.rotary_emb.inv_freq"}
     for name, weight in widened(load_backbone(pack)).items():
-        theirs = buffers[made[name]] if name in made else trial.model.get_parameter(names[name])
+        theirs = buffers[made[name]] if name in made else trial.model.get_parameter(names[name].name)
         assert np.array_equal(weight, theirs.detach().numpy()), name
     for name, weight in trial.model.named_parameters():
         assert torch.equal(weight, packed.model.get_parameter(name)), name

@@ -67,16 +67,16 @@ def test_what_is_tried_is_what_the_pack_gives_back(
     for name, weight in widened(stored).items():
         if name not in names:
             continue  # the model computes it by itself
-        assert torch.equal(trial.model.get_parameter(names[name]), torch.from_numpy(weight)), name
+        assert torch.equal(trial.model.get_parameter(names[name].name), torch.from_numpy(weight)), name
         role = trial.spec.tensors[name].role
         width = None if role is None else MIXED[role]
         if width is not None and width < 16:
             mine = stored[name]
             assert isinstance(mine, QuantizedMatrix)
             assert mine.bits == width
-            assert not torch.equal(before[names[name]], torch.from_numpy(weight)), name
+            assert not torch.equal(before[names[name].name], torch.from_numpy(weight)), name
         else:
-            assert torch.equal(before[names[name]], torch.from_numpy(weight)), f"{name}: the source is bfloat16"
+            assert torch.equal(before[names[name].name], torch.from_numpy(weight)), f"{name}: the source is bfloat16"
     packed = PackedModel.open(pack)
     for name, weight in trial.model.named_parameters():
         assert torch.equal(packed.model.get_parameter(name), weight), name
@@ -141,7 +141,7 @@ def test_16_bits_of_a_float32_source_are_rounded_as_the_pack_rounds_them(tmp_pat
     stored = load_backbone(pack)["decoder.0.attn.q.weight"]
     assert isinstance(stored, Floats)
     assert stored.dtype == "F16"
-    weight = trial.model.get_parameter(trial.checkpoint.description.parameters["decoder.0.attn.q.weight"])
+    weight = trial.model.get_parameter(trial.checkpoint.description.parameters["decoder.0.attn.q.weight"].name)
     assert torch.equal(weight, torch.from_numpy(stored.widened()))
     assert not torch.equal(weight, trial.dense.source("decoder.0.attn.q.weight"))
     verify(pack, trial.checkpoint)

@@ -22,7 +22,7 @@ LOGIT_BYTES = 64 << 20
 @dataclass(frozen=True)
 class ReferenceRows:
     """What is kept of the unquantised model for each scored position: the mean row of the head [rows, d_model], and
-    Σ p ln p [rows]."""
+    Σ p ln p, less the mean bias [rows]."""
 
     mean_row: Tensor
     negentropy: Tensor
@@ -36,6 +36,7 @@ class Head:
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self.weight: Tensor = model.get_output_embeddings().weight
+        self.bias: Tensor | None = model.get_output_embeddings().bias
         self.scale = spec.head.scale
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
 
@@ -47,7 +48,7 @@ class Head:
             log_p = torch.log_softmax(self._logits(part), dim=1)
             p = log_p.exp()
             rows.append(p @ judged)
-            negentropy.append((p * log_p).sum(dim=1))
+            negentropy.append((p * (log_p if self.bias is None else log_p - self.bias)).sum(dim=1))
         return ReferenceRows(torch.cat(rows), torch.cat(negentropy))
 
     def judge(self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None) -> tuple[Tensor, Tensor]:
@@ -76,12 +77,15 @@ class Head:
         self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
         nats = lse - (hidden * self.scale * self.weight[targets]).sum(dim=1)
+        if self.bias is not None:
+            nats = nats - self.bias[targets]
         if reference is None:
             return nats, torch.zeros_like(nats)
         return nats, lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return (hidden * self.scale) @ self.weight.T
+        logits = (hidden * self.scale) @ self.weight.T
+        return logits if self.bias is None else logits.add_(self.bias)
 
 
 def _lse(logits: Tensor) -> Tensor:

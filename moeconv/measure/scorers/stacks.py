@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class StackRunner:
             hooks = [layers[at].register_forward_hook(_hook(at, after)) for at in range(start, self.n_layers)]
         setattr(self.module, self.attribute, nn.ModuleList(self.family.resumed(layers, start)))
         try:
-            hidden: Tensor = self.module(**{"use_cache": False, **inputs}).last_hidden_state
+            with self.family.resuming(self.module) if start else nullcontext():
+                hidden: Tensor = self.module(**{"use_cache": False, **inputs}).last_hidden_state
             return hidden
         finally:
             setattr(self.module, self.attribute, layers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from moeconv.source.archs.errors import UnsupportedModel
-from moert.pack.parts import Act, Rope
+from moert.pack.parts import Act, Attention, Ffn, Rope
 
 # Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
 _NO_MATTER = {
@@ -18,10 +18,12 @@ _NO_MATTER = {
     "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
     "return_dict", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "task_specific_params",
     "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "decoder_start_token_id", "sep_token_id",
+    "pad_token_id", "decoder_start_token_id", "sep_token_id", "name_or_path", "num_labels", "num_mtp_layers",
+    "num_nextn_predict_layers",
 }  # fmt: skip
 _ACTIVATIONS = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new"}
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+Biases = Literal["qkv", "qkvo"] | None
 _FIXED_ROPES = ("linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of a text."""
 
@@ -54,6 +56,50 @@ class Config:
         if (found or None) != (value or None):
             raise UnsupportedModel(f"config.json sets {name} {found!r}: {why}")
 
+    def without_effect(self, *names: str) -> None:
+        """Settings that this family's model in transformers never looks at."""
+        self._known |= set(names)
+
+    def only(self, **allowed: tuple[Any, ...]) -> None:
+        """Settings that the class does not know, and that say what the model computes. Raises UnsupportedModel where
+        one is there with another value."""
+        for name, values in allowed.items():
+            self._known.add(name)
+            if name in self._raw and self._raw[name] not in (*values, None):
+                raise UnsupportedModel(
+                    f"config.json sets {name} {self._raw[name]!r}: transformers would compute as if it were "
+                    f"{' or '.join(map(repr, values))}"
+                )
+
+    def biases(self, setting: str, which: Literal["qkv", "qkvo"]) -> Biases:
+        """Of attention: `which`, if the setting says so."""
+        return which if self.get(setting) else None
+
+    def attention(
+        self, *, qk_norm: Literal["whole", "head"] | None = None, biases: Biases = None,
+        **more: Any,
+    ) -> Attention:  # fmt: skip
+        """Heads as most families have them, turned by the first rope; `more`: other fields of the part."""
+        heads, kv, dim = self.get("num_attention_heads"), self.get("num_key_value_heads"), self.head_dim()
+        fields = {"scale": dim**-0.5, "clip": None, "rope": 0, "buckets": None, **more}
+        return Attention(heads, heads if kv is None else kv, dim, qk_norm=qk_norm, biases=biases, **fields)
+
+    def network(self, d_ff: str, activation: str = "hidden_act", bias: bool = False, times: int = 1) -> Ffn:
+        """A gated network whose width is a setting, `times` over. Raises UnsupportedModel."""
+        return Ffn(self.get(d_ff) * times, self.activation(activation), gated=True, bias=bias)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer, as layer_types says. Raises UnsupportedModel."""
+        window, kinds = self.get("sliding_window", "max_window_layers"), self.get("layer_types")
+        known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
+        unknown = next((kind for kind in kinds if kind not in known), None)
+        if unknown is not None or (not window and "sliding_attention" in kinds):
+            raise UnsupportedModel(
+                f"config.json sets layer_types with {unknown or 'sliding_attention'!r} and sliding_window {window!r}: "
+                "only full_attention, and sliding_attention with a window, can be packed"
+            )
+        return [known[kind] for kind in kinds]
+
     def head_dim(self) -> int:
         """Features of an attention head. Raises UnsupportedModel."""
         features, heads, given = self.get("hidden_size"), self.get("num_attention_heads"), self.get("head_dim")
@@ -70,8 +116,9 @@ class Config:
             )
         return dim
 
-    def rope(self, head_dim: int) -> tuple[Rope, Tensor]:
-        """Rotary positions in halves, and their frequencies [dims / 2] as transformers computes them.
+    def rope(self, dim: int, partial: bool = False) -> tuple[Rope, Tensor]:
+        """Rotary positions of `dim` features, and their frequencies [dims / 2] as transformers computes them.
+        `partial`: the family turns only a share of them if rope_parameters say so.
 
         Raises UnsupportedModel.
         """
@@ -80,8 +127,12 @@ class Config:
 
         parameters = self.get(*_ROPE_SETTINGS)
         kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+        if share != 1 and not partial:
+            raise UnsupportedModel(
+                f"config.json sets partial_rotary_factor {share!r}: this family turns whole heads in transformers"
+            )
         if kind == "default":
-            dims = int(head_dim * share)
+            dims = int(dim * share)
             exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
             return Rope(dims), 1.0 / (float(parameters["rope_theta"]) ** exponents)
         if kind not in _FIXED_ROPES:
@@ -91,10 +142,16 @@ class Config:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.parsed, None)
         return Rope(2 * len(frequencies), float(factor)), frequencies.float()
 
+    def unread(self) -> set[str]:
+        """Fields of the class that nobody has asked for, and that are not known to be without effect."""
+        from dataclasses import fields
+
+        return {each.name for each in fields(self.parsed)} - self._known
+
     def check_all_read(self) -> None:
         """Raises UnsupportedModel for a setting that nobody has asked for, unless it is off."""
         for name in sorted(set(self._raw) - self._known):
-            if self._raw[name] not in (None, False, [], {}):
+            if self._raw[name] not in (None, False, [], {}) or name == "is_causal":
                 raise UnsupportedModel(
                     f"config.json sets {name} {self._raw[name]!r}, which is not known for this family: it may change "
                     "what the model computes, and a pack could not say so"

@@ -4,84 +4,149 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.source import Source
+from moeconv.source.archs.views import View
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
-from moert.pack.parts import Layer, stack_of
+from moert.pack.parts import Layer, Rope, stack_of
 
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
+_SUFFIXES = (".weight", ".bias", "")
 _OUTSIDE = {"embed": "model.embed_tokens", "head": "lm_head", "decoder.norm": "model.norm"}
-_INSIDE = {
+
+
+class Place(NamedTuple):
+    """A part of a tensor: see Source, whose name this is without its last word, if that is weight or bias."""
+
+    name: str
+    view: View | None = None
+    shape: tuple[int, ...] | None = None
+    factor: float = 1.0
+
+    def source(self, before: str, suffix: str) -> Source:
+        shape = self.shape[:1] if self.shape is not None and suffix == ".bias" else self.shape
+        return Source(f"{before}{self.name}{suffix}", None, self.view, shape, None, self.factor)
+
+
+Inside = Mapping[str, "str | Place"]
+"""Canonical names within a layer, without a last word weight or bias, → the family's."""
+
+USUAL: Inside = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "router": "mlp.gate",
     "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
     "attn.o": "self_attn.o_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+    "attn.sinks": "self_attn.sinks", "router.choice_bias": "mlp.gate.e_score_correction_bias",
     "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+    "shared.gate": "mlp.shared_experts.gate_proj", "shared.up": "mlp.shared_experts.up_proj",
+    "shared.down": "mlp.shared_experts.down_proj",
 }  # fmt: skip
+OfExpert = Callable[[int, int, str], Source]
+"""(layer, expert, projection) → where that matrix is."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """`backbone`: canonical names (ModelSpec.tensors) → sources; `experts`: those of one expert's matrices.
+    """`backbone`: canonical names (ModelSpec.tensors) → sources; `experts`: those of one expert's matrices, and
+    `biases` of their biases, where they have some.
 
-    `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → parameter of
-    transformers' model. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal.
+    `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → where transformers'
+    model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal. `left_out`:
+    what names of tensors begin with (regular expressions) that a pack leaves out → what is told of them.
     """
 
     spec: ModelSpec
     backbone: Mapping[str, Source]
     experts: Callable[[ExpertKey, str], Source]
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, Source]
     computed: Mapping[str, Tensor] = field(default_factory=dict)
     copies: tuple[tuple[str, str], ...] = ()
+    biases: Callable[[ExpertKey, str], Source] | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-class Names(NamedTuple):
-    """What a family calls otherwise in its checkpoints: `expert`, the place of an expert's matrices, with {layer},
-    {expert} and {projection}; `projections`, these; `inside`, canonical names within a layer that stand elsewhere than
-    in the model."""
+@dataclass(frozen=True)
+class Names:
+    """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
+    is different again. `expert`, `bias`: an expert's matrices and their biases. `before`: what precedes model."""
 
-    expert: str = "mlp.experts.{expert}.{projection}_proj"
-    projections: Mapping[str, str] = {}
-    inside: Mapping[str, str] = {}
+    inside: Inside = field(default_factory=dict)
+    in_memory: Inside = field(default_factory=dict)
+    expert: OfExpert | None = None
+    bias: OfExpert | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    before: str = ""
 
 
-USUAL = Names()
+def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExpert:
+    """A matrix of its own for each: `pattern` with {expert} and {projection}, which `projections` may rename."""
+
+    def of_expert(layer: int, expert: int, projection: str) -> Source:
+        called = (projections or {}).get(projection, projection)
+        return Source(f"model.layers.{layer}.{pattern.format(expert=expert, projection=called)}.weight")
+
+    return of_expert
 
 
-def decoder(family: str, config: Config, tokens: Tokens, layers: Sequence[Layer], names: Names = USUAL) -> Description:
-    """The decoder that most families share, of these layers, with rotary positions. Raises UnsupportedModel."""
-    norm, (rope, frequencies) = layers[0].norm, config.rope(layers[0].attention.dim)
+_EXPERT = named("mlp.experts.{expert}.{projection}_proj")
+EXPERTS_W123 = named("block_sparse_moe.experts.{expert}.{projection}", {"gate": "w1", "up": "w3", "down": "w2"})
+"""As Mixtral calls them."""
+
+
+def decoder(
+    family: str, config: Config, tokens: Tokens, layers: Sequence[Layer], names: Names | None = None,
+    ropes: Sequence[tuple[Rope, Tensor]] | None = None, **spec_fields: object,
+) -> Description:  # fmt: skip
+    """The decoder that most families share, of these layers. `ropes`: None for one that turns the heads' features, as
+    config.json says. `spec_fields`: of ModelSpec that are not what they usually are. Raises UnsupportedModel."""
+    names, norm = names or Names(), layers[0].norm
+    assert len(layers) == config.get("num_hidden_layers")
+    ropes = [config.rope(layers[0].attention.turning)] if ropes is None else ropes
     spec = ModelSpec(
         family=family,
         vocab_size=config.get("vocab_size"),
         d_model=config.get("hidden_size"),
         encoder=None,
         decoder=stack_of(layers, norm),
-        ropes=(rope,),
-        head=Head(config.get("tie_word_embeddings"), 1.0),
+        ropes=tuple(rope for rope, _ in ropes),
+        head=Head(bool(config.get("tie_word_embeddings")), 1.0),
         tokens=tokens,
         max_positions=config.get("max_position_embeddings"),
     )
-    computed = {"rope.0.frequencies": frequencies}
-    parameters = {name: _usual(name, _INSIDE) for name in spec.tensors if name not in computed}
-    backbone = {name: Source(_usual(name, {**_INSIDE, **names.inside})) for name in parameters}
+    spec = replace(spec, **spec_fields)  # type: ignore[arg-type]
+    computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
+    stored = [name for name in spec.tensors if name not in computed]
+    hub = {**USUAL, **names.inside}
+    backbone = {name: _source(name, hub, names.before) for name in stored}
+    parameters = {name: _source(name, {**hub, **names.in_memory}, "") for name in stored}
+    expert, bias = names.expert or _EXPERT, names.bias
 
     def of_expert(key: ExpertKey, projection: str) -> Source:
-        called = names.projections.get(projection, projection)
-        place = names.expert.format(expert=key.expert, projection=called)
-        return Source(f"model.layers.{key.layer}.{place}.weight")
+        found = expert(key.layer, key.expert, projection)
+        return replace(found, name=names.before + found.name)
+
+    def of_bias(key: ExpertKey, projection: str) -> Source:
+        assert bias is not None
+        return bias(key.layer, key.expert, projection)
 
     copies = (("model.embed_tokens.weight", "lm_head.weight"),) if spec.head.tied else ()
-    return Description(spec, backbone, of_expert, parameters, computed, copies)
+    biases = of_bias if spec.moe.ffn.bias else None
+    return Description(spec, backbone, of_expert, parameters, computed, copies, biases, names.left_out)
 
 
-def _usual(canonical: str, inside: Mapping[str, str]) -> str:
-    part = canonical.removesuffix(".weight")
-    if (found := _LAYER.fullmatch(part)) is None:
-        return f"{_OUTSIDE[part]}.weight"
-    return f"model.layers.{found[1]}.{inside[found[2]]}.weight"
+def _source(canonical: str, inside: Inside, before: str) -> Source:
+    found = _LAYER.fullmatch(canonical)
+    table, part, start = (
+        (_OUTSIDE, canonical, before) if found is None else (inside, found[2], f"model.layers.{found[1]}.")
+    )
+    for suffix in _SUFFIXES:
+        name = part.removesuffix(suffix) if suffix else part
+        if name in table and part == name + suffix:
+            place = table[name]
+            placed = place if isinstance(place, Place) else Place(place)
+            return placed.source(start, suffix)
+    raise KeyError(f"{canonical} has no name in this family's checkpoints")

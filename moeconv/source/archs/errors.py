@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from moeconv.errors import ConversionError
 from moert.pack.errors import PackError
-
-_LIMITS = ("activation_limit", "swiglu_limit")
 
 
 class UnsupportedModel(ConversionError):
@@ -35,13 +32,3 @@ def transformers_model(path: Path) -> Iterator[None]:
             f"transformers can't run the model in {path} ({type(error).__name__}: {reason}): its config.json asks for "
             "what this family can't compute, or its weights are not those that it describes"
         ) from error
-
-
-def refuse_limit(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel where a config.json limits activations: no supported family's feed-forward does."""
-    for name in _LIMITS:
-        if config.get(name) is not None:
-            raise UnsupportedModel(
-                f"config.json sets {name} {config[name]!r}: this family computes without a limit in transformers, so "
-                "that the model would be measured wrongly"
-            )

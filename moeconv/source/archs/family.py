@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description
-from moeconv.source.archs.errors import refuse_limit
 from moeconv.source.archs.tokens import special_tokens
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName, Tokens
 
@@ -40,7 +40,6 @@ class Family:
 
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
         """Of both files as JSON objects. Raises UnsupportedModel, for settings too that are not known."""
-        refuse_limit(config)
         asked = Config(config, self._class.config_class.__name__)
         found = self.describe(asked, special_tokens(config, generation_config))
         asked.check_all_read()
@@ -72,6 +71,11 @@ class Family:
         inputs_embeds. Each keeps its place: some models look up by it what kind of layer it is."""
         return [*(Skipped() for _ in range(start)), *layers[start:]]
 
+    @contextmanager
+    def resuming(self, tower: nn.Module) -> Iterator[None]:
+        """Around a run of `resumed`: what the tower does to embeddings must not be done to hidden states."""
+        yield
+
     def experts_module(self, model: nn.Module, at: LayerKey) -> nn.Module:
         return model.get_submodule(self.experts[at.stack].format(layer=at.layer))
 
@@ -86,6 +90,10 @@ class Family:
             return experts.get_parameter("down_proj").detach()[key.expert]
         gate, up = experts.get_parameter("gate_up_proj").detach()[key.expert].chunk(2)
         return gate if projection == "gate" else up
+
+    def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        """A view [out] of the loaded parameter, of a family whose experts have biases."""
+        raise NotImplementedError
 
     @property
     def _class(self) -> Any:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Names, decoder
+from moeconv.source.archs.description import EXPERTS_W123, Description, Names, decoder
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, Router
 
-_NAMES = Names(
-    expert="block_sparse_moe.experts.{expert}.{projection}",
-    projections={"gate": "w1", "up": "w3", "down": "w2"},
-    inside={"router": "block_sparse_moe.gate"},
-)
+_NAMES = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.gate"}, EXPERTS_W123)
 
 
 class Mixtral(Family):

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moeconv.source.archs.views import View
+
 Form = Literal["fp8 blocks", "mxfp4"]
 
 _FP8_BLOCK = 128
@@ -24,30 +26,49 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor `name`; of it the `index` of the first dimension, transposed, and of that the rows start:stop:step.
+    """The tensor `name`; of it the `index` of the first dimension, and of that a `view`, times `factor`.
 
-    `form`: how its numbers are coded; None if it holds them as they are.
+    `form`: how its numbers are coded; None if it holds them as they are. `shape`: of the decoded tensor, or of one
+    index of it; None for that of the pack's tensor.
     """
 
     name: str
     index: int | None = None
-    transpose: bool = False
-    rows: tuple[int | None, int | None, int | None] | None = None
+    view: View | None = None
+    shape: tuple[int, ...] | None = None
     form: Form | None = None
+    factor: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors that it is made of."""
         return (self.name,) if self.form is None else _FORMS[self.form].names(self.name)
 
-    def read(self, fetch: Fetch) -> Tensor:
-        """In the checkpoint's type; what is coded becomes float32."""
+    def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
+        """The pack's tensor of this shape, in the checkpoint's type; what is coded becomes float32.
+
+        Raises ShapeDiffers."""
         if self.form is None:
             found = fetch(self.name, self.index)
         else:
             found = _FORMS[self.form].decode(*(fetch(name, self.index) for name in self.names))
-        found = found.T if self.transpose else found
-        return found if self.rows is None else found[slice(*self.rows)]
+        expected = self.shape or shape
+        if tuple(found.shape) != expected:
+            raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
+        found = self._viewed(found).reshape(shape)
+        return found if self.factor == 1 else found * self.factor
+
+    def write(self, tensor: Tensor, weight: Tensor) -> None:
+        """Puts the pack's tensor where it belongs in the one that is called `name`."""
+        place = self._viewed(tensor if self.index is None else tensor[self.index])
+        place.copy_((weight if self.factor == 1 else weight / self.factor).reshape(place.shape))
+
+    def _viewed(self, tensor: Tensor) -> Tensor:
+        return tensor if self.view is None else self.view(tensor)
+
+
+class ShapeDiffers(ValueError):
+    """A tensor has another shape than config.json implies; the message is a part of a sentence."""
 
 
 class _Form(NamedTuple):

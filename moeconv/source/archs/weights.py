@@ -13,10 +13,18 @@ from moeconv.source.archs.description import Description
 
 def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Writes each tensor where the model has it, and wherever else the model keeps a copy."""
-    names = description.parameters
+    places = description.parameters
     with torch.no_grad():
         for canonical, weight in weights:
-            if canonical in names:  # the others the model computes by itself
-                model.get_parameter(names[canonical]).copy_(weight)
+            if canonical in places:  # the others the model computes by itself
+                place = places[canonical]
+                place.write(tensor_of(model, place.name), weight)
         for stored, copy in description.copies:
             model.get_parameter(copy).copy_(model.get_parameter(stored))
+
+
+def tensor_of(model: Any, name: str) -> Tensor:
+    """A parameter or buffer of the model."""
+    module, _, last = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), last)
+    return found.detach()

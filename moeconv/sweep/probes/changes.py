@@ -33,18 +33,19 @@ class Change:
 def changes(trial: Trial, call: Call, width: int, probes: Sequence[Probe]) -> list[Change]:
     """`call` is what the base asked of the layer, over sequences of `width` tokens each."""
     base_outputs: dict[int, Tensor] = {}
+    add = trial.spec.stacks[probes[0].key.stack][probes[0].key.layer].ffn_join.add
     found = []
     for number, probe in enumerate(probes):
         rows, slot = (call.chosen == probe.key.expert).nonzero(as_tuple=True)
         x = call.x[rows]
         if probe.key.expert not in base_outputs:
-            base_outputs[probe.key.expert] = trial.calls.ffn(x, trial.calls.weights(probe.key))
-        delta = trial.calls.ffn(x, trial.weights(probe.key, probe.bits)) - base_outputs[probe.key.expert]
+            base_outputs[probe.key.expert] = trial.calls.ffn(probe.key, x, trial.calls.weights(probe.key))
+        delta = trial.calls.ffn(probe.key, x, trial.weights(probe.key, probe.bits)) - base_outputs[probe.key.expert]
         sequence, position = rows // width, rows % width
         sequences, counts = torch.unique_consecutive(sequence, return_counts=True)
         first = position[counts.cumsum(0) - counts]
         found.append(
-            Change(number, sequence, position, delta * call.weights[rows, slot, None], sequences, first)
+            Change(number, sequence, position, delta * (add * call.weights[rows, slot, None]), sequences, first)
         )  # fmt: skip
     return found
 

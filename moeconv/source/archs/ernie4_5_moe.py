@@ -1,0 +1,47 @@
+"""ERNIE 4.5: rotary positions of pairs, softmax routers with a bias for the choice, shared experts, a run of layers
+that have experts."""
+
+from __future__ import annotations
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Description, Names, Place, decoder
+from moeconv.source.archs.family import Family
+from moeconv.source.archs.views import halves
+from moert.pack.model_spec import Head, Tokens
+from moert.pack.parts import Experts, Layer, Norm, Router
+
+
+class Ernie45Moe(Family):
+    """See `Family`. moe_norm_min, below which the sum of chosen weights is not divided by, is never reached."""
+
+    model_type = "ernie4_5_moe"
+    model_class = "Ernie4_5_MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.only(moe_use_aux_free=(True,), moe_gate=("topk",))
+        config.without_effect("moe_norm_min", "moe_capacity", "compression_ratio")
+        bias, norm = bool(config.get("use_bias")), Norm(config.get("rms_norm_eps"))
+        attention = config.attention(biases=config.biases("use_bias", "qkvo"))
+        router = Router(config.get("moe_k", "num_experts_per_tok"), True, None, choice_bias=True)
+        shared = config.get("moe_num_shared_experts")
+        experts = Experts(
+            config.get("moe_num_experts", "num_experts"), config.network("moe_intermediate_size"), router,
+            config.network("moe_intermediate_size", bias=bias, times=shared) if shared else None,
+        )  # fmt: skip
+        dense, n = config.network("intermediate_size", bias=bias), config.get("num_hidden_layers")
+        first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
+        run = range(first, (n - 1 if last == -1 else last) + 1)
+        step = config.get("moe_layer_interval")
+        layers = [
+            Layer(norm, attention, None, experts if at in run and (at + 1) % step == 0 else dense) for at in range(n)
+        ]
+        heads, kv, dim, d_model = attention.n, attention.kv, attention.dim, config.get("hidden_size")
+        inside = {
+            "attn.q": Place("self_attn.q_proj", halves(heads), (heads * dim, d_model)),
+            "attn.k": Place("self_attn.k_proj", halves(kv), (kv * dim, d_model)),
+            "router.choice_bias": Place("mlp.moe_statics.e_score_correction_bias", None, (1, experts.n)),
+        }
+        in_memory = {"router.choice_bias": Place("mlp.gate.moe_statics.e_score_correction_bias", None, (1, experts.n))}
+        names = Names(inside, in_memory, left_out={r".*mtp": "the layers that predict several tokens are left out"})
+        head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bias)
+        return decoder(self.model_type, config, tokens, layers, names, head=head)

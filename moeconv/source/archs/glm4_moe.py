@@ -1,0 +1,33 @@
+"""GLM-4.5 and after: part of each head turns, DeepSeek-V3's routers, shared experts, first layers without experts."""
+
+from __future__ import annotations
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.deepseek import experts, no_more_predicted, sigmoid_router
+from moeconv.source.archs.description import Description, Names, decoder
+from moeconv.source.archs.family import Family
+from moert.pack.model_spec import Tokens
+from moert.pack.parts import Layer, Norm
+
+
+class Glm4Moe(Family):
+    """See `Family`."""
+
+    model_type = "glm4_moe"
+    model_class = "Glm4MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
+        attention = config.attention(
+            qk_norm="head" if config.get("use_qk_norm") else None,
+            biases=config.biases("attention_bias", "qkv"),
+        )
+        dense = config.network("intermediate_size")
+        layers = [
+            Layer(norm, attention, None, dense if at < config.get("first_k_dense_replace") else routed)
+            for at in range(config.get("num_hidden_layers"))
+        ]
+        ropes = [config.rope(attention.dim, partial=True)]
+        return decoder(
+            self.model_type, config, tokens, layers, Names(left_out=no_more_predicted(config)), ropes
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Phi-3.5-MoE: LayerNorms and biases everywhere, a sparsemixer in place of a router, long positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, tensor
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import EXPERTS_W123, Description, Names, decoder
+from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.family import Family
+from moert.pack.model_spec import Head, Tokens
+from moert.pack.parts import Experts, Layer, Norm, Rope, Router
+
+_CHOSEN = 2  # whatever num_experts_per_tok says
+
+
+class Phimoe(Family):
+    """See `Family`."""
+
+    model_type = "phimoe"
+    model_class = "PhimoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("num_experts_per_tok", _CHOSEN, "the sparsemixer chooses two experts")
+        config.without_effect("input_jitter_noise")
+        attention = config.attention(
+            biases=config.biases("attention_bias", "qkvo"), window=config.get("sliding_window")
+        )
+        router = Router(
+            _CHOSEN, False, None, score="sparsemixer", jitter=float(config.get("router_jitter_noise"))
+        )  # fmt: skip
+        experts = Experts(config.get("num_local_experts"), config.network("intermediate_size"), router)
+        layer = Layer(Norm(config.get("rms_norm_eps"), "layer"), attention, None, experts)
+        names = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.router"}, EXPERTS_W123)
+        head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bool(config.get("lm_head_bias")))
+        return decoder(
+            self.model_type, config, tokens, [layer] * config.get("num_hidden_layers"), names,
+            [_rope(config, attention.dim)], head=head,
+        )  # fmt: skip
+
+
+def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
+    """Of longrope, transformers uses the short factors for texts of any length; the two factors of what turns have to
+    be one here. Raises UnsupportedModel."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.get("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    config.get("original_max_position_embeddings")
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return config.rope(dim)
+    short, long = parameters.get("short_mscale"), parameters.get("long_mscale")
+    if kind != "longrope" or short != long:
+        raise UnsupportedModel(
+            f"config.json sets the rope type {kind!r} with short_mscale {short!r} and long_mscale {long!r}: only "
+            "default, and longrope with both alike, can be packed"
+        )
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config.parsed, tensor(0).device)
+    return Rope(2 * len(frequencies), float(short)), frequencies.float()

@@ -1,0 +1,305 @@
+"""Settings of tiny models of the families that share one shape of decoder, and what to try of each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Variants = dict[str, dict[str, Any]]
+
+
+class Tiny(NamedTuple):
+    """`model`: its class in transformers, without ForCausalLM."""
+
+    model: str
+    settings: dict[str, Any]
+    variants: Variants
+
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+_THETA = {"rope_theta": 1e4}
+_YARN = {
+    **_THETA,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_LLAMA3 = {
+    **_THETA,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LATENT = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "intermediate_size": 52,
+    "moe_intermediate_size": 20,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+}
+_LATENT_VARIANTS: Variants = {
+    "plain": {},
+    "queries without a rank": {"q_lora_rank": None},
+    "biases": {"attention_bias": True},
+    "yarn": {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    "tied head": {"tie_word_embeddings": True},
+}
+_GROUPS: Variants = {
+    "not normed": {"norm_topk_prob": False},
+    "one group": {"n_group": 1, "topk_group": 1},
+    "factor": {"routed_scaling_factor": 2.5},
+    "two shared": {"n_shared_experts": 2},
+}
+_V3 = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+
+FAMILIES: dict[str, Tiny] = {
+    "qwen2_moe": Tiny(
+        "Qwen2Moe",
+        {
+            **_SIZES,
+            "intermediate_size": 52,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+        {
+            "plain": {},
+            "no biases": {"qkv_bias": False},
+            "normed top-k": {"norm_topk_prob": True},
+            "some layers dense": {"mlp_only_layers": [0]},
+            "every second layer dense": {"decoder_sparse_step": 2},
+            "windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            "llama3": {"rope_parameters": _LLAMA3},
+        },
+    ),
+    "gpt_oss": Tiny(
+        "GptOss",
+        {
+            **_SIZES,
+            "head_dim": 8,
+            "intermediate_size": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+        },
+        {
+            "plain": {},
+            "no biases": {"attention_bias": False},
+            "plain rope": {"rope_parameters": {**_THETA, "rope_type": "default"}},
+            "other bounds": {"swiglu_limit": 1.5, "swiglu_alpha": 1.1},
+            "all windows": {"layer_types": ["sliding_attention"] * 2},
+            "tied head": {"tie_word_embeddings": True},
+        },
+    ),
+    "deepseek_v2": Tiny(
+        "DeepseekV2",
+        {**_LATENT, "first_k_dense_replace": 1},
+        {
+            **_LATENT_VARIANTS,
+            "groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            "factor": {"routed_scaling_factor": 2.5},
+            "biases of networks": {"mlp_bias": True, "n_shared_experts": 2},
+            "all layers with experts": {"first_k_dense_replace": 0},
+        },
+    ),
+    "deepseek_v3": Tiny(
+        "DeepseekV3",
+        {**_LATENT, **_V3, "first_k_dense_replace": 1},
+        {
+            **_LATENT_VARIANTS,
+            **_GROUPS,
+            "halves": {"rope_interleave": False},
+            "all layers with experts": {"first_k_dense_replace": 0},
+        },
+    ),
+    "glm4_moe_lite": Tiny(
+        "Glm4MoeLite",
+        {**_LATENT, **_V3},
+        {
+            **_LATENT_VARIANTS,
+            **_GROUPS,
+            "halves": {"rope_interleave": False},
+            "other layers dense": {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        },
+    ),
+    "glm4_moe": Tiny(
+        "Glm4Moe",
+        {
+            **_SIZES,
+            **_V3,
+            "intermediate_size": 52,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "head_dim": 8,
+        },
+        {
+            "plain": {},
+            **_GROUPS,
+            "heads normed": {"use_qk_norm": True},
+            "biases": {"attention_bias": True},
+            "whole heads turn": {"partial_rotary_factor": 1.0},
+            "all layers with experts": {"first_k_dense_replace": 0},
+        },
+    ),
+    "dots1": Tiny(
+        "Dots1",
+        {
+            **_SIZES,
+            **_V3,
+            "intermediate_size": 52,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+        {
+            "plain": {},
+            **_GROUPS,
+            "biases": {"attention_bias": True},
+            "no windows": {"sliding_window": None, "max_window_layers": 2},
+        },
+    ),
+    "exaone_moe": Tiny(
+        "ExaoneMoe",
+        {
+            **_SIZES,
+            **_V3,
+            "intermediate_size": 52,
+            "moe_intermediate_size": 20,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+        {
+            "plain": {},
+            "one group": _GROUPS["one group"],
+            "not normed": _GROUPS["not normed"],
+            "two shared": {"num_shared_experts": 2},
+            "all layers with experts": {"first_k_dense_replace": 0},
+            "all layers see all": {"layer_types": ["full_attention"] * 2},
+        },
+    ),
+    "minimax_m2": Tiny(
+        "MiniMaxM2",
+        {
+            **_SIZES,
+            "head_dim": 8,
+            "intermediate_size": 20,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 4,
+        },
+        {"plain": {}, "whole heads turn": {"rotary_dim": 8}, "tied head": {"tie_word_embeddings": True}},
+    ),
+    "ernie4_5_moe": Tiny(
+        "Ernie4_5_Moe",
+        {
+            **_SIZES,
+            "intermediate_size": 52,
+            "moe_intermediate_size": 20,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 3,
+        },
+        {
+            "plain": {},
+            "tied head": {"tie_word_embeddings": True},
+            "biases": {"use_bias": True},
+            "none shared": {"moe_num_shared_experts": 0},
+            "every second layer": {"moe_layer_start_index": 0, "moe_layer_interval": 2},
+            "ends early": {"moe_layer_end_index": 1},
+        },
+    ),
+    "hunyuan_v1_moe": Tiny(
+        "HunYuanMoEV1",
+        {**_SIZES, "head_dim": 8, "intermediate_size": 20, "num_experts": 6, "moe_topk": 2},
+        {
+            "plain": {},
+            "biases": {"attention_bias": True},
+            "alpha": {"rope_parameters": {**_THETA, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+            "top-k by layer": {"moe_topk": [2, 2]},
+        },
+    ),
+    "granitemoe": Tiny(
+        "GraniteMoe",
+        {
+            **_SIZES,
+            "intermediate_size": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+        },
+        {"plain": {}, "biases": {"attention_bias": True}, "tied head": {"tie_word_embeddings": True}},
+    ),
+    "granitemoeshared": Tiny(
+        "GraniteMoeShared",
+        {
+            **_SIZES,
+            "intermediate_size": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "shared_intermediate_size": 28,
+        },
+        {"plain": {}, "none shared": {"shared_intermediate_size": 0}},
+    ),
+    "phimoe": Tiny(
+        "Phimoe",
+        {**_SIZES, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2},
+        {
+            "plain": {},
+            "biases": {"attention_bias": True, "lm_head_bias": True},
+            "window": {"sliding_window": 7},
+            "wide jitter": {"router_jitter_noise": 0.2},
+            "longrope": {
+                "rope_parameters": {
+                    **_THETA,
+                    "rope_type": "longrope",
+                    "short_factor": [1.0, 1.5, 2.0],
+                    "long_factor": [2.0, 3.0, 4.0],
+                    "short_mscale": 1.2,
+                    "long_mscale": 1.2,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        },
+    ),
+}
+"""By model_type."""
