@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_olmoe, tiny_switch
+from tiny_families import FAMILIES
 from trials import pairs, questions, running, scorers, trial_of
 
 from moeconv.artifacts import Probe, uniform
@@ -43,6 +44,11 @@ CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
     "qwen3_moe, window": ("qwen3_moe", "window", running(6, 5), "perplexity"),
     "mixtral": ("mixtral", "plain", running(6, 6), "perplexity"),
     "mixtral, window": ("mixtral", "window", questions(8), "accuracy"),
+    **{family: (family, "plain", running(6, 7), "perplexity") for family in FAMILIES},
+    "deepseek_v2, groups": ("deepseek_v2", "groups", running(6, 8), "perplexity"),
+    "granitemoeshared, choices": ("granitemoeshared", "plain", questions(8), "accuracy"),
+    "phimoe, biases": ("phimoe", "biases", running(6, 9), "token_perplexity"),
+    "qwen2_moe, windows": ("qwen2_moe", "windows", running(6, 10), "perplexity"),
 }
 
 

@@ -27,7 +27,7 @@ from moeconv.measure.scorers.text import REST, choices_of, windows_of
 from moeconv.measure.trial import Trial
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Substitute, expert_ffn
-from moert.kernels.reference import ffn
+from moert.kernels.reference import Plain, ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Act, Ffn
 
@@ -66,18 +66,23 @@ def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5, 7.0])
-def test_an_expert_is_clamped_as_the_runtime_clamps_it(gated: bool, limit: float | None) -> None:
-    spec = Ffn(10, Act("silu", limit), gated)
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_expert_computes_what_the_runtime_does(gated: bool, limit: float | None, biased: bool) -> None:
+    spec = Ffn(10, Act("silu", limit, slope=1.7 if biased else 1.0, plus=float(gated and biased)), gated, biased)
     shapes = [(10, 6)] * (1 + gated) + [(6, 10)]
     chance = torch.Generator().manual_seed(0)
     weights = tuple(3 * torch.randn(*shape, generator=chance) for shape in shapes)
     x = torch.randn(8, 6, generator=chance)
-    matrices = {name: weight.numpy() for name, weight in zip(spec.projections, weights, strict=True)}
+    biases = tuple(torch.randn(shape[0], generator=chance) for shape in shapes) if biased else ()
+    matrices = {
+        name: Plain(weight.numpy(), biases[place].numpy() if biased else None)
+        for place, (name, weight) in enumerate(zip(spec.projections, weights, strict=True))
+    }
     expected = torch.from_numpy(ffn(matrices, x.numpy(), spec))
-    found = expert_ffn(x, weights, spec)
+    found = expert_ffn(x, weights, spec, biases)
     size = float(expected.abs().max())
     assert torch.allclose(found, expected, rtol=0, atol=1e-5 * size)
-    unlimited = expert_ffn(x, weights, replace(spec, act=Act("silu")))
+    unlimited = expert_ffn(x, weights, replace(spec, act=replace(spec.act, limit=None)), biases)
     near = torch.allclose(unlimited, expected, rtol=0, atol=1e-2 * size)
     assert near == (limit is None), "the limit was never reached: nothing was tested"
 
@@ -102,7 +107,7 @@ def test_experts_run_only_for_the_tokens_that_are_wanted(tiny_model: TinyModel) 
     assert torch.equal(trial.model(**inputs).logits, expected), "the restriction outlived its block"
 
 
-@pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
+@pytest.mark.parametrize("family", ["switch_transformers", "olmoe", "gpt_oss"])
 @torch.inference_mode()
 def test_what_is_watched_explains_the_output(family: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, "small capacity" if family == "switch_transformers" else "plain"))
@@ -118,8 +123,9 @@ def test_what_is_watched_explains_the_output(family: str, tiny_model: TinyModel)
     for (place, call), output in zip(seen, outputs, strict=True):
         expected = torch.zeros_like(output)
         for token, slot in (call.chosen >= 0).nonzero().tolist():
-            weights = trial.calls.weights(ExpertKey(*place, int(call.chosen[token, slot])))
-            expected[token] += call.weights[token, slot] * trial.calls.ffn(call.x[token][None], weights)[0]
+            key = ExpertKey(*place, int(call.chosen[token, slot]))
+            made = trial.calls.ffn(key, call.x[token][None], trial.calls.weights(key))[0]
+            expected[token] += call.weights[token, slot] * made
         assert torch.allclose(output.reshape(expected.shape), expected, atol=1e-5)
 
 
@@ -152,7 +158,7 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
         ("switch_transformers", "deeper encoder"),
         ("switch_transformers", "every second layer sparse"),
         ("switch_transformers", "small capacity"),
-        *((family, name) for family in ("olmoe", "qwen3_moe", "mixtral") for name in TINY[family][1]),
+        *((family, name) for family, name in VARIANTS if family != "switch_transformers"),
     ],
 )
 @torch.inference_mode()
@@ -186,7 +192,13 @@ def resumed_equals_whole(stack: Any, inputs: dict[str, Any], **fixed: Any) -> No
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("switch_transformers", "untied head"), ("switch_transformers", "all layers sparse"), ("olmoe", "plain")],
+    [
+        ("switch_transformers", "untied head"),
+        ("switch_transformers", "all layers sparse"),
+        ("olmoe", "plain"),
+        ("granitemoe", "plain"),
+        ("phimoe", "biases"),
+    ],
 )
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @torch.inference_mode()
@@ -199,8 +211,9 @@ def test_the_head_judges_as_full_distributions_do(
     generator = torch.Generator().manual_seed(2)
     before, after = size * torch.randn(2, 50, trial.spec.d_model, generator=generator)
     targets = torch.randint(VOCAB, (50,), generator=generator)
+    bias = 0 if head.bias is None else head.bias.double()
     p, q = (
-        torch.log_softmax((hidden.double() * trial.spec.head.scale) @ head.weight.double().T, dim=1)
+        torch.log_softmax((hidden.double() * trial.spec.head.scale) @ head.weight.double().T + bias, dim=1)
         for hidden in (before, after)
     )
     reference = head.reference(before)
