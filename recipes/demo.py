@@ -177,7 +177,7 @@ def continuations(part: Part, prompts: Path) -> list[dict[str, str]]:
     from moeconv.source.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(f"recipes/models/{part.name}")
-    model = checkpoint.family.load(checkpoint.path, torch.float32)
+    model = checkpoint.model(torch.float32)
     tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
     outputs = (OUT / f"{part.name}-outputs.jsonl").read_text(encoding="utf-8").splitlines()
     samples = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,15 +106,37 @@ def tiny_mixtral(path: Path, seed: int = 0, **overrides: Any) -> Path:
     return _save(MixtralForCausalLM(MixtralConfig(**{**settings, **overrides})), path, seed)
 
 
+_SEES: dict[str, dict[str, Any]] = {
+    "llama4": {
+        "vision_config": {
+            "hidden_size": 8,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+            "vision_output_dim": 8,
+            "projector_input_dim": 8,
+            "projector_output_dim": 8,
+        }
+    },
+    "gemma4": {"vision_config": None, "audio_config": None},
+}
+"""The other parts of models that text is only one of."""
+
+
 def tiny_of(model_type: str) -> Callable[..., Path]:
     """What writes a checkpoint in bf16 of one of tests.tiny_families."""
 
     def write(path: Path, seed: int = 0, **overrides: Any) -> Path:
         import transformers
 
-        model, settings, _ = FAMILIES[model_type]
-        config = getattr(transformers, f"{model}Config")(**{**settings, **overrides})
-        return _save(getattr(transformers, f"{model}ForCausalLM")(config), path, seed)
+        tiny = FAMILIES[model_type]
+        config = getattr(transformers, f"{tiny.config or tiny.model}Config")(**{**tiny.settings, **overrides})
+        if not tiny.whole:
+            return _save(getattr(transformers, f"{tiny.model}ForCausalLM")(config), path, seed)
+        whole = getattr(transformers, f"{tiny.whole}Config")(text_config=config, **_SEES[model_type])
+        return _save(getattr(transformers, f"{tiny.whole}ForConditionalGeneration")(whole), path, seed)
 
     return write
 
@@ -126,6 +149,15 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
     **{name: (tiny_of(name), tiny.variants) for name, tiny in FAMILIES.items()},
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
+
+
+def transformers_model(path: Path) -> Any:
+    """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between."""
+    import transformers
+
+    config = json.loads((path / "config.json").read_text())
+    found = getattr(transformers, config["architectures"][0])
+    return found.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
 
 
 def _save(model: Any, path: Path, seed: int) -> Path:

@@ -8,11 +8,14 @@ Variants = dict[str, dict[str, Any]]
 
 
 class Tiny(NamedTuple):
-    """`model`: its class in transformers, without ForCausalLM."""
+    """`model`: its class in transformers, and `config` that of its settings, both without ForCausalLM or Config where
+    they are called after each other. Of a model that is published inside a larger one, `whole` is that."""
 
     model: str
     settings: dict[str, Any]
     variants: Variants
+    config: str = ""
+    whole: str = ""
 
 
 _SIZES = {
@@ -72,6 +75,51 @@ _GROUPS: Variants = {
     "two shared": {"n_shared_experts": 2},
 }
 _V3 = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+
+_LLAMA4 = {
+    **_SIZES,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 52,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 11,
+    "floor_scale": 4,
+    "interleave_moe_layer_step": 2,
+}
+_LLAMA4_VARIANTS: Variants = {
+    "plain": {},
+    "heads not normed": {"use_qk_norm": False},
+    "not tuned": {"attn_temperature_tuning": False},
+    "all layers with experts": {"interleave_moe_layer_step": 1},
+    "biases": {"attention_bias": True},
+    "llama3": {"rope_parameters": _LLAMA3},
+}
+_GEMMA4 = {
+    **_SIZES,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+    "intermediate_size": 28,
+    "moe_intermediate_size": 20,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 4.0,
+}
+_GEMMA4_VARIANTS: Variants = {
+    "plain": {},
+    "values of their own": {"attention_k_eq_v": False, "num_global_key_value_heads": None},
+    "not bounded": {"final_logit_softcapping": None},
+    "biases": {"attention_bias": True},
+}
 
 FAMILIES: dict[str, Tiny] = {
     "qwen2_moe": Tiny(
@@ -301,5 +349,9 @@ FAMILIES: dict[str, Tiny] = {
             },
         },
     ),
+    "llama4_text": Tiny("Llama4", _LLAMA4, _LLAMA4_VARIANTS, "Llama4Text"),
+    "llama4": Tiny("Llama4", _LLAMA4, {"plain": {}}, "Llama4Text", "Llama4"),
+    "gemma4_text": Tiny("Gemma4", _GEMMA4, _GEMMA4_VARIANTS, "Gemma4Text"),
+    "gemma4": Tiny("Gemma4", _GEMMA4, {"plain": {}}, "Gemma4Text", "Gemma4"),
 }
 """By model_type."""

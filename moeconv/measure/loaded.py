@@ -24,7 +24,7 @@ class LoadedModel:
         self.dense = dense or DenseCoder(checkpoint, None)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with transformers_model(checkpoint.path):
-            self.model: Any = self.family.load(checkpoint.path, torch.float32)
+            self.model: Any = checkpoint.model(torch.float32)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
         self._dense_is_stored = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ import torch
 from moeconv.errors import ConversionError
 from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
 from moeconv.source.archs.source import ShapeDiffers, Source
+from moeconv.source.archs.weights import fill_backbone
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reading import plain, read
@@ -171,6 +172,22 @@ class Checkpoint:
             biases[projection] = found.contiguous().numpy()
         return biases
 
+    def model(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The model as transformers runs it, in eval mode. Raises CheckpointError."""
+        if self.family.loads_by_names and not any(source.form for source in self._sources()):
+            return self.family.load(self.path, dtype)
+        model = self.family.empty(self.path).to(dtype)
+        tensors = self.spec.tensors
+        fill_backbone(
+            model, self.description, ((name, self.backbone_tensor(name, tensors[name].shape)) for name in tensors)
+        )
+        for key in self.spec.expert_keys():
+            for name, weight in self.expert(key).items():
+                self.family.expert_weight(model, key, name).copy_(torch.from_numpy(weight))
+            for name, bias in self.biases(key).items():
+                self.family.expert_bias(model, key, name).copy_(torch.from_numpy(bias))
+        return model
+
     def check_finite(self) -> None:
         """Reads every expert. Raises CheckpointError naming the first with a value that is not finite."""
         for key in self.spec.expert_keys():
@@ -204,15 +221,18 @@ class Checkpoint:
         except ShapeDiffers as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
-    def _check_names(self) -> None:
+    def _sources(self) -> Iterator[Source]:
         described = self.description
-        sources = list(described.backbone.values())
+        yield from described.backbone.values()
         for key in self.spec.expert_keys():
             for projection in self.spec.moe.ffn.projections:
-                sources.append(described.experts(key, projection))
+                yield described.experts(key, projection)
                 if described.biases is not None:
-                    sources.append(described.biases(key, projection))
-        wanted = dict.fromkeys(name for source in sources for name in source.names)
+                    yield described.biases(key, projection)
+
+    def _check_names(self) -> None:
+        described = self.description
+        wanted = dict.fromkeys(name for source in self._sources() for name in source.names)
         missing = [name for name in wanted if name not in self.files]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

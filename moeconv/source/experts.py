@@ -122,6 +122,8 @@ class ExpertCalls:
 
     def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
         chosen, weights = self.family.routed(selected, router_weights)
+        if self.spec.moe.router.weigh == "input":
+            x, weights = x * weights, torch.ones_like(weights)
         if self._active is not None:
             chosen = chosen.masked_fill(~self._active.reshape(-1, 1), -1)
         if self._watch is not None:

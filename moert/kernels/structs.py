@@ -6,7 +6,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 KINDS = {"F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes; one with codes has their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3}
-SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "sigmoid_of_chosen": 2, "sparsemixer": 3}
 
 
 class Matrix(Structure):

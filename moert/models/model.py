@@ -10,16 +10,18 @@ from moert.kernels.backend import ROWS, Backend, Positions
 from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
 from moert.models.kv import Kept, KvBits, State
-from moert.models.positions import DistanceBias, Rotary
+from moert.models.positions import DistanceBias, Rotary, query_scales
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
-from moert.pack.parts import Layer, Stack
+from moert.pack.parts import Attention, Layer, Stack
 
 
 class _Layer:
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding = f"{at.stack}.{at.layer}", at.stack == "decoder"
-        self.rope, self.scale = part.attention.rope, np.float32(part.scale)
+        self.rope = part.attention.rope
+        self.stretch = part.attention.stretch if isinstance(part.attention, Attention) else None
+        self.scale = builder.floats(f"{name}.scale")[0] if part.scaled else None
         self.attention = builder.attention(part, name, crossing=False, causal=decoding)
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         self.ffn = builder.ffn(part, at, runner, routers)
@@ -56,7 +58,7 @@ class _Tower:
                     for piece in _pieces(rows):
                         self.backend.attend(layer.cross, piece, cross[number][place], 0, Positions())
             layer.ffn(x, lengths)
-            if layer.scale != 1:
+            if layer.scale is not None:
                 x *= layer.scale
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept) -> None:
@@ -66,7 +68,8 @@ class _Tower:
             start = kept.extend(len(piece))
             turns = None if layer.rope is None else self.ropes[layer.rope].turns(start, len(piece))
             bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(kept.length)
-            self.backend.attend(layer.attention, piece, kept, start, Positions(turns, bias, zero))
+            scales = None if layer.stretch is None else query_scales(layer.stretch, start, len(piece))
+            self.backend.attend(layer.attention, piece, kept, start, Positions(turns, bias, zero, scales))
 
 
 def _pieces(rows: F32) -> list[F32]:

@@ -9,7 +9,7 @@ import numpy as np
 from moert.kernels.backend import I64
 from moert.models.kv import rounded
 from moert.pack.codec import F32
-from moert.pack.parts import Buckets, Rope
+from moert.pack.parts import Buckets, Rope, Stretch
 
 
 class Rotary:
@@ -26,6 +26,13 @@ class Rotary:
             angles = np.arange(rounded(start + tokens), dtype=np.float32)[:, None] * self._frequencies
             self._turns = np.stack((np.cos(angles), np.sin(angles)), axis=1) * self._factor
         return self._turns[start : start + tokens]
+
+
+def query_scales(stretch: Stretch, start: int, tokens: int) -> F32:
+    """Of positions from `start` on, [tokens]."""
+    passed = np.floor((np.arange(start, start + tokens, dtype=np.float32) + 1) / np.float32(stretch.every))
+    scales: F32 = 1 + np.float32(stretch.by) * np.log1p(passed)
+    return scales
 
 
 class DistanceBias:

@@ -25,7 +25,7 @@ class Source:
 
         torch.set_num_threads(THREADS)
         found = Checkpoint.open(checkpoint)
-        model: Any = found.family.load(found.path, torch.float32)
+        model: Any = found.model(torch.float32)
         model.generation_config.eos_token_id = None  # all runs have the length asked for
         self._model = model
 

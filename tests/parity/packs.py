@@ -95,7 +95,7 @@ def reference_greedy(model: Any, prompts: list[list[int]], max_new_tokens: int) 
     by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(prompts):
         by_length.setdefault(len(ids), []).append(index)
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     written: list[list[int]] = [[] for _ in prompts]
     for length, indices in by_length.items():
         batch = torch.tensor([prompts[index] for index in indices])

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from packs import greedy, open_model, pack_of, reference_greedy
-from tiny import TINY, VOCAB
+from tiny import TINY, VOCAB, transformers_model
 
-from moeconv.source.checkpoint import Checkpoint
 from moert.kernels import open_backend
 from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes
@@ -32,7 +31,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
 ) -> None:
     source = TINY[family][0](tmp_path / "hf", **overrides)
     model, runner = open_model(pack_of(source, tmp_path / "model.pack"), opaque(WideKeys()))
-    reference = Checkpoint.open(source).family.load(source, torch.float32)
+    reference = transformers_model(source)
     chance = random.Random(name)
     prompts = [[chance.randrange(2, VOCAB) for _ in range(1 + 5 * prompt)] for prompt in range(PROMPTS)]
     expected = reference_greedy(reference, prompts, MAX_NEW)

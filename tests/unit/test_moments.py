@@ -21,7 +21,7 @@ from moert.pack.model_spec import ExpertKey
 def test_squares_are_the_diagonal_of_products_and_every_token_is_counted(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     checkpoint = Checkpoint.open(make(tmp_path / "model"))
     spec = checkpoint.spec
-    model = checkpoint.family.load(checkpoint.path, torch.float32)
+    model = checkpoint.model(torch.float32)
     calls = ExpertCalls(model, checkpoint.family, spec)
     ids = torch.randint(4, 30, (3, 11), generator=torch.Generator().manual_seed(0))
     more = {} if spec.encoder is None else {"decoder_input_ids": ids}
@@ -81,7 +81,7 @@ def test_digests_tell_figures_apart() -> None:
 @pytest.mark.parametrize("wants", ["squares", "products"])
 def test_moments_take_as_much_memory_as_is_said(wants: Wants, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny_olmoe(tmp_path))
-    calls = ExpertCalls(checkpoint.family.load(checkpoint.path, torch.float32), checkpoint.family, checkpoint.spec)
+    calls = ExpertCalls(checkpoint.model(torch.float32), checkpoint.family, checkpoint.spec)
     found = collect(calls, lambda: None, wants)
     taken = sum(tensor[:].nbytes for name, tensor in found.tensors.items() if not name.endswith("rows"))
     assert moments_bytes(checkpoint.spec, wants) == taken

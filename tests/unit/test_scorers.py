@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import TINY, VOCAB
+from tiny import TINY, VOCAB, transformers_model
 from tokenizers import Tokenizer
 from trials import pairs, questions, running, scorers, trial_of, words
 
@@ -51,7 +51,7 @@ def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
-    theirs: Any = trial.family.load(trial.checkpoint.path, torch.float32)
+    theirs = transformers_model(trial.checkpoint.path)
     inputs, spec = inputs_of(trial), trial.spec
     expected = theirs(**inputs).logits
     assert torch.allclose(trial.model(**inputs).logits, expected, atol=1e-5 * float(expected.abs().max()))

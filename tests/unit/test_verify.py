@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def moments(source: Checkpoint) -> dict[tuple[str, int], Moments]:
     """(what is wanted, tokens) → moments; of few tokens, some experts saw none."""
-    model = source.family.load(source.path, torch.float32)
+    model = source.model(torch.float32)
     calls = ExpertCalls(model, source.family, source.spec)
     found = {}
     for tokens in (5, 400):

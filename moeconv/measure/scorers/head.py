@@ -22,7 +22,7 @@ LOGIT_BYTES = 64 << 20
 @dataclass(frozen=True)
 class ReferenceRows:
     """What is kept of the unquantised model for each scored position: the mean row of the head [rows, d_model], and
-    Σ p ln p, less the mean bias [rows]."""
+    Σ p ln p, less the mean bias [rows]; where logits are bounded, the final state and Σ p ln p."""
 
     mean_row: Tensor
     negentropy: Tensor
@@ -37,18 +37,22 @@ class Head:
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self.weight: Tensor = model.get_output_embeddings().weight
         self.bias: Tensor | None = model.get_output_embeddings().bias
-        self.scale = spec.head.scale
+        self.scale, self.softcap = spec.head.scale, spec.head.softcap
+        self._original: Tensor | None = None  # the head of the unquantised model, where logits are bounded
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
 
     def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:
         """`judged_head` [vocab_size, d_model] is that of what will be judged, None where it is the model's own."""
         judged = self.weight if judged_head is None else judged_head
         rows, negentropy = [], []
+        if self.softcap is not None:
+            self._original = self.weight if judged_head is None else self.weight.clone()
         for part in torch.split(hidden, self.chunk):
             log_p = torch.log_softmax(self._logits(part), dim=1)
             p = log_p.exp()
-            rows.append(p @ judged)
-            negentropy.append((p * (log_p if self.bias is None else log_p - self.bias)).sum(dim=1))
+            rows.append(part if self.softcap is not None else p @ judged)
+            mean_bias = 0 if self.bias is None or self.softcap is not None else self.bias
+            negentropy.append((p * (log_p - mean_bias)).sum(dim=1))
         return ReferenceRows(torch.cat(rows), torch.cat(negentropy))
 
     def judge(self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None) -> tuple[Tensor, Tensor]:
@@ -76,16 +80,28 @@ class Head:
     def _judged(
         self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
-        nats = lse - (hidden * self.scale * self.weight[targets]).sum(dim=1)
-        if self.bias is not None:
-            nats = nats - self.bias[targets]
+        right = (hidden * self.scale * self.weight[targets]).sum(dim=1)
+        nats = lse - self._bounded(right if self.bias is None else right + self.bias[targets])
         if reference is None:
             return nats, torch.zeros_like(nats)
+        if self.softcap is not None:
+            return nats, lse + reference.negentropy - self._mean_logits(hidden, reference.mean_row)
         return nats, lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = (hidden * self.scale) @ self.weight.T
-        return logits if self.bias is None else logits.add_(self.bias)
+    def _mean_logits(self, hidden: Tensor, original: Tensor) -> Tensor:
+        """Σ p_v logit_v, with p of the states `original` of the unquantised model. Both [rows, d_model]"""
+        means = []
+        for mine, before in zip(torch.split(hidden, self.chunk), torch.split(original, self.chunk), strict=True):
+            p = torch.softmax(self._logits(before, self._original), dim=1)
+            means.append((p * self._logits(mine)).sum(dim=1))
+        return torch.cat(means)
+
+    def _bounded(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        logits = (hidden * self.scale) @ (self.weight if weight is None else weight).T
+        return self._bounded(logits if self.bias is None else logits.add_(self.bias))
 
 
 def _lse(logits: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ from moeconv.source.archs.ernie4_5_moe import Ernie45Moe
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.exaone_moe import ExaoneMoe
 from moeconv.source.archs.family import Family
+from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
 from moeconv.source.archs.glm4_moe import Glm4Moe
 from moeconv.source.archs.glm4_moe_lite import Glm4MoeLite
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.granitemoe import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.hunyuan_v1_moe import HunyuanV1Moe
+from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.minimax_m2 import MiniMaxM2
 from moeconv.source.archs.mixtral import Mixtral
 from moeconv.source.archs.olmoe import Olmoe
@@ -32,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         SwitchTransformers(), Olmoe(), Qwen3Moe(), Mixtral(), Qwen2Moe(), GptOss(), DeepseekV2(), DeepseekV3(),
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
-        GraniteMoeShared(), Phimoe(), ExaoneMoe(),
+        GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

@@ -21,7 +21,10 @@ _NO_MATTER = {
     "pad_token_id", "decoder_start_token_id", "sep_token_id", "name_or_path", "num_labels", "num_mtp_layers",
     "num_nextn_predict_layers",
 }  # fmt: skip
-_ACTIVATIONS = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new"}
+_ACTIVATIONS = {
+    "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+}  # fmt: skip
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 Biases = Literal["qkv", "qkvo"] | None
 _FIXED_ROPES = ("linear", "llama3", "yarn")

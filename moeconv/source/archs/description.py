@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moeconv.source.archs.config import Config
@@ -17,7 +18,7 @@ from moert.pack.parts import Layer, Rope, stack_of
 
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
 _SUFFIXES = (".weight", ".bias", "")
-_OUTSIDE = {"embed": "model.embed_tokens", "head": "lm_head", "decoder.norm": "model.norm"}
+_OUTSIDE = {"embed": "embed_tokens", "decoder.norm": "norm"}
 
 
 class Place(NamedTuple):
@@ -46,7 +47,7 @@ USUAL: Inside = {
     "shared.down": "mlp.shared_experts.down_proj",
 }  # fmt: skip
 OfExpert = Callable[[int, int, str], Source]
-"""(layer, expert, projection) → where that matrix is."""
+"""(layer, expert, projection) → where that matrix is, behind the root of all names."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class Description:
     `biases` of their biases, where they have some.
 
     `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → where transformers'
-    model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal. `left_out`:
-    what names of tensors begin with (regular expressions) that a pack leaves out → what is told of them.
+    model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal; `repeated`:
+    the same in transformers' model. `left_out`: what names of tensors begin with (regular expressions) that a pack
+    leaves out → what is told of them.
     """
 
     spec: ModelSpec
@@ -65,6 +67,7 @@ class Description:
     parameters: Mapping[str, Source]
     computed: Mapping[str, Tensor] = field(default_factory=dict)
     copies: tuple[tuple[str, str], ...] = ()
+    repeated: tuple[tuple[str, str], ...] = ()
     biases: Callable[[ExpertKey, str], Source] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,14 +75,18 @@ class Description:
 @dataclass(frozen=True)
 class Names:
     """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
-    is different again. `expert`, `bias`: an expert's matrices and their biases. `before`: what precedes model."""
+    is different again. `expert`, `bias`: an expert's matrices and their biases. `root`: what their names begin with,
+    where a model is published inside a larger one; `head`: that of its head. `ones`: ends of the canonical names of
+    norms that have no weights."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
     expert: OfExpert | None = None
     bias: OfExpert | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
-    before: str = ""
+    root: str = "model."
+    head: str = "lm_head"
+    ones: tuple[str, ...] = ()
 
 
 def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExpert:
@@ -87,7 +94,7 @@ def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExper
 
     def of_expert(layer: int, expert: int, projection: str) -> Source:
         called = (projections or {}).get(projection, projection)
-        return Source(f"model.layers.{layer}.{pattern.format(expert=expert, projection=called)}.weight")
+        return Source(f"layers.{layer}.{pattern.format(expert=expert, projection=called)}.weight")
 
     return of_expert
 
@@ -119,34 +126,44 @@ def decoder(
     )
     spec = replace(spec, **spec_fields)  # type: ignore[arg-type]
     computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
+    computed |= {name: torch.ones(spec.tensors[name].shape) for name in spec.tensors if name.endswith(names.ones)}
     stored = [name for name in spec.tensors if name not in computed]
     hub = {**USUAL, **names.inside}
-    backbone = {name: _source(name, hub, names.before) for name in stored}
-    parameters = {name: _source(name, {**hub, **names.in_memory}, "") for name in stored}
+    backbone = {name: _source(name, hub, names.root, names.head) for name in stored}
+    parameters = {name: _source(name, {**hub, **names.in_memory}, "model.", "lm_head") for name in stored}
     expert, bias = names.expert or _EXPERT, names.bias
 
     def of_expert(key: ExpertKey, projection: str) -> Source:
         found = expert(key.layer, key.expert, projection)
-        return replace(found, name=names.before + found.name)
+        return replace(found, name=names.root + found.name)
 
     def of_bias(key: ExpertKey, projection: str) -> Source:
         assert bias is not None
-        return bias(key.layer, key.expert, projection)
+        found = bias(key.layer, key.expert, projection)
+        return replace(found, name=names.root + found.name)
 
-    copies = (("model.embed_tokens.weight", "lm_head.weight"),) if spec.head.tied else ()
-    biases = of_bias if spec.moe.ffn.bias else None
-    return Description(spec, backbone, of_expert, parameters, computed, copies, biases, names.left_out)
-
-
-def _source(canonical: str, inside: Inside, before: str) -> Source:
-    found = _LAYER.fullmatch(canonical)
-    table, part, start = (
-        (_OUTSIDE, canonical, before) if found is None else (inside, found[2], f"model.layers.{found[1]}.")
+    copies, repeated = (
+        ((f"{root}embed_tokens.weight", f"{head}.weight"),) if spec.head.tied else ()
+        for root, head in ((names.root, names.head), ("model.", "lm_head"))
     )
+    biases = of_bias if spec.moe.ffn.bias else None
+    return Description(spec, backbone, of_expert, parameters, computed, copies, repeated, biases, names.left_out)
+
+
+def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:
+    found = _LAYER.fullmatch(canonical)
+    table, part, start = inside, "", root
+    if found is None:
+        table, part = _OUTSIDE, canonical
+    else:
+        part, start = found[2], f"{root}layers.{found[1]}."
     for suffix in _SUFFIXES:
         name = part.removesuffix(suffix) if suffix else part
-        if name in table and part == name + suffix:
+        if part != name + suffix:
+            continue
+        if name == "head":
+            return Source(head + suffix)
+        if name in table:
             place = table[name]
-            placed = place if isinstance(place, Place) else Place(place)
-            return placed.source(start, suffix)
+            return (place if isinstance(place, Place) else Place(place)).source(start, suffix)
     raise KeyError(f"{canonical} has no name in this family's checkpoints")

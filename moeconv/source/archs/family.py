@@ -31,6 +31,8 @@ class Family:
     """In transformers; the class of its config.json is its `config_class`."""
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
+    loads_by_names = True
+    """Whether transformers finds the weights of a checkpoint that is published inside a larger model."""
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}
     """Modules called as experts(x [tokens, d_model], selected, weights), see `routed`."""
 
@@ -40,10 +42,14 @@ class Family:
 
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
         """Of both files as JSON objects. Raises UnsupportedModel, for settings too that are not known."""
-        asked = Config(config, self._class.config_class.__name__)
+        asked = Config(self.own(config), self._class.config_class.__name__)
         found = self.describe(asked, special_tokens(config, generation_config))
         asked.check_all_read()
         return found
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of the model itself, in the config.json of a larger one. Raises UnsupportedModel."""
+        return config
 
     def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
         """The model as transformers runs it, in eval mode, with the one experts implementation we compare with."""

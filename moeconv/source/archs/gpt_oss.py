@@ -41,7 +41,7 @@ class GptOss(Family):
         d_ff, d_model = network.d_ff, config.get("hidden_size")
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:
-            at, view = f"model.layers.{layer}.mlp.experts", _OF_PAIRS.get(projection)
+            at, view = f"layers.{layer}.mlp.experts", _OF_PAIRS.get(projection)
             name = f"{at}.{'down' if view is None else 'gate_up'}_proj"
             shape = (d_model, d_ff) if view is None else (2 * d_ff, d_model)
             if coded:
@@ -50,7 +50,7 @@ class GptOss(Family):
             return Source(name, expert, turned, shape[::-1])
 
         def of_bias(layer: int, expert: int, projection: str) -> Source:
-            at, view = f"model.layers.{layer}.mlp.experts", _OF_PAIRS.get(projection)
+            at, view = f"layers.{layer}.mlp.experts", _OF_PAIRS.get(projection)
             name = f"{at}.{'down' if view is None else 'gate_up'}_proj_bias"
             return Source(name, expert, view, (d_model,) if view is None else (2 * d_ff,))
 

@@ -36,7 +36,7 @@ class GraniteMoe(Family):
         layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts, join, join)
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:
-            at, width, d_model = f"model.layers.{layer}.block_sparse_moe", network.d_ff, config.get("hidden_size")
+            at, width, d_model = f"layers.{layer}.block_sparse_moe", network.d_ff, config.get("hidden_size")
             if projection == "down":
                 return Source(f"{at}.output_linear.weight", expert)
             part = rows(0, width) if projection == "gate" else rows(width)

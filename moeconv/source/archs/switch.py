@@ -64,7 +64,7 @@ class SwitchTransformers(Family):
         names, others = _names(spec), ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
         copies = tuple(("shared.weight", other) for other in (*others, *(["lm_head.weight"] if tied else [])))
         backbone = {canonical: Source(name) for canonical, name in names.items()}
-        return Description(spec, backbone, self._expert, backbone, copies=copies)
+        return Description(spec, backbone, self._expert, backbone, copies=copies, repeated=copies)
 
     def _expert(self, key: ExpertKey, projection: str) -> Source:
         experts = self.experts[key.stack].format(layer=key.layer)

@@ -19,7 +19,7 @@ def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[
             if canonical in places:  # the others the model computes by itself
                 place = places[canonical]
                 place.write(tensor_of(model, place.name), weight)
-        for stored, copy in description.copies:
+        for stored, copy in description.repeated:
             model.get_parameter(copy).copy_(model.get_parameter(stored))
 
 

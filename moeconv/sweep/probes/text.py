@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,12 +12,14 @@ from moeconv.artifacts import Probe
 from moeconv.measure.scorers import Scores
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
-from moeconv.source.experts import Call
+from moeconv.source.experts import Call, Substitute
 from moeconv.sweep.probes import Found
 from moeconv.sweep.probes.changes import Change, Pairs, changed_rows, changes, entering, pairs_of
 from moert.pack.model_spec import LayerKey
 
 BATCH_TOKENS = 8192
+Leaving = Callable[[Tensor, Pairs], Tensor]
+"""(what leaves the changed layer in the base, pairs) → what leaves it in each pair. [pairs, tokens, d_model]"""
 
 
 class TextProber:
@@ -59,25 +62,47 @@ class TextProber:
     def probe(self, probes: Sequence[Probe]) -> list[Found]:
         rows_before = self.trial.calls.rows
         key = probes[0].key
+        adds = self.trial.spec.decoder[key.layer].adds_experts
         found = changes(self.trial, self.calls[key.at], self.texts.ids.shape[1], probes)
         nats = self.nats.sum(dim=1).repeat(len(probes), 1)  # [probes, windows]
         kls = self.kls.sum(dim=1).repeat(len(probes), 1)
         for pairs in pairs_of(found, BATCH_TOKENS // self.texts.ids.shape[1]):
-            self._measure(key.layer, pairs, found, nats, kls)
+            leaving = partial(entering, found=found) if adds else partial(self._leaving, key.at, probes)
+            self._measure(key.layer, pairs, found, leaving, nats, kls)
         flops = self.trial.calls.flops(self.trial.calls.rows - rows_before) // len(probes)
         return [
             Found(probe, self.scorer.scores_of(nats[number], kls[number]), flops, 0)
             for number, probe in enumerate(probes)
         ]
 
-    def _measure(self, layer: int, pairs: Pairs, found: list[Change], nats: Tensor, kls: Tensor) -> None:
+    def _leaving(self, at: LayerKey, probes: Sequence[Probe], after: Tensor, pairs: Pairs) -> Tensor:
+        """What leaves a layer that does more with its experts' outputs than to add them: run anew."""
+        weights = [self.trial.weights(probe.key, probe.bits) for probe in probes]
+        experts = torch.tensor([probe.key.expert for probe in probes])
+        left: list[Tensor] = []
+
+        def stop(layer: int, hidden: Tensor) -> None:
+            if layer == at.layer:
+                left.append(hidden)
+
+        inputs = {"input_ids": self.texts.ids[pairs.sequence]}
+        if at.layer:
+            inputs = {"inputs_embeds": self.after[at.layer - 1][pairs.sequence]}
+        with self.trial.calls.only(None, Substitute(at, pairs.probe, experts, weights)):
+            self.scorer.stack.run(inputs, at.layer, stop)
+        changed = torch.arange(left[0].shape[1]) >= pairs.first[:, None]
+        return torch.where(changed[:, :, None], left[0], after[pairs.sequence])
+
+    def _measure(
+        self, layer: int, pairs: Pairs, found: list[Change], leaving: Leaving, nats: Tensor, kls: Tensor
+    ) -> None:
         positions = torch.arange(self.texts.ids.shape[1])
         active = (positions >= pairs.first[:, None]) & self.texts.real[pairs.sequence]
 
         def keep_the_rest(at: int, hidden: Tensor) -> Tensor:
             return torch.where(active[:, :, None], hidden, self.after[at][pairs.sequence])
 
-        hidden = entering(self.after[layer], pairs, found)
+        hidden = leaving(self.after[layer], pairs)
         with self.trial.calls.only(active):
             final = self.scorer.stack.run({"inputs_embeds": hidden}, layer + 1, keep_the_rest)
         # nothing attends to what leaves the last layer: there, only the changed rows themselves differ

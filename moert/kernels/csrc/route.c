@@ -117,6 +117,7 @@ int moert_choose(const moert_router *r, float *scores, int tokens, int64_t *chos
         float sum = 0;
         if (r->score == MOERT_SPARSEMIXER) choose_sparsely(r, scores, &d, n, chosen, weights);
         else choose_best(r, scores, &d, n, chosen, weights);
+        if (r->score == MOERT_SIGMOID_OF_CHOSEN) sigmoids(weights, top_k);
         for (int i = 0; i < top_k; i++) sum += weights[i];
         for (int i = 0; i < top_k; i++) {
             if (r->renormalise) weights[i] /= sum;

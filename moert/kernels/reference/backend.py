@@ -89,6 +89,8 @@ class ReferenceBackend:
             deciding = scores if router.choice_bias is None else scores + router.choice_bias
             chosen = np.argsort(-of_best_groups(deciding, part), axis=1, kind="stable")[:, : part.top_k]
             weights = np.take_along_axis(scores, chosen, axis=1)
+            if part.score == "sigmoid_of_chosen":
+                weights = sigmoid(weights)
         order = np.argsort(chosen, axis=1)
         chosen = np.take_along_axis(chosen, order, axis=1)
         weights = np.take_along_axis(weights, order, axis=1)

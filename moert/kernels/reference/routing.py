@@ -14,6 +14,7 @@ from moert.pack.parts import Router
 SCORES: Mapping[str, Callable[[F32], F32]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
+    "sigmoid_of_chosen": lambda numbers: numbers,
     "sparsemixer": lambda numbers: numbers,
 }
 """What a router makes of its numbers [tokens, experts]."""

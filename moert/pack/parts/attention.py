@@ -43,6 +43,14 @@ class Buckets:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Queries at position p are multiplied with 1 + by · ln(1 + ⌊(p + 1) / every⌋): far ones look more sharply."""
+
+    every: Annotated[int, Within(1, MAX_COUNT)]
+    by: float
+
+
+@dataclass(frozen=True)
 class Attention:
     """`n` heads of queries and `kv` of keys and values, of `dim` features each: softmax(scale · q kᵀ + bias) v.
 
@@ -71,6 +79,7 @@ class Attention:
     v_norm: bool = False
     chunk: Annotated[int | None, Within(1, MAX_COUNT)] = None
     gate: bool = False
+    stretch: Stretch | None = None
 
     @property
     def value_dim(self) -> int:

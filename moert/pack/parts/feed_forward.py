@@ -64,9 +64,9 @@ class Groups:
 @dataclass(frozen=True)
 class Router:
     """Sends a token to the `top_k` experts with the largest scores, which are the softmax or sigmoid of weight · x, and
-    their weights too; `renormalise` makes these sum to 1, `factor` multiplies them, and `expert_scale` has one more
-    factor for each expert. `capacity` is the most tokens of one sequence that one expert takes in one pass (later ones
-    skip it); None: no limit.
+    their weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1). `renormalise` makes
+    these sum to 1, `factor` multiplies them, and `expert_scale` has one more factor for each expert. `capacity` is the
+    most tokens of one sequence that one expert takes in one pass (later ones skip it); None: no limit.
 
     `choice_bias`: numbers that are added to scores for the choice alone. The sparsemixer (arXiv 2310.00811) chooses one
     expert after the other, each with its softmax among those no further than 2 · jitter below the best that is left.
@@ -77,7 +77,7 @@ class Router:
     top_k: Annotated[int, Within(1, MOST)]
     renormalise: bool
     capacity: Annotated[int | None, Within(0, MAX_COUNT)]
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer"] = "softmax"
     bias: bool = False
     choice_bias: bool = False
     groups: Groups | None = None

@@ -29,7 +29,7 @@ class Join:
 @dataclass(frozen=True)
 class Layer:
     """x joins attention(norm(x)); in a decoder that reads an encoder's output x += cross(norm(x), output);
-    x joins ffn(norm(x)); and at the end x *= scale."""
+    x joins ffn(norm(x)); and if it is `scaled`, at the end x *= a number of its own."""
 
     norm: Norm
     attention: Attention | Latent
@@ -37,7 +37,15 @@ class Layer:
     ffn: Ffn | Experts
     attn_join: Join = Join()
     ffn_join: Join = Join()
-    scale: float = 1.0
+    scaled: bool = False
+
+    @property
+    def adds_experts(self) -> bool:
+        """Whether what the experts give is added to the stream as it is, but for a factor."""
+        experts = self.ffn
+        return (
+            isinstance(experts, Experts) and experts.beside is None and self.ffn_join.after is None and not self.scaled
+        )
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         yield from self.norm.tensors(f"{at}.attn_norm", d_model)
@@ -49,6 +57,8 @@ class Layer:
         yield from self.norm.tensors(f"{at}.ffn_norm", d_model)
         yield from self.ffn.tensors(f"{at}.ffn" if isinstance(self.ffn, Ffn) else at, d_model)
         yield from self.ffn_join.tensors(f"{at}.ffn_after", d_model)
+        if self.scaled:
+            yield Tensor(f"{at}.scale", (1,))
 
     def contradictions(self) -> Iterator[str]:
         yield from self.attention.contradictions()
@@ -59,7 +69,7 @@ class Layer:
             if self.cross.window is not None or self.cross.chunk is not None:
                 yield "attention to the encoder's output has a window, and all of it is before every token"
         yield from self.ffn.contradictions()
-        if 0 in (self.attn_join.add, self.ffn_join.add, self.scale):
+        if 0 in (self.attn_join.add, self.ffn_join.add):
             yield "a factor of its stream is 0, so that a part of it would not matter"
 
 

@@ -1,0 +1,144 @@
+"""Gemma 4 with experts: these stand beside a network that all tokens pass, norms before and after everything, two
+ropes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Description, Names, Place, decoder
+from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.family import Family
+from moeconv.source.archs.source import Source
+from moeconv.source.archs.views import rows
+from moert.pack.model_spec import Head, StackName, Tokens
+from moert.pack.parts import Attention, Beside, Experts, Join, Layer, Norm, Rope, Router
+
+_INSIDE = {
+    "attn_after": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm_2",
+    "ffn_after": "post_feedforward_layernorm", "beside_norm": "pre_feedforward_layernorm",
+    "beside_after": "post_feedforward_layernorm_1", "experts_after": "post_feedforward_layernorm_2",
+    "router": "router.proj", "router.expert_scale": "router.per_expert_scale", "scale": "layer_scalar",
+    **{f"beside.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Gemma4Text(Family):
+    """See `Family`."""
+
+    model_type = "gemma4_text"
+    model_class = "Gemma4ForCausalLM"
+    experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.experts"}
+    root = "model."
+    left_out: Mapping[str, str] = {}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("hidden_size_per_layer_input", 0, "inputs of each layer can't be packed")
+        config.must_be("num_kv_shared_layers", 0, "layers that share keys can't be packed")
+        config.must_be("enable_moe_block", True, "a pack needs experts")
+        if config.get("use_bidirectional_attention") not in (None, "vision"):
+            config.must_be("use_bidirectional_attention", None, "text that sees what follows can't be packed")
+        config.without_effect("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts_per_tok")
+        config.without_effect("global_head_dim", "num_global_key_value_heads")  # per_layer_config says it
+        norm, same = Norm(config.get("rms_norm_eps")), config.get("attention_k_eq_v")
+        router = Router(config.get("top_k_experts"), True, None, own_norm=True, expert_scale=True)
+        beside = Beside(config.network("intermediate_size", "hidden_activation"), norm, norm, norm)
+        network = config.network("moe_intermediate_size", "hidden_activation")
+        experts = Experts(config.get("num_experts"), network, router, beside=beside)
+        kinds, attentions = config.get("layer_types"), _attentions(config)
+        layers = [Layer(norm, each, None, experts, Join(norm), Join(norm), scaled=True) for each in attentions]
+        d_model, d_ff = config.get("hidden_size"), network.d_ff
+
+        def of_expert(layer: int, expert: int, projection: str) -> Source:
+            at = f"layers.{layer}.experts"
+            if projection == "down":
+                return Source(f"{at}.down_proj", expert)
+            part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
+            return Source(f"{at}.gate_up_proj", expert, part, (2 * d_ff, d_model))
+
+        inside: dict[str, str | Place] = {
+            **_INSIDE, "router_norm.weight": Place("router.scale", factor=d_model**-0.5),
+        }  # fmt: skip
+        names = Names(
+            inside, {}, of_expert, left_out=self.left_out, root=self.root, ones=("attn.v_norm.weight",),
+        )  # fmt: skip
+        head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
+        described = decoder(
+            self.model_type, config, tokens, layers, names, _ropes(config, kinds, attentions), head=head,
+            embed_scale=d_model**0.5,
+        )  # fmt: skip
+        return _same_values(described, kinds) if same else described
+
+
+class Gemma4(Gemma4Text):
+    """The same inside a model that sees and hears."""
+
+    model_type = "gemma4"
+    loads_by_names = False
+    root = "model.language_model."
+    left_out: Mapping[str, str] = {
+        r"model\.(vision_tower|embed_vision)\.": "images are left out: the pack holds the text model alone",
+        r"model\.(audio_tower|embed_audio)\.": "sounds are left out: the pack holds the text model alone",
+    }
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise UnsupportedModel("config.json has no text_config: a gemma4 model needs one")
+        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+
+
+def _attentions(config: Config) -> list[Attention]:
+    """Of each layer: those that see all have heads of their own size."""
+    window, biases = config.get("sliding_window"), config.biases("attention_bias", "qkvo")
+    heads, found = config.get("num_attention_heads"), []
+    config.without_effect("head_dim", "num_key_value_heads", "per_layer_config")
+    for at, kind in enumerate(config.get("layer_types")):
+        own, sees_all = config.parsed.per_layer_config[at], kind == _FULL
+        if kind not in (_FULL, _SLIDING):
+            raise UnsupportedModel(f"config.json sets layer_types with {kind!r}: only {_FULL} and {_SLIDING} are known")
+        found.append(
+            Attention(
+                heads, own.num_key_value_heads, own.head_dim, 1.0, "head", None, int(sees_all), None, biases=biases,
+                window=None if sees_all else window, v_norm=True,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]) -> list[tuple[Rope, Tensor]]:
+    """Of layers with a window, and of those that see all, whose last pairs do not turn. Raises UnsupportedModel."""
+    import torch
+
+    parameters, ropes = config.get("rope_parameters"), []
+    for kind, expected in ((_SLIDING, "default"), (_FULL, "proportional")):
+        own = parameters[kind]
+        if own.get("rope_type", "default") != expected:
+            raise UnsupportedModel(
+                f"config.json sets the rope type {own.get('rope_type')!r} for {kind}: only {expected} can be packed"
+            )
+        dims = [attention.dim for attention, each in zip(attentions, kinds, strict=True) if each == kind]
+        dim = dims[0] if dims else 2
+        share = own.get("partial_rotary_factor", 1.0) if expected == "proportional" else 1.0
+        turning = int(share * dim // 2)
+        exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / dim
+        frequencies = torch.zeros(dim // 2)
+        frequencies[:turning] = 1.0 / (own["rope_theta"] ** exponents) / own.get("factor", 1.0)
+        ropes.append((Rope(dim), frequencies))
+    return ropes
+
+
+def _same_values(described: Description, kinds: Sequence[str]) -> Description:
+    """Layers that see all take their values from what makes their keys."""
+    values = {f"decoder.{at}.attn.v": f"decoder.{at}.attn.k" for at, kind in enumerate(kinds) if kind == _FULL}
+    places = [
+        {name: sources.get(f"{values[stem]}{name[len(stem):]}", source) if (stem := name[: name.rindex(".")]) in values
+         else source for name, source in sources.items()}
+        for sources in (described.backbone, described.parameters)
+    ]  # fmt: skip
+    return replace(described, backbone=places[0], parameters=places[1])

@@ -1,0 +1,142 @@
+"""Llama 4: windows in chunks, layers that know no positions, experts whose input the router weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
+from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.family import Family
+from moeconv.source.archs.source import Source
+from moeconv.source.archs.views import halves, in_turn, rows, transposed
+from moert.pack.model_spec import ExpertKey, StackName, Tokens
+from moert.pack.parts import Attention, Experts, Layer, Norm, Router, Stretch
+
+_NETWORKS = {
+    "router": "feed_forward.router",
+    **{f"ffn.{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"shared.{name}": f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+class Llama4Text(Family):
+    """See `Family`."""
+
+    model_type = "llama4_text"
+    model_class = "Llama4ForCausalLM"
+    experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.feed_forward.experts"}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect(
+            "interleave_moe_layer_step", "no_rope_layer_interval"
+        )  # moe_layers, no_rope_layers say it
+        config.without_effect("for_llm_compressor", "cache_implementation")
+        top_k, with_experts = config.get("num_experts_per_tok"), config.get("moe_layers")
+        norm, dense = Norm(config.get("rms_norm_eps")), config.network("intermediate_size_mlp")
+        network = config.network("intermediate_size")
+        router = Router(top_k, False, None, score="sigmoid_of_chosen", weigh="input")
+        experts = Experts(config.get("num_local_experts"), network, router, network)
+        layers = [
+            Layer(norm, attention, None, experts if at in with_experts else dense)
+            for at, attention in enumerate(_attentions(config))
+        ]
+        d_ff, d_model = network.d_ff, config.get("hidden_size")
+
+        def of_expert(layer: int, expert: int, projection: str) -> Source:
+            at = f"layers.{layer}.feed_forward.experts"
+            if projection == "down":
+                return Source(f"{at}.down_proj", expert, transposed, (d_ff, d_model))
+            part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
+            return Source(f"{at}.gate_up_proj", expert, in_turn(transposed, part), (d_model, 2 * d_ff))
+
+        attention = layers[0].attention
+        inside: dict[str, str | Place] = {
+            **_NETWORKS,
+            "attn.q": Place("self_attn.q_proj", halves(attention.n), (attention.n * attention.dim, d_model)),
+            "attn.k": Place("self_attn.k_proj", halves(attention.kv), (attention.kv * attention.dim, d_model)),
+        }
+        names = self.named(inside, of_expert)
+        return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim)])
+
+    def named(self, inside: Inside, of_expert: Any) -> Names:
+        return Names(inside, {}, of_expert, ones=("attn.q_norm.weight", "attn.k_norm.weight"))
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """transformers gives every expert every token, most of them multiplied with 0. Here experts are called as in
+        other families."""
+        for module in model.modules():
+            if type(module).__name__ == "Llama4TextMoe":
+                module.forward = partial(_mixture, module)
+                module.get_submodule("experts").forward = partial(_experts, module.get_submodule("experts"))
+        return model
+
+    def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        experts = self.experts_module(model, key.at)
+        if projection == "down":
+            return experts.get_parameter("down_proj").detach()[key.expert].T
+        gate, up = experts.get_parameter("gate_up_proj").detach()[key.expert].T.chunk(2)
+        return gate if projection == "gate" else up
+
+
+class Llama4(Llama4Text):
+    """The same inside a model that sees."""
+
+    model_type = "llama4"
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise UnsupportedModel("config.json has no text_config: a llama4 model needs one")
+        return {**text, "tie_word_embeddings": text.get("tie_word_embeddings", False)}
+
+    def named(self, inside: Inside, of_expert: Any) -> Names:
+        seen = "images are left out: the pack holds the text model alone"
+        return replace(
+            super().named(inside, of_expert),
+            root="language_model.model.", head="language_model.lm_head",
+            left_out={r"vision_model\.": seen, r"multi_modal_projector\.": seen},
+        )  # fmt: skip
+
+
+def _attentions(config: Config) -> list[Attention]:
+    """Of each layer. Raises UnsupportedModel."""
+    turns, kinds = config.get("no_rope_layers"), config.get("layer_types")  # 1: positions are known
+    chunk, norm = config.get("attention_chunk_size"), config.get("use_qk_norm")
+    stretch = Stretch(config.get("floor_scale"), float(config.get("attn_scale")))
+    if not config.get("attn_temperature_tuning"):
+        stretch = None  # type: ignore[assignment]
+    biases = config.biases("attention_bias", "qkvo")
+    known = {"full_attention": None, "chunked_attention": chunk}
+    unknown = next((kind for kind in kinds if kind not in known), None)
+    if unknown is not None:
+        raise UnsupportedModel(f"config.json sets layer_types with {unknown!r}: only {', '.join(known)} can be packed")
+    return [
+        config.attention(biases=biases, qk_norm="head" if norm else None, norm_turned=True, chunk=known[kind])
+        if turned
+        else config.attention(biases=biases, rope=None, chunk=known[kind], stretch=stretch)
+        for turned, kind in zip(turns, kinds, strict=True)
+    ]  # fmt: skip
+
+
+def _mixture(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama4TextMoe.forward: hidden [..., d_model] → [tokens, d_model], and what the router says."""
+    flat = hidden.reshape(-1, module.hidden_dim)
+    logits = nn.functional.linear(flat, module.router.weight)
+    best, chosen = logits.topk(module.top_k, dim=1)
+    return module.shared_expert(flat) + module.experts(flat, chosen, torch.sigmoid(best.float())), logits
+
+
+def _experts(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """One expert after the other, which get their tokens times the weights. x [tokens, d_model]"""
+    out = torch.zeros_like(x)
+    for token, slot in enumerate(chosen[:, 0].tolist()):
+        gate, up = (weights[token] * x[token] @ module.gate_up_proj[slot]).chunk(2)
+        out[token] = (up * module.act_fn(gate)) @ module.down_proj[slot]
+    return out
