@@ -116,7 +116,7 @@ def _write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None
         if dense.width(name) is not None:
             tensors |= _stored(name, dense.code(name), dtype16)
             continue
-        tensors[name] = dense.source(name).contiguous()
+        tensors[name] = dense.source(name).contiguous().clone()  # two may be one in the checkpoint
         if not torch.isfinite(tensors[name]).all():
             raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
     path = writer.add_file(BACKBONE)

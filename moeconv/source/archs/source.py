@@ -45,7 +45,7 @@ class Source:
         return (self.name,) if self.form is None else _FORMS[self.form].names(self.name)
 
     def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
-        """The pack's tensor of this shape, in the checkpoint's type; what is coded becomes float32.
+        """The pack's tensor of this shape, in the checkpoint's type; what is coded or has a factor becomes float32.
 
         Raises ShapeDiffers."""
         if self.form is None:
@@ -56,7 +56,7 @@ class Source:
         if tuple(found.shape) != expected:
             raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
         found = self._viewed(found).reshape(shape)
-        return found if self.factor == 1 else found * self.factor
+        return found if self.factor == 1 else found.float() * self.factor
 
     def write(self, tensor: Tensor, weight: Tensor) -> None:
         """Puts the pack's tensor where it belongs in the one that is called `name`."""
