@@ -112,11 +112,12 @@ def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantizat
 
 def _write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
     tensors: dict[str, Tensor] = {}
-    for name in dense.checkpoint.spec.tensors:
+    for name, (_, shape, _) in dense.checkpoint.spec.tensors.items():
         if dense.width(name) is not None:
             tensors |= _stored(name, dense.code(name), dtype16)
             continue
-        tensors[name] = dense.source(name).contiguous().clone()  # two may be one in the checkpoint
+        stored = dense.checkpoint.stored_tensor(name, shape)
+        tensors[name] = stored.contiguous().clone()  # two may be one in the checkpoint
         if not torch.isfinite(tensors[name]).all():
             raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
     path = writer.add_file(BACKBONE)

@@ -103,7 +103,7 @@ class DenseCoder:
         quantization = Quantization("", 0, dtype16_of(self.checkpoint), 0, self.dense)
         there = self.checkpoint.description.backbone
         for name, tensors in stored_tensors(spec, quantization).items():
-            element = self.source(name).element_size()
+            element = self.checkpoint.stored_tensor(name, self._tensors[name].shape).element_size()
             original += element * int(np.prod(self._tensors[name].shape)) if name in there else 0
             for dtype, shape in tensors.values():
                 stored += (element if dtype is None else DTYPE_BYTES[dtype]) * int(np.prod(shape))

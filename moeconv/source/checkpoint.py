@@ -83,7 +83,8 @@ class Checkpoint:
             raise CheckpointError(str(error)) from None
         if (contradiction := next(spec.contradictions(), None)) is not None:
             raise CheckpointError(f"{path / 'config.json'} can't be converted: {contradiction}")
-        checkpoint = cls(path, config, generation_config, family, description, _tensor_files(path))
+        files = _tensor_files(path)
+        checkpoint = cls(path, config, generation_config, family, description.with_scales(files), files)
         checkpoint._check_names()
         checkpoint._check_equal()
         return checkpoint
@@ -202,6 +203,11 @@ class Checkpoint:
         if canonical in self.description.computed:
             return self.description.computed[canonical]
         return self._shaped(self.description.backbone[canonical], shape)
+
+    def stored_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same as a pack stores it where it has no width: in its own dtype, or bfloat16 where it is coded."""
+        tensor, source = self.backbone_tensor(canonical, shape), self.description.backbone.get(canonical)
+        return tensor if source is None or source.form is None else tensor.to(torch.bfloat16)
 
     @cached_property
     def sha256(self) -> str:

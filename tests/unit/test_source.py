@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.source import ShapeDiffers, Source
+from moeconv.source.archs.views import View, halves, in_turn, of_heads, rows, transposed
 
 STORED = {
     "fused": torch.arange(48.0).reshape(2, 6, 4),
@@ -24,16 +25,46 @@ def fetch(name: str, index: int | None) -> torch.Tensor:
 
 def test_a_part_of_a_fused_tensor() -> None:
     whole = STORED["fused"]
-    assert torch.equal(Source("fused").read(fetch), whole)
-    assert torch.equal(Source("fused", 1).read(fetch), whole[1])
-    assert torch.equal(Source("fused", 1, rows=(3, None, None)).read(fetch), whole[1, 3:])
-    assert torch.equal(Source("fused", 0, transpose=True, rows=(1, None, 2)).read(fetch), whole[0].T[1::2])
+    assert torch.equal(Source("fused").read(fetch, (2, 6, 4)), whole)
+    assert torch.equal(Source("fused", 1).read(fetch, (6, 4)), whole[1])
+    assert torch.equal(Source("fused", 1, rows(3), (6, 4)).read(fetch, (3, 4)), whole[1, 3:])
+    turned = Source("fused", 0, in_turn(transposed, rows(1, None, 2)), (6, 4))
+    assert torch.equal(turned.read(fetch, (2, 6)), whole[0].T[1::2])
+    assert torch.equal(Source("fused", 0, factor=0.5).read(fetch, (6, 4)), whole[0] / 2)
+
+
+@pytest.mark.parametrize("source", [Source("fused", 1), Source("fused", 1, rows(3), (4, 6))])
+def test_another_shape_is_refused(source: Source) -> None:
+    with pytest.raises(ShapeDiffers, match=r"fused has the shape \(6, 4\)"):
+        source.read(fetch, (3, 4))
+
+
+@pytest.mark.parametrize("view", [rows(2, 5), transposed, of_heads(3, 1), halves(3), halves(1, 2), rows(0, None, 2)])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_what_is_written_is_what_is_read(view: View, factor: float) -> None:
+    """And the rest stays as it is."""
+    tensor = torch.randn(12, 5)
+    before, shape = tensor.clone(), (view(tensor).numel() // 5, 5)
+    source = Source("t", None, view, (12, 5), None, factor)
+    weight = torch.randn(shape)
+    source.write(tensor, weight)
+    assert torch.allclose(source.read(lambda _name, _index: tensor, shape), weight)
+    changed = torch.zeros(12, 5)
+    source.write(changed, torch.ones(shape))
+    assert torch.equal(tensor[changed == 0], before[changed == 0])
+
+
+def test_pairs_become_halves() -> None:
+    features = torch.arange(2 * 6)[:, None]
+    source = Source("t", None, halves(2), (12, 1))
+    found = source.read(lambda _name, _index: features, (12, 1))[:, 0].tolist()
+    assert found == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
 def test_blocks_of_fp8_have_a_scale_each() -> None:
     source = Source("w", form="fp8 blocks")
     assert source.names == ("w", "w_scale_inv")
-    found = source.read(fetch)
+    found = source.read(fetch, (200, 300))
     for row, column in ((0, 0), (127, 299), (128, 128), (199, 255), (199, 256)):
         scale = STORED["w_scale_inv"][row // 128, column // 128]
         assert found[row, column] == STORED["w"][row, column].float() * scale
@@ -49,9 +80,9 @@ def test_four_bits_with_powers_of_two(row: int, column: int, expert: int) -> Non
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
     expected = (-magnitude if code & 8 else magnitude) * 2.0 ** (int(STORED["m_scales"][expert, row, group]) - 127)
-    assert source.read(fetch)[row, column] == expected
+    assert source.read(fetch, (5, 64))[row, column] == expected
 
 
 def test_what_is_there_is_asked_for() -> None:
     with pytest.raises(KeyError, match="other"):
-        Source("other").read(fetch)
+        Source("other").read(fetch, (1,))

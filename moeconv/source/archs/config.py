@@ -26,6 +26,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_new",
 }  # fmt: skip
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+Coding = Literal["fp8", "mxfp4"]
 Biases = Literal["qkv", "qkvo"] | None
 _FIXED_ROPES = ("linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of a text."""
@@ -58,6 +59,22 @@ class Config:
         found = self.get(name)
         if (found or None) != (value or None):
             raise UnsupportedModel(f"config.json sets {name} {found!r}: {why}")
+
+    def coding(self) -> Coding | None:
+        """How quantization_config says that the checkpoint's numbers are coded. Raises UnsupportedModel."""
+        self._known.add("quantization_config")
+        said = self._raw.get("quantization_config")
+        if not said:
+            return None
+        method = said.get("quant_method") if isinstance(said, dict) else said
+        if method == "mxfp4":
+            return "mxfp4"
+        if method == "fp8" and list(said.get("weight_block_size") or ()) == [128, 128] and said.get("fmt") != "e5m2":
+            return "fp8"
+        raise UnsupportedModel(
+            f"config.json says that its weights are coded by {method!r}: only mxfp4, and fp8 (e4m3) with blocks of "
+            "128 × 128, can be read; take a checkpoint in bf16"
+        )
 
     def without_effect(self, *names: str) -> None:
         """Settings that this family's model in transformers never looks at."""

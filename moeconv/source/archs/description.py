@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.source import FP8_SCALES, Source
 from moeconv.source.archs.views import View
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
 from moert.pack.parts import Layer, Rope, stack_of
@@ -70,6 +70,18 @@ class Description:
     repeated: tuple[tuple[str, str], ...] = ()
     biases: Callable[[ExpertKey, str], Source] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def with_scales(self, names: Collection[str]) -> Description:
+        """The same of a checkpoint with tensors of these names, where some matrices lie in FP8 beside their scales."""
+
+        def coded(source: Source) -> Source:
+            beside = f"{source.name}{FP8_SCALES}"
+            return replace(source, form="fp8 blocks") if source.form is None and beside in names else source
+
+        if not any(name.endswith(FP8_SCALES) for name in names):
+            return self
+        backbone = {name: coded(source) for name, source in self.backbone.items()}
+        return replace(self, backbone=backbone, experts=lambda key, name: coded(self.experts(key, name)))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description
+from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.tokens import special_tokens
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName, Tokens
 
@@ -31,6 +32,7 @@ class Family:
     """In transformers; the class of its config.json is its `config_class`."""
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
+    reads_mxfp4 = False
     loads_by_names = True
     """Whether transformers finds the weights of a checkpoint that is published inside a larger model."""
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}
@@ -43,6 +45,11 @@ class Family:
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
         """Of both files as JSON objects. Raises UnsupportedModel, for settings too that are not known."""
         asked = Config(self.own(config), self._class.config_class.__name__)
+        coding = asked.coding()
+        if coding == "mxfp4" and not self.reads_mxfp4:
+            raise UnsupportedModel(
+                "config.json says that its weights are coded by mxfp4, which only gpt_oss is known for"
+            )
         found = self.describe(asked, special_tokens(config, generation_config))
         asked.check_all_read()
         return found

@@ -23,6 +23,7 @@ class GptOss(Family):
 
     model_type = "gpt_oss"
     model_class = "GptOssForCausalLM"
+    reads_mxfp4 = True
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("hidden_act", "initial_context_length")
@@ -37,7 +38,7 @@ class GptOss(Family):
             Layer(norm, config.attention(biases=biases, window=window, sinks=True), None, experts)
             for window in config.windows()
         ]
-        coded = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+        coded = config.coding() == "mxfp4"
         d_ff, d_model = network.d_ff, config.get("hidden_size")
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:

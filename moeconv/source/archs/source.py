@@ -13,6 +13,7 @@ from moeconv.source.archs.views import View
 
 Form = Literal["fp8 blocks", "mxfp4"]
 
+FP8_SCALES = "_scale_inv"
 _FP8_BLOCK = 128
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the eight others are their negatives
 _MX_BIAS = 127
@@ -81,6 +82,9 @@ class _Form(NamedTuple):
 
 def _fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """codes [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉] (DeepSeek-V3's report, section 3.3)"""
+    expected = tuple(-(-size // _FP8_BLOCK) for size in codes.shape)
+    if tuple(scale.shape) != expected:
+        raise ShapeDiffers(f"a matrix of {tuple(codes.shape)} has scales of {tuple(scale.shape)}, expected {expected}")
     wide = scale.float().repeat_interleave(_FP8_BLOCK, 0).repeat_interleave(_FP8_BLOCK, 1)
     return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
 
@@ -88,12 +92,16 @@ def _fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks uint8 [rows, groups, 16], the lower half of a byte first; scales uint8 [rows, groups], powers of two
     (OCP Microscaling Formats 1.0)"""
+    if blocks.shape[:-1] != scales.shape:
+        raise ShapeDiffers(
+            f"blocks of {tuple(blocks.shape)} have scales of {tuple(scales.shape)}, one each is expected"
+        )
     table = torch.tensor([*_FP4, *(-value for value in _FP4)])
     values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1).flatten(-2)
     return torch.ldexp(values, scales.int()[..., None] - _MX_BIAS).flatten(-2)
 
 
 _FORMS: Mapping[Form, _Form] = {
-    "fp8 blocks": _Form(("", "_scale_inv"), _fp8_blocks),
+    "fp8 blocks": _Form(("", FP8_SCALES), _fp8_blocks),
     "mxfp4": _Form(("_blocks", "_scales"), _mxfp4),
 }
