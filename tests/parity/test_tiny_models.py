@@ -95,3 +95,10 @@ def test_steps_equal_one_pass_across_cache_blocks(family: str, kernels: str, tmp
     close = 1e-3 if model.backend.widens else 0
     np.testing.assert_allclose(np.stack(rows), expected, atol=close, rtol=close)
     assert 0 < state.nbytes <= state_bytes(model.spec, len(ids), len(more))
+    if model.spec.encoder is None:
+        [(chunked, first)] = model.begin([ids])
+        for start in range(0, len(first), 50):
+            last = model.read([chunked], [first[start : start + 50]])[0]
+        np.testing.assert_allclose(last, logits, atol=close, rtol=close)
+    many = model.prefill_many([ids[:7], ids, ids[:61]])
+    np.testing.assert_allclose(many[1][1], logits, atol=close, rtol=close)
