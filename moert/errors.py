@@ -73,5 +73,9 @@ class InputInvalid(RunError):
     """A prompt or a line of an input file that can't be used."""
 
 
+class PromptTooLong(InputInvalid):
+    """A prompt that leaves no room in the model's context."""
+
+
 class DrawingImpossible(RunError):
     """Pictures can't be made or written here."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,13 @@ class Limits:
 
 
 class Renderer:
-    """`room` is told how many bytes the process will take at most, before it is started."""
+    """While a process runs, what `room` makes of the most bytes that it will take is open."""
 
     def __init__(
-        self, chat: ChatFormat, limits: Limits | None = None, room: Callable[[int], None] = lambda nbytes: None
+        self,
+        chat: ChatFormat,
+        limits: Limits | None = None,
+        room: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.chat, self._limits, self._room = chat, limits or Limits(), room
 
@@ -68,8 +71,9 @@ class Renderer:
         request = self.request(messages, tools, variables, to_be_answered)
         limits, letters = self._limits, min(_LONG_TEMPLATE, len(self.chat.template))
         data_bytes = limits.data_bytes + _EACH_LETTER * letters + _EACH_BYTE * len(request)
-        self._room(data_bytes + _BESIDE_BYTES)
-        return self._understood(*_run(request, replace(limits, data_bytes=data_bytes)))
+        with self._room(data_bytes + _BESIDE_BYTES):
+            body, status = _run(request, replace(limits, data_bytes=data_bytes))
+        return self._understood(body, status)
 
     def request(
         self,

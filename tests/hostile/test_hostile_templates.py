@@ -196,7 +196,7 @@ def test_what_are_no_messages(messages: Any, variables: Any, words: str) -> None
 def test_room_is_made_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
 
-    def no_room(nbytes: int) -> None:
+    def no_room(nbytes: int) -> Any:
         asked.append(nbytes)
         raise BudgetTooSmall("no room", 1)
 
@@ -210,9 +210,10 @@ def test_room_is_made_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_takes_no_more_memory_than_it_said() -> None:
     """A template that fills what it may, by the system's own account of ended processes."""
     code = (
-        "import resource, sys\nfrom moert.chat.renderer import Renderer\nfrom moert.pack.chat import ChatFormat\n"
-        "asked = []\n"
-        "try: Renderer(ChatFormat(sys.argv[1], {}), room=asked.append).render([{'role': 'user', 'content': 'x'}])\n"
+        "import contextlib, resource, sys\n"
+        "from moert.chat.renderer import Renderer\nfrom moert.pack.chat import ChatFormat\n"
+        "asked = []\ndef room(nbytes): asked.append(nbytes); return contextlib.nullcontext()\n"
+        "try: Renderer(ChatFormat(sys.argv[1], {}), room=room).render([{'role': 'user', 'content': 'x'}])\n"
         "except Exception: pass\n"
         "print(asked[0], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
     )

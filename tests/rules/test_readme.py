@@ -25,8 +25,8 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]}
 COMMANDS = [
-    "moert", "moert run", "moert bench", "moert info", "moeconv", "moeconv quantize", "moeconv plan", "moeconv report",
-    "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
+    "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv quantize", "moeconv plan",
+    "moeconv report", "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
 
