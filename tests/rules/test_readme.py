@@ -100,6 +100,7 @@ def test_the_python_of_the_readme_is_what_there_is() -> None:
         "load": (inspect.signature(moert.load), {field.name for field in fields(EngineSettings)}),
         "generate": (inspect.signature(Engine.generate), {field.name for field in fields(GenerationSettings)}),
         "stream": (inspect.signature(Engine.stream), {field.name for field in fields(GenerationSettings)}),
+        "chat": (inspect.signature(Engine.chat), {field.name for field in fields(GenerationSettings)}),
     }
     called = set()
     for call in (node for node in ast.walk(ast.parse(block[1])) if isinstance(node, ast.Call)):

@@ -16,6 +16,8 @@ from tiny_packs import DECODER, SWITCH, write_pack
 
 from moert.command import cli
 from moert.engine import Engine
+from moert.pack.reader import Pack
+from moert.pack.writer import add_to_pack
 
 ROOT = Path(cli.__file__).parents[2]
 NEW = ("--max-new-tokens", "6")
@@ -40,6 +42,20 @@ def answers(pack: Path, *messages: str, system: str | None = None) -> list[str]:
     with Engine.open(pack, predictor="none") as engine:
         talk = engine.conversation(system)
         return [talk.say(text, max_new_tokens=6).text for text in messages]
+
+
+def test_info_says_whether_a_pack_can_chat(moert: Moert, pack: Path, tmp_path: Path) -> None:
+    bare, damaged = write_pack(tmp_path / "bare", DECODER, paths=False), write_chat_pack(tmp_path / "damaged")
+    add_to_pack(damaged, Pack.open(damaged).manifest, "chat.json", b"[]")
+    for path, told in (
+        (pack, "yes"),
+        (bare, "no: the model came with none"),
+        (damaged, "no: chat.json should be a JSON"),
+    ):
+        assert moert("info", path) == 0
+        assert f"chat template    {told}" in moert.out
+        assert moert("info", path, "--json") == 0
+        assert json.loads(moert.out)["has_chat"] is (told == "yes")
 
 
 def test_each_line_is_answered(moert: Moert, pack: Path) -> None:
