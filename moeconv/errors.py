@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "convert": (
-        "datasets", "evaluate", "huggingface_hub", "jinja2", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
+        "datasets", "evaluate", "huggingface_hub", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
         "transformers",
     ),
     "report": ("matplotlib",),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from moert.budget.admission import Admission, Notify
 from moert.budget.budget import Budget, CacheLimit
 from moert.budget.regulator import Regulator
-from moert.errors import memory_shortage
+from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
@@ -19,6 +21,7 @@ from moert.experts.executor import CachedExperts
 from moert.experts.policy.names import predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.generation import room
+from moert.generation.prefix import Prefix
 from moert.generation.session import Answer, Interrupted, Session
 from moert.generation.settings import GenerationSettings
 from moert.generation.text import Text
@@ -31,6 +34,7 @@ from moert.machine.memory import drop_page_cache, held_bytes, most_bytes, thread
 from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
+from moert.pack.chat import load_chat
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
@@ -39,6 +43,10 @@ from moert.predict.worth import Worth
 from moert.settings import EngineSettings
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats, size
 from moert.wording import said
+
+if TYPE_CHECKING:
+    from moert.chat.conversation import Conversation
+    from moert.chat.speaker import Message, Reply, Speaker
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -66,6 +74,8 @@ class Engine:
         self._turns = Turns()
         self._streaming = Streaming(pack, backend, self.counters, settings.eviction, settings.reading)
         self._regulator, note = _regulator(self.spec, self.budget, self.cache, settings, backend.widens)
+        self._prefixes: WeakSet[Prefix] = WeakSet()
+        self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in self._prefixes)
         self._regulator.check_open()
         weights = load_backbone(pack)
         self.ahead = None
@@ -201,6 +211,67 @@ class Engine:
                     raise Interrupted([request.answer for request in asked if request.begun]) from None
                 while asked and asked[0].ended:
                     yield asked.pop(0).answer
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        settings: GenerationSettings | None = None,
+        on_text: Callable[[str], None] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Reply:
+        """Answers a list of {"role": …, "content": …} as the model's chat template has it, which may take `tools`, a
+        list of JSON schemas, and other `variables`. `on_text` gets the answer in pieces, without thinking.
+
+        Raises ChatImpossible, TemplateFailed, or what `generate` does.
+        """
+        from moert.chat.speaker import Asked
+
+        def hear(part: str, text: str) -> None:
+            if on_text is not None and part == "answer":
+                on_text(text)
+
+        chosen = (settings or GenerationSettings()).but(**changes)
+        return self._speaker.reply(Asked(messages, tools, variables), Prefix(), chosen, hear)
+
+    def conversation(
+        self,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """One that is remembered, and of which each turn reads only what is new. Raises ChatImpossible."""
+        from moert.chat.conversation import Conversation
+
+        prefix = Prefix()
+        with self._turns.turn():
+            self._prefixes.add(prefix)
+        return Conversation(self._speaker, prefix, system, tools, variables)
+
+    @cached_property
+    def _speaker(self) -> Speaker:
+        """Raises ChatImpossible, or a PackError for a chat.json that can't be used."""
+        chat = None if self.spec.encoder is not None else load_chat(self.pack)
+        if chat is None:
+            why = (
+                "its model reads with an encoder, and takes"
+                if self.spec.encoder is not None
+                else ("it has no chat template: convert a model that has one, or give")
+            )
+            raise ChatImpossible(f"the pack at {self.pack.root} can't chat: {why} prompts as they are, with moert run")
+        from moert.chat.renderer import Renderer
+        from moert.chat.speaker import Speaker
+
+        return Speaker(Renderer(chat, room=self._aside), self.text, self.session)
+
+    @contextmanager
+    def _aside(self, nbytes: int) -> Iterator[None]:
+        """Room for another process beside this one, which does nothing else meanwhile."""
+        with self._turns.turn():
+            self._admission.aside(nbytes)
+            yield
 
     def stats(self) -> RunStats:
         """The figures of all requests since the engine was opened."""

@@ -61,8 +61,20 @@ class TokenizerMissing(RunError):
     """The pack has no tokenizer, or one that can't be read."""
 
 
+class ChatImpossible(RunError):
+    """The pack can't hold a conversation: it has no chat template, or reads with an encoder."""
+
+
+class TemplateFailed(RunError):
+    """The pack's chat template refuses a conversation, is wrong, or takes more time or memory than it may."""
+
+
 class InputInvalid(RunError):
     """A prompt or a line of an input file that can't be used."""
+
+
+class PromptTooLong(InputInvalid):
+    """A prompt that leaves no room in the model's context."""
 
 
 class DrawingImpossible(RunError):

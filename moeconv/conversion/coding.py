@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
+from moeconv.packing.chat import chat_of
 from moeconv.plan.question import check_budget
 from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.quantizers.coder import ExpertCoder
@@ -28,6 +29,7 @@ class Coding:
     def open(cls, settings: Settings) -> Coding:
         """Raises CheckpointError, UnsupportedModel or SettingsError."""
         checkpoint = Checkpoint.open(settings.model)
+        chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.quantizer](settings.group_size)
         return cls(checkpoint, quantizer, DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits)))
 

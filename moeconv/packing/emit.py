@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeconv.artifacts import Assignment
+from moeconv.packing.chat import chat_of
 from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names
 from moert.pack.errors import WriteFailed
@@ -62,7 +64,7 @@ def emit(
     """
     checkpoint = coder.checkpoint
     _check_widths(checkpoint, widths)
-    dense = dense or DenseCoder(checkpoint, None)
+    dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
     quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed, dense.dense)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
     try:
@@ -71,6 +73,8 @@ def emit(
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
                 writer.write_file(name, (checkpoint.path / name).read_bytes())
+        if chat is not None:
+            writer.write_file(CHAT, chat)
         profile = label.profile
         kept = profile.files if profile is not None and writer.has_weights_of(profile.manifest) else {}
         for name, body in {**label.files, **kept}.items():

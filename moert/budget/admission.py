@@ -49,6 +49,10 @@ class Admission:
         self._streaming.expects()
         self._adapt(room_bytes)
 
+    def aside(self, nbytes: int) -> None:
+        """Makes room for another process, until requests begin. Raises BudgetTooSmall."""
+        self._regulator.aside(nbytes)
+
     def after(self, loads: Loads) -> None:
         self._regulator.after(loads)
         self._adapt(self._streaming.cache.capacity_bytes)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moert.budget.budget import FIRST_BYTES, Budget
+from moert.errors import BudgetTooSmall
 from moert.machine import memory
 from moert.models.footprint import Footprint, Load, Loads
 from moert.models.kv import BLOCK_TOKENS
+from moert.stats import size
 from moert.wording import said
 
 TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
@@ -49,6 +51,8 @@ class Regulator:
         self._footprint, self._budget, self._cache = footprint, budget, cache
         self._measure = measure
         self._idle_at_first: int | None = None
+        self.kept_bytes: Callable[[], int] = lambda: 0
+        """Keys and values that conversations keep while none of their requests runs."""
         self.tight = self._is_tight()
         """Whether a usual request will leave no room for all experts, so that every megabyte is wanted."""
         if self.tight:
@@ -80,7 +84,7 @@ class Regulator:
         if self.limit_bytes is None or not waiting:
             return len(waiting)
         memory.return_freed()
-        limit, held = self.limit_bytes, self._idle_bytes(running)
+        limit, held = self.limit_bytes, self._idle_bytes((*running, *waiting))
         loads = (*running, *waiting)
 
         def room(count: int) -> int:
@@ -120,6 +124,21 @@ class Regulator:
         left = self._budget.left_bytes(self.limit_bytes, others, most)
         return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
 
+    def aside(self, nbytes: int) -> None:
+        """Makes room for another process, until requests begin. Raises BudgetTooSmall."""
+        if self.limit_bytes is None:
+            return
+        memory.return_freed()
+        held = self._others_bytes(())
+        if not self._budget.fits(self.limit_bytes, held, nbytes):
+            smallest = self._budget.smallest_bytes(held, nbytes)
+            raise BudgetTooSmall(
+                f"{self._limit_name} is too small to render the model's chat template beside the model: give "
+                f"{said('memory', smallest)} ({size(smallest)})",
+                smallest,
+            )
+        self._resize(held, nbytes)
+
     def after(self, loads: Loads) -> None:
         """For when each has written a token more: gives the experts the room of prompts' activations, and takes from
         them, block by block, what keys and values will need."""
@@ -155,7 +174,7 @@ class Regulator:
 
     def _settled_bytes(self, loads: Loads) -> int:
         """What has come to stay since the first request was about to run."""
-        others = self._others_bytes(loads)
+        others = self._others_bytes(loads) - self.kept_bytes()
         self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
         return others - self._idle_at_first
 

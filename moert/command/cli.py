@@ -21,11 +21,22 @@ from moert.command.options import (
     IoOption,
     KernelsOption,
     KvOption,
+    MaxNewTokensOption,
     MemoryOption,
+    MinPOption,
     PackArgument,
     Predict,
     PredictOption,
+    SeedOption,
+    StatsOption,
+    StopOption,
+    SystemOption,
+    TemperatureOption,
+    Thinking,
+    ThinkingOption,
     ThreadsOption,
+    TopKOption,
+    TopPOption,
     engine_settings,
 )
 from moert.command.prompts import PromptRecord, check_output, read_prompt
@@ -71,6 +82,11 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask the prompt as a question, by the model's chat template.")
+    ] = False,
+    system: SystemOption = None,
+    thinking: ThinkingOption = Thinking.show,
     batch: Annotated[
         int,
         typer.Option(
@@ -85,25 +101,18 @@ def run(
     eviction: EvictionOption = Eviction.auto,
     predict: PredictOption = Predict.gate,
     io: IoOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest tokens whose probabilities add up to this.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Draw among tokens at least this fraction as likely as the likeliest.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the random draws at a temperature above 0.")] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
-    ] = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    stop: StopOption = None,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")] = False,
+    stats: StatsOption = False,
 ) -> None:
     """Run one prompt, or each prompt of a JSONL file."""
     given = [
@@ -115,6 +124,12 @@ def run(
         raise RunError("--output goes with --input: for one prompt redirect stdout")
     if batch != 1 and input_path is None:
         raise RunError(f"--batch {batch} goes with --input: there is one prompt")
+    if chat and input_path is not None:
+        raise RunError("--chat takes one prompt: --input runs prompts as they are")
+    if not chat and (system is not None or thinking is not Thinking.show):
+        raise RunError(
+            f"{'--thinking' if system is None else '--system'} goes with --chat: else a prompt is run as it is"
+        )
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
@@ -125,10 +140,48 @@ def run(
     engine = Engine.open(pack, chosen)
     to_stderr = stats and not (as_json and input_path is None)
     with engine, _figures(engine, as_json) if to_stderr else nullcontext():
-        if input_path is None:
+        if chat:
+            from moert.command.chat import Printer, turn
+
+            turn(engine.conversation(system), text, settings, Printer(engine, thinking is Thinking.show, as_json))
+        elif input_path is None:
             _run_prompt(engine, text, settings, as_json)
         else:
             _run_records(engine, input_path, output, batch, settings, as_json)
+
+
+@app.command()
+def chat(
+    pack: PackArgument,
+    system: SystemOption = None,
+    thinking: ThinkingOption = Thinking.show,
+    memory: MemoryOption = None,
+    cache: CacheOption = None,
+    eviction: EvictionOption = Eviction.auto,
+    predict: PredictOption = Predict.gate,
+    io: IoOption = "auto",
+    max_new_tokens: MaxNewTokensOption = 1024,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    stop: StopOption = None,
+    threads: ThreadsOption = None,
+    kernels: KernelsOption = "auto",
+    kv: KvOption = "16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
+    stats: StatsOption = False,
+) -> None:
+    """Hold a conversation: each line of the input is a message. /help lists commands."""
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    from moert.command.chat import Printer, converse
+    from moert.engine import Engine
+
+    engine = Engine.open(pack, chosen)
+    with engine, _figures(engine, as_json) if stats else nullcontext():
+        converse(engine.conversation(system), settings, Printer(engine, thinking is Thinking.show, as_json))
 
 
 @app.command()

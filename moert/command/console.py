@@ -54,7 +54,7 @@ def exit_code(command: Callable[[], Any]) -> int:
         if hasattr(error, "format_message"):  # a mistake in the command line, as the parser saw it
             _complain(_one_line(error))
             return USAGE
-        if _interrupted(error):
+        if interrupted(error):
             return INTERRUPTED
         raise
 
@@ -82,7 +82,7 @@ def _silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _interrupted(error: BaseException) -> bool:
+def interrupted(error: BaseException) -> bool:
     """True for what breaks because Ctrl-C came in the middle of something else."""
     before: BaseException | None = error
     while before is not None and not isinstance(before, KeyboardInterrupt):

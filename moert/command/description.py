@@ -13,6 +13,7 @@ from moert.kernels import library
 from moert.machine.cores import usable_cores
 from moert.machine.memory import held_bytes, thread_bytes
 from moert.models.footprint import Footprint
+from moert.pack.chat import load_chat
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
@@ -56,6 +57,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "quality": None if manifest.quality is None else asdict(manifest.quality),
         "has_paths": PATHS in files,
         "has_tokenizer": _tokenizer_fault(pack) is None,
+        "has_chat": _chat_fault(pack) is None,
         "smallest_memory": {
             "bytes": _smallest_memory(pack),
             "prompt_tokens": TYPICAL.prompt_tokens,
@@ -90,6 +92,7 @@ def description_lines(pack: Pack) -> list[str]:
         *_quality_lines(pack),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
+        f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
         f"smallest memory  {smallest_text}",
     ]
 
@@ -119,6 +122,14 @@ def _tokenizer_fault(pack: Pack) -> str | None:
     except (TokenizerMissing, PackError) as error:
         return str(error)
     return None
+
+
+def _chat_fault(pack: Pack) -> str | None:
+    """Why the pack can't hold a conversation; None if it can."""
+    try:
+        return None if load_chat(pack) is not None else "the model came with none"
+    except PackError as error:
+        return str(error)
 
 
 def _quality_lines(pack: Pack) -> list[str]:

@@ -29,6 +29,11 @@ class Predict(str, Enum):
     none = "none"
 
 
+class Thinking(str, Enum):
+    show = "show"
+    hide = "hide"
+
+
 PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
 InputOption = Annotated[
     Path | None,
@@ -99,6 +104,25 @@ KvOption = Annotated[
         metavar="16|8",
         help="Bits of keys and values: 8 take half the memory of 16 (make bench-rounding: what that adds to a loss).",
     ),
+]
+
+
+MaxNewTokensOption = Annotated[int, typer.Option(help="The most tokens to write.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
+TopKOption = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")]
+TopPOption = Annotated[float, typer.Option(help="Draw among the likeliest tokens whose probabilities add up to this.")]
+MinPOption = Annotated[float, typer.Option(help="Draw among tokens at least this fraction as likely as the likeliest.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the random draws at a temperature above 0.")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
+]
+StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", help="What to tell the model first: how to answer.", show_default=False)
+]
+ThinkingOption = Annotated[
+    Thinking, typer.Option(help="What a model thinks before it answers: show it, dimmed on a terminal, or hide it.")
 ]
 
 

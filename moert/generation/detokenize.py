@@ -11,21 +11,23 @@ class Detokenizer:
     """Feed it ids one at a time; the pieces it returns, with the last from `flush`, make up the whole text.
 
     What a token adds depends on the one before (spaces at word starts), so each is decoded after the last piece.
-    Special tokens give no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int] | None = None) -> None:
+        """`silent` tokens give no text: by default all that are special."""
+        self._tokenizer, self._silent = tokenizer, silent
         self._ids: list[int] = []  # the ids of the last piece, then those not yet turned into text
         self._done = 0  # how many of them belong to the last piece
 
     def __copy__(self) -> Detokenizer:
-        twin = Detokenizer(self._tokenizer)
+        twin = Detokenizer(self._tokenizer, self._silent)
         twin._ids, twin._done = list(self._ids), self._done
         return twin
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
+        if self._silent is not None and token in self._silent:
+            return ""
         self._ids.append(token)
         before, now = self._texts()
         if len(now) <= len(before) or now.endswith(_INCOMPLETE):
@@ -40,4 +42,5 @@ class Detokenizer:
         return now[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        return self._tokenizer.decode(self._ids[: self._done]), self._tokenizer.decode(self._ids)
+        special = self._silent is None
+        return self._tokenizer.decode(self._ids[: self._done], special), self._tokenizer.decode(self._ids, special)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from moert.errors import InputInvalid, SettingInvalid
+from moert.errors import InputInvalid, PromptTooLong, SettingInvalid
 from moert.generation import greedy, sampling
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import F32
@@ -119,7 +120,7 @@ class Generation:
         places = [place for stop in self.settings.stop_strings if (place := held.find(stop)) >= 0]
         if places:
             return held[: min(places)], True
-        keep = 0 if last else _longest_beginning(held, self.settings.stop_strings)
+        keep = 0 if last else longest_beginning(held, self.settings.stop_strings)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 
@@ -135,12 +136,12 @@ def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
     if limit is None:
         return None
     if len(prompt_ids) >= limit:
-        raise InputInvalid(f"the prompt has {len(prompt_ids)} tokens, the model can take {limit - 1}: shorten it")
+        raise PromptTooLong(f"the prompt has {len(prompt_ids)} tokens, the model can take {limit - 1}: shorten it")
     return limit - len(prompt_ids)
 
 
-def _longest_beginning(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that a stop string begins with."""
+def longest_beginning(text: str, stops: Collection[str]) -> int:
+    """Length of the longest end of `text` that one of these begins with."""
     longest = max(len(stop) for stop in stops) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-length:]) for stop in stops):

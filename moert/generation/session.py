@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from moert.errors import SettingInvalid, memory_shortage
+from moert.errors import BudgetTooSmall, SettingInvalid, memory_shortage
 from moert.generation.generation import Generation, GenerationResult, Piece
+from moert.generation.prefix import Continued, Prefix
 from moert.generation.settings import GenerationSettings
 from moert.generation.text import Text
 from moert.models.footprint import Load, Loads
@@ -19,15 +20,19 @@ from moert.models.kv import State
 from moert.models.model import Model
 from moert.stats import RequestTimes
 
+Prompt = str | Sequence[int] | Continued
+
 
 @dataclass(frozen=True)
 class Answer:
-    """One request that was run. Times count from when it was added, before room was made for it."""
+    """One request that was run. Times count from when it was added, before room was made for it. `kept_tokens` of its
+    prompt had been read before, by others of the same conversation."""
 
     result: GenerationResult
     prompt_tokens: int
     time_to_first_token_s: float
     total_s: float
+    kept_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -64,11 +69,12 @@ class Gate(Protocol):
 class Request:
     """A prompt in a session, to be asked for its answer at any time."""
 
-    def __init__(self, prompt: str | Sequence[int], generation: Generation) -> None:
+    def __init__(self, prompt: Prompt, generation: Generation, prefix: Prefix | None = None) -> None:
         self.prompt = prompt
-        self._generation = generation
-        self._state: State | None = None  # None: waits, or has ended
+        self._generation, self._prefix = generation, prefix
+        self._state: State | None = None  # None: waits without a prefix, or has ended
         self._unread: Sequence[int] = ()
+        self._kept_tokens = self._read_tokens = 0
         self._added_s = time.perf_counter()
         self._first_s = self._total_s = 0.0
 
@@ -77,7 +83,7 @@ class Request:
         """As far as it has come."""
         generation = self._generation
         total_s = self._total_s or self._so_far_s
-        return Answer(generation.result, len(generation.prompt_ids), self._first_s, total_s)
+        return Answer(generation.result, len(generation.prompt_ids), self._first_s, total_s, self._kept_tokens)
 
     @property
     def begun(self) -> bool:
@@ -94,12 +100,29 @@ class Request:
     @property
     def _load(self) -> Load:
         generation = self._generation
-        return Load(len(generation.prompt_ids), generation.settings.max_new_tokens, len(generation.tokens))
+        prompt, most = len(generation.prompt_ids), generation.settings.max_new_tokens
+        return Load(prompt, most, len(generation.tokens), kept_tokens=self._kept_tokens)
 
     @property
     def _held(self) -> Load:
         """The same with what it holds now."""
         return replace(self._load, held_bytes=0 if self._state is None else self._state.written_bytes)
+
+    def _take_prefix(self) -> None:
+        """From here on what it keeps is this request's."""
+        if self._prefix is not None:
+            ids, room = self._generation.prompt_ids, self._generation.room
+            most = self._generation.settings.max_new_tokens
+            expected = len(ids) + (most if room is None else min(most, room))
+            self._state, self._kept_tokens = self._prefix.take(ids, expected)
+            self._read_tokens, self._unread = self._kept_tokens, ids[self._kept_tokens :]
+
+    def _give_prefix(self) -> None:
+        """Gives it back with all that was read."""
+        state, self._state = self._state, None
+        if self._prefix is not None:
+            ids = [*self._generation.prompt_ids, *self._generation.tokens]
+            self._prefix.give(state, ids[: self._read_tokens])
 
 
 class Session:
@@ -124,16 +147,23 @@ class Session:
         """Requests that run or wait."""
         return len(self._running) + len(self._waiting)
 
-    def add(self, prompt: str | Sequence[int], settings: GenerationSettings | None = None, **changes: Any) -> Request:
-        """`prompt`: text, or token ids, whose answer has token ids and no text. `changes`: settings by name.
+    def add(self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Any) -> Request:
+        """`prompt`: text, or token ids, whose answer has token ids and no text, or what goes on from a prefix (which
+        nothing does behind an encoder). `changes`: settings by name.
 
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
         for what could not run alone.
         """
         generation = self._generation(prompt, (settings or GenerationSettings()).but(**changes))
+        prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.encoder is None else None
         with self._open():
-            request = Request(prompt, generation)
-            self._gate.check([request._load], self._loads)
+            request = Request(prompt, generation, prefix)
+            request._take_prefix()
+            try:
+                self._gate.check([request._held], self._loads)
+            except BudgetTooSmall:
+                request._give_prefix()
+                raise
             self._waiting.append(request)
         return request
 
@@ -177,6 +207,7 @@ class Session:
             self._gate.before([*self._loads, twin._load])
             with memory_shortage():
                 twin._state, twin._unread = request._state.copy(), request._unread
+            twin._kept_tokens = request._kept_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
         return twin
@@ -215,6 +246,7 @@ class Session:
         logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
         pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]
         for request in running:
+            request._read_tokens += len(request._unread)
             request._unread = request._generation.tokens[-1:]
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
@@ -231,25 +263,28 @@ class Session:
         """Those that wait and fit join those that run."""
         if not self._waiting:
             return
-        waiting = [each._load for each in self._waiting]
+        waiting = [each._held for each in self._waiting]
         count = self._gate.together(self._loads, waiting)
         if not count:
             return
         new, self._waiting = self._waiting[:count], self._waiting[count:]
         try:
             self._gate.before([*self._loads, *waiting[:count]])
-            begun = self._model.begin([each._generation.prompt_ids for each in new])
+            fresh = [each for each in new if each._state is None]
+            begun = self._model.begin([each._generation.prompt_ids for each in fresh])
         finally:
             self._running = [*self._running, *new]
-        for request, (state, unread) in zip(new, begun, strict=True):
+        for request, (state, unread) in zip(fresh, begun, strict=True):
             request._state, request._unread = state, unread
 
     def _settle(self, request: Request) -> None:
-        """Frees what it held, and counts it."""
-        request._state, request._total_s = None, request._so_far_s
+        """Frees what it held, or gives it back, and counts what was read and written."""
+        request._give_prefix()
+        request._total_s = request._so_far_s
         if request.begun:
             generation = request._generation
-            self._times.add(len(generation.prompt_ids), len(generation.tokens), request._first_s)
+            read = len(generation.prompt_ids) - request._kept_tokens
+            self._times.add(read, len(generation.tokens), request._first_s)
 
     def _stop(self) -> None:
         for request in (*self._running, *self._waiting):
@@ -262,7 +297,9 @@ class Session:
     def _loads(self) -> list[Load]:
         return [each._held for each in self._running]
 
-    def _generation(self, prompt: str | Sequence[int], settings: GenerationSettings) -> Generation:
+    def _generation(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
+        if isinstance(prompt, Continued):
+            return Generation(self._model.spec, list(prompt.ids), settings, prompt.text)
         if isinstance(prompt, str):
             return Generation(self._model.spec, self._text.encode(prompt), settings, self._text.detokenizer())
         return Generation(self._model.spec, list(prompt), settings, None)

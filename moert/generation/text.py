@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 from tokenizers import Tokenizer
@@ -43,14 +44,15 @@ class Text:
         tokenizer.no_padding()
         return tokenizer
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds. Raises InputInvalid, too."""
+    def encode(self, prompt: str, whole: bool = False) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer adds unless the prompt is `whole`. Raises InputInvalid,
+        too."""
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
         try:
-            return list(self.tokenizer.encode(prompt).ids)
+            return list(self.tokenizer.encode(prompt, add_special_tokens=not whole).ids)
         except TokenizerMissing:
             raise
         except Exception as error:  # the library raises plain Exception
@@ -58,4 +60,13 @@ class Text:
             raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
 
     def detokenizer(self) -> Detokenizer:
+        """Special tokens give no text."""
         return Detokenizer(self.tokenizer)
+
+    def detokenizer_with(self, marks: Collection[str]) -> Detokenizer:
+        """Special tokens give no text, but for those that are in one of these."""
+        special = {
+            number: each.content for number, each in self.tokenizer.get_added_tokens_decoder().items() if each.special
+        }
+        silent = (number for number, content in special.items() if not any(content in mark for mark in marks))
+        return Detokenizer(self.tokenizer, frozenset(silent))

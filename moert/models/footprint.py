@@ -13,12 +13,14 @@ from moert.pack.model_spec import ModelSpec
 @dataclass(frozen=True)
 class Load:
     """One request: tokens of its prompt, the most that it may write, and what it has `written` so far (0: its prompt is
-    still to be read). `held_bytes` of memory are in its keys and values."""
+    still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its keys and
+    values."""
 
     prompt_tokens: int
     max_new_tokens: int
     written: int = 0
     held_bytes: int = 0
+    kept_tokens: int = 0
 
 
 Loads = Sequence[Load]
@@ -38,7 +40,7 @@ class Footprint:
 
     def prompt(self, loads: Loads) -> int:
         """While the prompts of new ones are read and the others go on."""
-        tokens = sum(1 if load.written else load.prompt_tokens for load in loads)
+        tokens = sum(1 if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
         states = (self._state(load, max(1, load.written)) for load in loads)
         return activation_bytes(self.spec, tokens, self.widened, len(loads)) + sum(states)
 

@@ -55,6 +55,16 @@ class Kept:
                 fresh[:, :reach] = old[:, :reach]
         return twin
 
+    def cut(self, length: int, expected: int) -> bool:
+        """Forgets all but the first `length` tokens; `expected` will be there in all. False where Ctrl-C came between
+        new room and its use, so that nothing of it can be relied on."""
+        blocks = {part.shape[1] * KEYS for part in (self.keys, self.key_steps) if part is not None}
+        tokens = {part.shape[1] for part in (self.values, self.value_steps) if part is not None}
+        if blocks != tokens or len(tokens) > 1 or length > min(self.length, *tokens):
+            return False
+        self.length, self._expected, self.place = length, expected, None
+        return True
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts if part is not None)
@@ -94,6 +104,10 @@ class State:
 
     def copy(self) -> State:
         return State([kept.copy() for kept in self.own], [kept.copy() for kept in self.cross])
+
+    def cut(self, length: int, expected: int = 0) -> bool:
+        """The same for what the decoder has read; where it fails, all of it is to be thrown away."""
+        return all(kept.cut(length, expected) for kept in self.own)
 
     @property
     def nbytes(self) -> int:

@@ -35,6 +35,10 @@ class HeaderInvalid(PackError):
     """The header inside a file contradicts the layout that the manifest implies."""
 
 
+class ChatInvalid(PackError):
+    """chat.json is not JSON, lacks a field, or holds a value of the wrong type or size."""
+
+
 class HashMismatch(PackError):
     """The bytes of a file are not those that the manifest records."""
 

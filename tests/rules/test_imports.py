@@ -20,6 +20,7 @@ MOERT = [
     ("moert.experts", "moert.predict"),
     ("moert.models",),
     ("moert.generation",),
+    ("moert.chat",),
     ("moert.budget",),
     ("moert.settings",),
     ("moert.engine",),
@@ -59,8 +60,10 @@ FORBIDDEN = [
     (here, room) for here in ("moert.models", "moert.generation") for room in ("moert.experts", "moert.predict")
 ] + [(stage, other) for stage in STAGES for other in STAGES if stage != other]
 
-# One is run by an installation, never by moert; the other goes with the extra report.
-OTHER_PACKAGES = {"moert.kernels.build": {"setuptools"}, "moert.bench.plot": {"matplotlib"}}
+# One is run by an installation, never by moert; one goes with the extra report; one is a program of its own.
+OTHER_PACKAGES = {
+    "moert.kernels.build": {"setuptools"}, "moert.bench.plot": {"matplotlib"}, "moert.chat.sandbox": {"jinja2"},
+}  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}
 HEAVY = {
     "torch",
@@ -74,6 +77,7 @@ HEAVY = {
     "tokenizers",
     "scipy",
     "ray",
+    "jinja2",
 }
 COMMAND_LINES = [
     "moert/command/cli.py",
@@ -216,9 +220,9 @@ def test_moert_needs_only_the_base_dependencies(path: Path) -> None:
     assert roots <= RUNTIME_PACKAGES | OTHER_PACKAGES.get(module_name(path), set())
 
 
-def test_nothing_imports_what_only_builds() -> None:
-    users = [module_name(path) for path in sources("moert", "moeconv") if "moert.kernels.build" in imports_of(path)]
-    assert users == []
+@pytest.mark.parametrize("alone", ["moert.kernels.build", "moert.chat.sandbox"])
+def test_nothing_imports_what_runs_by_itself(alone: str) -> None:
+    assert [module_name(path) for path in sources("moert", "moeconv") if alone in imports_of(path)] == []
 
 
 @pytest.mark.parametrize("path", sources(*COMMAND_LINES), ids=module_name)

@@ -25,8 +25,8 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]}
 COMMANDS = [
-    "moert", "moert run", "moert bench", "moert info", "moeconv", "moeconv quantize", "moeconv plan", "moeconv report",
-    "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
+    "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv quantize", "moeconv plan",
+    "moeconv report", "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
 
@@ -100,6 +100,7 @@ def test_the_python_of_the_readme_is_what_there_is() -> None:
         "load": (inspect.signature(moert.load), {field.name for field in fields(EngineSettings)}),
         "generate": (inspect.signature(Engine.generate), {field.name for field in fields(GenerationSettings)}),
         "stream": (inspect.signature(Engine.stream), {field.name for field in fields(GenerationSettings)}),
+        "chat": (inspect.signature(Engine.chat), {field.name for field in fields(GenerationSettings)}),
     }
     called = set()
     for call in (node for node in ast.walk(ast.parse(block[1])) if isinstance(node, ast.Call)):

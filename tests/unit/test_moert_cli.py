@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Moert
 from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, damage_expert, write_pack
 
 from moert import __version__
@@ -47,30 +48,6 @@ def expected(pack: Path) -> dict[str, str]:
     with Engine.open(pack, predictor="none") as engine:
         settings = GenerationSettings(max_new_tokens=6)
         return {prompt: engine.generate(prompt, settings).text for prompt in PROMPTS}
-
-
-class Moert:
-    """Runs the command line in this process; `out` and `err` hold what it printed."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys, self._monkeypatch = capsys, monkeypatch
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: object, stdin: str | None = None) -> int:
-        if stdin is not None:
-            self._monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in arguments])
-        self.out, self.err = self._capsys.readouterr()
-        return int(end.value.code or 0)
-
-    def refuses(self, *arguments: object, stdin: str | None = None) -> str:
-        """The one line that a refusal prints."""
-        code = self(*arguments, stdin=stdin)
-        assert (code, self.out) == (2, "")
-        assert self.err.startswith("moert: ")
-        assert self.err.count("\n") == 1
-        return self.err
 
 
 @pytest.fixture

@@ -1,0 +1,237 @@
+"""Renders a chat template in a process that can reach nothing, and has only so much time and memory.
+
+A process, since nothing else ends `{{ 9 ** 9 ** 9 }}`. It is a new one for each prompt, so that no template keeps
+anything, and what it takes is gone while the model runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moert.errors import InputInvalid, TemplateFailed
+from moert.pack.chat import GIVEN, ChatFormat
+
+MAX_REQUEST_BYTES = 8 << 20
+_EACH_BYTE = 16  # bytes of memory for each of the conversation: read, decoded, joined, written
+_EACH_LETTER = 512  # and for each of the template while it is compiled (400 measured),
+_LONG_TEMPLATE = 1 << 16  # as far as templates go that are meant well
+_BESIDE_BYTES = 6 << 20  # stack, page tables, and what libraries do not share
+_PROGRAM = "import sys; sys.path += sys.argv[1:]; from moert.chat.sandbox import main; main()"
+_PART = 1 << 16
+_DAMAGED = "the template in the pack is damaged or means harm"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one rendering: seconds of the processor, seconds in all, and bytes of memory where template and conversation
+    are empty."""
+
+    cpu_s: int = 5
+    wall_s: float = 120.0
+    data_bytes: int = 20 << 20
+
+
+class Renderer:
+    """While a process runs, what `room` makes of the most bytes that it will take is open."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        limits: Limits | None = None,
+        room: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.chat, self._limits, self._room = chat, limits or Limits(), room
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        to_be_answered: bool = True,
+    ) -> str:
+        """The prompt. `variables`: what else the template asks for (enable_thinking); `to_be_answered`: it ends where
+        the model is to write.
+
+        Raises InputInvalid for what are no messages or values, TemplateFailed for what the template makes of them, and
+        what `room` raises.
+        """
+        request = self.request(messages, tools, variables, to_be_answered)
+        limits, letters = self._limits, min(_LONG_TEMPLATE, len(self.chat.template))
+        data_bytes = limits.data_bytes + _EACH_LETTER * letters + _EACH_BYTE * len(request)
+        with self._room(data_bytes + _BESIDE_BYTES):
+            body, status = _run(request, replace(limits, data_bytes=data_bytes))
+        return self._understood(body, status)
+
+    def request(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        to_be_answered: bool,
+    ) -> bytes:
+        """What the process is sent. Raises InputInvalid."""
+        template, named = self.chat.template, dict(variables or {})
+        if tools is not None and self.chat.tool_template is not None:
+            template = self.chat.tool_template
+        if given := sorted(GIVEN & named.keys()):
+            raise InputInvalid(f"variables can't name {given[0]}: every template is given that")
+        asked = {
+            **self.chat.tokens, **named, "messages": _plain(messages), "tools": tools, "documents": None,
+            "add_generation_prompt": to_be_answered,
+        }  # fmt: skip
+        try:
+            request = json.dumps({"template": template, "variables": asked}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputInvalid(f"messages, tools and variables should be what JSON can hold ({error})") from None
+        if len(request) > MAX_REQUEST_BYTES:
+            raise InputInvalid(f"the conversation takes {len(request)} bytes, at most {MAX_REQUEST_BYTES} are rendered")
+        return request
+
+    def _understood(self, body: bytes, status: int) -> str:
+        answer: Any = None
+        with suppress(ValueError, RecursionError):
+            answer = json.loads(body)
+        found = answer if isinstance(answer, dict) and status == 0 else {}
+        if isinstance(text := found.get("text"), str):
+            return text
+        if "refused" in found:
+            raise TemplateFailed(f"the model's chat template refuses this conversation: {found['refused']}")
+        if "failed" in found:
+            raise TemplateFailed(
+                f"the model's chat template can't be rendered ({found['failed']}): moert run takes prompts without it"
+            )
+        if status == -signal.SIGXCPU:
+            raise _too_long(self._limits.cpu_s)
+        if "memory" in found:
+            raise TemplateFailed(f"the model's chat template takes too much memory: {_DAMAGED}")
+        ended = f"by signal {-status}" if status < 0 else f"with status {status}"
+        raise TemplateFailed(f"what renders the model's chat template ended {ended}: {_DAMAGED}, or memory was short")
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As transformers hands them to a template: without fields that are None, thoughts under all the names that
+    templates look for them. Raises InputInvalid."""
+    listed = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+    if not listed or not messages or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+        raise InputInvalid("messages should be a list of {'role': …, 'content': …}, with at least one")
+    return [_with_thoughts({name: value for name, value in each.items() if value is not None}) for each in messages]
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    names = ("reasoning_content", "thinking", "reasoning")
+    thought = next((message[name] for name in names if name in message), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _run(request: bytes, limits: Limits) -> tuple[bytes, int]:
+    """What the process answers, and how it ended. Raises TemplateFailed."""
+    bounds = json.dumps({"cpu_s": limits.cpu_s, "data_bytes": limits.data_bytes}).encode()
+    process, ours = _start()
+    try:
+        with ours:
+            body = _exchange(ours, bounds + b"\n" + request, limits.wall_s, limits.data_bytes)
+        if len(body) <= limits.data_bytes:
+            process.wait(limits.wall_s)
+    except (TimeoutError, subprocess.TimeoutExpired):
+        raise _too_long(limits.wall_s) from None
+    finally:
+        process.kill()
+        process.wait()
+    return body, process.returncode
+
+
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process, and the socket that it reads and writes."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-c", _PROGRAM, *_folders()],
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, cwd="/",
+                start_new_session=True,
+                env={name: os.environ[name] for name in ("TZ", "LD_LIBRARY_PATH") if name in os.environ},
+            )  # fmt: skip
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise TemplateFailed(
+                    f"no process can be started to render the chat template ({error.strerror})"
+                ) from None
+            raise
+    return process, ours
+
+
+def _folders() -> list[str]:
+    """Where the process finds what it imports."""
+    found = [Path(__file__).parents[2]]
+    for name in ("jinja2", "markupsafe"):
+        spec = None
+        with suppress(ValueError):  # where a module of that name has none
+            spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise TemplateFailed(f"chat templates need the package {name}, which is not installed: install moert again")
+        found.append(Path(spec.origin).parents[1])
+    return list(dict.fromkeys(map(str, found)))
+
+
+def _exchange(ours: socket.socket, body: bytes, wall_s: float, most_bytes: int) -> bytes:
+    """Sends all of the body and reads what comes back, a little more than `most_bytes` at most. Raises TimeoutError."""
+    ours.setblocking(False)
+    if hasattr(socket, "SO_NOSIGPIPE"):
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_NOSIGPIPE, 1)
+    deadline, left, found = time.monotonic() + wall_s, memoryview(body), bytearray()
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(ours, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        while len(found) <= most_bytes:
+            ready = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not ready or time.monotonic() > deadline:
+                raise TimeoutError
+            if ready[0][1] & selectors.EVENT_WRITE:
+                left = _sent(ours, left)
+                if not left:
+                    waiting.modify(ours, selectors.EVENT_READ)
+            if ready[0][1] & selectors.EVENT_READ:
+                part = _received(ours)
+                if not part:
+                    break
+                found += part
+    return bytes(found)
+
+
+def _sent(ours: socket.socket, left: memoryview) -> memoryview:
+    """What is still to be sent; nothing where nobody reads any more."""
+    try:
+        left = left[ours.send(left[:_PART], getattr(socket, "MSG_NOSIGNAL", 0)) :]
+    except BlockingIOError:
+        return left
+    except OSError:
+        return left[:0]
+    if not left:
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_WR)
+    return left
+
+
+def _received(ours: socket.socket) -> bytes:
+    """Nothing where the other side has ended."""
+    try:
+        return ours.recv(_PART)
+    except ConnectionError:
+        return b""
+
+
+def _too_long(seconds: float) -> TemplateFailed:
+    return TemplateFailed(f"the model's chat template is not done after {seconds:g} s: {_DAMAGED}")

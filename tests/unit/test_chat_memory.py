@@ -1,0 +1,69 @@
+"""--memory bounds a conversation too: what renders its template, and the keys and values that are kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_memory_limit import small_pack
+
+from moert.pack.chat import CHAT, ChatFormat, dump_chat
+from moert.pack.reader import Pack
+from moert.pack.writer import add_to_pack
+from tests.cgroups import Group, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}"
+LARGE = "{% set x = messages[0].role * 1500000 %}{{ x|length }}"  # about as much as a template may have
+LETTERS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_pack(tmp_path_factory.mktemp("chat") / "p", layers=4, experts=16)
+
+
+def chat(pack: Path, template: str, limit_bytes: int, turns: int) -> tuple[int, list[dict], str, int]:
+    """Status, answers, errors and processes killed, in a group of so many bytes, which --memory says too."""
+    add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(ChatFormat(template, {})))
+    command = [sys.executable, "-m", "moert", "chat", str(pack), "--json", "--memory", str(limit_bytes),
+               "--max-new-tokens", "40"]  # fmt: skip
+    with Group(memory_bytes=max(limit_bytes, 60_000_000)) as group:
+        done = subprocess.run(
+            command, input=("abcdefghij" * 20 + "\n") * turns, capture_output=True, text=True, check=False,
+            preexec_fn=lambda: group.add(0), cwd=ROOT,
+        )  # fmt: skip
+        return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr, group.oom_kills
+
+
+def smallest(pack: Path, template: str, turns: int) -> int:
+    limit = 10_000_000
+    for _ in range(6):
+        status, _, errors, killed = chat(pack, template, limit, turns)
+        assert killed == 0
+        if status == 0:
+            return limit
+        last = errors.splitlines()[-1]
+        assert "too small" in last, errors
+        limit = int(last.split("--memory ")[1].split()[0])
+    raise AssertionError("refused again and again")
+
+
+def test_a_conversation_runs_in_the_smallest_memory_that_refusals_name(pack: Path) -> None:
+    limit = smallest(pack, LETTERS + LARGE, 4)
+    status, answers, errors, killed = chat(pack, LETTERS + LARGE, limit, 4)
+    assert (status, killed, len(answers)) == (0, 0, 4), errors
+    assert [answer["kept_tokens"] >= 200 * turn for turn, answer in enumerate(answers)] == [True] * 4
+    assert answers[-1]["stats"]["cache_bytes"] < answers[-1]["stats"]["expert_bytes"]
+
+
+def test_a_greedy_template_is_refused_and_the_system_kills_nothing(pack: Path) -> None:
+    limit = smallest(pack, LETTERS, 1)
+    status, answers, errors, killed = chat(pack, GREEDY, limit, 1)
+    assert (status, answers, killed) == (2, [], 0)
+    assert errors.splitlines()[-1].startswith("moert: the model's chat template takes too much memory")

@@ -1,0 +1,86 @@
+"""A model's chat template goes into its pack, with the tokens that transformers gives to templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_olmoe
+from transformers import AutoTokenizer
+
+from moeconv.command.cli import _exit_code
+from moeconv.packing.chat import chat_of
+from moeconv.source.checkpoint import CheckpointError
+from moert.pack.chat import load_chat, parse_chat
+from moert.pack.reader import Pack
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_olmoe(tmp_path_factory.mktemp("chat") / "m")
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "m"))
+
+
+def configure(model: Path, **fields: Any) -> None:
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_model_without_a_template_has_none(model: Path) -> None:
+    assert chat_of(model) is None
+    (model / "tokenizer_config.json").unlink()
+    assert chat_of(model) is None
+
+
+def test_the_pack_has_the_template_and_the_tokens(model: Path, tmp_path: Path) -> None:
+    configure(model, chat_template=TEMPLATE, bos_token="a", eos_token={"content": "b", "__type": "AddedToken"},
+              image_token="c", sep_token=None)  # fmt: skip
+    assert _exit_code(["quantize", str(model), "--bits", "16", "--out", str(tmp_path / "p"), "--json"]) == 0
+    chat = load_chat(Pack.open(tmp_path / "p"))
+    assert chat is not None
+    assert (chat.template, chat.tool_template) == (TEMPLATE, None)
+    assert chat.tokens == AutoTokenizer.from_pretrained(model).special_tokens_map
+    assert chat.tokens.items() >= {"bos_token": "a", "eos_token": "b", "image_token": "c"}.items()
+    assert "sep_token" not in chat.tokens
+
+
+def test_named_templates_and_a_file_of_its_own(model: Path) -> None:
+    named = [{"name": name, "template": name.upper()} for name in ("rag", "tool_use", "default")]
+    configure(model, chat_template=named)
+    body = chat_of(model)
+    assert body is not None
+    assert (parse_chat(body).template, parse_chat(body).tool_template) == ("DEFAULT", "TOOL_USE")
+    (model / "chat_template.jinja").write_text("of the file")
+    body = chat_of(model)
+    assert body is not None
+    assert (parse_chat(body).template, parse_chat(body).tool_template) == ("of the file", None)
+
+
+def test_what_can_not_be_used_is_one_line_before_anything_long(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(model, chat_template=[{"name": "rag", "template": "x"}])
+    with pytest.raises(CheckpointError, match=r"none of them is called default \(there are rag\)"):
+        chat_of(model)
+    assert _exit_code(["quantize", str(model), "--bits", "16", "--out", str(tmp_path / "p")]) == 2
+    assert not (tmp_path / "p").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+    configure(model, chat_template="x" * (1 << 20))
+    with pytest.raises(CheckpointError, match="at most 1048576 go into"):
+        chat_of(model)
+    configure(model, chat_template="x")
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="its tokenizer can't be loaded"):
+        chat_of(model)
+    (model / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="can't be read as JSON"):
+        chat_of(model)
