@@ -27,7 +27,7 @@ from moeconv.measure.scorers.text import REST, choices_of, windows_of
 from moeconv.measure.trial import Trial
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Substitute, expert_ffn
-from moert.kernels.reference import ffn
+from moert.kernels.reference import Plain, ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Act, Ffn
 
@@ -72,7 +72,7 @@ def test_an_expert_is_clamped_as_the_runtime_clamps_it(gated: bool, limit: float
     chance = torch.Generator().manual_seed(0)
     weights = tuple(3 * torch.randn(*shape, generator=chance) for shape in shapes)
     x = torch.randn(8, 6, generator=chance)
-    matrices = {name: weight.numpy() for name, weight in zip(spec.projections, weights, strict=True)}
+    matrices = {name: Plain(weight.numpy()) for name, weight in zip(spec.projections, weights, strict=True)}
     expected = torch.from_numpy(ffn(matrices, x.numpy(), spec))
     found = expert_ffn(x, weights, spec)
     size = float(expected.abs().max())
