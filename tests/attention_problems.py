@@ -1,4 +1,5 @@
-"""Problems for attention: random weights, positions and pieces, and the exact answer in double precision."""
+"""Problems for attention of both kinds: random weights, positions and pieces; and what a backend does with them. The
+exact answers are in attention_answers.py."""
 
 from __future__ import annotations
 
@@ -10,52 +11,60 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from native_problems import F64, FLOATS, KINDS, Kind, exact, normal, random_stored, seen
+from native_problems import KINDS, Kind, normal, random_stored
 
-from moert.kernels.backend import AttentionWeights, BackendOf, Floats, Positions, Stored
+from moert.kernels.backend import AttentionWeights, BackendOf, NormWeights, Positions, Stored
 from moert.models.kv import KEYS, Kept, KvBits
 from moert.pack.codec import F32
-from moert.pack.parts import Attention
+from moert.pack.parts import Attention, Latent, Norm
 
 EPS = 1e-3
+SOFT = 0.1
+"""The eps of norms that would make much of what float32 leaves of a small difference."""
 GARBAGE = {1: 0x80, 2: 0xFFFF}
 """By the bytes of a number: -128, which nobody writes, and as float16 not a number."""
-MOST_HALF = 65504.0
 MOST = 400
 """Tokens of a sequence, at most."""
 
 AnyBackend = BackendOf[Any, Any]
 Raw = npt.NDArray[np.unsignedinteger[Any]]
+Biases = Literal["qkv", "qkvo"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An attention: its weights by name, and biases by how far a key lies after the query, from -MOST on."""
+    """An attention: its weights by name, and biases by how far a key lies after the query, from -MOST on; what queries
+    are multiplied with, by position."""
 
     kind: Kind
-    part: Attention
+    part: Attention | Latent
     own: bool
     causal: bool
     rope_dims: int
-    norms: dict[str, F32]
+    norms: dict[str, NormWeights]
     matrices: dict[str, Stored]
+    matrix_biases: dict[str, F32]
+    sinks: F32 | None
     bias: F32 | None
+    query_scale: F32 | None
+    add: float
     bits: KvBits
 
     @property
     def d_model(self) -> int:
-        return len(self.norms["x"])
+        return len(self.norms["before"].weight)
 
     def on(self, backend: AnyBackend) -> AttentionWeights[Any]:
-        norms, matrices = self.norms, {name: backend.matrix(stored) for name, stored in self.matrices.items()}
+        biases = self.matrix_biases
+        matrices = {name: backend.matrix(stored, biases.get(name)) for name, stored in self.matrices.items()}
         return AttentionWeights(
-            self.part, EPS, self.own, self.causal, self.rope_dims, norms["x"], norms.get("q"), norms.get("k"),
-            norms.get("sinks"), **matrices,
-        )  # fmt: skip
+            self.part, self.own, self.causal, self.rope_dims, self.norms, matrices, self.sinks, self.add
+        )
 
     def positions(self, start: int, tokens: int) -> Positions:
         turns = turns_of(self.rope_dims)[start : start + tokens] if self.rope_dims else None
-        return Positions(turns, self.bias, 0 if self.bias is None else MOST)
+        scale = None if self.query_scale is None else self.query_scale[start : start + tokens]
+        return Positions(turns, self.bias, 0 if self.bias is None else MOST, scale)
 
     def tokens(self, count: int) -> F32:
         return normal(np.random.default_rng(count), count, self.d_model)
@@ -68,27 +77,66 @@ def turns_of(dims: int) -> F32:
     return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 
+def random_norm(rng: np.random.Generator, n: int, layer: bool = False, soft: bool = False) -> NormWeights:
+    """`layer`: of the kind that takes the mean away, and has a bias."""
+    weight = 1 + np.float32(0.2) * normal(rng, n)
+    return NormWeights(weight, np.float32(0.3) * normal(rng, n) if layer else None, SOFT if layer or soft else EPS)
+
+
 def make(
     seed: int = 0, kind: Kind = "F32", kv: int = 2, shared: int = 2, dim: int = 20, d_model: int = 40,
     qk_norm: Literal["whole", "head"] | None = None, clip: float | None = None, scale: float = 0.3, turning: float = 0,
     biased: bool = False, own: bool = True, causal: bool = True, window: int | None = None,
-    softcap: float | None = None, sinks: bool = False, bits: KvBits = 16,
+    softcap: float | None = None, sinks: bool = False, biases: Biases | None = None, norm_turned: bool = False,
+    v_norm: bool = False, chunk: int | None = None, gate: bool = False, layer: bool = False, after: bool = False,
+    add: float = 1, scaled: bool = False, bits: KvBits = 16,
 ) -> Problem:  # fmt: skip
-    """`shared`: heads of queries for each of keys; `turning`: the share of a head's features that turn."""
+    """`shared`: heads of queries for each of keys; `turning`: the share of a head's features that turn; `biased`: by
+    distance; `layer`: the kind of the norms before and after; `scaled`: queries by their position."""
     rng, n = np.random.default_rng(seed), kv * shared
+    part = Attention(
+        n, kv, dim, scale, qk_norm, clip, None, None, window=window, softcap=softcap, sinks=sinks, biases=biases,
+        norm_turned=norm_turned, v_norm=v_norm, chunk=chunk if causal and own else None, gate=gate,
+    )  # fmt: skip
     shapes = {"q": (n * dim, d_model), "k": (kv * dim, d_model), "v": (kv * dim, d_model), "o": (d_model, n * dim)}
-    norms = {"x": d_model}
+    if gate:
+        shapes["gate"] = (n * dim, d_model)
+    norms = {"before": random_norm(rng, d_model, layer)}
     if qk_norm is not None:
-        norms |= {"q": n * dim, "k": kv * dim} if qk_norm == "whole" else {"q": dim, "k": dim}
-    if sinks:
-        norms["sinks"] = n
-    part = Attention(n, kv, dim, scale, qk_norm, clip, None, None, window=window, softcap=softcap, sinks=sinks)
+        whole = qk_norm == "whole"
+        norms |= {"q": random_norm(rng, n * dim if whole else dim), "k": random_norm(rng, kv * dim if whole else dim)}
+    if v_norm:
+        norms["v"] = random_norm(rng, dim)
+    if after:
+        norms["after"] = random_norm(rng, d_model, layer, soft=True)
     return Problem(
         kind, part, own, causal,
-        int(turning * dim / 2) * 2 if own else 0,
-        {name: 1 + np.float32(0.2) * normal(rng, size) for name, size in norms.items()},
+        int(turning * dim / 2) * 2 if own else 0, norms,
         {name: random_stored(rng, kind, *shape, 16, 1.5 * shape[1] ** -0.5) for name, shape in shapes.items()},
-        normal(rng, n, 2 * MOST + 1) if biased and own else None, bits,
+        {name: normal(rng, shape[0]) for name, shape in shapes.items() if name in (biases or "")},
+        normal(rng, n) if sinks else None, normal(rng, n, 2 * MOST + 1) if biased and own else None,
+        rng.uniform(0.5, 1.5, MOST).astype(np.float32) if scaled and own else None, add, bits,
+    )  # fmt: skip
+
+
+def make_latent(
+    seed: int = 0, kind: Kind = "F32", n: int = 3, q_rank: int | None = None, kv_rank: int = 32, nope: int = 20,
+    turning: int = 8, v: int = 12, d_model: int = 40, scale: float = 0.3, turns: bool = True, bias: bool = False,
+    layer: bool = False, after: bool = False, add: float = 1, bits: KvBits = 16,
+) -> Problem:  # fmt: skip
+    """`layer`: the kind of all norms."""
+    rng, norm = np.random.default_rng(seed), Norm(EPS, "layer" if layer else "rms")
+    part = Latent(n, q_rank, kv_rank, nope, turning, v, scale, norm, 0 if turns else None, bias)
+    tensors = {tensor.name.removeprefix("at."): tensor.shape for tensor in part.tensors("at", d_model)}
+    shapes = {name[:-7]: shape for name, shape in tensors.items() if name.endswith(".weight") and len(shape) == 2}
+    sizes = {"before": d_model, "kv": kv_rank} | ({"after": d_model} if after else {})
+    sizes |= {} if q_rank is None else {"q": q_rank}
+    return Problem(
+        kind, part, True, True, turning if turns else 0,
+        {name: random_norm(rng, size, layer, soft=name == "after") for name, size in sizes.items()},
+        {name: random_stored(rng, kind, *shape, 16, 1.5 * shape[1] ** -0.5) for name, shape in shapes.items()},  # type: ignore[misc]
+        {name: normal(rng, shape[0]) for name, shape in shapes.items() if f"{name}.bias" in tensors},
+        None, None, None, add, bits,
     )  # fmt: skip
 
 
@@ -100,8 +148,23 @@ def problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStrategy[P
         "clip": st.sampled_from([None, 0.7]), "scale": st.sampled_from([1.0, 0.3]),
         "softcap": st.sampled_from([None, None, 3.0]), "sinks": st.booleans(),
         "turning": st.sampled_from([0, 0.4, 1]), "biased": st.booleans(), "bits": st.sampled_from([16, 16, 8]),
+        "biases": st.sampled_from([None, "qkv", "qkvo"]), "norm_turned": st.booleans(), "v_norm": st.booleans(),
+        "chunk": st.sampled_from([None, None, 1, 7, 64]), "gate": st.booleans(), "layer": st.booleans(),
+        "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]), "scaled": st.booleans(),
     }  # fmt: skip
     return st.builds(make, **drawn | {name: st.just(value) for name, value in fixed.items()})
+
+
+def latent_problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStrategy[Problem]:
+    drawn: dict[str, st.SearchStrategy[Any]] = {
+        "seed": st.integers(0, 1 << 20), "kind": st.sampled_from(kinds), "n": st.integers(1, 5),
+        "q_rank": st.sampled_from([None, 5, 32]), "kv_rank": st.sampled_from([2, 15, 32, 64]),
+        "nope": st.sampled_from([1, 6, 20, 32]), "turning": st.sampled_from([2, 8]), "v": st.sampled_from([1, 12, 32]),
+        "d_model": st.integers(3, 70), "scale": st.sampled_from([1.0, 0.3]), "turns": st.booleans(),
+        "bias": st.booleans(), "layer": st.booleans(), "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]),
+        "bits": st.sampled_from([16, 16, 8]),
+    }  # fmt: skip
+    return st.builds(make_latent, **drawn | {name: st.just(value) for name, value in fixed.items()})
 
 
 # What a backend does
@@ -148,7 +211,8 @@ def _bytes(numbers: npt.NDArray[Any]) -> Raw:
 
 
 def raw(kept: Kept) -> tuple[Raw, ...]:
-    """Copies of keys and values, those behind the last included: both [kv, room, dim]; and of their steps."""
+    """Copies of keys and values, those behind the last included: [kv, room, dim] and [kv, room, value_dim]; and of
+    their steps."""
     kv, _, dim, _ = kept.keys.shape
     keys, values = _bytes(kept.keys.transpose(0, 1, 3, 2).reshape(kv, -1, dim).copy()), _bytes(kept.values.copy())
     if kept.key_steps is None or kept.value_steps is None:
@@ -159,95 +223,3 @@ def raw(kept: Kept) -> tuple[Raw, ...]:
 def nothing_behind(kept: Kept) -> bool:
     """Whether nothing was written behind the last key and value."""
     return all((each[:, kept.length :] == GARBAGE[each.itemsize]).all() for each in raw(kept))
-
-
-# The exact answer
-
-
-def close(found: F32 | F64, expected: F64, kind: Kind) -> None:
-    """Matrices of codes see rounded activations: one that lies between two steps may fall either way for a difference
-    in the last bit, and is then off by 1/127 of the largest."""
-    bound = (1e-5 if kind in FLOATS else 0.02) * max(1.0, float(np.abs(expected).max()))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
-
-
-def close_kept(found: F64, expected: F64, problem: Problem) -> None:
-    """The same for what was rounded to float16, or to whole steps."""
-    apart = 2.0**-11 * np.abs(expected) + 2.0**-25
-    if problem.bits == 8:
-        apart = 2 * apart + 0.51 * np.abs(expected).max(-1, keepdims=True) / 127
-    close(found, np.where(np.abs(found - expected) <= apart, found, expected), problem.kind)
-
-
-def found_keys(kept: Kept) -> tuple[F64, F64]:
-    """[kv, tokens, dim] each."""
-    found = [each[:, : kept.length] for each in raw(kept)]
-    if len(found) == 2:
-        keys, values = (each.view(np.float16).astype(np.float64) for each in found)
-        return keys, values
-    numbers, steps = [each.view(np.int8) for each in found[:2]], [each.view(np.float16) for each in found[2:]]
-    keys, values = (whole * step.astype(np.float64) for whole, step in zip(numbers, steps, strict=True))
-    return keys, values
-
-
-def times(stored: Stored, x: F64, rounds: bool) -> F64:
-    """`rounds`: matrices of codes see rounded activations."""
-    inputs = x if isinstance(stored, Floats) or not rounds else seen(stored, x.astype(np.float32))
-    found: F64 = inputs @ exact(stored).T
-    return found
-
-
-def exact_norm(x: F64, weight: F32) -> F64:
-    found: F64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
-    return found
-
-
-def exact_heads(problem: Problem, name: str, hidden: F64, turns: F32 | None, rounds: bool) -> F64:
-    """Queries, keys or values of [tokens, d_model]: [tokens, heads, dim]."""
-    part, made = problem.part, times(problem.matrices[name], hidden, rounds)
-    whole, split = (len(made), -1), (len(made), -1, part.dim)
-    if name in problem.norms:
-        made = exact_norm(made.reshape(whole if part.qk_norm == "whole" else split), problem.norms[name])
-    made = made.reshape(split)
-    if part.clip is not None:
-        made = made.clip(-part.clip, part.clip)
-    if turns is None or name == "v":
-        return made
-    half = turns.shape[2]
-    first, second = made[..., :half].copy(), made[..., half : 2 * half].copy()
-    angles = (turns[:, 0] + 1j * turns[:, 1].astype(np.float64))[:, None]
-    turned = (first + 1j * second) * angles
-    made[..., :half], made[..., half : 2 * half] = turned.real, turned.imag
-    return made
-
-
-def exact_kept(problem: Problem, hidden: F64, rounds: bool) -> tuple[F64, F64]:
-    """Keys and values, [kv, tokens, dim], of what is normed already, in the bounds of float16 but not rounded to it."""
-    turns = problem.positions(0, len(hidden)).turns
-    keys, values = (exact_heads(problem, name, hidden, turns, rounds).swapaxes(0, 1) for name in "kv")
-    return keys.clip(-MOST_HALF, MOST_HALF), values.clip(-MOST_HALF, MOST_HALF)
-
-
-def exact_attend(problem: Problem, x: F32, keys: F64, values: F64, rounds: bool) -> F64:
-    """x [tokens, d_model], the first of which is at position 0, plus what it reads of these keys and values."""
-    part, tokens, length = problem.part, len(x), keys.shape[1]
-    hidden = exact_norm(x.astype(np.float64), problem.norms["x"])
-    queries = exact_heads(problem, "q", hidden, problem.positions(0, tokens).turns, rounds)
-    shared = part.n // part.kv
-    scores = np.einsum("thd,hkd->htk", queries, np.repeat(keys, shared, axis=0)) * part.scale
-    if part.softcap is not None:
-        scores = part.softcap * np.tanh(scores / part.softcap)
-    after = np.arange(length)[None] - np.arange(tokens)[:, None]
-    if problem.bias is not None:
-        scores = scores + problem.bias[:, after + MOST]
-    hides = after > 0 if problem.causal else np.zeros_like(after, bool)
-    if part.window is not None:
-        hides = hides | (after <= -part.window)
-    scores = np.where(hides, -np.inf, scores)
-    if part.sinks:
-        sinks = problem.norms["sinks"][:, None, None]
-        scores = np.concatenate((scores, np.broadcast_to(sinks, (part.n, tokens, 1))), axis=2)
-    powers = np.exp(scores - scores.max(-1, keepdims=True))
-    shares = (powers / powers.sum(-1, keepdims=True))[..., :length]
-    mixed = np.einsum("htk,hkd->thd", shares, np.repeat(values, shared, axis=0)).reshape(tokens, -1)
-    return x + times(problem.matrices["o"], mixed, rounds)

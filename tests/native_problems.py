@@ -171,6 +171,7 @@ def step_doubt(x: F64, share: float, block: int) -> F64:
 
 
 Projections = dict[str, Stored]
+Biases = dict[str, F32]
 ACTIVATION: dict[str, Callable[[F64], F64]] = {
     "relu": lambda x: np.maximum(x, 0),
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -179,20 +180,25 @@ ACTIVATION: dict[str, Callable[[F64], F64]] = {
 }
 
 
-def plain_expert(expert: Projections, x: F32, spec: Ffn) -> tuple[F64, F64]:
+def plain_expert(expert: Projections, x: F32, spec: Ffn, biases: Biases | None = None) -> tuple[F64, F64]:
     """x [tokens, d_model] → expert(x), and a bound of what float32 and a rounding that falls the other way change."""
-    limit = math.inf if spec.act.limit is None else spec.act.limit
-    up, up_terms = product(expert["up"], x)
-    bent, bent_terms = product(expert["gate"], x) if spec.gated else (up, up_terms)
-    hidden = ACTIVATION[spec.act.name](np.minimum(bent, limit))
+    act, limit, bias = spec.act, math.inf if spec.act.limit is None else spec.act.limit, biases or {}
+    up, up_terms = _biased(product(expert["up"], x), bias.get("up"))
+    bent, bent_terms = _biased(product(expert["gate"], x), bias.get("gate")) if spec.gated else (up, up_terms)
+    hidden = ACTIVATION[act.name](act.slope * np.minimum(bent, limit)) / act.slope
     error = 1.2 * 1e-6 * bent_terms + 1e-6 * np.abs(hidden)  # the slopes are below 1.2
     if spec.gated:
-        up = np.clip(up, -limit, limit)
-        error = error * np.abs(up) + 1e-6 * up_terms * (np.abs(hidden) + error)
+        up = np.clip(up, -limit, limit) + act.plus
+        error = error * np.abs(up) + 1e-6 * (up_terms + abs(act.plus)) * (np.abs(hidden) + error)
         hidden = hidden * up
     down = expert["down"]
     inputs, wide = seen(down, hidden.astype(np.float32)), magnitude(down)
     if isinstance(down, QuantizedMatrix):
         share = float((error / np.maximum(np.abs(hidden).max(-1, keepdims=True), 1e-30)).max()) + 1e-6
         error = error + step_doubt(hidden, 40 * share, block_of(down)) + 4 * error.max(-1, keepdims=True)
-    return inputs @ exact(down).T, 1e-6 * np.abs(inputs) @ wide.T + error @ wide.T
+    value, terms = _biased((inputs @ exact(down).T, np.abs(inputs) @ wide.T), bias.get("down"))
+    return value, 1e-6 * terms + error @ wide.T
+
+
+def _biased(found: tuple[F64, F64], bias: F32 | None) -> tuple[F64, F64]:
+    return found if bias is None else (found[0] + bias, found[1] + np.abs(bias))

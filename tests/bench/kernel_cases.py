@@ -11,8 +11,9 @@ from types import TracebackType
 
 import numpy as np
 
-from moert.kernels.library import ACTIVATIONS, Attention, Ffn, Library, NativeFailed, check
+from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.native import keys_of
+from moert.kernels.structs import ACTIVATIONS, SCORES, Act, Attention, Ffn, Heads, Norm, Positions, Router
 from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Attention as Parts
@@ -110,13 +111,13 @@ class Kernels:
         table = (c_void_p * len(experts))(*map(addressof, experts))
         starts, token = (c_int32 * (size.top_k + 1))(*range(size.top_k + 1)), (c_int32 * size.top_k)()
         weights, x, out = np.full(size.top_k, 1 / size.top_k, np.float32), vector(size.d_model), vector(size.d_model)
-        mixture, pool = self._call.moert_mixture, self._pool
+        mixture, pool, act = self._call.moert_mixture, self._pool, Act(ACTIVATIONS["silu"], math.inf, 1)
         places = [addressof(starts), addressof(token), weights.ctypes.data, x.ctypes.data, 1, out.ctypes.data]
 
         def run() -> None:
             for call in range(calls):
                 at = addressof(table) + 8 * call * size.top_k
-                check(mixture(pool, ACTIVATIONS["silu"], math.inf, size.top_k, at, *places))
+                check(mixture(pool, byref(act), size.top_k, at, *places))
 
         alive = experts, starts, token, weights, x, out
         return Case(name, run, calls, sum(nbytes[: calls * size.top_k]), alive=alive)
@@ -125,14 +126,11 @@ class Kernels:
         """One token through an attention block of its own a call, each with its own keys and values."""
         width, dim = size.d_model, size.d_model // size.heads
         matrices = self._material.matrices([(width, width)], bits, group)
-        norm, turn, x = np.ones(width, np.float32), vector(2, dim // 2), vector(width)
-        blocks = []
+        ones, turn, x = np.ones(width, np.float32), vector(2, dim // 2), vector(width)
+        heads = Heads(n=size.heads, kv=size.heads, dim=dim, value_dim=dim, causal=1, scale=dim**-0.5)
+        blocks, norm = [], Norm(ones.ctypes.data, None, size.eps)
         for first in range(0, len(matrices) - 3, 4):
-            block = Attention(
-                norm=norm.ctypes.data, q_norm=norm.ctypes.data, k_norm=norm.ctypes.data, heads=size.heads,
-                kv_heads=size.heads, head_dim=dim, rope_dims=dim, causal=1, eps=size.eps, scale=dim**-0.5,
-                clip=math.inf,
-            )  # fmt: skip
+            block = Attention(heads=heads, norm=norm, q_norm=norm, k_norm=norm, rope_dims=dim, clip=math.inf, add=1)
             block.q, block.k, block.v, block.o = matrices[first : first + 4]
             blocks.append(block)
         part = Parts(size.heads, size.heads, dim, dim**-0.5, "whole", None, rope=None, buckets=None)
@@ -140,46 +138,49 @@ class Kernels:
         keys = [keys_of(kept) for kept in cache]
         each = [(byref(block), byref(kept)) for block, kept in zip(blocks, keys, strict=True)]
         attend, pool, last = self._call.moert_attend, self._pool, size.context - 1
+        place = Positions(turns=turn.ctypes.data)
 
         def run() -> None:
             hidden = x.copy()
-            at, turn_at = hidden.ctypes.data, turn.ctypes.data
+            at, where = hidden.ctypes.data, byref(place)
             for block, kept in each:
-                check(attend(pool, block, 1, at, kept, last, size.context, turn_at, None, 0))
+                check(attend(pool, block, 1, at, kept, last, size.context, where))
 
         nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + len(blocks) * 4 * width * size.context
         halves = [each for kept in cache for each in (kept.keys, kept.values)]
-        return Case(name, run, len(blocks), nbytes, alive=(norm, *halves))
+        return Case(name, run, len(blocks), nbytes, alive=(ones, turn, *halves))
 
     def route(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
         """One token and another router a call: probabilities, and the largest of them."""
-        routers = self._material.matrices([(size.experts, size.d_model)], bits, group)
-        norm, x, hidden = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.d_model)
+        matrices = self._material.matrices([(size.experts, size.d_model)], bits, group)
+        ones, x, hidden = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.d_model)
         probabilities, weights = vector(size.experts), vector(size.top_k)
         chosen = np.empty(size.top_k, np.int64)
         scores, choose, pool = self._call.moert_scores, self._call.moert_choose, self._pool
-        before, after = (norm.ctypes.data, size.eps), (1, x.ctypes.data, hidden.ctypes.data, probabilities.ctypes.data)
-        choice = probabilities.ctypes.data, 1, size.experts, size.top_k, 0, chosen.ctypes.data, weights.ctypes.data
+        norm, softmax = Norm(ones.ctypes.data, None, size.eps), SCORES["softmax"]
+        routers = [Router(norm=norm, matrix=each, score=softmax, top_k=size.top_k, factor=1) for each in matrices]
+        places = x.ctypes.data, hidden.ctypes.data, probabilities.ctypes.data
+        choice = probabilities.ctypes.data, 1, chosen.ctypes.data, weights.ctypes.data
 
         def run() -> None:
             for router in routers:
-                check(scores(pool, *before, byref(router), *after))
-                choose(*choice)
+                check(scores(pool, byref(router), 1, *places))
+                check(choose(byref(router), *choice))
 
-        alive = norm, x, hidden, probabilities, weights, chosen
-        return Case(name, run, len(routers), sum(map(nbytes_of, routers)), alive=alive)
+        alive = ones, x, hidden, probabilities, weights, chosen
+        return Case(name, run, len(routers), sum(map(nbytes_of, matrices)), alive=alive)
 
     def head(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
         """One token and another head a call."""
         heads = self._material.matrices([(size.vocab, size.d_model)], bits, group)
-        norm, x, y = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.vocab)
-        head, pool = self._call.moert_head, self._pool
+        ones, x, y = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.vocab)
+        head, pool, norm = self._call.moert_head, self._pool, Norm(ones.ctypes.data, None, size.eps)
 
         def run() -> None:
             for matrix in heads:
-                check(head(pool, norm.ctypes.data, size.eps, 1.0, byref(matrix), 1, x.ctypes.data, y.ctypes.data))
+                check(head(pool, byref(norm), 1.0, 0.0, byref(matrix), 1, x.ctypes.data, y.ctypes.data))
 
-        return Case(name, run, len(heads), sum(map(nbytes_of, heads)))
+        return Case(name, run, len(heads), sum(map(nbytes_of, heads)), alive=(ones, x, y))
 
     def _experts(self, size: Olmoe, widths: Sequence[Widths], group: int) -> tuple[list[Ffn], list[int]]:
         """As many experts as there is room for, and what each reads."""

@@ -8,7 +8,7 @@ from itertools import cycle
 import numpy as np
 
 from moert.kernels.arena import Arena
-from moert.kernels.library import KINDS, Matrix
+from moert.kernels.structs import KINDS, Matrix
 from moert.pack.codec import n_groups, row_bytes
 
 WORKING_SET = 448 << 20  # bytes: room for two heads of 16 bits
@@ -47,8 +47,8 @@ class Material:
         self._at += -(-(of_codes + 2 * of_scales) // 64) * 64
         data = self.data.ctypes.data + start
         if bits in FLOATS:
-            return Matrix(data, None, None, FLOATS[bits], rows, cols, cols)
-        return Matrix(data, data + of_codes, data + of_codes + of_scales, bits, rows, cols, group)
+            return Matrix(data, None, None, None, FLOATS[bits], rows, cols, cols)
+        return Matrix(data, data + of_codes, data + of_codes + of_scales, None, bits, rows, cols, group)
 
     def matrices(self, shapes: Sequence[Shape], bits: int, group: int, most: int | None = None) -> list[Matrix]:
         """As many as there is room for, at most `most`, the shapes in turn."""

@@ -14,7 +14,7 @@ engine engines[MOST_ENGINES];
 int engine_count;
 
 static uint64_t hashes[MOST_ENGINES + 1];
-static char text[300];
+static char text[600];
 static int cases, failures, told, told_of_case;
 static double worst;
 
@@ -116,11 +116,13 @@ int main(void) {
     run("rows", rows_cases);
     run("mixture", mixture_cases);
     run("attend", attend_cases);
+    run("latent", latent_cases);
     run("keep", keep_cases);
     run("norm", norm_cases);
     run("head", head_cases);
     run("scores", scores_cases);
     run("choose", choose_cases);
+    run("gate", gate_cases);
     run("exact", exact_cases);
     describe("hash of all that is the same everywhere");
     for (int i = 0; i < engine_count; i++) {

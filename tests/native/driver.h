@@ -35,11 +35,13 @@ void linear_cases(void);
 void rows_cases(void);
 void mixture_cases(void);
 void attend_cases(void);
+void latent_cases(void);
 void keep_cases(void);
 void norm_cases(void);
 void head_cases(void);
 void scores_cases(void);
 void choose_cases(void);
+void gate_cases(void);
 void exact_cases(void);
 
 #endif

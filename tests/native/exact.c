@@ -54,6 +54,7 @@ static void exact_mixture(int kind, int size, int tokens) {
     problem_matrix up[2], down[2];
     moert_ffn ffn[2];
     const moert_ffn *both[2] = {&ffn[0], &ffn[1]};
+    const moert_act act = {MOERT_RELU, INFINITY, 1, 0};
     int32_t starts[3] = {0, tokens, 2 * tokens}, *token_of = claim((size_t)tokens * 2 * sizeof *token_of);
     float *weights = claim((size_t)tokens * 2 * sizeof *weights), *x = draw_whole(tokens * size, size, 0);
     float *out = claim((size_t)tokens * size * sizeof *out);
@@ -76,7 +77,7 @@ static void exact_mixture(int kind, int size, int tokens) {
     expect(&expected, tokens * size);
     for (int e = 0; e < engine_count; e++) {
         memset(out, 0, (size_t)tokens * size * sizeof *out);
-        moert_mixture(engines[e].pool, MOERT_RELU, INFINITY, 2, both, starts, token_of, weights, x, tokens, out);
+        moert_mixture(engines[e].pool, &act, 2, both, starts, token_of, weights, x, tokens, out);
         check(&engines[e], "output", out, &expected, tokens * size);
         hash(&engines[e], out, tokens * size);
     }

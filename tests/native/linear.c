@@ -1,4 +1,5 @@
-/* moert_linear: every kind and group at odd shapes; moert_rows. */
+/* moert_linear: every kind and group at odd shapes, with and without biases; moert_rows. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -85,8 +86,10 @@ static void tiny(int kind) {
     const moert_matrix *matrix = &made.matrix;
     float *output = y;
     estimate bound = {(double[ROWS]){0}, (double[ROWS]){0}};
+    const float *bias = matrix->bias;
     describe("tiny numbers: kind %d", kind);
     for (int c = 0; c < COLS; c++) x[c] *= c < 40 ? 1e-42f : 1e-38f;
+    for (int r = 0; bias && r < ROWS; r++) bound.value[r] = bias[r], bound.error[r] = 1e-7 * fabs(bias[r]);
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLS; c++) bound.error[r] += made.magnitude[r * COLS + c] * 3e-38;
     for (int e = 0; e < engine_count; e++) {

@@ -1,4 +1,4 @@
-/* Random matrices as a pack stores them (moert/pack/SPEC.md, section 3). */
+/* Random matrices as a pack stores them (moert/pack/SPEC.md, section 3), and norms. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -121,14 +121,36 @@ problem_matrix matrix_make(int kind, int rows, int cols, int group, int style) {
     made.matrix.group = group && group < cols ? group : cols;
     if (kind <= 8) fill_codes(&made, style);
     else fill_floats(&made, style);
+    if (style < UNIT && draw(3) == 0) made.matrix.bias = draw_floats(rows);
     return made;
+}
+
+problem_matrix matrix_rows(const problem_matrix *from, int first, int count) {
+    problem_matrix part = *from;
+    size_t at = (size_t)first * from->matrix.cols;
+    part.matrix.data = part.matrix.scale = part.matrix.minimum = NULL, part.matrix.rows = count;
+    part.weight += at, part.magnitude += at;
+    if (part.matrix.bias) part.matrix.bias += first;
+    return part;
 }
 
 void matrix_free(problem_matrix *made) {
     free((void *)made->matrix.data);
     free((void *)made->matrix.scale);
     free((void *)made->matrix.minimum);
+    free((void *)made->matrix.bias);
     free(made->weight);
     free(made->magnitude);
     memset(made, 0, sizeof *made);
+}
+
+moert_norm norm_make(int length, float eps) {
+    moert_norm made = {draw_floats(length), NULL, eps};
+    if (draw(3) == 0) made.bias = draw_floats(length);
+    return made;
+}
+
+void norm_free(moert_norm *norm) {
+    free((void *)norm->weight), free((void *)norm->bias);
+    *norm = (moert_norm){0};
 }

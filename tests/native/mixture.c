@@ -1,4 +1,4 @@
-/* moert_mixture: widths mixed between experts and projections, empty experts, every activation, with limits. */
+/* moert_mixture: widths mixed between experts and projections, biases, empty experts, every activation. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,8 +11,8 @@ static const int groups[] = {0, 16, 32, 64, 128, 10, 48};
 enum { MOST_EXPERTS = 8 };
 
 typedef struct {
-    int activation, gated, experts, d_model, d_ff, tokens, style;
-    float limit;
+    int gated, experts, d_model, d_ff, tokens, style;
+    moert_act act;
     problem_matrix matrices[MOST_EXPERTS][3]; /* gate, up, down */
     moert_ffn ffn[MOST_EXPERTS];
     int32_t starts[MOST_EXPERTS + 1], *token_of;
@@ -60,7 +60,7 @@ static void add_row(const mixture *m, int expert, int row, estimate *out) {
     estimate down = estimate_make(m->d_model);
     if (m->gated) plain_multiply(&m->matrices[expert][0], &x, INNER, &gate);
     plain_multiply(&m->matrices[expert][1], &x, INNER, &up);
-    plain_activate(m->activation, m->limit, m->gated ? &gate : NULL, &up, m->d_ff, &hidden);
+    plain_activate(&m->act, m->gated ? &gate : NULL, &up, m->d_ff, &hidden);
     plain_multiply(&m->matrices[expert][2], &hidden, FINAL, &down);
     for (int i = 0; i < m->d_model; i++) {
         double weight = m->weight_of[row];
@@ -83,8 +83,7 @@ static void run_alone(const mixture *m, const engine *on, const moert_ffn *const
         }
         starts[m->experts] = rows;
         memcpy(out, m->before + at, (size_t)m->d_model * sizeof *out);
-        int failed = moert_mixture(on->pool, m->activation, m->limit, m->experts, ffn, starts, none, weights, m->x + at, 1,
-                                   out);
+        int failed = moert_mixture(on->pool, &m->act, m->experts, ffn, starts, none, weights, m->x + at, 1, out);
         require(on, !failed, "no memory");
         again(on, "output of one token", out, expected + at, m->d_model);
     }
@@ -98,7 +97,7 @@ static void run_in_parts(const mixture *m, const engine *engine, const moert_ffn
     memcpy(out, m->before, (size_t)length * sizeof *out);
     for (int e = 0; e < m->experts; e++) {
         const int32_t first = m->starts[e], span[] = {0, m->starts[e + 1] - first};
-        int failed = moert_parts(engine->pool, m->activation, m->limit, 1, ffn + e, span, m->token_of + first, m->x,
+        int failed = moert_parts(engine->pool, &m->act, 1, ffn + e, span, m->token_of + first, m->x,
                                  m->tokens, parts + (size_t)first * m->d_model);
         require(engine, !failed, "no memory");
     }
@@ -119,11 +118,11 @@ static void run(mixture *m) {
     }
     for (int e = 0; e < engine_count; e++) {
         memcpy(out, m->before, (size_t)length * sizeof *out);
-        int failed = moert_mixture(engines[e].pool, m->activation, m->limit, m->experts, ffn, m->starts, m->token_of,
+        int failed = moert_mixture(engines[e].pool, &m->act, m->experts, ffn, m->starts, m->token_of,
                                    m->weight_of, m->x, m->tokens, out);
         require(&engines[e], !failed, "no memory");
         check(&engines[e], "output", out, &expected, length);
-        agree(&engines[e], "output", out, first, length, m->activation == MOERT_GELU ? HERE : EVERYWHERE);
+        agree(&engines[e], "output", out, first, length, m->act.kind == MOERT_GELU ? HERE : EVERYWHERE);
         run_in_parts(m, &engines[e], ffn, out);
         if (m->tokens < 20) run_alone(m, &engines[e], ffn, out);
     }
@@ -134,13 +133,14 @@ static void run(mixture *m) {
 }
 
 static void mix(int number, int d_model, int d_ff, int tokens, const int *allowed, int count) {
-    mixture m = {.activation = number % 4, .gated = number / 4 % 2, .experts = 1 + number % MOST_EXPERTS,
-                 .d_model = d_model, .d_ff = d_ff, .tokens = tokens};
-    m.limit = (float[]){INFINITY, 0.5f, 7, INFINITY}[number / 8 % 4];
+    mixture m = {.gated = number / 4 % 2, .experts = 1 + number % MOST_EXPERTS, .d_model = d_model, .d_ff = d_ff,
+                 .tokens = tokens};
+    m.act.kind = number % 4, m.act.limit = (float[]){INFINITY, 0.5f, 7, INFINITY}[number / 8 % 4];
+    m.act.slope = draw(2) ? 1.702f : 1, m.act.plus = draw(2) ? 0 : 1;
     m.style = number % 16 == 15 ? EXTREME : PLAIN;
     make(&m, allowed, count);
-    describe("mixture: activation %d, limit %g, %s, %d experts, %d -> %d, %d tokens, style %d, widths from %d", m.activation,
-             m.limit, m.gated ? "gated" : "no gate", m.experts, d_model, d_ff, tokens, m.style, allowed[0]);
+    describe("mixture: activation %d, limit %g, slope %g, plus %g, %s, %d experts, %d -> %d, %d tokens, style %d, widths "
+             "from %d", m.act.kind, m.act.limit, m.act.slope, m.act.plus, m.gated ? "gated" : "no gate", m.experts, d_model, d_ff, tokens, m.style, allowed[0]);
     run(&m);
 }
 

@@ -8,13 +8,17 @@
 #define FINAL 1e-5 /* of a result */
 #define INNER 2e-6 /* of something that is computed with again */
 
+/* One of these whole numbers. */
+#define PICK(...) (((const int[]){__VA_ARGS__})[draw((int)(sizeof((const int[]){__VA_ARGS__}) / sizeof(int)))])
+
 /* A matrix as the kernels take it and in double precision. magnitude: |scale| code + |minimum|, or |weight|. */
 typedef struct {
     moert_matrix matrix;
     double *weight, *magnitude; /* [rows, cols] */
 } problem_matrix;
 
-/* How scales and weights are drawn. UNIT: scales 1, minima -2. SELECT: row r is 1 at input r mod cols, else 0. */
+/* How scales and weights are drawn. UNIT: scales 1, minima -2. SELECT: row r is 1 at input r mod cols, else 0. Of the others
+ * one in three has a bias. */
 enum { PLAIN, EXTREME, UNIT, SELECT };
 
 /* Numbers that are known up to an error. error is NULL where they are exact float32. */
@@ -33,6 +37,11 @@ double half_value(uint16_t half);
 
 problem_matrix matrix_make(int kind, int rows, int cols, int group, int style);
 void matrix_free(problem_matrix *matrix);
+/* Rows of a matrix for plain_multiply; nothing to be freed. */
+problem_matrix matrix_rows(const problem_matrix *matrix, int first, int count);
+
+moert_norm norm_make(int length, float eps); /* one in three has a bias */
+void norm_free(moert_norm *norm);
 
 estimate estimate_make(int length);
 estimate estimate_of(const float *values, int length);
@@ -41,11 +50,15 @@ void estimate_free(estimate *numbers);
 
 /* y = matrix · x, with x rounded as the kernels round it where the matrix holds codes. */
 void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y);
-/* x / √(mean(x²) + eps) · weight · factor */
-void plain_norm(const estimate *x, const float *weight, float eps, float factor, int length, estimate *y);
+/* norm(x) · factor; y may be x */
+void plain_norm(const estimate *x, const moert_norm *norm, float factor, int length, estimate *y);
 /* Float16, the largest finite one where a number is larger. */
 void plain_halves(const estimate *x, int length, estimate *y);
-/* hidden = act(gate) · up, or act(up) where gate is NULL */
-void plain_activate(int activation, float limit, const estimate *gate, const estimate *up, int length, estimate *hidden);
+/* x = softcap · tanh(x / softcap); 0: as it is */
+void plain_cap(estimate *x, float softcap, int length);
+/* 1 / (1 + e^-x) */
+void plain_sigmoid(const estimate *x, int length, estimate *y);
+/* hidden = act(gate) · (up + plus), or act(up) where gate is NULL */
+void plain_activate(const moert_act *act, const estimate *gate, const estimate *up, int length, estimate *hidden);
 
 #endif

@@ -78,23 +78,56 @@ void plain_multiply(const problem_matrix *matrix, const estimate *x, double shar
             terms += magnitude[c] * fabs(input.value[c]);
             if (input.error) error += magnitude[c] * input.error[c];
         }
-        y->value[r] = sum;
-        y->error[r] = error + share * terms;
+        double bias = matrix->matrix.bias ? matrix->matrix.bias[r] : 0;
+        y->value[r] = sum + bias;
+        y->error[r] = error + share * (terms + fabs(bias));
     }
     if (codes) estimate_free(&input);
 }
 
-void plain_norm(const estimate *x, const float *weight, float eps, float factor, int length, estimate *y) {
+/* y = x less its mean */
+static void center(const estimate *x, int length, estimate *y) {
+    double mean = 0, size = 0, doubt = 0;
+    for (int i = 0; i < length; i++) {
+        mean += x->value[i] / length, size += fabs(x->value[i]) / length;
+        if (x->error) doubt += x->error[i] / length;
+    }
+    for (int i = 0; i < length; i++) {
+        y->error[i] = (x->error ? x->error[i] : 0) + doubt + INNER * (size + fabs(x->value[i] - mean));
+        y->value[i] = x->value[i] - mean;
+    }
+}
+
+void plain_norm(const estimate *x, const moert_norm *norm, float factor, int length, estimate *y) {
     double squares = 0, doubt = 0;
+    if (norm->bias) center(x, length, y), x = y;
     for (int i = 0; i < length; i++) {
         squares += x->value[i] * x->value[i];
         if (x->error) doubt += 2 * fabs(x->value[i]) * x->error[i] + x->error[i] * x->error[i];
     }
-    double turn = 1 / sqrt(squares / length + eps), share = INNER + doubt / (squares + length * (double)eps);
+    double turn = 1 / sqrt(squares / length + norm->eps), share = INNER + doubt / (squares + length * (double)norm->eps);
     for (int i = 0; i < length; i++) {
-        double by = turn * weight[i] * factor;
+        double by = turn * norm->weight[i] * factor, error = x->error ? x->error[i] * fabs(by) : 0;
         y->value[i] = x->value[i] * by;
-        y->error[i] = share * fabs(y->value[i]) + (x->error ? x->error[i] * fabs(by) : 0);
+        y->error[i] = share * fabs(y->value[i]) + error;
+        if (!norm->bias) continue;
+        y->value[i] += norm->bias[i] * factor;
+        y->error[i] += INNER * fabs(norm->bias[i] * factor);
+    }
+}
+
+void plain_cap(estimate *x, float softcap, int length) {
+    for (int i = 0; softcap > 0 && i < length; i++) {
+        x->value[i] = softcap * tanh(x->value[i] / softcap);
+        x->error[i] += 3e-7 * softcap;
+    }
+}
+
+void plain_sigmoid(const estimate *x, int length, estimate *y) {
+    for (int i = 0; i < length; i++) {
+        y->error[i] = x->error[i] / 4;
+        y->value[i] = 1 / (1 + exp(-x->value[i]));
+        y->error[i] += INNER * y->value[i] * (1 + fabs(x->value[i])) + 1e-37; /* float32 ends there */
     }
 }
 
@@ -113,22 +146,23 @@ void plain_halves(const estimate *x, int length, estimate *y) {
     }
 }
 
-static double activation_of(int activation, double x) {
-    if (activation == MOERT_RELU) return x > 0 ? x : 0;
-    if (activation == MOERT_SILU) return x / (1 + exp(-x));
-    if (activation == MOERT_GELU) return 0.5 * x * (1 + erf(x * sqrt(0.5)));
+static double activation_of(const moert_act *act, double x) {
+    if (act->kind == MOERT_RELU) return x > 0 ? x : 0;
+    if (act->kind == MOERT_SILU) return x / (1 + exp(-act->slope * x));
+    if (act->kind == MOERT_GELU) return 0.5 * x * (1 + erf(x * sqrt(0.5)));
     return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
 }
 
-void plain_activate(int activation, float limit, const estimate *gate, const estimate *up, int length, estimate *hidden) {
+void plain_activate(const moert_act *act, const estimate *gate, const estimate *up, int length, estimate *hidden) {
+    double limit = act->limit;
     for (int i = 0; i < length; i++) {
         const estimate *bent = gate ? gate : up;
         double input = fmin(bent->value[i], limit), u = 1, u_error = 0;
-        double a = activation_of(activation, input);
+        double a = activation_of(act, input);
         double a_error = 1.2 * bent->error[i] + 3e-7 * fabs(input) + INNER * fabs(a); /* slopes are below 1.2 */
         if (gate) {
-            u = fmax(fmin(up->value[i], limit), -limit);
-            u_error = up->error[i];
+            u = fmax(fmin(up->value[i], limit), -limit) + act->plus;
+            u_error = up->error[i] + INNER * fabs(act->plus);
         }
         hidden->value[i] = a * u;
         hidden->error[i] = a_error * fabs(u) + (fabs(a) + a_error) * u_error + INNER * fabs(a * u);

@@ -1,5 +1,6 @@
-/* moert_norm and moert_head. */
+/* moert_normalise and moert_head. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "driver.h"
 
@@ -19,25 +20,27 @@ static float *draw_states(int tokens, int cols) {
 
 static void one_norm(int cols, int tokens, float eps) {
     int length = tokens * cols;
-    float *weight = draw_floats(cols), *x = draw_states(tokens, cols), *y = claim((size_t)length * sizeof *y);
+    moert_norm norm = norm_make(cols, eps);
+    float *x = draw_states(tokens, cols), *y = claim((size_t)length * sizeof *y);
     float *first = claim((size_t)length * sizeof *first);
     estimate expected = estimate_make(length), input = estimate_of(x, length);
-    describe("norm: %d numbers, %d tokens, eps %g", cols, tokens, eps);
+    describe("norm: %d numbers, %d tokens, eps %g, bias %d", cols, tokens, eps, norm.bias != NULL);
     for (int at = 0; at < length; at += cols) {
         estimate token = estimate_at(&input, at), found = estimate_at(&expected, at);
-        plain_norm(&token, weight, eps, 1, cols, &found);
+        plain_norm(&token, &norm, 1, cols, &found);
     }
     for (int e = 0; e < engine_count; e++) {
         fill(y, length);
-        moert_norm(engines[e].pool, weight, eps, tokens, cols, x, y);
+        moert_normalise(engines[e].pool, &norm, tokens, cols, x, y);
         check(&engines[e], "output", y, &expected, length);
         agree(&engines[e], "output", y, first, length, EVERYWHERE);
-        fill(y, length);
-        for (int at = 0; at < length; at += cols) moert_norm(engines[e].pool, weight, eps, 1, cols, x + at, y + at);
+        memcpy(y, x, (size_t)length * sizeof *y); /* in its place */
+        for (int at = 0; at < length; at += cols) moert_normalise(engines[e].pool, &norm, 1, cols, y + at, y + at);
         again(&engines[e], "output of one token", y, first, length);
     }
     estimate_free(&expected), estimate_free(&input);
-    free(weight), free(x), free(y), free(first);
+    norm_free(&norm);
+    free(x), free(y), free(first);
 }
 
 void norm_cases(void) {
@@ -48,39 +51,52 @@ void norm_cases(void) {
     }
 }
 
-static void run_head(const engine *on, const float *norm, float factor, const moert_matrix *matrix, int tokens,
-                     const float *x, const estimate *expected, float *first) {
-    int length = tokens * matrix->rows;
+/* What comes before the matrix, and after it. */
+typedef struct {
+    moert_norm norm;
+    float factor, softcap;
+    problem_matrix made;
+    int tokens;
+    float *x;
+} head;
+
+static void run_head(const engine *on, const head *h, const estimate *expected, float *first) {
+    const moert_matrix *matrix = &h->made.matrix;
+    int rows = matrix->rows, cols = matrix->cols, length = h->tokens * rows;
     float *y = claim((size_t)length * sizeof *y);
     fill(y, length);
-    require(on, !moert_head(on->pool, norm, 1e-5f, factor, matrix, tokens, x, y), "no memory");
+    int failed = moert_head(on->pool, &h->norm, h->factor, h->softcap, matrix, h->tokens, h->x, y);
+    require(on, !failed, "no memory");
     check(on, "output", y, expected, length);
-    agree(on, "output", y, first, length, EVERYWHERE);
-    for (int t = 0; t < tokens; t++) {
-        fill(y, matrix->rows);
-        require(on, !moert_head(on->pool, norm, 1e-5f, factor, matrix, 1, x + t * matrix->cols, y), "no memory");
-        again(on, "output of one token", y, first + t * matrix->rows, matrix->rows);
+    agree(on, "output", y, first, length, h->softcap > 0 ? HERE : EVERYWHERE);
+    for (int t = 0; t < h->tokens; t++) {
+        fill(y, rows);
+        failed = moert_head(on->pool, &h->norm, h->factor, h->softcap, matrix, 1, h->x + t * cols, y);
+        require(on, !failed, "no memory");
+        again(on, "output of one token", y, first + t * rows, rows);
     }
     free(y);
 }
 
 static void one_head(int number) {
     int cols = number % 3 ? 32 * (1 + draw(6)) : 1 + draw(200), rows = 1 + draw(90), tokens = token_counts[number % 5];
-    float factor = number % 2 ? 1 : 0.125f;
-    problem_matrix made = matrix_make(kinds[number % 7], rows, cols, groups[draw(7)], PLAIN);
-    float *norm = draw_floats(cols), *x = draw_states(tokens, cols), *first = claim((size_t)tokens * rows * sizeof *first);
-    estimate expected = estimate_make(tokens * rows), input = estimate_of(x, tokens * cols), hidden = estimate_make(cols);
-    describe("head: kind %d, %d rows, %d cols, %d tokens", made.matrix.kind, rows, cols, tokens);
+    head h = {.factor = number % 2 ? 1 : 0.125f, .softcap = draw(3) ? 0 : 2, .tokens = tokens};
+    h.made = matrix_make(kinds[number % 7], rows, cols, groups[draw(7)], PLAIN);
+    h.norm = norm_make(cols, 1e-5f), h.x = draw_states(tokens, cols);
+    float *first = claim((size_t)tokens * rows * sizeof *first);
+    estimate expected = estimate_make(tokens * rows), input = estimate_of(h.x, tokens * cols), hidden = estimate_make(cols);
+    describe("head: kind %d, %d rows, %d cols, %d tokens, factor %g, softcap %g, bias %d, bias of the norm %d",
+             h.made.matrix.kind, rows, cols, tokens, h.factor, h.softcap, h.made.matrix.bias != NULL, h.norm.bias != NULL);
     for (int t = 0; t < tokens; t++) {
         estimate token = estimate_at(&input, t * cols), y = estimate_at(&expected, t * rows);
-        plain_norm(&token, norm, 1e-5f, factor, cols, &hidden);
-        plain_multiply(&made, &hidden, FINAL, &y);
+        plain_norm(&token, &h.norm, h.factor, cols, &hidden);
+        plain_multiply(&h.made, &hidden, FINAL, &y);
+        plain_cap(&y, h.softcap, rows);
     }
-    for (int e = 0; e < engine_count; e++)
-        run_head(&engines[e], norm, factor, &made.matrix, tokens, x, &expected, first);
-    matrix_free(&made);
+    for (int e = 0; e < engine_count; e++) run_head(&engines[e], &h, &expected, first);
+    matrix_free(&h.made), norm_free(&h.norm);
     estimate_free(&expected), estimate_free(&input), estimate_free(&hidden);
-    free(norm), free(x), free(first);
+    free(h.x), free(first);
 }
 
 void head_cases(void) {

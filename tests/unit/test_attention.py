@@ -160,7 +160,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from moert.kernels import open_backend
-from moert.kernels.backend import ROWS, AttentionWeights, Floats, Positions
+from moert.kernels.backend import ROWS, AttentionWeights, Floats, NormWeights, Positions
 from moert.models.kv import Kept
 from moert.models.positions import DistanceBias
 from moert.pack.parts import Attention, Buckets
@@ -170,8 +170,9 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 backend, causal, n = open_backend(sys.argv[1]), sys.argv[2] == "causal", 6000
 part = Attention(4, 4, 6, 1.0, None, None, None, Buckets(8, 16))
-matrices = [backend.matrix(Floats("F32", np.full((24, 24), 0.04, np.float32))) for _ in "qkvo"]
-weights = AttentionWeights(part, 1e-5, True, causal, 0, np.ones(24, np.float32), None, None, None, *matrices)
+matrices = {name: backend.matrix(Floats("F32", np.full((24, 24), 0.04, np.float32))) for name in "qkvo"}
+norms = {"before": NormWeights(np.ones(24, np.float32), None, 1e-5)}
+weights = AttentionWeights(part, True, causal, 0, norms, matrices)
 bias, zero = DistanceBias(part.buckets, np.ones((8, 4), np.float32), not causal).by_distance(n)
 x, kept, piece = np.ones((n, 24), np.float32), Kept(part, n), ROWS if causal else n
 before = peak()

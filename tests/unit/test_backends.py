@@ -23,7 +23,7 @@ from moert.kernels.arena import Arena
 from moert.kernels.backend import ROWS, Backend
 from moert.kernels.library import InstructionSetInvalid
 from moert.kernels.native import NativeBackend
-from moert.kernels.reference import ReferenceBackend, ffn
+from moert.kernels.reference import Plain, ReferenceBackend, ffn
 from moert.pack.codec import F32, QuantizedMatrix
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack, Projection, projection_weights
@@ -141,7 +141,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
 def layer_of(name: str, parts: Mapping[str, Projection], x: F32) -> tuple[F64, F64]:
     """expert(x), and how far from it the backend may be."""
     if name == "reference":
-        value = ffn({part: projection_weights(each) for part, each in parts.items()}, x, DECODER.moe.ffn)
+        value = ffn({part: Plain(projection_weights(each)) for part, each in parts.items()}, x, DECODER.moe.ffn)
         return value.astype(np.float64), np.abs(1e-5 * value)
     stored: Projections = {
         part: each if isinstance(each, QuantizedMatrix) else floats("F32", each) for part, each in parts.items()
@@ -213,3 +213,13 @@ def test_a_dense_matrix_of_codes_is_the_backends_own(name: str) -> None:
     for part in (codes, scale, minimum):
         part[:] = 0
     assert backend.rows(matrix, [2, 0]).tolist() == [[17, 19, 21, 23], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_bias_is_added_to_what_a_matrix_gives_and_not_to_its_rows(name: str, dtype: Dtype) -> None:
+    backend = open_backend(name)
+    matrix = backend.matrix(floats(dtype, np.arange(12.0).reshape(3, 4)), np.array([1, 2, 3], np.float32))
+    ones = np.ones((2, 4), np.float32)
+    assert backend.linear(ones, matrix).tolist() == [[7, 24, 41]] * 2
+    assert backend.rows(matrix, [1]).tolist() == [[4, 5, 6, 7]]

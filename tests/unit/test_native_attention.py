@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_answers import close, close_kept, exact_attend, exact_kept, exact_norm, found_keys
 from attention_problems import (
     AnyBackend,
     Problem,
-    close,
-    close_kept,
-    exact_attend,
-    exact_kept,
-    exact_norm,
-    found_keys,
     keep,
+    latent_problems,
     make,
+    make_latent,
     nothing_behind,
     problems,
     raw,
@@ -34,6 +31,7 @@ from moert.kernels.native import NativeBackend
 from moert.kernels.reference import ReferenceBackend
 from moert.models.kv import KEYS, Kept, KvBits
 from moert.pack.codec import F32
+from moert.pack.parts import Attention
 from moert.settings import KV_BITS
 
 Backends = list[NativeBackend]
@@ -42,7 +40,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "plain": {}, "clipped": {"clip": 0.7, "qk_norm": "whole"}, "without norms": {"clip": 0.9},
     "norms of each head": {"qk_norm": "head"}, "one key head a head": {"kv": 4, "shared": 1},
     "four heads a key head": {"kv": 1, "shared": 4}, "heads of 128": {"dim": 128},
-    "odd heads": {"dim": 33, "turning": 0.4},
+    "odd heads": {"dim": 33, "turning": 0.4}, "biases": {"biases": "qkvo", "layer": True},
+    "a gate": {"gate": True, "biases": "qkv"}, "chunks of 50": {"chunk": 50, "scaled": True},
+    "normed after turning": {"qk_norm": "head", "norm_turned": True, "v_norm": True},
+    "normed at the end": {"after": True, "add": 0.3},
+}  # fmt: skip
+LATENT: dict[str, dict[str, Any]] = {
+    "plain": {}, "low rank": {"q_rank": 24, "layer": True}, "biases": {"q_rank": 24, "bias": True, "after": True},
+    "without turns": {"turns": False, "add": 0.3}, "one head": {"n": 1, "nope": 33, "kv_rank": 15},
 }  # fmt: skip
 
 
@@ -71,11 +76,21 @@ def check_own(backend: AnyBackend, problem: Problem, x: F32, pieces: list[int]) 
     out, kept = read(backend, problem, problem.on(backend), x, pieces)
     keys, values = found_keys(kept)
     assert nothing_behind(kept)
-    expected = exact_kept(problem, exact_norm(x.astype(np.float64), problem.norms["x"]), rounds)
+    expected = exact_kept(problem, exact_norm(x.astype(np.float64), problem.norms["before"]), rounds)
     for mine, exactly in zip((keys, values), expected, strict=True):
         close_kept(mine, exactly, problem)
     close(out, exact_attend(problem, x, keys, values, rounds), problem.kind)
     return out, kept
+
+
+def check_everywhere(backends: Backends, problem: Problem, pieces: list[int]) -> None:
+    """One is right, and all give the same in every way."""
+    x = problem.tokens(sum(pieces))
+    first = check_own(backends[0], problem, x, pieces)
+    for backend in backends:
+        weights = problem.on(backend)
+        for way in ways(pieces, backend):
+            assert same(read(backend, problem, weights, x, way), first), (backend.name, backend.threads, way)
 
 
 @settings(max_examples=100)
@@ -83,13 +98,14 @@ def check_own(backend: AnyBackend, problem: Problem, x: F32, pieces: list[int]) 
 def test_a_decoders_tokens_attend_to_those_before_them(
     backends: Backends, problem: Problem, pieces: list[int], window: int | None
 ) -> None:
-    problem = replace(problem, part=replace(problem.part, window=window))
-    x = problem.tokens(sum(pieces))
-    first = check_own(backends[0], problem, x, pieces)
-    for backend in backends:
-        weights = problem.on(backend)
-        for way in ways(pieces, backend):
-            assert same(read(backend, problem, weights, x, way), first), (backend.name, backend.threads, way)
+    assert isinstance(problem.part, Attention)
+    check_everywhere(backends, replace(problem, part=replace(problem.part, window=window)), pieces)
+
+
+@settings(max_examples=100)
+@given(problem=latent_problems(), pieces=some_tokens)
+def test_a_decoders_tokens_attend_to_latent_features(backends: Backends, problem: Problem, pieces: list[int]) -> None:
+    check_everywhere(backends, problem, pieces)
 
 
 @settings(max_examples=30)
@@ -105,7 +121,17 @@ def test_an_encoders_tokens_attend_to_all(backends: Backends, problem: Problem, 
 @pytest.mark.parametrize("bits", KV_BITS)
 def test_each_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     """The keys grow on the way, over more than one block."""
-    problem = make(kind=kind, bits=bits, **{"turning": 1, **SHAPES[shape]})
+    check_grown(backends, make(kind=kind, bits=bits, **{"turning": 1, **SHAPES[shape]}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", LATENT)
+@pytest.mark.parametrize("bits", KV_BITS)
+def test_each_latent_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
+    check_grown(backends, make_latent(kind=kind, bits=bits, **LATENT[shape]))
+
+
+def check_grown(backends: Backends, problem: Problem) -> None:
     x = problem.tokens(140)
     for backend in backends:
         check_own(backend, problem, x, [5] + [1] * 135 if backend is backends[0] else [140])
@@ -149,7 +175,7 @@ def test_keys_and_values_too_large_for_16_bits_are_the_largest_of_them(backends:
     problem = replace(problem, matrices=problem.matrices | large)
     x = problem.tokens(7)
     expected = exact_kept(
-        problem, exact_norm(x.astype(np.float64), problem.norms["x"]) if own else x.astype(float), True
+        problem, exact_norm(x.astype(np.float64), problem.norms["before"]) if own else x.astype(float), True
     )
     both: list[AnyBackend] = [*backends, ReferenceBackend()]
     for backend in both:

@@ -16,17 +16,20 @@ from native_problems import (
     FLOATS,
     KINDS,
     THREADS,
+    Biases,
     Kind,
     Natives,
     Projections,
     activations,
     all_natives,
     floats,
+    normal,
     plain_expert,
     random_stored,
     running,
 )  # fmt: skip
 
+from moert.kernels.backend import ExpertView, Floats, ProjectionView, Stored
 from moert.kernels.native import NativeBackend, NativeExpert
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
@@ -55,9 +58,17 @@ def random_expert(
     }
 
 
-def opened(backend: NativeBackend, expert: Projections) -> NativeExpert:
-    gate = backend.matrix(expert["gate"]) if "gate" in expert else None
-    return backend.dense(gate, backend.matrix(expert["up"]), backend.matrix(expert["down"]))
+def random_biases(rng: np.random.Generator, biased: bool, expert: Projections) -> Biases:
+    return {name: normal(rng, rows_in(stored)) for name, stored in expert.items()} if biased else {}
+
+
+def rows_in(stored: Stored) -> int:
+    return len(stored.data if isinstance(stored, Floats) else stored.qweight)
+
+
+def opened(backend: NativeBackend, expert: Projections, biases: Biases | None = None) -> NativeExpert:
+    matrices = {name: backend.matrix(stored, (biases or {}).get(name)) for name, stored in expert.items()}
+    return backend.dense(matrices.get("gate"), matrices["up"], matrices["down"])
 
 
 def rows_of(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -68,27 +79,29 @@ def rows_of(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
 @given(
     seed=st.integers(0, 1 << 20), activation=st.sampled_from(list(ACTIVATION)), gated=st.booleans(),
     limit=st.sampled_from([None, 0.4]), group=groups, d_model=st.integers(1, 100), d_ff=st.integers(1, 150),
+    slope=st.sampled_from([1.0, 1.702]), plus=st.sampled_from([0.0, 1.0]), biased=st.booleans(),
     widths=st.lists(st.lists(kinds, min_size=3, max_size=3), min_size=1, max_size=3), tokens=tokens_of,
 )  # fmt: skip
 def test_experts_add_the_weighted_feed_forward(
     backends: Natives, seed: int, activation: Any, gated: bool, limit: float | None, group: int | None, d_model: int,
-    d_ff: int, widths: list[list[Kind]], tokens: int,
+    d_ff: int, slope: float, plus: float, biased: bool, widths: list[list[Kind]], tokens: int,
 ) -> None:  # fmt: skip
-    spec = Ffn(1, Act(activation, limit), gated)
+    spec = Ffn(1, Act(activation, limit, slope if activation == "silu" else 1.0, plus), gated, biased)
     rng = np.random.default_rng(seed)
     experts = [random_expert(rng, gated, d_model, d_ff, group, each) for each in widths]
+    biases = [random_biases(rng, biased, expert) for expert in experts]
     x, before = activations(rng, tokens, d_model), activations(rng, tokens, d_model)
     share = rng.uniform(0, 1, (len(experts), tokens)).astype(np.float32)
     chosen = [np.sort(rng.permutation(tokens)[: rng.integers(1, tokens + 1)]).astype(np.int32) for _ in experts]
     weights = [by[rows] for by, rows in zip(share, chosen, strict=True)]
     expected = before.astype(np.float64)
     bound = 1e-6 * np.abs(expected)
-    for expert, by, rows in zip(experts, weights, chosen, strict=True):
-        value, error = plain_expert(expert, x[rows], spec)
+    for expert, bias, by, rows in zip(experts, biases, weights, chosen, strict=True):
+        value, error = plain_expert(expert, x[rows], spec, bias)
         expected[rows] += by[:, None].astype(np.float64) * value
         bound[rows] += by[:, None] * (error + 1e-6 * np.abs(value))
     for backend in backends.values():
-        out, held = before.copy(), [opened(backend, expert) for expert in experts]
+        out, held = before.copy(), [opened(backend, *each) for each in zip(experts, biases, strict=True)]
         counts, rows, by = list(map(len, chosen)), np.concatenate(chosen), np.concatenate(weights)
         backend.mixture(held, counts, rows, by, x, out, spec)
         assert (np.abs(out - expected) <= bound + 1e-7).all(), backend.name
@@ -141,13 +154,38 @@ def test_floats_are_those_of_the_reference(backends: Natives) -> None:
     x = activations(rng, 6, 130)
     for dtype in FLOATS:
         expert = random_expert(rng, True, 130, 90, None, [dtype] * 3)
+        biases = random_biases(rng, dtype == "F16", expert)
         expected, rows, ones = np.zeros_like(x), rows_of(range(6)), np.ones(6, np.float32)
-        dense = reference.dense(*map(reference.matrix, expert.values()))
+        dense = reference.dense(*(reference.matrix(stored, biases.get(name)) for name, stored in expert.items()))
         reference.mixture([dense], [6], rows, ones, x, expected, spec)
         for backend in backends.values():
             found = np.zeros_like(x)
-            backend.mixture([opened(backend, expert)], [6], rows, ones, x, found, spec)
+            backend.mixture([opened(backend, expert, biases)], [6], rows, ones, x, found, spec)
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(np.abs(expected).max()))
+
+
+def test_an_expert_in_a_buffer_is_the_same_as_its_matrices(backends: Natives) -> None:
+    """With its biases behind the matrices."""
+    rng, spec = np.random.default_rng(3), Ffn(40, Act("silu", plus=1.0), gated=True, bias=True)
+    expert = random_expert(rng, True, 33, 40, 16, [3, "BF16", 8])
+    biases, body, views = random_biases(rng, True, expert), bytearray(), dict[str, ProjectionView]()
+    for name, stored in expert.items():
+        parts = [stored.data] if isinstance(stored, Floats) else [stored.qweight, stored.scale, stored.minimum]
+        places = []
+        for part in (*parts, biases[name]):
+            places.append(len(body))
+            body += part.tobytes() + bytes(-part.nbytes % 64)
+        bits, group = (16, 0) if isinstance(stored, Floats) else (stored.bits, stored.group_size)
+        shape = spec.shape(name, 33)
+        views[name] = ProjectionView(shape, bits, group, "BF16", tuple(places[:-1]), places[-1])
+    x, view = activations(rng, 1, 33), ExpertView(np.frombuffer(body, np.uint8), views)
+    for backend in backends.values():
+        found, expected = np.empty((1, 33), np.float32), np.empty((1, 33), np.float32)
+        backend.parts([backend.expert(view)], x, found, spec)
+        backend.parts([opened(backend, expert, biases)], x, expected, spec)
+        assert np.array_equal(found, expected)
+        value, error = plain_expert(expert, x, spec, biases)
+        assert (np.abs(found - value) <= error + 1e-7).all()
 
 
 def test_not_a_number_and_infinity_stay_with_their_token(backends: Natives) -> None:

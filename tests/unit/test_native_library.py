@@ -7,24 +7,26 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from setuptools import Distribution, Extension
 
-from moert.kernels import build, library
-from moert.kernels.library import Attention, Ffn, InstructionSet, InstructionSetInvalid, Keys, Library, Matrix
+from moert.kernels import build, library, structs
+from moert.kernels.library import InstructionSet, InstructionSetInvalid, Library
+from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Matrix
 
 CSRC = Path(library.__file__).with_name("csrc")
 HEADER = (CSRC / "moert.h").read_text(encoding="utf-8")
+CODE = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
 def header_functions() -> dict[str, int]:
     """How many arguments each function of the header takes."""
-    code = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
-    found = re.findall(r"\b(moert_\w+)\(([^)]*)\);", code)
+    found = re.findall(r"\b(moert_\w+)\(([^)]*)\);", CODE)
     return {name: 0 if text.strip() == "void" else text.count(",") + 1 for name, text in found}
 
 
@@ -33,23 +35,45 @@ def test_every_function_of_the_header_is_declared() -> None:
     assert re.search(rf"#define MOERT_ABI {library.ABI}\b", HEADER)
 
 
+STRUCTS = {kind.__name__.lower(): kind for kind in vars(structs).values() if isinstance(kind, type(ctypes.Structure))}
+del STRUCTS["structure"]
+
+
+def test_every_struct_of_the_header_is_declared() -> None:
+    """With all fields, in order."""
+    found = re.findall(r"typedef struct \{(.*?)\} moert_(\w+);", CODE, flags=re.DOTALL)
+    names = {name: [field.strip(" *\n") for field in re.split(r"[,;]", text)] for text, name in found}
+    fields = {name: [field.split()[-1].strip("*") for field in each if field] for name, each in names.items()}
+    assert {name: [field for field, *_ in kind._fields_] for name, kind in STRUCTS.items()} == fields
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    ("name", "structure"), [("matrix", Matrix), ("ffn", Ffn), ("attention", Attention), ("keys", Keys)]
-)
-def test_structures_lie_as_in_c(tmp_path: Path, name: str, structure: type[ctypes.Structure]) -> None:
+@pytest.mark.parametrize("name", STRUCTS)
+def test_structures_lie_as_in_c(tmp_path: Path, name: str) -> None:
+    structure = STRUCTS[name]
     fields = [field for field, *_ in structure._fields_]
-    prints = "".join(f'printf("%zu ", offsetof(moert_{name}, {field}));' for field in fields)
-    source = tmp_path / "places.c"
+    places = [f"offsetof(moert_{name}, {field})" for field in fields] + [f"sizeof(moert_{name})"]
+    expected = [getattr(structure, field).offset for field in fields] + [ctypes.sizeof(structure)]
+    assert said_in_c(tmp_path, places) == expected
+
+
+@needs_compiler
+def test_numbers_are_those_of_c(tmp_path: Path) -> None:
+    names = [f"MOERT_{name}" for name in ("F16", "BF16", "F32", "RELU", "SILU", "GELU", "GELU_TANH")]
+    names += [f"MOERT_{name.upper()}" for name in SCORES]
+    acts = [ACTIVATIONS[name] for name in ("relu", "silu", "gelu", "gelu_new")]
+    assert said_in_c(tmp_path, names) == [KINDS["F16"], KINDS["BF16"], KINDS["F32"], *acts, *SCORES.values()]
+
+
+def said_in_c(tmp_path: Path, numbers: Sequence[str]) -> list[int]:
+    source, program = tmp_path / "numbers.c", tmp_path / "numbers"
+    prints = "".join(f'printf("%zu ", (size_t){number});' for number in numbers)
     source.write_text(
-        f'#include <stddef.h>\n#include <stdio.h>\n#include "{CSRC}/moert.h"\n'
-        f'int main(void) {{ {prints} printf("%zu", sizeof(moert_{name})); return 0; }}\n'
+        f'#include <stddef.h>\n#include <stdio.h>\n#include "{CSRC}/moert.h"\nint main(void) {{ {prints} return 0; }}\n'
     )
-    program = tmp_path / "places"
     subprocess.run(["cc", str(source), "-o", str(program)], check=True)
     found = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
-    expected = [getattr(structure, field).offset for field in fields] + [ctypes.sizeof(structure)]
-    assert [int(word) for word in found.split()] == expected
+    return [int(word) for word in found.split()]
 
 
 def test_the_best_that_runs_is_chosen() -> None:
@@ -233,7 +257,7 @@ def test_a_product_through_every_instruction_set() -> None:
         pytest.skip(f"no native kernels: {library.missing()}")
     codes, scale, minimum = np.array([0x13, 0x02], np.uint8), np.array([2], np.float16), np.array([-1], np.float16)
     x, y = np.array([127, -5, 1], np.float32), np.zeros(1, np.float32)
-    matrix = Matrix(codes.ctypes.data, scale.ctypes.data, minimum.ctypes.data, 4, 1, 3, 3)
+    matrix = Matrix(codes.ctypes.data, scale.ctypes.data, minimum.ctypes.data, None, 4, 1, 3, 3)
     functions = loaded.functions
     for each in loaded.instruction_sets:
         if not each.runs:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from attention_problems import (
-    EPS,
-    Problem,
-    close,
-    close_kept,
-    exact_attend,
-    exact_kept,
-    exact_norm,
-    found_keys,
-    keep,
-    make,
-    nothing_behind,
-    problems,
-    read,
-)  # fmt: skip
+from attention_answers import close, close_kept, exact_attend, exact_kept, exact_norm, found_keys
+from attention_problems import Problem, keep, latent_problems, make, nothing_behind, problems, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_problems import FLOATS, Dtype, floats, normal
+from native_problems import ACTIVATION, FLOATS, Dtype, floats, normal
 
 from moert.kernels.backend import ExpertView, Floats, Positions, ProjectionView, Stored
-from moert.kernels.reference import ACTIVATIONS, ReferenceBackend, ffn, product, weights
+from moert.kernels.reference import Plain, ReferenceBackend, ffn, product, weights
+from moert.kernels.reference.arithmetic import activated
 from moert.pack.codec import INT_WIDTHS, QuantizedMatrix, dequantize, n_groups, pack_codes
 from moert.pack.parts import Act, Ffn
 
@@ -60,28 +50,34 @@ def test_floats_are_widened_to_a_copy(dtype: Dtype) -> None:
     """The same numbers as torch says that the bytes are; what is stored may lie in a mapped file that goes."""
     types = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
     stored = floats(dtype, np.random.default_rng(0).normal(size=(5, 7)))
-    found = ReferenceBackend().matrix(stored)
+    found = ReferenceBackend().matrix(stored).weight
     same = torch.frombuffer(bytearray(stored.data.tobytes()), dtype=types[dtype]).reshape(5, 7).float()
     assert found.dtype == np.float32
     assert np.array_equal(found, same.numpy())
     assert not np.shares_memory(found, stored.data)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_equal_those_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("name", ACTIVATION)
+def test_activations_equal_those_of_transformers(name: Any) -> None:
     from transformers.activations import ACT2FN
 
     x = np.linspace(-12, 12, 4001, dtype=np.float32)
-    found, expected = ACTIVATIONS[name](x), ACT2FN[name](torch.from_numpy(x).double()).numpy()
+    found, expected = activated(Act(name), x), ACT2FN[name](torch.from_numpy(x).double()).numpy()
     assert found.dtype == np.float32
     # what is small for a negative number is the rest of a difference of two large ones
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-7 * np.abs(x).max())
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_of_very_large_numbers_stay_quiet(name: str) -> None:
+def test_silu_has_a_slope() -> None:
+    x = np.linspace(-12, 12, 4001, dtype=np.float32)
+    expected = x / (1 + np.exp(-1.702 * x.astype(np.float64)))
+    np.testing.assert_allclose(activated(Act("silu", slope=1.702), x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ACTIVATION)
+def test_activations_of_very_large_numbers_stay_quiet(name: Any) -> None:
     with np.errstate(all="raise", under="ignore"):
-        found = ACTIVATIONS[name](np.array([-1e4, -100, 100, 1e4], np.float32))
+        found = activated(Act(name), np.array([-1e4, -100, 100, 1e4], np.float32))
     assert np.array_equal(found, np.array([0, 0, 100, 1e4], np.float32))
 
 
@@ -89,33 +85,41 @@ def test_rows_are_those_of_the_whole_matrix() -> None:
     backend = ReferenceBackend()
     for stored in (random_matrix(1, 3, 7, 10, 4), floats("BF16", np.random.default_rng(0).normal(size=(7, 10)))):
         whole = backend.matrix(stored)
-        assert np.array_equal(backend.rows(whole, [6, 0, 6]), whole[[6, 0, 6]])
-        assert whole.dtype == np.float32
+        assert np.array_equal(backend.rows(whole, [6, 0, 6]), whole.weight[[6, 0, 6]])
+        assert whole.weight.dtype == np.float32
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5])
-def test_a_feed_forward_part_is_its_formula(gated: bool, limit: float | None) -> None:
-    spec = Ffn(10, Act("silu", limit), gated)
+@pytest.mark.parametrize(("slope", "plus"), [(1.0, 0.0), (1.702, 1.0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_feed_forward_part_is_its_formula(
+    gated: bool, limit: float | None, slope: float, plus: float, biased: bool
+) -> None:
+    spec = Ffn(10, Act("silu", limit, slope, plus), gated, biased)
     chance = np.random.default_rng(0)
-    x, gate, up, down = (normal(chance, *shape) for shape in ((3, 6), (10, 6), (10, 6), (6, 10)))
-    found = ffn({"up": up, "down": down} | ({"gate": gate} if gated else {}), x, spec)
-    for row, got in zip(x.tolist(), found, strict=True):
-        expected = np.zeros(6)
+    x, matrices = normal(chance, 3, 6), {name: normal(chance, *shape) for name, shape in SHAPES.items()}
+    bias = {name: normal(chance, len(matrix)) * np.float32(biased) for name, matrix in matrices.items()}
+    parts = {name: Plain(matrices[name], bias[name] if biased else None) for name in spec.projections}
+    for row, got in zip(x.tolist(), ffn(parts, x, spec), strict=True):
+        expected = bias["down"].astype(np.float64)
         for unit in range(10):
-            wide, bent = (sum(a * b for a, b in zip(matrix[unit].tolist(), row, strict=True)) for matrix in (up, gate))
+            wide, bent = (
+                sum(a * b for a, b in zip(matrices[name][unit].tolist(), row, strict=True)) + float(bias[name][unit])
+                for name in ("up", "gate")
+            )
             if limit is not None:
                 wide, bent = min(wide, limit), min(bent, limit)
                 wide = max(wide, -limit) if gated else wide
-            hidden = bent / (1 + np.exp(-bent)) * wide if gated else wide / (1 + np.exp(-wide))
-            expected += down[:, unit] * hidden
+            hidden = bent / (1 + np.exp(-slope * bent)) * (wide + plus) if gated else wide / (1 + np.exp(-slope * wide))
+            expected += matrices["down"][:, unit] * hidden
         np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_experts_add_their_share_to_the_tokens_they_run(tokens: int) -> None:
     backend, chance = ReferenceBackend(), np.random.default_rng(0)
-    matrices = [{name: normal(chance, *shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    matrices = [{name: Plain(normal(chance, *shape)) for name, shape in SHAPES.items()} for _ in range(3)]
     experts = [backend.dense(each["gate"], each["up"], each["down"]) for each in matrices]
     x, before = normal(chance, tokens, 6), normal(chance, tokens, 6)
     share, every = chance.uniform(size=(3, tokens)).astype(np.float32), np.arange(tokens, dtype=np.int32)
@@ -138,25 +142,29 @@ def test_experts_add_their_share_to_the_tokens_they_run(tokens: int) -> None:
     np.testing.assert_allclose(some[-1], before[-1] + 2 * ffn(matrices[0], x[-1:], GATED)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_an_expert_is_read_from_where_its_projections_lie() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_expert_is_read_from_where_its_projections_lie(biased: bool) -> None:
     """At places of their own in a buffer, of codes and of both 16-bit types."""
-    backend, x = ReferenceBackend(), normal(np.random.default_rng(3), 1, 6)
+    backend, chance, x = ReferenceBackend(), np.random.default_rng(4), normal(np.random.default_rng(3), 1, 6)
     up, down = random_matrix(1, 3, 10, 6, 4), random_matrix(2, 4, 6, 10, 4)
     gate = floats("BF16", np.random.default_rng(2).normal(size=(10, 6)))
     body, views = bytearray(b"\xff" * 24), dict[str, ProjectionView]()
     order: dict[str, Stored] = {"down": down, "gate": gate, "up": up}
+    bias = {name: normal(chance, SHAPES[name][0]) if biased else None for name in order}
     for name, stored in order.items():
         parts = [stored.data] if isinstance(stored, Floats) else [stored.qweight, stored.scale, stored.minimum]
         places = []
-        for part in parts:
+        for part in (*parts, bias[name]) if biased else parts:
             body += b"\xff" * (8 + -len(body) % 8)
             places.append(len(body))
             body += part.tobytes()
         bits, group = (16, 0) if isinstance(stored, Floats) else (stored.bits, stored.group_size)
-        views[name] = ProjectionView(SHAPES[name], bits, group, "BF16", tuple(places))
+        last = places.pop() if biased else None
+        views[name] = ProjectionView(SHAPES[name], bits, group, "BF16", tuple(places), last)
     found = np.empty((1, 6), np.float32)
     backend.parts([backend.expert(ExpertView(np.frombuffer(body, np.uint8), views))], x, found, GATED)
-    expected = ffn({"gate": gate.widened(), "up": dequantize(up), "down": dequantize(down)}, x, GATED)
+    exact = {"gate": gate.widened(), "up": dequantize(up), "down": dequantize(down)}
+    expected = ffn({name: Plain(matrix, bias[name]) for name, matrix in exact.items()}, x, GATED)
     assert np.array_equal(found, expected)
 
 
@@ -170,9 +178,9 @@ def test_attention_is_that_of_torch(causal: bool, biased: bool, shared: int) -> 
     problem, backend = make(shared=shared, causal=causal, biased=biased), ReferenceBackend()
     x, held = problem.tokens(30), problem.on(backend)
     out, _ = read(backend, problem, held, x, [30])
-    hidden = backend.norm(x, problem.norms["x"], EPS)
+    hidden = backend.norm(x, problem.norms["before"])
     query, key, value = (
-        torch.from_numpy(product(hidden, getattr(held, name)).reshape(30, -1, 20)).transpose(0, 1) for name in "qkv"
+        torch.from_numpy(product(hidden, held.matrices[name]).reshape(30, -1, 20)).transpose(0, 1) for name in "qkv"
     )
     mask = torch.zeros(1, 30, 30)
     if biased:
@@ -184,18 +192,21 @@ def test_attention_is_that_of_torch(causal: bool, biased: bool, shared: int) -> 
     mixed = torch.nn.functional.scaled_dot_product_attention(
         query, key.half().float(), value.half().float(), mask, scale=problem.part.scale, enable_gqa=True
     )
-    expected = x + product(mixed.transpose(0, 1).reshape(30, -1).numpy(), held.o)
+    expected = x + product(mixed.transpose(0, 1).reshape(30, -1).numpy(), held.matrices["o"])
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60)
-@given(problem=problems(), pieces=st.lists(st.sampled_from([1, 1, 5, 60, 70]), min_size=1, max_size=3))
+@settings(max_examples=100)
+@given(
+    problem=st.one_of(problems(), latent_problems()),
+    pieces=st.lists(st.sampled_from([1, 1, 5, 60, 70]), min_size=1, max_size=3),
+)
 def test_attention_is_its_formula(problem: Problem, pieces: list[int]) -> None:
     backend, x = ReferenceBackend(), problem.tokens(sum(pieces))
     out, kept = read(backend, problem, problem.on(backend), x, pieces)
     keys, values = found_keys(kept)
     assert nothing_behind(kept)
-    hidden = exact_norm(x.astype(np.float64), problem.norms["x"])
+    hidden = exact_norm(x.astype(np.float64), problem.norms["before"])
     for found, expected in zip((keys, values), exact_kept(problem, hidden, rounds=False), strict=True):
         close_kept(found, expected, problem)
     close(out, exact_attend(problem, x, keys, values, rounds=False), "F32")

@@ -89,6 +89,8 @@ static void turn_item(const void *job, int token, void *own) {
         for (int i = 0; i < dims; i++) to[i] = from[head * dims + i];
         if (turn) rotate(to, 1, dims, dims, turn);
     }
+    if (j->at->query_scale)
+        for (int i = 0; i < n * dim; i++) queries[i] *= j->at->query_scale[token];
     j->isa->norm(latent, &a->kv_norm, 1, c, latent);
     if (turn) rotate(latent + c, 1, dims, dims, turn);
     keep_heads(j->isa, &a->heads, latent, latent, j->start + token, j->kept);

@@ -77,16 +77,22 @@ static void put(int64_t expert, float weight, int found, int64_t *chosen, float 
     weights[place] = weight;
 }
 
+/* The best that is left; where none of them is a number, the first that is not chosen. */
+static int take_best(float *deciding, int n, const int64_t *chosen, int found) {
+    int best = take_largest(deciding, n);
+    for (int i = 0; best < 0 && i < n; i++) {
+        int taken = 0;
+        for (int c = 0; c < found; c++) taken |= chosen[c] == i;
+        best = taken ? -1 : i;
+    }
+    return best;
+}
+
 static void choose_best(const moert_router *r, const float *scores, const decision *d, int n, int64_t *chosen, float *weights) {
     for (int i = 0; i < n; i++) d->deciding[i] = scores[i] + (r->choice_bias ? r->choice_bias[i] : 0);
     if (r->groups) keep_groups(r, d, n, d->groups + r->groups);
     for (int found = 0; found < r->top_k; found++) {
-        int best = take_largest(d->deciding, n);
-        for (int i = 0; best < 0 && i < n; i++) { /* numbers that are none: the first that is not chosen */
-            int taken = 0;
-            for (int c = 0; c < found; c++) taken |= chosen[c] == i;
-            best = taken ? -1 : i;
-        }
+        const int best = take_best(d->deciding, n, chosen, found);
         put(best, scores[best], found, chosen, weights);
     }
 }
@@ -95,15 +101,14 @@ static void choose_sparsely(const moert_router *r, const float *scores, const de
                             float *weights) {
     for (int i = 0; i < n; i++) d->deciding[i] = scores[i];
     for (int found = 0; found < r->top_k; found++) {
-        float most = -INFINITY, sum = 0;
-        int best = 0;
-        for (int i = 0; i < n; i++)
-            if (d->deciding[i] > most) most = d->deciding[i], best = i;
+        const int best = take_best(d->deciding, n, chosen, found);
+        const float most = scores[best];
+        float sum = 1;
         for (int i = 0; i < n; i++) {
             const float magnitude = fabsf(scores[i]) > most ? fabsf(scores[i]) : most;
-            if ((most - scores[i]) / magnitude <= 2 * r->jitter && d->deciding[i] > -INFINITY) sum += expf(d->deciding[i] - most);
+            const int far = (most - scores[i]) / magnitude > 2 * r->jitter; /* two zeros are not */
+            if (!far && d->deciding[i] > -INFINITY) sum += expf(d->deciding[i] - most);
         }
-        d->deciding[best] = -INFINITY;
         put(best, 1 / sum, found, chosen, weights);
     }
 }

@@ -39,8 +39,9 @@ def sparsely(numbers: F32, part: Router) -> tuple[I64, F32]:
     for _ in range(part.top_k):
         best = left.argmax(axis=1)[:, None]
         most = np.take_along_axis(left, best, axis=1)
-        near = (most - numbers) / np.maximum(np.abs(numbers), most) <= np.float32(2 * part.jitter)
-        powers = np.where(near & (left > -np.inf), np.exp(left - most), 0)
+        with np.errstate(invalid="ignore", divide="ignore"):  # two zeros are near
+            far = (most - numbers) / np.maximum(np.abs(numbers), most) > np.float32(2 * part.jitter)
+        powers = np.where(far, 0, np.exp(left - most))
         chosen.append(best)
         weights.append(np.take_along_axis(powers, best, axis=1) / powers.sum(axis=1, keepdims=True))
         np.put_along_axis(left, best, -np.inf, axis=1)
