@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from random_packs import random_expert
+from random_packs import random_biases, random_expert
 from safetensors.torch import save
 from torch import Tensor
 
@@ -37,7 +37,8 @@ def write_dense_pack(
     change(tensors)
     writer = PackWriter(out, spec, quantization, "dense")
     for key in spec.expert_keys():
-        writer.write_expert(key, random_expert(spec, key, quantization.group_size))
+        experts = random_expert(spec, key, quantization.group_size)
+        writer.write_expert(key, experts, biases=random_biases(spec, key))
     writer.write_file(BACKBONE, save(tensors))
     writer.finish("tests", None)
     return tensors

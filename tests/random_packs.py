@@ -1,17 +1,33 @@
-"""Small packs for tests: two tiny architectures with odd shapes, random weights of every width."""
+"""Small packs for tests: tiny architectures with odd shapes, random weights of every width."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moert.pack.codec import QuantizedMatrix, n_groups, pack_codes
+from moert.pack.codec import F32, QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
 from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
+from moert.pack.parts import (
+    Act,
+    Attention,
+    Beside,
+    Experts,
+    Ffn,
+    Groups,
+    Join,
+    Latent,
+    Layer,
+    Norm,
+    Rope,
+    Router,
+    stack_of,
+)  # fmt: skip
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter
 from tests.shapes import Shape, every
@@ -26,7 +42,38 @@ ENCODER_DECODER = Shape(
     eos=(1,), pad=0, start=0, family="switch",
 ).spec  # fmt: skip
 
-SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER}
+_NORM, _LAYER_NORM, _ACT = Norm(1e-5), Norm(1e-6, "layer"), Act("silu", 7.0, 1.702, 1.0)
+_EXPERT, _WIDE = Ffn(7, _ACT, gated=True, bias=True), Ffn(9, Act("gelu"), gated=False, bias=True)
+_EXPERTS = Experts(
+    4, _EXPERT,
+    Router(
+        2, True, None, "sigmoid", bias=True, choice_bias=True, groups=Groups(2, 1, 2), factor=2.5, own_norm=True,
+        expert_scale=True,
+    ),
+    _WIDE, shared_gate=True, beside=Beside(_WIDE, _LAYER_NORM, _NORM, _NORM),
+)  # fmt: skip
+_HEADS = Attention(
+    4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvo", norm_turned=True,
+    v_norm=True, chunk=8, gate=True,
+)  # fmt: skip
+_LATENT = Latent(2, 7, 8, 5, 4, 6, 0.333, _LAYER_NORM, 0, bias=True)
+RICH = ModelSpec(
+    family="rich", vocab_size=11, d_model=10, encoder=None,
+    decoder=stack_of(
+        [
+            Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), 0.75),
+            Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5)),
+            Layer(_NORM, replace(_LATENT, q_rank=None), None,
+                  Experts(4, _EXPERT, Router(2, False, None, "sparsemixer", jitter=0.01), _EXPERT)),
+        ],
+        _LAYER_NORM,
+    ),
+    ropes=(Rope(4), Rope(6, 0.5)), head=Head(False, 0.5, softcap=20.0, bias=True), tokens=Tokens(None, (1,), 0, None),
+    max_positions=64, embed_scale=2.0,
+)  # fmt: skip
+"""Every part with every field that it may have."""
+
+SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH}
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
     metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
@@ -57,6 +104,13 @@ def random_expert(spec: ModelSpec, key: ExpertKey, group: int, seed: int = 0) ->
     }
 
 
+def random_biases(spec: ModelSpec, key: ExpertKey, seed: int = 0) -> dict[str, F32]:
+    """Of the projections of one expert; none where experts have none."""
+    rng, ffn = np.random.default_rng([seed, 1000 + spec.expert_keys().index(key)]), spec.moe.ffn
+    sizes = {name: spec.projection_shape(name)[0] for name in ffn.projections} if ffn.bias else {}
+    return {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+
+
 def write_pack(
     out: Path, spec: ModelSpec = DECODER, quantization: Quantization = QUANTIZATION, seed: int = 0
 ) -> dict[ExpertKey, dict[str, Projection]]:
@@ -64,7 +118,8 @@ def write_pack(
     writer = PackWriter(out, spec, quantization, f"seed {seed}")
     given = {key: random_expert(spec, key, quantization.group_size, seed) for key in spec.expert_keys()}
     for index, (key, projections) in enumerate(given.items()):
-        writer.write_expert(key, projections, importance=None if index % 2 else index / 8)
+        importance = None if index % 2 else index / 8
+        writer.write_expert(key, projections, importance, random_biases(spec, key, seed))
     for relative, body in FILES.items():
         writer.write_file(relative, body)
     writer.finish("tests", QUALITY)
@@ -88,11 +143,17 @@ def read_experts(pack: Pack) -> dict[ExpertKey, dict[str, Projection]]:
     return {entry.key: pack.projections(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
 
 
+def read_biases(pack: Pack) -> dict[ExpertKey, dict[str, list[float]]]:
+    found = {entry.key: pack.biases(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
+    return {key: {name: bias.tolist() for name, bias in biases.items()} for key, biases in found.items()}
+
+
 def read_all(root: Path) -> tuple[Manifest, Any, dict[str, bytes]]:
     """Every value that can be read from a pack."""
     pack = Pack.open(root)
     files = {name: pack.read_file(name) for name in pack.manifest.files}
-    return pack.manifest, flat_experts(read_experts(pack)), files
+    biases = read_biases(pack)
+    return pack.manifest, {key: (part, biases[key]) for key, part in flat_experts(read_experts(pack)).items()}, files
 
 
 def sealed(document: dict[str, Any]) -> str:

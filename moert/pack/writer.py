@@ -74,8 +74,13 @@ class PackWriter:
         )
         body = bytearray(layout.file_bytes)
         body[: layout.data_offset] = layout.header
-        tensors = [each for name, part in projections.items() for each in self._tensors(name, part)]
-        for tensor, values in [*tensors, *((f"{name}.bias", values) for name, values in (biases or {}).items())]:
+        tensors = dict(each for name, part in projections.items() for each in self._tensors(name, part))
+        tensors |= {f"{name}.bias": values for name, values in (biases or {}).items()}
+        if absent := [
+            slot.name for slot in layout.slots if not slot.name.startswith("pad.") and slot.name not in tensors
+        ]:
+            raise ValueError(f"{key}: {absent[0]} is not given")
+        for tensor, values in tensors.items():
             slot = layout.slot(tensor)
             if values.nbytes != slot.stop - slot.start:
                 raise ValueError(f"{key} {tensor}: {values.nbytes} bytes given, the layout has {slot}")

@@ -89,7 +89,7 @@ def check_against_our_reader(root: Path) -> None:
         assert data_at % document["page_bytes"] == len(body) % document["page_bytes"] == 0
         table = json.loads(body[8:data_at])
         key = next(expert.key for expert in pack.manifest.experts if list(expert.key) == entry["key"])
-        ours = pack.projections(key, pack.read_expert(key))
+        ours, biases = (read(key, pack.read_expert(key)) for read in (pack.projections, pack.biases))
         stack = model[entry["key"][0]]
         ffn = stack["kinds"][stack["layers"][entry["key"][1]]]["ffn"]["ffn"]
         for name in ("gate", "up", "down") if ffn["gated"] else ("up", "down"):
@@ -97,6 +97,9 @@ def check_against_our_reader(root: Path) -> None:
             group = min(size, inputs) if size else inputs
             found = weights_by_the_text(body[data_at:], table, name, entry["bits"][name], inputs, group)
             assert found == projection_weights(ours[name]).tolist(), (key, name)
+            if ffn["bias"]:
+                start, stop = table[f"{name}.bias"]["data_offsets"]
+                assert np.frombuffer(body[data_at:][start:stop], "<f4").tolist() == biases[name].tolist()
 
 
 def test_the_golden_pack() -> None:
@@ -104,7 +107,7 @@ def test_the_golden_pack() -> None:
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_packs_of_both_families(tmp_path: Path, family: str) -> None:
+def test_packs_of_all_kinds(tmp_path: Path, family: str) -> None:
     write_pack(tmp_path / "model.pack", SPECS[family])
     check_against_our_reader(tmp_path / "model.pack")
 
@@ -117,9 +120,11 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
     *before, last = name.removesuffix(".weight").split(".")
     if name == "embed.weight":
         return "head" if tied else "embed"
+    if not name.endswith(".weight"):
+        return None
     if before and before[-1] in ("attn", "cross"):
-        return "attention" if last in ("q", "k", "v", "o") else None
-    if before and before[-1] == "ffn":
+        return "attention" if last in (*"qkvo", "gate", "q_a", "q_turn", "kv_a", "k_turn", "keys", "values") else None
+    if before and before[-1] in ("ffn", "shared", "beside"):
         return "ffn"
     return last if last in ("head", "router") else None
 
@@ -164,7 +169,7 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             collect(inner)
 
-    collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8))), plain(SPECS["encoder-decoder"])])
+    collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8))), *map(plain, SPECS.values())])
     collect({**manifest_of(TINY), "files": {"": manifest_of(TINY)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_packs import read_all, write_pack
+from random_packs import SPECS, read_all, write_pack
 
 from moert.pack.errors import PackError
+from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 
 TARGETS = ["manifest.json", "backbone.safetensors", "experts/D00/E000.safetensors", "experts/D02/E002.safetensors"]
@@ -22,9 +23,9 @@ TARGETS = ["manifest.json", "backbone.safetensors", "experts/D00/E000.safetensor
 class Sound:
     """A pack that is fine, and all that can be read from it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, spec: ModelSpec) -> None:
         self.root = root
-        write_pack(root)
+        write_pack(root, spec)
         self.values: Any = read_all(root)
         self.bodies = {name: (root / name).read_bytes() for name in TARGETS}
 
@@ -43,10 +44,10 @@ class Sound:
         return True
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
+@pytest.fixture(scope="module", params=["decoder", "rich"])
+def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
     root = tmp_path_factory.mktemp("fuzz") / "model.pack"
-    yield Sound(root)
+    yield Sound(root, SPECS[request.param])
     shutil.rmtree(root)
 
 

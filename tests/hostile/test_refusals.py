@@ -27,7 +27,9 @@ from moert.pack.errors import (
 )
 from moert.pack.manifest import seal
 from moert.pack.parser import parse_manifest
+from moert.pack.parts import Latent, Norm
 from moert.pack.reader import Pack
+from moert.pack.reading import plain
 from moert.pack.writer import file_entry
 
 FIRST, SECOND = "experts/D00/E000.safetensors", "experts/D00/E001.safetensors"
@@ -320,6 +322,15 @@ def test_dense_layers_that_the_model_has_not(pack_dir: Path) -> None:
     lies(pack_dir, ManifestInvalid, "found 'ffn'", change)
 
 
+def router(document: dict[str, Any], kind: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = layer(document, kind)["ffn"]["router"]
+    return found
+
+
+def latent(heads: int) -> dict[str, Any]:
+    return plain(Latent(heads, None, 4, 3, 4, 6, 1.0, Norm(1e-5), None))  # type: ignore[no-any-return]
+
+
 # What the model should not say, by family: words of the refusal, fields of the model.
 MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
     "decoder": [
@@ -333,7 +344,8 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("eps should be above 0, found -1e-06", lambda d: layer(d)["norm"].update(eps=-1e-6)),
         ("clip should be above 0, found -1", lambda d: layer(d)["attention"].update(clip=-1)),
         ("its scale is 0", lambda d: layer(d)["attention"].update(scale=0.0)),
-        ("scale of its head is 0", lambda d: d["model"]["head"].update(scale=-0.0)),
+        ("scale of its head or embedding is 0", lambda d: d["model"]["head"].update(scale=-0.0)),
+        ("scale of its head or embedding is 0", lambda d: d["model"].update(embed_scale=0)),
     ],
     "encoder-decoder": [
         ("there is no encoder", lambda d: d["model"].update(encoder=None)),
@@ -350,6 +362,45 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("distance is 4, it should be above 4", lambda d: layer(d)["attention"]["buckets"].update(max_distance=4)),
         ("of several sizes, but share one table",
          lambda d: layer(d, 1, "encoder")["attention"]["buckets"].update(n=16)),
+        ("in the encoder, a layer has a window", lambda d: layer(d, 0, "encoder")["attention"].update(chunk=4)),
+        ("output has a window", lambda d: layer(d)["cross"].update(chunk=4)),
+        ("head has a bias and no matrix", lambda d: d["model"]["head"].update(bias=True)),
+        ("latent attention, which only decoders",
+         lambda d: layer(d, 0, "encoder").update(attention=latent(2))),
+        ("something is added to up", lambda d: layer(d)["ffn"]["ffn"]["act"].update(plus=1.0)),
+    ],
+    "rich": [
+        ("attention: kind should be one of heads, latent", lambda d: layer(d)["attention"].update(kind="mamba")),
+        ("attention lacks the field 'kind'", lambda d: layer(d)["attention"].pop("kind")),
+        ("has the field 'kv'", lambda d: layer(d)["attention"].update(kv=1)),
+        ("its heads have 16842495 features together", lambda d: layer(d)["attention"].update(n=257, v=65535)),
+        ("its scale is 0", lambda d: layer(d)["attention"].update(scale=0)),
+        ("rope 1 turns 6 features of 4", lambda d: layer(d)["attention"].update(rope=1)),
+        ("rope 0 turns 4 features of 6", lambda d: layer(d)["attention"].update(turning=6)),
+        ("turning should be between 2", lambda d: layer(d)["attention"].update(turning=1)),
+        ("q_rank should be between 1", lambda d: layer(d)["attention"].update(q_rank=0)),
+        ("biases should be one of qkv, qkvo", lambda d: layer(d, 1)["attention"].update(biases="q")),
+        ("chunk should be between 1", lambda d: layer(d, 1)["attention"].update(chunk=0)),
+        ("kind should be one of rms, layer", lambda d: layer(d)["norm"].update(kind="batch")),
+        ("a factor of its stream is 0", lambda d: layer(d).update(scale=0)),
+        ("a factor of its stream is 0", lambda d: layer(d)["attn_join"].update(add=0)),
+        ("a factor of its stream is 0", lambda d: layer(d)["ffn_join"].update(add=0)),
+        ("slope should be above 0", lambda d: layer(d)["ffn"]["ffn"]["act"].update(slope=0)),
+        ("activation is relu with a slope", lambda d: layer(d)["ffn"]["ffn"]["act"].update(name="relu")),
+        ("something is added to up", lambda d: layer(d)["ffn"]["shared"]["act"].update(plus=1)),
+        ("something is added to up", lambda d: layer(d)["ffn"]["beside"]["ffn"]["act"].update(plus=1)),
+        ("4 experts are in 3 groups", lambda d: router(d)["groups"].update(n=3)),
+        ("a token goes to 2 experts of 3 of 2 groups", lambda d: router(d)["groups"].update(best=3)),
+        ("a token goes to 2 experts of 1 of 4 groups", lambda d: router(d)["groups"].update(n=4)),
+        ("its router's factor is 0", lambda d: router(d).update(factor=0)),
+        ("its router's jitter is -0.1", lambda d: router(d, 2).update(jitter=-0.1)),
+        ("a sparsemixer with groups or a bias", lambda d: router(d).update(score="sparsemixer")),
+        ("a sparsemixer with groups or a bias", lambda d: router(d, 2).update(choice_bias=True)),
+        ("score should be one of softmax, sigmoid, sparsemixer", lambda d: router(d).update(score="tanh")),
+        ("weighs what experts get", lambda d: router(d).update(weigh="input")),
+        ("a gate for a shared expert, and", lambda d: layer(d)["ffn"].update(shared=None)),
+        ("another number or shape", lambda d: layer(d, 2)["ffn"]["ffn"].update(bias=False)),
+        ("softcap should be above 0", lambda d: d["model"]["head"].update(softcap=0)),
     ],
 }  # fmt: skip
 

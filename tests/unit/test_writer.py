@@ -19,9 +19,11 @@ from random_packs import (
     SPECS,
     flat,
     flat_experts,
+    random_biases,
     random_expert,
     random_matrix,
     read_all,
+    read_biases,
     read_experts,
     write_pack,
 )
@@ -47,10 +49,22 @@ def test_what_goes_in_comes_out(tmp_path: Path, family: str, group_size: int, dt
     given = write_pack(out, SPECS[family], quantization)
     pack = Pack.open(out)
     assert flat_experts(read_experts(pack)) == flat_experts(given)
+    biases = {key: random_biases(SPECS[family], key) for key in given}
+    assert read_biases(pack) == {key: {name: each.tolist() for name, each in of.items()} for key, of in biases.items()}
     assert {name: pack.read_file(name) for name in pack.manifest.files} == FILES
     assert sorted(pack.verify_hashes()) == sorted(name for name in everything(out) if name != "manifest.json")
     assert pack.manifest.model == SPECS[family]
     assert pack.manifest.quality == QUALITY
+
+
+def test_an_expert_without_the_biases_that_it_has_is_no_expert(tmp_path: Path) -> None:
+    spec = SPECS["rich"]
+    key, writer = spec.expert_keys()[0], PackWriter(tmp_path / "p", spec, QUANTIZATION, "fresh")
+    projections, biases = random_expert(spec, key, QUANTIZATION.group_size), random_biases(spec, key)
+    for given in (None, {"up": biases["up"]}):
+        with pytest.raises(ValueError, match=r"D00/E000: gate\.bias is not given"):
+            writer.write_expert(key, projections, biases=given)
+    writer.write_expert(key, projections, biases=biases)
 
 
 def test_all_widths_are_in_the_test_pack(pack_dir: Path) -> None:
