@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from random_packs import random_biases
 from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -35,17 +37,21 @@ SHAPES = {"decoder": DECODER_SHAPE, "switch": SWITCH_SHAPE}
 DECODER, SWITCH = DECODER_SHAPE.spec, SWITCH_SHAPE.spec
 SPECS = {"decoder": DECODER, "switch": SWITCH}
 PROMPTS = ("one small step", "hello world", "zigzag", "the quick brown fox jumps over the lazy dog")
-_GROUP, _WIDTHS = 8, (2, 16, 3, 8, 4)
+_GROUP = 8
 
 
-def write_pack(out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0) -> Path:
-    """`paths` are counted on PROMPTS, so that predictions come true."""
+def write_pack(
+    out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0,
+    bits: Sequence[int] = (2, 16, 3, 8, 4),
+) -> Path:  # fmt: skip
+    """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn."""
     writer = PackWriter(out, spec, Quantization("group", _GROUP, "BF16", seed), f"seed {seed}")
     rng = np.random.default_rng(seed)
     for index, key in enumerate(spec.expert_keys()):
-        widths = [_WIDTHS[(index + at) % len(_WIDTHS)] for at in range(len(spec.moe.ffn.projections))]
+        widths = [bits[(index + at) % len(bits)] for at in range(len(spec.moe.ffn.projections))]
         names = zip(spec.moe.ffn.projections, widths, strict=True)
-        writer.write_expert(key, {name: _matrix(rng, *spec.projection_shape(name), bits) for name, bits in names})
+        matrices = {name: _matrix(rng, *spec.projection_shape(name), bits) for name, bits in names}
+        writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))
     writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
     writer.write_file("config.json", b"{}\n")
     if tokenizer:

@@ -10,7 +10,8 @@ typedef struct {
     problem_matrix q, k, v, o, gate;
 } attention;
 
-void plain_finish(const sequence *s, const moert_attention *b, int token, const moert_norm *norm, int heads, estimate *x) {
+void plain_finish(const sequence *s, const moert_attention *b, int token, const moert_norm *norm, int heads,
+                  estimate *x) {
     int dim = b->heads.dim, all = heads * dim, width = b->norm_each ? dim : all;
     for (int turned = 0; turned < 2; turned++) {
         for (int at = 0; norm->weight && turned == b->norm_turned && at < all; at += width) {

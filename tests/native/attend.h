@@ -74,7 +74,8 @@ void plain_join(const sequence *s, int token, const moert_norm *after, float add
 
 /* Norm and limit of queries, keys or values of one token, [heads * dim] or [heads * value_dim], and their turn. s NULL:
  * they do not turn. */
-void plain_finish(const sequence *s, const moert_attention *block, int token, const moert_norm *norm, int heads, estimate *x);
+void plain_finish(const sequence *s, const moert_attention *block, int token, const moert_norm *norm, int heads,
+                  estimate *x);
 void plain_finish_values(const moert_attention *block, estimate *x);
 
 #endif

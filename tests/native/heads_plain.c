@@ -37,7 +37,8 @@ void plain_query_scale(const sequence *s, int token, int length, estimate *x) {
 
 int plain_first(const moert_heads *heads, int at, int stop) {
     int first = 0;
-    while ((heads->window && stop - first > heads->window) || (heads->chunk && first / heads->chunk < at / heads->chunk)) first++;
+    while (heads->window && stop - first > heads->window) first++;
+    while (heads->chunk && first / heads->chunk < at / heads->chunk) first++;
     return first;
 }
 

@@ -55,7 +55,8 @@ static void draw_kept(kept *made, int head, int at) {
 kept kept_make(const moert_heads *with, int length, int from, int stop) {
     int64_t room = (int64_t)(length + MOERT_KEYS - 1) / MOERT_KEYS * MOERT_KEYS, keys = room * with->dim;
     int64_t values = (int64_t)length * with->value_dim, others = with->kv - 1;
-    kept made = {.heads = with->kv, .dim = with->dim, .value_dim = with->value_dim, .length = length, .small = draw(3) == 0};
+    kept made = {.heads = with->kv, .dim = with->dim, .value_dim = with->value_dim, .length = length};
+    made.small = draw(3) == 0;
     size_t size = made.small ? sizeof(int8_t) : sizeof(uint16_t);
     made.at.key_stride = keys + 7 * draw(2), made.at.value_stride = values + 7 * draw(2);
     made.at.key_step_stride = room + 3 * draw(2), made.at.value_step_stride = length + 3 * draw(2);
@@ -221,7 +222,8 @@ static void run_keep(const keep *p) {
 
 static void one_keep(int number) {
     static const int kinds[] = {MOERT_F32, 8, MOERT_F16, 4, MOERT_BF16, 3, 2};
-    keep p = {.tokens = PICK(1, 2, 5, 63, 65), .start = PICK(0, 0, 1, 63, 64, 100)};
+    keep p = {.tokens = PICK(1, 2, 5, 63, 65)};
+    p.start = PICK(0, 0, 1, 63, 64, 100);
     int heads = 1 + draw(3), dim = PICK(1, 2, 6, 15, 16, 20, 64, 128), cols = PICK(3, 32, 70, 96);
     int value_dim = draw(2) ? dim : PICK(1, 3, 16, 33);
     int style = number % 2 ? EXTREME : PLAIN, stop = p.start + p.tokens, later = draw(2) ? draw(70) : 0;
@@ -236,8 +238,9 @@ static void one_keep(int number) {
     if (draw(2)) b->v_norm = norm_make(value_dim, 1e-5f);
     p.before = kept_make(&b->heads, stop + later, p.start, stop);
     describe("keep: kinds %d and %d, style %d, %d heads of %d and %d, %d cols, %d tokens from %d, length %d, small %d, "
-             "norm %d each %d, norm of values %d, clip %g", b->k.kind, b->v.kind, style, heads, dim, value_dim, cols, p.tokens,
-             p.start, p.before.length, p.before.small, b->k_norm.weight != NULL, b->norm_each, b->v_norm.weight != NULL, b->clip);
+             "norm %d each %d, norm of values %d, clip %g", b->k.kind, b->v.kind, style, heads, dim, value_dim, cols,
+             p.tokens, p.start, p.before.length, p.before.small, b->k_norm.weight != NULL, b->norm_each,
+             b->v_norm.weight != NULL, b->clip);
     run_keep(&p);
     matrix_free(&p.k), matrix_free(&p.v);
     norm_free(&b->k_norm), norm_free(&b->v_norm);

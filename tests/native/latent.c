@@ -133,17 +133,20 @@ static void run_problem(latent *l, int kind, int with_q_a, float most) {
 
 static void one_latent(int number) {
     static const int kinds[] = {MOERT_F32, 8, MOERT_F16, 4, MOERT_BF16, 3, 2, 0};
-    latent l = {.at = {.d_model = PICK(3, 8, 33, 64, 96), .own = 1}, .nope = PICK(1, 5, 16, 33, 64), .v = PICK(1, 6, 16, 32)};
+    latent l = {.at = {.d_model = PICK(3, 8, 33, 64, 96), .own = 1}};
+    l.nope = PICK(1, 5, 16, 33, 64), l.v = PICK(1, 6, 16, 32);
     moert_heads *h = &l.block.heads;
     l.block.rope_dims = PICK(2, 6, 16), l.rank = PICK(4, 24, 32, 70);
-    h->n = PICK(1, 2, 3, 5, 8), h->kv = 1, h->value_dim = PICK(2, 15, 16, 32, 64), h->dim = h->value_dim + l.block.rope_dims;
+    h->n = PICK(1, 2, 3, 5, 8), h->kv = 1, h->value_dim = PICK(2, 15, 16, 32, 64);
+    h->dim = h->value_dim + l.block.rope_dims;
     draw_heads(&l.at, h);
     run_problem(&l, kinds[number % 8], number / 8 % 2, (float)PICK(1, 4, 30));
 }
 
 /* Large enough that all threads have a share of each step. */
 static void large(int kind, int with_q_a) {
-    latent l = {.at = {.d_model = 160, .own = 1, .tokens = 66, .start = 70, .length = 136}, .nope = 64, .v = 64, .rank = 96};
+    latent l = {.at = {.d_model = 160, .own = 1, .tokens = 66, .start = 70, .length = 136}};
+    l.nope = 64, l.v = 64, l.rank = 96;
     l.block.rope_dims = 32;
     l.block.heads = (moert_heads){.n = 6, .kv = 1, .dim = 160, .value_dim = 128, .causal = 1};
     run_problem(&l, kind, with_q_a, 6);

@@ -140,7 +140,8 @@ static void mix(int number, int d_model, int d_ff, int tokens, const int *allowe
     m.style = number % 16 == 15 ? EXTREME : PLAIN;
     make(&m, allowed, count);
     describe("mixture: activation %d, limit %g, slope %g, plus %g, %s, %d experts, %d -> %d, %d tokens, style %d, widths "
-             "from %d", m.act.kind, m.act.limit, m.act.slope, m.act.plus, m.gated ? "gated" : "no gate", m.experts, d_model, d_ff, tokens, m.style, allowed[0]);
+             "from %d", m.act.kind, m.act.limit, m.act.slope, m.act.plus, m.gated ? "gated" : "no gate", m.experts, d_model,
+             d_ff, tokens, m.style, allowed[0]);
     run(&m);
 }
 

@@ -17,8 +17,8 @@ typedef struct {
     double *weight, *magnitude; /* [rows, cols] */
 } problem_matrix;
 
-/* How scales and weights are drawn. UNIT: scales 1, minima -2. SELECT: row r is 1 at input r mod cols, else 0. Of the others
- * one in three has a bias. */
+/* How scales and weights are drawn. UNIT: scales 1, minima -2. SELECT: row r is 1 at input r mod cols, else 0. Of the
+ * others one in three has a bias. */
 enum { PLAIN, EXTREME, UNIT, SELECT };
 
 /* Numbers that are known up to an error. error is NULL where they are exact float32. */

@@ -66,7 +66,8 @@ static void run_scores(scores *s, const engine *on) {
 
 static void one_scores(int number) {
     int count = number % 10 ? 1 + draw(70) : 1, cols = PICK(1, 16, 33, 64, 100, 256);
-    scores s = {.tokens = PICK(1, 2, 7, 40), .made = matrix_make(kinds[number % 4], count, cols, 0, PLAIN)};
+    scores s = {.tokens = PICK(1, 2, 7, 40)};
+    s.made = matrix_make(kinds[number % 4], count, cols, 0, PLAIN);
     size_t hidden_bytes = (size_t)(s.tokens * cols) * sizeof(float), bytes = (size_t)(s.tokens * count) * sizeof(float);
     s.router = (moert_router){.norm = norm_make(cols, 1e-5f), .matrix = s.made.matrix, .score = number % 3};
     if (draw(3) == 0) s.router.own = norm_make(cols, 1e-3f);
@@ -75,8 +76,8 @@ static void one_scores(int number) {
     s.found = claim(bytes), s.first_found = claim(bytes);
     s.normed = estimate_make(s.tokens * cols), s.own = estimate_make(s.tokens * cols);
     estimate input = estimate_of(s.x, s.tokens * cols);
-    describe("scores: kind %d, %d experts, %d cols, %d tokens, score %d, own norm %d, bias %d", s.made.matrix.kind, count, cols,
-             s.tokens, s.router.score, s.router.own.weight != NULL, s.made.matrix.bias != NULL);
+    describe("scores: kind %d, %d experts, %d cols, %d tokens, score %d, own norm %d, bias %d", s.made.matrix.kind, count,
+             cols, s.tokens, s.router.score, s.router.own.weight != NULL, s.made.matrix.bias != NULL);
     for (int t = 0; t < s.tokens; t++) {
         estimate token = estimate_at(&input, t * cols), normed = estimate_at(&s.normed, t * cols);
         estimate own = estimate_at(&s.own, t * cols);
@@ -139,7 +140,8 @@ static int choose_sparsely(const moert_router *r, const float *p, int64_t *chose
             if (of[i] < 0 && (best < 0 || p[i] > p[best])) best = i;
         for (int i = 0; i < count; i++) {
             float below = p[best] - p[i];
-            if (of[i] < 0 && (below == 0 || below / fmaxf(fabsf(p[i]), p[best]) <= 2 * r->jitter)) sum += exp(-(double)below);
+            int near = below == 0 || below / fmaxf(fabsf(p[i]), p[best]) <= 2 * r->jitter;
+            if (of[i] < 0 && near) sum += exp(-(double)below);
         }
         of[best] = 1 / sum;
     }
@@ -190,7 +192,8 @@ static void draw_groups(moert_router *r) {
 }
 
 static void draw_choose(int number) {
-    moert_router r = {.matrix = {.rows = number % 10 ? 1 + draw(70) : 1}, .score = number % 3, .factor = draw(2) ? 1 : 2.5f};
+    moert_router r = {.matrix = {.rows = number % 10 ? 1 + draw(70) : 1}, .score = number % 3};
+    r.factor = draw(2) ? 1 : 2.5f;
     int sparse = r.score == MOERT_SPARSEMIXER;
     float *bias = NULL, *scales = NULL;
     if (!sparse && draw(2)) draw_groups(&r);

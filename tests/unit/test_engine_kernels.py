@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from native_problems import running
+from random_packs import RICH
 from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 
 from moert.budget.budget import CacheLimit
@@ -46,6 +47,24 @@ def test_every_kernel_answers_by_its_name(packs: dict[str, Path], name: str) -> 
         first = answer(packs[name], kernels=kernels)[1][0]
         distance = float(np.linalg.norm(first - reference) / np.linalg.norm(reference))
         assert 1e-6 < distance < 0.1
+
+
+@needs_library
+@pytest.mark.parametrize("ids", [[3], list(range(2, 11)) * 9])
+def test_a_model_of_every_part_is_the_same_on_all_kernels(tmp_path: Path, ids: list[int]) -> None:
+    """At 16 bits but for the order of sums; read at once or step by step in the same bits."""
+    path = write_pack(tmp_path / "rich.pack", RICH, paths=False, tokenizer=False, bits=[16])
+    found = {}
+    for kernels in (*running(), "reference"):
+        with Engine.open(path, predictor="none", kernels=kernels) as engine:
+            engine.reserve(len(ids), 1)
+            found[kernels] = engine.model.forward_all(ids)
+            state, first = engine.model.prefill(ids[:1])
+            steps = np.stack([first, *(engine.model.step(state, token) for token in ids[1:])])
+            if kernels != "reference":
+                assert np.array_equal(steps, found[kernels])
+    size = np.abs(found["reference"]).max()
+    assert all(np.abs(logits - found["reference"]).max() < 1e-4 * size for logits in found.values())
 
 
 def test_unknown_kernels_are_named(packs: dict[str, Path]) -> None:
