@@ -26,6 +26,7 @@ from moert.pack.parts import (
     Norm,
     Rope,
     Router,
+    Stretch,
     stack_of,
 )  # fmt: skip
 from moert.pack.reader import Pack, Projection
@@ -54,14 +55,14 @@ _EXPERTS = Experts(
 )  # fmt: skip
 _HEADS = Attention(
     4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvo", norm_turned=True,
-    v_norm=True, chunk=8, gate=True,
+    v_norm=True, chunk=8, gate=True, stretch=Stretch(4, 0.1),
 )  # fmt: skip
 _LATENT = Latent(2, 7, 8, 5, 4, 6, 0.333, _LAYER_NORM, 0, bias=True)
 RICH = ModelSpec(
     family="rich", vocab_size=11, d_model=10, encoder=None,
     decoder=stack_of(
         [
-            Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), 0.75),
+            Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), scaled=True),
             Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5)),
             Layer(_NORM, replace(_LATENT, q_rank=None), None,
                   Experts(4, _EXPERT, Router(2, False, None, "sparsemixer", jitter=0.01), _EXPERT)),

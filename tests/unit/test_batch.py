@@ -16,7 +16,7 @@ from moert.engine import Engine
 from moert.errors import InputInvalid
 from moert.generation.session import Answer, Interrupted
 from moert.generation.settings import GenerationSettings
-from moert.kernels.backend import Floats, opaque
+from moert.kernels.backend import Floats, NormWeights, RouterWeights, opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import rounded
@@ -77,13 +77,17 @@ def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels
 class Scored(ReferenceBackend):
     """Takes a layer's input for the router's scores."""
 
-    def scores(self, x: F32, norm: F32, eps: float, router: F32) -> tuple[F32, F32]:
+    def scores(self, x: F32, weights: RouterWeights[Floats]) -> tuple[F32, F32]:
         return x, np.exp(x)
 
 
 def test_capacity_counts_in_each_sequence() -> None:
-    norm, rule = np.ones(6, np.float32), Router(1, renormalise=False, capacity=2)
-    router = LearnedRouter(norm, 1e-5, opaque(Scored()).matrix(Floats("F32", norm)), rule, opaque(Scored()))
+    ones = np.ones(6, np.float32)
+    weights = RouterWeights(
+        Router(1, renormalise=False, capacity=2), 1.0, NormWeights(ones, None, 1e-5), None,
+        opaque(Scored()).matrix(Floats("F32", ones)), None, None,
+    )  # fmt: skip
+    router = LearnedRouter(weights, opaque(Scored()))
     scores = np.random.default_rng(0).standard_normal((12, 6), np.float32)
     parts = [router.route(part, [len(part)]) for part in np.split(scores, [7, 8])]
     found = router.route(scores, [7, 1, 4])

@@ -109,9 +109,9 @@ def _attentions(config: Config) -> list[Attention]:
     """Of each layer. Raises UnsupportedModel."""
     turns, kinds = config.get("no_rope_layers"), config.get("layer_types")  # 1: positions are known
     chunk, norm = config.get("attention_chunk_size"), config.get("use_qk_norm")
-    stretch = Stretch(config.get("floor_scale"), float(config.get("attn_scale")))
-    if not config.get("attn_temperature_tuning"):
-        stretch = None  # type: ignore[assignment]
+    stretch = None
+    if config.get("attn_temperature_tuning"):
+        stretch = Stretch(config.get("floor_scale"), float(config.get("attn_scale")))
     biases = config.biases("attention_bias", "qkvo")
     known = {"full_attention": None, "chunked_attention": chunk}
     unknown = next((kind for kind in kinds if kind not in known), None)

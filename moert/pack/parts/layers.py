@@ -64,7 +64,7 @@ class Layer:
         yield from self.attention.contradictions()
         if self.cross is not None:
             yield from self.cross.contradictions()
-            if self.cross.rope is not None or self.cross.buckets is not None:
+            if (self.cross.rope, self.cross.buckets, self.cross.stretch) != (None, None, None):
                 yield "attention to the encoder's output has positions, which that output has not"
             if self.cross.window is not None or self.cross.chunk is not None:
                 yield "attention to the encoder's output has a window, and all of it is before every token"
