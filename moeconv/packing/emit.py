@@ -16,7 +16,8 @@ from torch import Tensor
 from moeconv.artifacts import Assignment
 from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.quantizers.dense import DenseCoder
-from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names
 from moert.pack.errors import WriteFailed

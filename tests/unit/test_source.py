@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.source import ShapeDiffers, Source
+from moeconv.source.archs.views import in_turn, rows, transposed
 
 STORED = {
     "fused": torch.arange(48.0).reshape(2, 6, 4),
@@ -24,16 +25,19 @@ def fetch(name: str, index: int | None) -> torch.Tensor:
 
 def test_a_part_of_a_fused_tensor() -> None:
     whole = STORED["fused"]
-    assert torch.equal(Source("fused").read(fetch), whole)
-    assert torch.equal(Source("fused", 1).read(fetch), whole[1])
-    assert torch.equal(Source("fused", 1, rows=(3, None, None)).read(fetch), whole[1, 3:])
-    assert torch.equal(Source("fused", 0, transpose=True, rows=(1, None, 2)).read(fetch), whole[0].T[1::2])
+    assert torch.equal(Source("fused").read(fetch, (2, 6, 4)), whole)
+    assert torch.equal(Source("fused", 1).read(fetch, (6, 4)), whole[1])
+    assert torch.equal(Source("fused", 1, rows(3), (6, 4)).read(fetch, (3, 4)), whole[1, 3:])
+    turned = in_turn(transposed, rows(1, None, 2))
+    assert torch.equal(Source("fused", 0, turned, (6, 4)).read(fetch, (2, 6)), whole[0].T[1::2])
+    with pytest.raises(ShapeDiffers, match=r"fused has the shape \(6, 4\), config.json implies \(5, 4\)"):
+        Source("fused", 1).read(fetch, (5, 4))
 
 
 def test_blocks_of_fp8_have_a_scale_each() -> None:
     source = Source("w", form="fp8 blocks")
     assert source.names == ("w", "w_scale_inv")
-    found = source.read(fetch)
+    found = source.read(fetch, (200, 300))
     for row, column in ((0, 0), (127, 299), (128, 128), (199, 255), (199, 256)):
         scale = STORED["w_scale_inv"][row // 128, column // 128]
         assert found[row, column] == STORED["w"][row, column].float() * scale
@@ -49,9 +53,9 @@ def test_four_bits_with_powers_of_two(row: int, column: int, expert: int) -> Non
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
     expected = (-magnitude if code & 8 else magnitude) * 2.0 ** (int(STORED["m_scales"][expert, row, group]) - 127)
-    assert source.read(fetch)[row, column] == expected
+    assert source.read(fetch, (5, 64))[row, column] == expected
 
 
 def test_what_is_there_is_asked_for() -> None:
     with pytest.raises(KeyError, match="other"):
-        Source("other").read(fetch)
+        Source("other").read(fetch, (1,))

@@ -39,11 +39,18 @@ class Family:
         raise NotImplementedError
 
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
-        """Of both files as JSON objects. Raises UnsupportedModel, for settings too that are not known."""
+        """Of both files as JSON objects. Raises ConfigInvalid, or UnsupportedModel, for settings too that are not
+        known."""
+        return self.described(config, generation_config)[0]
+
+    def described(
+        self, config: Mapping[str, Any], generation_config: Mapping[str, Any]
+    ) -> tuple[Description, Config]:  # fmt: skip
+        """The same, and the settings as they were asked for."""
         asked = Config(config, self._class.config_class.__name__)
         found = self.describe(asked, special_tokens(config, generation_config))
         asked.check_all_read()
-        return found
+        return found, asked
 
     def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
         """The model as transformers runs it, in eval mode, with the one experts implementation we compare with."""
