@@ -655,11 +655,9 @@ GRANITE_WITH_SHARED: Config = {
     "hidden_size": 1536,
     "num_attention_heads": 24,
     "num_hidden_layers": 32,
-    "num_local_experts": 62,
-    "num_experts_per_tok": 6,
+    "num_local_experts": 40,
     "shared_intermediate_size": 1024,
 }
-"""The sizes of Granite's 3b-a800m, with a shared expert: none is known of a published one."""
 
 PHI_3_5_MOE: Config = {
     "architectures": ["PhiMoEForCausalLM"],
@@ -775,6 +773,11 @@ PUBLISHED: dict[str, Config] = {
     "K-EXAONE-236B-A23B": K_EXAONE_236B_A23B,
 }
 """By their names; the first of a family stands for it in docs/models.md."""
+
+MADE_UP = {
+    "Granite with a shared expert": "none is known; these are the sizes of Granite 3b-a800m, with a shared expert"
+}
+"""Not published, but written by hand for a family of which nothing else is known."""
 
 CODED: dict[str, Config] = {"DeepSeek-V3": DEEPSEEK_V3_FP8, "MiniMax-M2": MINIMAX_M2_FP8}
 """Published with weights in a form that no family reads."""

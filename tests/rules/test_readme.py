@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from models_text import MODELS
+from models_text import text as models_text
 from readme_help import COMMANDS as HELP
 from readme_help import ROOT, commands, rendered
 
@@ -115,6 +117,10 @@ def test_every_family_is_named() -> None:
     section = TEXTS[README].partition("## Which models")[2].partition("\n## ")[0]
     lines = re.findall(r"^- (`.*`): ", section, re.MULTILINE)
     assert {name for line in lines for name in re.findall(r"`(\w+)`", line)} == {*FAMILIES}
+
+
+def test_what_is_said_of_families_is_what_they_say() -> None:
+    assert TEXTS[MODELS] == models_text(), "run make readme"
 
 
 def test_every_path_of_the_tree_exists() -> None:

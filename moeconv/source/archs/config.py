@@ -35,7 +35,7 @@ _OTHER_THAN_NUMBERS: Mapping[str, type] = {
     "rope_type": str, "type": str, "truncate": bool, "short_factor": list, "long_factor": list,
 }  # fmt: skip
 Biases = Literal["qkv", "qkvo"] | None
-_FIXED_ROPES = ("linear", "llama3", "yarn")
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of a text."""
 
 
@@ -194,7 +194,7 @@ class Config:
         """
         import torch
 
-        parameters, self.allowed["rope_type"] = self.rope_parameters(), ("default", *_FIXED_ROPES)
+        parameters, self.allowed["rope_type"] = self.rope_parameters(), FIXED_ROPES
         kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
         if share != 1 and not partial:
             raise UnsupportedModel(
@@ -209,9 +209,9 @@ class Config:
                 )
             exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
             return Rope(dims), 1.0 / (float(theta) ** exponents)
-        if kind not in _FIXED_ROPES:
+        if kind not in FIXED_ROPES:
             raise UnsupportedModel(
-                f"config.json sets the rope type {kind!r}: only default, {', '.join(_FIXED_ROPES)} can be packed"
+                f"config.json sets the rope type {kind!r}: only {', '.join(FIXED_ROPES)} can be packed"
             )
         frequencies, factor = self.frequencies(kind)
         return Rope(2 * len(frequencies), factor), frequencies

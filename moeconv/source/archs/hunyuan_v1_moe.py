@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, arange
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import FIXED_ROPES, Config
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
@@ -63,5 +63,6 @@ def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
     parameters = config.rope_parameters()
     if parameters.get("rope_type") != "dynamic" or not parameters.get("alpha"):
         return config.rope(dim)
+    config.allowed["rope_type"] = (*FIXED_ROPES, "dynamic with alpha")
     base = parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2))
     return Rope(dim), 1.0 / (base ** (arange(0, dim, 2).float() / dim))

@@ -47,6 +47,7 @@ def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         return config.rope(dim)
+    config.allowed["rope_type"] = ("default", "longrope")
     short, long = parameters.get("short_mscale"), parameters.get("long_mscale")
     if kind != "longrope" or short != long or short is None:
         raise UnsupportedModel(
