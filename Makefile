@@ -128,8 +128,9 @@ keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/result
 tables: setup  ## write the tables of README.md and docs/, and the picture, anew from docs/results
 	$(PY) -m tests.bench.blocks
 
-readme: setup  ## write the help texts of docs/commands.md anew
+readme: setup  ## write the help texts of docs/commands.md and the families of docs/models.md anew
 	$(PY) tests/rules/readme_help.py --write
+	$(PY) tests/rules/models_text.py --write
 
 wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt build ziglang

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -45,39 +47,6 @@ recipe_app = typer.Typer(help="Conversion recipes: a model, a target, and what m
 app.add_typer(recipe_app, name="recipe")
 
 EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = 2, 3, 130
-
-Json = Annotated[bool, typer.Option("--json", help="Print each result as a JSON object on one line.")]
-Calib = Annotated[
-    str | None,
-    typer.Option(help="Calibration text: a name in calib_data/; a JSONL, CSV or parquet file with the fields input and "
-                      "target, text, messages, or input, choices and label; a .txt file; or a data set: "
-                      "hf:NAME[/CONFIG], or a folder made by save_to_disk."),
-]  # fmt: skip
-Heldout = Annotated[
-    str | None, typer.Option(help="Other text to measure the result on; without it, --calib is split in halves.")
-]
-Seed = Annotated[
-    int, typer.Option(help="Seed of the random split of the text and of the random draws behind intervals and bounds.")
-]
-Loss = Annotated[
-    str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
-                                  "its relative rise. Default, without --size or --bits-per-weight: 5%.")
-]  # fmt: skip
-Size = Annotated[
-    str | None, typer.Option(help="Instead of a loss: most bytes that all experts may take, such as 120MB.")
-]
-BitsPerWeight = Annotated[
-    float | None,
-    typer.Option(help="Instead of a loss: most bits for each weight of an expert, scales included, on average."),
-]
-Allocation = Annotated[
-    str, typer.Option(help="knapsack: all experts and widths at once. greedy: least important experts first. "
-                           "uniform: one width for all.")
-]  # fmt: skip
-Signal = Annotated[
-    str, typer.Option(help="What experts are ranked by: kl (divergence of the next-token distribution from the "
-                           "unquantised model's), nll (likelihood of the text) or metric (that of --metric).")
-]  # fmt: skip
 
 
 @app.command()
@@ -184,6 +153,23 @@ def quantize(
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)
+
+
+@app.command()
+def check(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A local Hugging Face directory, a config.json, or a hub "
+                                                            "id, of which only the JSON files are fetched.")
+    ],
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say whether a model can be converted, and what its pack would take; reads no weights."""
+    from moeconv.command.check import as_json as plain
+    from moeconv.command.check import check as run
+    from moeconv.command.check import lines, this_host
+
+    found = run(model, this_host())
+    print(json.dumps(plain(found)) if as_json else "\n".join(lines(found)))
 
 
 @app.command()

@@ -48,6 +48,8 @@ class Conversion:
         if is_pack(settings.out):
             say(f"note: {settings.out} is a pack already: the new one takes its place at the end")
         coding = Coding.open(settings)
+        for left_out in coding.checkpoint.notes:
+            say(f"note: {left_out}")
         if settings.calib is None:
             return self._unmeasured(coding)
         coding.check(settings)

@@ -17,7 +17,8 @@ from moeconv.artifacts import Assignment
 from moeconv.packing.chat import chat_of
 from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.quantizers.dense import DenseCoder
-from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names

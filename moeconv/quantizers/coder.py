@@ -11,7 +11,8 @@ from moeconv.artifacts import Bits
 from moeconv.errors import WeightsUnusable
 from moeconv.quantizers.moments import Moments
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
-from moeconv.source.checkpoint import F32, Checkpoint, CheckpointError
+from moeconv.source.checkpoint import F32, Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16
 from moert.pack.manifest import Dtype16
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moeconv.errors import ConversionError
-from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
+from moeconv.source.archs import Description, Family
 from moeconv.source.archs.source import ShapeDiffers, Source
 from moeconv.source.archs.weights import fill_backbone
-from moert.pack.errors import ManifestInvalid
+from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find, json_object, line
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.reading import plain, read
 
 F32 = npt.NDArray[np.float32]
 
@@ -35,10 +32,6 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPUTED = (".rotary_emb.inv_freq",)  # what old versions of transformers stored, and compute now
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _CHUNK = 1 << 20
-
-
-class CheckpointError(ConversionError):
-    """The checkpoint can't be read. The message is one line that says what was found and what to do."""
 
 
 @dataclass
@@ -54,39 +47,16 @@ class Checkpoint:
     _open: dict[Path, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, path_or_hub_id: str | Path) -> Checkpoint:
-        """Opens a local directory, or fetches (or finds in the cache) a model of that id. Raises CheckpointError."""
-        path = _find(str(path_or_hub_id))
-        config = _json_object(path / "config.json")
-        if config is None:
-            raise CheckpointError(f"{path} has no config.json: give a directory with a Hugging Face model")
-        generation_config = _json_object(path / "generation_config.json") or {}
-        family = FAMILIES.get(str(config.get("model_type")))
-        if family is None:
-            raise CheckpointError(
-                f"{path}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
-            )
-        try:
-            description = family.description(config, generation_config)
-        except UnsupportedModel as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except ModuleNotFoundError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{path / 'config.json'} is not a valid {family.model_type} config: {_line(error)}"
-            ) from None
-        spec = description.spec
-        try:
-            read(ModelSpec, plain(spec), f"{path / 'config.json'} can't be converted: the model", closed=True)
-        except ManifestInvalid as error:
-            raise CheckpointError(str(error)) from None
-        if (contradiction := next(spec.contradictions(), None)) is not None:
-            raise CheckpointError(f"{path / 'config.json'} can't be converted: {contradiction}")
-        files = _tensor_files(path)
-        checkpoint = cls(path, config, generation_config, family, description.with_scales(files), files)
+    def open(cls, path_or_hub_id: str | Path, names_only: bool = False) -> Checkpoint:
+        """Opens a local directory, or fetches (or finds in the cache) a model of that id. `names_only`: of tensors that
+        should be alike nothing is read. Raises CheckpointError."""
+        path = find(str(path_or_hub_id))
+        outline, files = Outline.read(path / CONFIG), _tensor_files(path)
+        description = outline.description.with_scales(files)
+        checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, files)
         checkpoint._check_names()
-        checkpoint._check_equal()
+        if not names_only:
+            checkpoint._check_equal()
         return checkpoint
 
     @property
@@ -131,9 +101,7 @@ class Checkpoint:
         except Exception as error:
             if self._reads_well(file, name, index):  # Ctrl-C inside the library comes out as some error of its own
                 raise KeyboardInterrupt from None
-            raise CheckpointError(
-                f"{file} is missing or damaged ({_line(error)}): fetch the checkpoint again"
-            ) from None
+            raise CheckpointError(f"{file} is missing or damaged ({line(error)}): fetch the checkpoint again") from None
 
     def _read(self, file: Path, name: str, index: int | None) -> torch.Tensor:
         if file not in self._open:
@@ -213,7 +181,7 @@ class Checkpoint:
     def sha256(self) -> str:
         """Hash of the configs and of every weight file, in order of name."""
         digest = hashlib.sha256()
-        configs = [self.path / "config.json", self.path / "generation_config.json"]
+        configs = [self.path / CONFIG, self.path / GENERATION_CONFIG]
         for file in [path for path in configs if path.is_file()] + sorted(set(self.files.values())):
             digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
             with open(file, "rb") as handle:
@@ -263,45 +231,13 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
 
 
-def _find(path_or_hub_id: str) -> Path:
-    path = Path(path_or_hub_id)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
-    if path_or_hub_id.count("/") > 1 or path_or_hub_id.startswith((".", "/", "~")) or not path_or_hub_id:
-        raise CheckpointError(f"there is no directory {path_or_hub_id!r}: give a local model or a hub id")
-    return _from_hub(path_or_hub_id)
-
-
-def _from_hub(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-        )
-    except Exception as error:
-        raise CheckpointError(
-            f"{hub_id!r} is neither a local directory nor a hub model that can be fetched now ({_line(error)})"
-        ) from None
-
-
-def _json_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read as JSON ({_line(error)}): fetch the checkpoint again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}")
-    return value
+def has_weights(path: Path) -> bool:
+    """Whether a directory has more than a config."""
+    return (path / _INDEX).is_file() or (path / _SINGLE).is_file()
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
-    index = _json_object(path / _INDEX)
+    index = json_object(path / _INDEX)
     if index is not None:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -320,10 +256,4 @@ def _tensor_files(path: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as handle:
             return dict.fromkeys(handle.keys(), single)
     except Exception as error:
-        raise CheckpointError(f"{single} is damaged ({_line(error)}): fetch the checkpoint again") from None
-
-
-def _line(error: BaseException) -> str:
-    """The message of an error on one line of moderate length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + "…"
+        raise CheckpointError(f"{single} is damaged ({line(error)}): fetch the checkpoint again") from None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import mmap
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
-from moert.pack.model_spec import LayerKey
+from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.sizes import NotASize, parse_size
 from moert.stats import size
 from moert.wording import said
@@ -123,19 +124,28 @@ class Budget:
     ) -> Budget:
         """`widened`: weights are computed with in float32; otherwise they stay as they are stored. `thread_bytes`: of
         all threads. `page_bytes`: of this machine's memory."""
-        spec, files = manifest.model, [entry.file_bytes for entry in manifest.experts]
-        per_layer: dict[LayerKey, list[int]] = {}
+        files: dict[LayerKey, list[int]] = {}
         for entry in manifest.experts:
-            per_layer.setdefault(entry.key.at, []).append(entry.file_bytes)
-        demand = {at: sum(sorted(sizes)[-spec.moe.router.top_k :]) for at, sizes in per_layer.items()}
+            files.setdefault(entry.key.at, []).append(entry.file_bytes)
+        return cls.sized(manifest.model, _stored_bytes(manifest), files, widened, thread_bytes, page_bytes)
+
+    @classmethod
+    def sized(
+        cls, spec: ModelSpec, stored_bytes: int, files: Mapping[LayerKey, Sequence[int]], widened: bool = False,
+        thread_bytes: int = 0, page_bytes: int = mmap.PAGESIZE,
+    ) -> Budget:  # fmt: skip
+        """The same of a pack that need not be there: its backbone takes `stored_bytes`, the experts' `files` as many
+        bytes as it says of each layer."""
+        demand = {at: sum(sorted(sizes)[-spec.moe.router.top_k :]) for at, sizes in files.items()}
+        everything = [nbytes for sizes in files.values() for nbytes in sizes]
         return cls(
-            backbone_bytes=_widened_bytes(manifest) if widened else _stored_bytes(manifest),
+            backbone_bytes=_widened_bytes(spec) if widened else stored_bytes,
             scratch_bytes=_UNPACKED * spec.weights_per_expert() if widened else 0,
             layer_bytes=max(demand.values(), default=0),
             token_bytes=sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder"),
-            expert_bytes=sum(files),
+            expert_bytes=sum(everything),
             thread_bytes=thread_bytes,
-            filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in files), default=1.0),
+            filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in everything), default=1.0),
         )
 
     @property
@@ -199,5 +209,5 @@ def _stored_bytes(manifest: Manifest) -> int:
     return manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
 
 
-def _widened_bytes(manifest: Manifest) -> int:
-    return 4 * sum(math.prod(tensor.shape) for tensor in manifest.model.tensors.values())
+def _widened_bytes(spec: ModelSpec) -> int:
+    return 4 * sum(math.prod(tensor.shape) for tensor in spec.tensors.values())

@@ -11,12 +11,14 @@ from typing import Any
 from moert.kernels import library
 from moert.machine.control_groups import ROOT, text
 from moert.machine.cores import affinity, quota_of, usable_cores
-from moert.machine.memory import machine_memory
+from moert.machine.memory import held_bytes, machine_memory, thread_bytes
 from moert.stats import size
 
 
 def system_facts(root: Path = ROOT) -> dict[str, Any]:
     """Everything as plain values; null where this system does not tell. `root` is where /proc and /sys are."""
+    from moert import engine  # noqa: F401 - what it imports takes memory
+
     return {
         "processor": _processor(root),
         "cores": {
@@ -29,6 +31,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
         "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
         "instruction_sets": _instruction_sets(),
         "memory": asdict(machine_memory(root)),
+        "process": {"held_bytes": held_bytes(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
         "transparent_huge_pages": _huge_pages(root),
     }
 
@@ -49,6 +52,8 @@ def system_lines(facts: dict[str, Any]) -> list[str]:
         *names,
         f"memory           {_size(memory['total_bytes'])}, {_size(memory['available_bytes'])} of it available{limit}; "
         f"{_size(memory['free_bytes'])} free for this process",
+        f"this process     {size(facts['process']['held_bytes'])} without a pack, "
+        f"{size(facts['process']['thread_bytes'])} more for threads",
         f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
     ]
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeconv.source.checkpoint import CheckpointError
+from moeconv.source.outline import CheckpointError
 
 
 @dataclass(frozen=True)

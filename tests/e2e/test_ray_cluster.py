@@ -24,7 +24,7 @@ from conversions import Unseen, settings_for
 
 from moeconv.artifacts import Target
 from moeconv.conversion.conversion import Conversion
-from moeconv.source.checkpoint import CheckpointError
+from moeconv.source.outline import CheckpointError
 from moeconv.sweep.cluster import ClusterError, ray_runner
 
 ray = pytest.importorskip("ray", reason="needs the extra cluster")

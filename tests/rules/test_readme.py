@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from models_text import MODELS
+from models_text import text as models_text
 from readme_help import COMMANDS as HELP
 from readme_help import ROOT, commands, rendered
 
@@ -25,7 +27,8 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]}
 COMMANDS = [
-    "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv quantize", "moeconv plan",
+    "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv check", "moeconv quantize",
+    "moeconv plan",
     "moeconv report", "moeconv profile-paths", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
@@ -114,7 +117,12 @@ def test_the_python_of_the_readme_is_what_there_is() -> None:
 
 def test_every_family_is_named() -> None:
     section = TEXTS[README].partition("## Which models")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`(\w+)`[,:]", section)) == {*FAMILIES}
+    lines = re.findall(r"^- (`.*`): ", section, re.MULTILINE)
+    assert {name for line in lines for name in re.findall(r"`(\w+)`", line)} == {*FAMILIES}
+
+
+def test_what_is_said_of_families_is_what_they_say() -> None:
+    assert TEXTS[MODELS] == models_text(), "run make readme"
 
 
 def test_every_path_of_the_tree_exists() -> None:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe, tiny_switch
 
-from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.pack.model_spec import ExpertKey
 from tests.shapes import shapes_of
 

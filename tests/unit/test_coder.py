@@ -14,7 +14,8 @@ from moeconv.quantizers import QUANTIZERS, coder
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.quantizers.moments import Moments
 from moeconv.quantizers.quantizer import Inputs, Wants
-from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.model_spec import ExpertKey
 

@@ -24,7 +24,8 @@ from moeconv.packing.verify import verify
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.quantizers.dense import DenseCoder, dense_of, width_text
 from moeconv.source.archs.weights import fill_backbone
-from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.kernels.backend import Floats
 from moert.models.backbone import load_backbone
 from moert.pack.codec import QuantizedMatrix

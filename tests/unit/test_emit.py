@@ -19,7 +19,8 @@ from moeconv.packing.emit import Label, Profile, emit
 from moeconv.quantizers import coder
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.quantizer import Inputs, Wants
-from moeconv.source.checkpoint import Checkpoint, CheckpointError
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey

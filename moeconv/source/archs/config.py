@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from moeconv.source.archs.errors import UnsupportedModel
-from moert.pack.parts import Act, Attention, Ffn, Rope
+from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
+from moert.pack.parts import MOST_LAYERS, Act, Attention, Ffn, Rope
+from moert.pack.reading import MAX_COUNT
 
 # Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
 _NO_MATTER = {
@@ -27,8 +29,17 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 Coding = Literal["fp8", "mxfp4"]
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
+_ROPE_PARAMETERS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
+    "high_freq_factor", "short_factor", "long_factor", "short_mscale", "long_mscale", "alpha",
+}  # fmt: skip
+_OTHER_THAN_NUMBERS: Mapping[str, type] = {
+    "rope_type": str, "type": str, "truncate": bool, "short_factor": list, "long_factor": list,
+}  # fmt: skip
 Biases = Literal["qkv", "qkvo"] | None
-_FIXED_ROPES = ("linear", "llama3", "yarn")
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of a text."""
 
 
@@ -36,27 +47,53 @@ class Config:
     """The settings as transformers understands them, old names and defaults among them."""
 
     def __init__(self, raw: Mapping[str, Any], config_class: str) -> None:
-        """Raises whatever transformers raises for values that it can't take."""
+        """Raises ConfigInvalid for values that transformers can't take."""
         import transformers
 
         self._raw, self._known = raw, set(_NO_MATTER)
-        self.parsed: Any = getattr(transformers, config_class).from_dict(dict(raw))
+        self.idle = set(_NO_MATTER)
+        """Settings that this family's model in transformers never looks at."""
+        self.allowed: dict[str, tuple[Any, ...]] = {}
+        """Settings that were asked for and may have few values → those."""
+        _check_counts(raw)
+        try:
+            self.parsed: Any = getattr(transformers, config_class).from_dict(dict(raw))
+        except Exception as error:
+            raise ConfigInvalid(str(error) or type(error).__name__) from None
 
     def get(self, name: str, *aliases: str) -> Any:
         """The value of a setting; `aliases`: other names that config.json may have for it."""
         self._known |= {name, *aliases}
         return getattr(self.parsed, name, None)
 
+    def count(self, name: str, *aliases: str, least: int = 1) -> int:
+        """`get` for what must be a whole number of at least so many. Raises UnsupportedModel."""
+        found = self.get(name, *aliases)
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MAX_COUNT:
+            raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a whole number from {least} on")
+        return found
+
+    def number(self, name: str) -> float:
+        """`get` for what must be a number other than 0. Raises UnsupportedModel."""
+        found = self.get(name)
+        if not isinstance(found, (int, float)) or not math.isfinite(found) or not found:
+            raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a number other than 0")
+        return float(found)
+
+    def one_of(self, name: str, allowed: Sequence[str]) -> str:
+        """Raises UnsupportedModel."""
+        value, self.allowed[name] = self.get(name), tuple(allowed)
+        if value not in allowed:
+            raise UnsupportedModel(f"config.json sets {name} {value!r}: only {', '.join(allowed)} can be packed")
+        return str(value)
+
     def activation(self, name: str) -> Act:
         """Raises UnsupportedModel."""
-        value = self.get(name)
-        if value not in _ACTIVATIONS:
-            raise UnsupportedModel(f"config.json sets {name} {value!r}: only {', '.join(_ACTIVATIONS)} can be packed")
-        return Act(_ACTIVATIONS[value])  # type: ignore[arg-type]
+        return Act(_ACTIVATIONS[self.one_of(name, [*_ACTIVATIONS])])  # type: ignore[arg-type]
 
     def must_be(self, name: str, value: Any, why: str) -> None:
         """Raises UnsupportedModel where a setting is another than `value` (None and False count as one)."""
-        found = self.get(name)
+        found, self.allowed[name] = self.get(name), (value,)
         if (found or None) != (value or None):
             raise UnsupportedModel(f"config.json sets {name} {found!r}: {why}")
 
@@ -79,12 +116,14 @@ class Config:
     def without_effect(self, *names: str) -> None:
         """Settings that this family's model in transformers never looks at."""
         self._known |= set(names)
+        self.idle |= set(names)
 
     def only(self, **allowed: tuple[Any, ...]) -> None:
         """Settings that the class does not know, and that say what the model computes. Raises UnsupportedModel where
         one is there with another value."""
         for name, values in allowed.items():
             self._known.add(name)
+            self.allowed[name] = values
             if name in self._raw and self._raw[name] not in (*values, None):
                 raise UnsupportedModel(
                     f"config.json sets {name} {self._raw[name]!r}: transformers would compute as if it were "
@@ -100,17 +139,18 @@ class Config:
         **more: Any,
     ) -> Attention:  # fmt: skip
         """Heads as most families have them, turned by the first rope; `more`: other fields of the part."""
-        heads, kv, dim = self.get("num_attention_heads"), self.get("num_key_value_heads"), self.head_dim()
+        heads, kv, dim = self.count("num_attention_heads"), self.get("num_key_value_heads"), self.head_dim()
         fields = {"scale": dim**-0.5, "clip": None, "rope": 0, "buckets": None, **more}
         return Attention(heads, heads if kv is None else kv, dim, qk_norm=qk_norm, biases=biases, **fields)
 
     def network(self, d_ff: str, activation: str = "hidden_act", bias: bool = False, times: int = 1) -> Ffn:
         """A gated network whose width is a setting, `times` over. Raises UnsupportedModel."""
-        return Ffn(self.get(d_ff) * times, self.activation(activation), gated=True, bias=bias)
+        return Ffn(self.count(d_ff) * times, self.activation(activation), gated=True, bias=bias)
 
     def windows(self) -> list[int | None]:
         """Of each layer, as layer_types says. Raises UnsupportedModel."""
         window, kinds = self.get("sliding_window", "max_window_layers"), self.get("layer_types")
+        self.allowed["layer_types"] = ("full_attention", "sliding_attention")
         known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
         unknown = next((kind for kind in kinds if kind not in known), None)
         if unknown is not None or (not window and "sliding_attention" in kinds):
@@ -122,19 +162,49 @@ class Config:
 
     def head_dim(self) -> int:
         """Features of an attention head. Raises UnsupportedModel."""
-        features, heads, given = self.get("hidden_size"), self.get("num_attention_heads"), self.get("head_dim")
+        features, heads = self.count("hidden_size"), self.count("num_attention_heads")
+        given = None if self.get("head_dim") is None else self.count("head_dim")
         if given is None and features % heads:
             raise UnsupportedModel(
                 f"config.json sets num_attention_heads {heads} for hidden_size {features}: that leaves a rest, and "
                 "there is no head_dim"
             )
-        dim = int(given or features // heads)
+        dim = given or features // heads
         if dim % 2:
             raise UnsupportedModel(
                 f"config.json sets num_attention_heads {heads} for hidden_size {features}, so that a head has {dim} "
                 "features: rotary positions turn pairs of them, the number should be even"
             )
         return dim
+
+    def rope_parameters(self) -> Mapping[str, Any]:
+        """Those of rotary positions, under whatever names they lie in config.json. Raises UnsupportedModel for one that
+        is not known."""
+        parameters: Mapping[str, Any] = self.get(*_ROPE_SETTINGS)
+        unknown = next((name for name in parameters if name not in _ROPE_PARAMETERS), None)
+        if unknown is not None:
+            raise UnsupportedModel(
+                f"config.json sets {unknown} {parameters[unknown]!r} in rope_parameters, which is not known: it may "
+                "change what the model computes"
+            )
+        for name, value in parameters.items():
+            known = _OTHER_THAN_NUMBERS.get(name, (int, float))
+            if value is not None and (not isinstance(value, known) or value != value):
+                raise UnsupportedModel(
+                    f"config.json sets {name} {value!r} in rope_parameters, which has no such values"
+                )
+        return parameters
+
+    def frequencies(self, kind: str) -> tuple[Tensor, float]:
+        """Those that transformers computes for this kind of rope [dims / 2], and its factor. Raises ConfigInvalid."""
+        from torch import device
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        try:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.parsed, device("cpu"))
+        except Exception as error:
+            raise ConfigInvalid(f"rope_parameters of the kind {kind}: {error}") from None
+        return frequencies.float(), float(factor)
 
     def rope(self, dim: int, partial: bool = False) -> tuple[Rope, Tensor]:
         """Rotary positions of `dim` features, and their frequencies [dims / 2] as transformers computes them.
@@ -143,24 +213,28 @@ class Config:
         Raises UnsupportedModel.
         """
         import torch
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        parameters = self.get(*_ROPE_SETTINGS)
+        parameters, self.allowed["rope_type"] = self.rope_parameters(), FIXED_ROPES
         kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
         if share != 1 and not partial:
             raise UnsupportedModel(
                 f"config.json sets partial_rotary_factor {share!r}: this family turns whole heads in transformers"
             )
         if kind == "default":
-            dims = int(dim * share)
+            dims, theta = int(dim * share), parameters.get("rope_theta")
+            if not 1 < dims <= dim or not theta or theta < 0:
+                raise UnsupportedModel(
+                    f"config.json sets rope_theta {theta!r}, and {dims} of {dim} features of a head turn: "
+                    "expected a number above 0 and 2 features or more"
+                )
             exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
-            return Rope(dims), 1.0 / (float(parameters["rope_theta"]) ** exponents)
-        if kind not in _FIXED_ROPES:
+            return Rope(dims), 1.0 / (float(theta) ** exponents)
+        if kind not in FIXED_ROPES:
             raise UnsupportedModel(
-                f"config.json sets the rope type {kind!r}: only default, {', '.join(_FIXED_ROPES)} can be packed"
+                f"config.json sets the rope type {kind!r}: only {', '.join(FIXED_ROPES)} can be packed"
             )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.parsed, None)
-        return Rope(2 * len(frequencies), float(factor)), frequencies.float()
+        frequencies, factor = self.frequencies(kind)
+        return Rope(2 * len(frequencies), factor), frequencies
 
     def unread(self) -> set[str]:
         """Fields of the class that nobody has asked for, and that are not known to be without effect."""
@@ -176,3 +250,11 @@ class Config:
                     f"config.json sets {name} {self._raw[name]!r}, which is not known for this family: it may change "
                     "what the model computes, and a pack could not say so"
                 )
+
+
+def _check_counts(raw: Mapping[str, Any]) -> None:
+    """Before transformers makes a list of all layers. Raises ConfigInvalid."""
+    for name in _LAYERS:
+        found = raw.get(name, 1)
+        if isinstance(found, int) and not 1 <= found <= MOST_LAYERS:
+            raise ConfigInvalid(f"{name} is {found}, it should be 1 to {MOST_LAYERS}")

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Inside, Place
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.views import View, halves, in_turn, of_heads, rows, transposed
-from moert.pack.parts import Experts, Groups, Latent, Norm, Router
+from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Router
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _EPS = 1e-6  # of the norms within latent attention, whatever config.json says of the others
@@ -17,19 +16,19 @@ _EPS = 1e-6  # of the norms within latent attention, whatever config.json says o
 
 def latent(config: Config) -> Latent:
     """See moert.pack.parts.Latent. Raises UnsupportedModel."""
-    heads = config.get("num_attention_heads")
+    heads = config.count("num_attention_heads")
     config.must_be("num_key_value_heads", heads, "latent attention has as many heads of keys as of queries")
-    nope, turning = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
+    nope, turning = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
     config.only(head_dim=(turning,), qk_head_dim=(nope + turning,))
     return Latent(
-        heads, config.get("q_lora_rank"), config.get("kv_lora_rank"), nope, turning, config.get("v_head_dim"),
+        heads, config.get("q_lora_rank"), config.count("kv_lora_rank"), nope, turning, config.count("v_head_dim"),
         (nope + turning) ** -0.5 * _stretch(config) ** 2, Norm(_EPS), rope=0, bias=bool(config.get("attention_bias")),
     )  # fmt: skip
 
 
 def _stretch(config: Config) -> float:
     """What YaRN multiplies queries and keys with beside what the rope does."""
-    parameters = config.get("rope_parameters", "rope_scaling")
+    parameters = config.rope_parameters()
     wide, factor = parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
     if parameters.get("rope_type", "default") == "default" or not wide or factor <= 1:
         return 1.0
@@ -38,9 +37,9 @@ def _stretch(config: Config) -> float:
 
 def latent_names(config: Config, pairs: bool) -> Inside:
     """Where transformers has the matrices of `latent`. `pairs`: rotary positions turn pairs, not halves."""
-    heads, rank, c = config.get("num_attention_heads"), config.get("q_lora_rank"), config.get("kv_lora_rank")
+    heads, rank, c = config.count("num_attention_heads"), config.get("q_lora_rank"), config.count("kv_lora_rank")
     nope, turning, v = (config.get(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
-    d_model = config.get("hidden_size")
+    d_model = config.count("hidden_size")
     turn: Callable[..., View] = halves if pairs else of_heads
     asked, q = (d_model, "self_attn.q_proj") if rank is None else (rank, "self_attn.q_b_proj")
     queries, both = (heads * (nope + turning), asked), (c + turning, d_model)
@@ -57,17 +56,14 @@ def latent_names(config: Config, pairs: bool) -> Inside:
     }  # fmt: skip
 
 
-def sigmoid_router(config: Config) -> Router:
+def sigmoid_router(config: Config, scores: tuple[str, ...] = ("sigmoid",)) -> Router:
     """That of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): groups by the sum of their two best, a bias for the choice.
-
-    Raises UnsupportedModel."""
-    config.only(scoring_func=("sigmoid",), topk_method=("noaux_tc",), moe_layer_freq=(1,))
-    groups, best = config.get("n_group"), config.get("topk_group")
-    if not groups or not best:
-        raise UnsupportedModel(f"config.json sets n_group {groups!r} and topk_group {best!r}: both should be 1 or more")
+    `scores`: what config.json may call them. Raises UnsupportedModel."""
+    config.only(scoring_func=scores, topk_method=("noaux_tc",), moe_layer_freq=(1,))
+    groups, best = config.count("n_group"), config.count("topk_group")
     return Router(
-        config.get("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, score="sigmoid", choice_bias=True,
-        groups=Groups(groups, best, 2), factor=float(config.get("routed_scaling_factor")),
+        config.count("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, score="sigmoid",
+        choice_bias=True, groups=Groups(groups, best, 2), factor=config.number("routed_scaling_factor"),
     )  # fmt: skip
 
 
@@ -75,12 +71,18 @@ def experts(config: Config, router: Router, bias: bool = False, shorter: bool = 
     """With shared experts as one network. `bias`: of the shared ones; `shorter`: of the names of both counts."""
     shared = config.get("num_shared_experts" if shorter else "n_shared_experts")
     return Experts(
-        config.get(*_COUNTS[shorter:]), config.network("moe_intermediate_size"),
+        config.count(*_COUNTS[shorter:]), config.network("moe_intermediate_size"),
         router, config.network("moe_intermediate_size", bias=bias, times=shared) if shared else None,
     )  # fmt: skip
 
 
+def dense_first(config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Experts]:
+    """What each layer has: the first of them one network in place of experts."""
+    first = config.count("first_k_dense_replace", least=0)
+    return [dense if at < first else routed for at in range(config.count("num_hidden_layers"))]
+
+
 def no_more_predicted(config: Config) -> dict[str, str]:
     """The layers behind the last, which predict tokens after the next."""
-    last = config.get("num_hidden_layers")
+    last = config.count("num_hidden_layers")
     return {rf"model\.layers\.{last}\.": "the layers that predict several tokens at once are left out"}

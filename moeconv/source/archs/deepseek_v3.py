@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.deepseek import experts, latent, latent_names, no_more_predicted, sigmoid_router
+from moeconv.source.archs.deepseek import dense_first, experts, latent, latent_names, no_more_predicted, sigmoid_router
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Tokens
@@ -20,9 +20,6 @@ class DeepseekV3(Family):
         config.without_effect("ep_size", "seq_aux", "aux_loss_alpha")
         norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
         dense = config.network("intermediate_size")
-        layers = [
-            Layer(norm, latent(config), None, dense if at < config.get("first_k_dense_replace") else routed)
-            for at in range(config.get("num_hidden_layers"))
-        ]
+        layers = [Layer(norm, latent(config), None, ffn) for ffn in dense_first(config, dense, routed)]
         inside = latent_names(config, pairs=bool(config.get("rope_interleave")))
         return decoder(self.model_type, config, tokens, layers, Names(inside, left_out=no_more_predicted(config)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moeconv.source.archs.config import Config
+from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.source import FP8_SCALES, Source
 from moeconv.source.archs.views import View
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
@@ -122,13 +123,16 @@ def decoder(
 ) -> Description:  # fmt: skip
     """The decoder that most families share, of these layers. `ropes`: None for one that turns the heads' features, as
     config.json says. `spec_fields`: of ModelSpec that are not what they usually are. Raises UnsupportedModel."""
+    if len(layers) != (n := config.count("num_hidden_layers")):
+        raise UnsupportedModel(
+            f"config.json sets num_hidden_layers {n}, and says of {len(layers)} layers what they are"
+        )
     names, norm = names or Names(), layers[0].norm
-    assert len(layers) == config.get("num_hidden_layers")
     ropes = [config.rope(layers[0].attention.turning)] if ropes is None else ropes
     spec = ModelSpec(
         family=family,
         vocab_size=config.get("vocab_size"),
-        d_model=config.get("hidden_size"),
+        d_model=config.count("hidden_size"),
         encoder=None,
         decoder=stack_of(layers, norm),
         ropes=tuple(rope for rope, _ in ropes),
@@ -137,6 +141,9 @@ def decoder(
         max_positions=config.get("max_position_embeddings"),
     )
     spec = replace(spec, **spec_fields)  # type: ignore[arg-type]
+    for _, frequencies in ropes:
+        if not frequencies.isfinite().all():
+            raise UnsupportedModel("config.json sets rope_parameters by which positions turn by no finite angle")
     computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
     computed |= {name: torch.ones(spec.tensors[name].shape) for name in spec.tensors if name.endswith(names.ones)}
     stored = [name for name in spec.tensors if name not in computed]

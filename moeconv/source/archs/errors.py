@@ -14,6 +14,10 @@ class UnsupportedModel(ConversionError):
     """The checkpoint uses something that a pack can't say. The message is one line, fit to be shown to a user."""
 
 
+class ConfigInvalid(ConversionError):
+    """Settings that transformers can't take, or that mean nothing. The message is a part of a line."""
+
+
 class ModelFailed(ConversionError):
     """Transformers can't build or run the model."""
 

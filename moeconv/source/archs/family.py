@@ -43,7 +43,14 @@ class Family:
         raise NotImplementedError
 
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
-        """Of both files as JSON objects. Raises UnsupportedModel, for settings too that are not known."""
+        """Of both files as JSON objects. Raises ConfigInvalid, or UnsupportedModel, for settings too that are not
+        known."""
+        return self.described(config, generation_config)[0]
+
+    def described(
+        self, config: Mapping[str, Any], generation_config: Mapping[str, Any]
+    ) -> tuple[Description, Config]:  # fmt: skip
+        """The same, and the settings as they were asked for."""
         asked = Config(self.own(config), self._class.config_class.__name__)
         coding = asked.coding()
         if coding == "mxfp4" and not self.reads_mxfp4:
@@ -52,7 +59,7 @@ class Family:
             )
         found = self.describe(asked, special_tokens(config, generation_config))
         asked.check_all_read()
-        return found
+        return found, asked
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of the model itself, in the config.json of a larger one. Raises UnsupportedModel."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.deepseek import experts, no_more_predicted, sigmoid_router
+from moeconv.source.archs.deepseek import dense_first, experts, no_more_predicted, sigmoid_router
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Tokens
@@ -23,10 +23,7 @@ class Glm4Moe(Family):
             biases=config.biases("attention_bias", "qkv"),
         )
         dense = config.network("intermediate_size")
-        layers = [
-            Layer(norm, attention, None, dense if at < config.get("first_k_dense_replace") else routed)
-            for at in range(config.get("num_hidden_layers"))
-        ]
+        layers = [Layer(norm, attention, None, ffn) for ffn in dense_first(config, dense, routed)]
         ropes = [config.rope(attention.dim, partial=True)]
         return decoder(
             self.model_type, config, tokens, layers, Names(left_out=no_more_predicted(config)), ropes

@@ -27,19 +27,19 @@ class GptOss(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("hidden_act", "initial_context_length")
-        top_k, norm = config.get("num_experts_per_tok"), Norm(config.get("rms_norm_eps"))
+        top_k, norm = config.count("num_experts_per_tok"), Norm(config.get("rms_norm_eps"))
         config.only(experts_per_token=(top_k,))
         biases = config.biases("attention_bias", "qkvo")
         act = Act("silu", config.get("swiglu_limit"), slope=config.get("swiglu_alpha"), plus=1.0)
-        network = Ffn(config.get("intermediate_size"), act, gated=True, bias=True)
-        n = config.get("num_local_experts", "num_experts")
+        network = Ffn(config.count("intermediate_size"), act, gated=True, bias=True)
+        n = config.count("num_local_experts", "num_experts")
         experts = Experts(n, network, Router(top_k, True, None, bias=True))
         layers = [
             Layer(norm, config.attention(biases=biases, window=window, sinks=True), None, experts)
             for window in config.windows()
         ]
         coded = config.coding() == "mxfp4"
-        d_ff, d_model = network.d_ff, config.get("hidden_size")
+        d_ff, d_model = network.d_ff, config.count("hidden_size")
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:
             at, view = f"layers.{layer}.mlp.experts", _OF_PAIRS.get(projection)

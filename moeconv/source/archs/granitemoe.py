@@ -9,7 +9,6 @@ from torch import nn
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Names, Place, decoder
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import rows
@@ -25,18 +24,17 @@ class GraniteMoe(Family):
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.block_sparse_moe.experts"}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        scale = config.get("attention_multiplier")
-        if scale is None:
-            raise UnsupportedModel("config.json sets attention_multiplier null: it should be a number")
-        attention = config.attention(biases=config.biases("attention_bias", "qkvo"), scale=float(scale))
-        join, shared = Join(add=float(config.get("residual_multiplier"))), self._shared(config)
+        attention = config.attention(
+            biases=config.biases("attention_bias", "qkvo"), scale=config.number("attention_multiplier")
+        )
+        join, shared = Join(add=config.number("residual_multiplier")), self._shared(config)
         network = config.network("intermediate_size")
-        router = Router(config.get("num_experts_per_tok"), True, None)
-        experts = Experts(config.get("num_local_experts"), network, router, shared)
+        router = Router(config.count("num_experts_per_tok"), True, None)
+        experts = Experts(config.count("num_local_experts"), network, router, shared)
         layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts, join, join)
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:
-            at, width, d_model = f"layers.{layer}.block_sparse_moe", network.d_ff, config.get("hidden_size")
+            at, width, d_model = f"layers.{layer}.block_sparse_moe", network.d_ff, config.count("hidden_size")
             if projection == "down":
                 return Source(f"{at}.output_linear.weight", expert)
             part = rows(0, width) if projection == "gate" else rows(width)
@@ -44,17 +42,17 @@ class GraniteMoe(Family):
 
         inside: dict[str, str | Place] = {"router": "block_sparse_moe.router.layer"}
         if shared is not None:
-            both = (2 * shared.d_ff, config.get("hidden_size"))
+            both = (2 * shared.d_ff, config.count("hidden_size"))
             inside |= {
                 "shared.gate": Place("shared_mlp.input_linear", rows(0, shared.d_ff), both),
                 "shared.up": Place("shared_mlp.input_linear", rows(shared.d_ff), both),
                 "shared.down": "shared_mlp.output_linear",
             }
         names = Names(inside, {"router": "block_sparse_moe.router"}, of_expert)
-        head = Head(bool(config.get("tie_word_embeddings")), 1 / float(config.get("logits_scaling")))
+        head = Head(bool(config.get("tie_word_embeddings")), 1 / config.number("logits_scaling"))
         return decoder(
-            self.model_type, config, tokens, [layer] * config.get("num_hidden_layers"), names, head=head,
-            embed_scale=float(config.get("embedding_multiplier")),
+            self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), names, head=head,
+            embed_scale=config.number("embedding_multiplier"),
         )  # fmt: skip
 
     def _shared(self, config: Config) -> Ffn | None:

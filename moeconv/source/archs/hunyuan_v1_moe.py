@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, arange
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import FIXED_ROPES, Config
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
@@ -18,7 +18,8 @@ _INSIDE = {
 _NEVER_LOOKED_AT = (
     "attention_head_dim", "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor", "norm_type",
     "org_vocab_size", "add_classification_head", "class_num", "pool_type", "eod_token_id", "cla_share_factor",
-    "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "dense_list",
+    "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "dense_list", "pad_id", "im_start_id",
+    "im_end_id", "im_newline_id", "mask_init_id", "text_start_id", "text_end_id", "skip_cls_token",
 )  # fmt: skip
 
 
@@ -29,12 +30,12 @@ class HunyuanV1Moe(Family):
     model_class = "HunYuanMoEV1ForCausalLM"
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        layers, width = config.get("num_hidden_layers"), config.get("intermediate_size")
+        layers, width = config.count("num_hidden_layers"), config.count("intermediate_size")
         config.only(
             use_qk_norm=(True,), use_cla=(False,), mlp_bias=(False,), moe_layer_num_skipped=(0,),
             use_mixed_mlp_moe=(True,), num_shared_expert=(1, [1] * layers), position_embedding_xdrope=(False,),
             moe_intermediate_size=(width, [width] * layers), group_limited_greedy=(False,),
-            routed_scaling_factor=(1, False),
+            routed_scaling_factor=(1, False), norm_topk_prob=(True,),
         )  # fmt: skip
         config.without_effect(*_NEVER_LOOKED_AT)
         if config.get("head_dim") is None:
@@ -42,7 +43,7 @@ class HunyuanV1Moe(Family):
         attention = config.attention(qk_norm="head", norm_turned=True, biases=config.biases("attention_bias", "qkvo"))
         network = config.network("intermediate_size")
         experts = Experts(
-            config.get("num_experts", "num_local_experts"), network, Router(_top_k(config), True, None), network
+            config.count("num_experts", "num_local_experts"), network, Router(_top_k(config), True, None), network
         )  # fmt: skip
         layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts)
         ropes = [_rope(config, attention.dim)]
@@ -59,8 +60,9 @@ def _top_k(config: Config) -> int:
 
 def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
     """With `alpha`, positions are stretched by a larger base that does not depend on the text."""
-    parameters = config.get("rope_parameters", "rope_scaling", "rope_theta")
+    parameters = config.rope_parameters()
     if parameters.get("rope_type") != "dynamic" or not parameters.get("alpha"):
         return config.rope(dim)
+    config.allowed["rope_type"] = (*FIXED_ROPES, "dynamic with alpha")
     base = parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2))
     return Rope(dim), 1.0 / (base ** (arange(0, dim, 2).float() / dim))

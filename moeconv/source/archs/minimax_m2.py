@@ -21,7 +21,7 @@ class MiniMaxM2(Family):
     model_class = "MiniMaxM2ForCausalLM"
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        layers = config.get("num_hidden_layers")
+        layers = config.count("num_hidden_layers")
         config.only(
             scoring_func=("sigmoid",), use_routing_bias=(True,), use_qk_norm=(True,), qk_norm_type=("per_layer",),
             shared_intermediate_size=(0,), attn_type_list=([1] * layers,),
@@ -30,8 +30,8 @@ class MiniMaxM2(Family):
             "rotary_dim", "mlp_intermediate_size", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"
         )  # the first is in rope_parameters
         attention = config.attention(qk_norm="whole")
-        router = Router(config.get("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True)
-        n = config.get("num_local_experts", "num_experts")
+        router = Router(config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True)
+        n = config.count("num_local_experts", "num_experts")
         experts = Experts(n, config.network("intermediate_size"), router)
         layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts)
         ropes = [config.rope(attention.dim, partial=True)]

@@ -20,10 +20,10 @@ class Mixtral(Family):
     def describe(self, config: Config, tokens: Tokens) -> Description:
         norm, dim = Norm(config.get("rms_norm_eps")), config.head_dim()
         attention = Attention(
-            config.get("num_attention_heads"), config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm=None,
+            config.count("num_attention_heads"), config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm=None,
             clip=None, rope=0, buckets=None, window=config.get("sliding_window"),
         )  # fmt: skip
-        ffn = Ffn(config.get("intermediate_size"), config.activation("hidden_act"), gated=True)
-        router = Router(config.get("num_experts_per_tok"), renormalise=True, capacity=None)
-        layer = Layer(norm, attention, None, Experts(config.get("num_local_experts"), ffn, router))
-        return decoder(self.model_type, config, tokens, [layer] * config.get("num_hidden_layers"), _NAMES)
+        ffn = Ffn(config.count("intermediate_size"), config.activation("hidden_act"), gated=True)
+        router = Router(config.count("num_experts_per_tok"), renormalise=True, capacity=None)
+        layer = Layer(norm, attention, None, Experts(config.count("num_local_experts"), ffn, router))
+        return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), _NAMES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, tensor
+from torch import Tensor
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import EXPERTS_W123, Description, Names, decoder
@@ -29,12 +29,12 @@ class Phimoe(Family):
         router = Router(
             _CHOSEN, False, None, score="sparsemixer", jitter=float(config.get("router_jitter_noise"))
         )  # fmt: skip
-        experts = Experts(config.get("num_local_experts"), config.network("intermediate_size"), router)
+        experts = Experts(config.count("num_local_experts"), config.network("intermediate_size"), router)
         layer = Layer(Norm(config.get("rms_norm_eps"), "layer"), attention, None, experts)
         names = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.router"}, EXPERTS_W123)
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bool(config.get("lm_head_bias")))
         return decoder(
-            self.model_type, config, tokens, [layer] * config.get("num_hidden_layers"), names,
+            self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), names,
             [_rope(config, attention.dim)], head=head,
         )  # fmt: skip
 
@@ -42,18 +42,17 @@ class Phimoe(Family):
 def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
     """Of longrope, transformers uses the short factors for texts of any length; the two factors of what turns have to
     be one here. Raises UnsupportedModel."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = config.get("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    parameters = config.rope_parameters()
     config.get("original_max_position_embeddings")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         return config.rope(dim)
+    config.allowed["rope_type"] = ("default", "longrope")
     short, long = parameters.get("short_mscale"), parameters.get("long_mscale")
-    if kind != "longrope" or short != long:
+    if kind != "longrope" or short != long or short is None:
         raise UnsupportedModel(
             f"config.json sets the rope type {kind!r} with short_mscale {short!r} and long_mscale {long!r}: only "
             "default, and longrope with both alike, can be packed"
         )
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config.parsed, tensor(0).device)
-    return Rope(2 * len(frequencies), float(short)), frequencies.float()
+    frequencies, _ = config.frequencies(kind)
+    return Rope(2 * len(frequencies), float(short)), frequencies

@@ -24,11 +24,11 @@ class Qwen2Moe(Family):
         config.without_effect("use_sliding_window")  # layer_types says it
         norm, biases = Norm(config.get("rms_norm_eps")), config.biases("qkv_bias", "qkv")
         experts = Experts(
-            config.get("num_experts"), config.network("moe_intermediate_size"),
-            Router(config.get("num_experts_per_tok"), config.get("norm_topk_prob"), None),
+            config.count("num_experts"), config.network("moe_intermediate_size"),
+            Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), None),
             config.network("shared_expert_intermediate_size"), shared_gate=True,
         )  # fmt: skip
-        dense, step = config.network("intermediate_size"), config.get("decoder_sparse_step")
+        dense, step = config.network("intermediate_size"), config.count("decoder_sparse_step")
         without = config.get("mlp_only_layers") or ()
         layers = [
             Layer(

@@ -6,7 +6,7 @@ from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, decoder
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, Router
+from moert.pack.parts import Experts, Ffn, Layer, Norm, Router
 
 
 class Qwen3Moe(Family):
@@ -17,19 +17,16 @@ class Qwen3Moe(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("attention_bias", False, "attention with biases can't be packed")
-        norm, dim = Norm(config.get("rms_norm_eps")), config.head_dim()
+        norm = Norm(config.get("rms_norm_eps"))
         window = config.get("sliding_window", "max_window_layers")
-        attention = Attention(
-            config.get("num_attention_heads"), config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm="head",
-            clip=None, rope=0, buckets=None, window=window if config.get("use_sliding_window") else None,
-        )  # fmt: skip
+        attention = config.attention(qk_norm="head", window=window if config.get("use_sliding_window") else None)
         act = config.activation("hidden_act")
         ffn, dense = (Ffn(config.get(name), act, gated=True) for name in ("moe_intermediate_size", "intermediate_size"))
-        router = Router(config.get("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
-        experts = Experts(config.get("num_experts", "num_local_experts"), ffn, router)
-        step, without = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        experts = Experts(config.count("num_experts", "num_local_experts"), ffn, router)
+        step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
         layers = [
             Layer(norm, attention, None, dense if at in without or (at + 1) % step else experts)
-            for at in range(config.get("num_hidden_layers"))
+            for at in range(config.count("num_hidden_layers"))
         ]
         return decoder(self.model_type, config, tokens, layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,10 +18,9 @@ from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Layer, Norm,
 
 _PROJECTIONS = {"up": "wi", "down": "wo"}
 _FFN_PLACE: Mapping[StackName, int] = {"encoder": 1, "decoder": 2}
-_ACTIVATIONS = ("relu", "silu", "gelu", "gelu_new")
-_REPEATED = (
+_SAID_ELSEWHERE = (
     "feed_forward_proj", "is_gated_act", "num_sparse_encoder_layers", "num_sparse_decoder_layers", "add_router_probs",
-    "router_ignore_padding_tokens",
+    "router_ignore_padding_tokens", "is_decoder", "add_cross_attention",
 )  # fmt: skip
 _ATTENTION = {"attn": ("0", "SelfAttention"), "cross": ("1", "EncDecAttention")}
 
@@ -39,25 +39,28 @@ class SwitchTransformers(Family):
     def describe(self, config: Config, tokens: Tokens) -> Description:
         _refuse(config, tokens)
         norm, tied = Norm(config.get("layer_norm_epsilon")), config.get("tie_word_embeddings")
+        heads = config.count("num_heads")
         cross = Attention(
-            config.get("num_heads"), config.get("num_heads"), config.get("d_kv"), scale=1.0, qk_norm=None, clip=None,
-            rope=None, buckets=None,
-        )  # fmt: skip
+            heads, heads, config.count("d_kv"), scale=1.0, qk_norm=None, clip=None, rope=None, buckets=None
+        )
         buckets = Buckets(config.get("relative_attention_num_buckets"), config.get("relative_attention_max_distance"))
-        attention, ffn = replace(cross, buckets=buckets), Ffn(config.get("d_ff"), _act(config), gated=False)
+        act: Any = config.one_of("dense_act_fn", ("relu", "silu", "gelu", "gelu_new"))
+        attention, ffn = replace(cross, buckets=buckets), Ffn(config.count("d_ff"), Act(act), gated=False)
         router = Router(1, renormalise=False, capacity=config.get("expert_capacity"))
-        experts = Experts(config.get("num_experts"), ffn, router)
+        experts = Experts(config.count("num_experts"), ffn, router)
         encoder, decoder = (
             [Layer(norm, attention, crossing, part) for part in (ffn, experts)] for crossing in (None, cross)
         )
         spec = ModelSpec(
             family=self.model_type,
             vocab_size=config.get("vocab_size"),
-            d_model=config.get("d_model"),
-            encoder=_stack(encoder, config.get("num_layers"), config.get("encoder_sparse_step"), norm),
-            decoder=_stack(decoder, config.get("num_decoder_layers"), config.get("decoder_sparse_step"), norm),
+            d_model=config.count("d_model"),
+            encoder=_stack(encoder, config.count("num_layers"), config.count("encoder_sparse_step", least=0), norm),
+            decoder=_stack(
+                decoder, config.count("num_decoder_layers"), config.count("decoder_sparse_step", least=0), norm
+            ),
             ropes=(),
-            head=Head(tied, config.get("d_model") ** -0.5 if tied else 1.0),
+            head=Head(tied, config.count("d_model") ** -0.5 if tied else 1.0),
             tokens=tokens,
             max_positions=None,
         )
@@ -109,24 +112,15 @@ def _names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _refuse(config: Config, tokens: Tokens) -> None:
-    """`is_gated_act` and `feed_forward_proj` repeat what dense_act_fn says; `num_sparse_…` the steps."""
+    """`is_gated_act` and `feed_forward_proj` repeat what dense_act_fn says; `num_sparse_…` the steps. What a stack is,
+    `is_decoder` and `add_cross_attention`, the model says to each itself."""
     config.must_be("router_bias", False, "routers with a bias can't be packed")
     config.must_be("router_dtype", "float32", "only float32 routers can be packed")
     if (capacity := config.get("expert_capacity")) < 1:
         raise UnsupportedModel(f"config.json sets expert_capacity {capacity}: it should be at least 1")
     if tokens.start is None:
         raise UnsupportedModel("config.json has no decoder_start_token_id: an encoder–decoder model needs one")
-    for name in _REPEATED:
-        config.get(name)
-
-
-def _act(config: Config) -> Act:
-    name = config.get("dense_act_fn")
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModel(
-            f"config.json sets dense_act_fn {name!r}: only relu, silu, gelu and gelu_new can be packed"
-        )
-    return Act(name)
+    config.without_effect(*_SAID_ELSEWHERE)
 
 
 def _stack(kinds: Sequence[Layer], n_layers: int, sparse_step: int, norm: Norm) -> Stack:

@@ -11,7 +11,7 @@ from moert.pack.parts.base import MOST, Norm, Tensor
 from moert.pack.parts.feed_forward import Experts, Ffn
 from moert.pack.reading import Within
 
-_MOST_LAYERS = 4096
+MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Stack:
             yield from self[layer].tensors(f"{at}.{layer}", d_model)
 
     def contradictions(self) -> Iterator[str]:
-        if not self.layers or not self.kinds or len(self.layers) > _MOST_LAYERS:
-            yield f"there are {len(self.layers)} layers of {len(self.kinds)} kinds, it should be 1 to {_MOST_LAYERS}"
+        if not self.layers or not self.kinds or len(self.layers) > MOST_LAYERS:
+            yield f"there are {len(self.layers)} layers of {len(self.kinds)} kinds, it should be 1 to {MOST_LAYERS}"
             return
         if max(self.layers) >= len(self.kinds):
             yield f"a layer is of kind {max(self.layers)}, there are {len(self.kinds)} kinds"

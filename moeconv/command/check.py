@@ -1,0 +1,149 @@
+"""`moeconv check`: can a model be converted, and what would the pack take? Reads names and settings, no weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moeconv.conversion.settings import Settings
+from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
+from moeconv.quantizers import QUANTIZERS
+from moeconv.quantizers.dense import dense_of
+from moeconv.report.units import size
+from moeconv.source.checkpoint import Checkpoint, has_weights
+from moeconv.source.features import features
+from moeconv.source.outline import CONFIG, Outline, find
+from moert.pack.model_spec import ModelSpec
+
+DENSE_BITS = (None, 8)
+"""Widths of what lies outside the experts that are looked at; None: as in the source."""
+
+_HEADING = (
+    ("experts", "the rest", "pack", "an expert", "a token", "smallest", "for all"),
+    ("", "", "", "", "reads", "--memory", "experts"),
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """`left_out`: what the pack will not have of the checkpoint; `certain` where the names of its tensors were there to
+    look at."""
+
+    model: str
+    spec: ModelSpec
+    parameters: Parameters
+    quantizer: str
+    outlooks: Sequence[Outlook]
+    left_out: Sequence[str]
+    certain: bool
+
+
+def check(model: str, host: Host) -> Checked:
+    """`model`: a directory, a config.json, or a hub id. Raises CheckpointError for what can't be converted."""
+    path = Path(model)
+    outline, notes = _opened(path if path.is_file() else find(model, weights=False))
+    spec, computed = outline.spec, outline.description.computed
+    quantizer = QUANTIZERS[Settings.quantizer](Settings.group_size)
+    denses = [dense_of(spec, bits) for bits in DENSE_BITS]
+    left_out = [*dict.fromkeys(outline.description.left_out.values())] if notes is None else notes
+    return Checked(
+        model, spec, parameters(spec, computed), quantizer.name,
+        outlooks(spec, quantizer.group_size, denses, computed, host), left_out, notes is not None,
+    )  # fmt: skip
+
+
+def _opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
+    """And notes, where there are tensors with names."""
+    if path.is_file():
+        return Outline.read(path), None
+    if not has_weights(path):
+        return Outline.read(path / CONFIG), None
+    checkpoint = Checkpoint.open(path, names_only=True)
+    return checkpoint, checkpoint.notes
+
+
+def this_host() -> Host:
+    """As `moert info --system` says, run by itself: this process has libraries in it that moert never loads."""
+    command = [sys.executable, "-m", "moert", "info", "--system", "--json"]
+    facts = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    process, widened = facts["process"], facts["native_kernels"]["missing"] is not None
+    return Host(process["held_bytes"], process["thread_bytes"], widened)
+
+
+def as_json(found: Checked) -> dict[str, Any]:
+    """Everything as plain values; bytes are bytes."""
+    spec, experts = found.spec, found.spec.moe
+    return {
+        "model": found.model,
+        "supported": True,
+        "family": spec.family,
+        "features": features(spec),
+        "layers": {
+            name: {"all": len(stack), "with_experts": len(spec.moe_layers(name))} for name, stack in spec.stacks.items()
+        },
+        "experts": {
+            "per_layer": experts.n,
+            "top_k": experts.router.top_k,
+            "all": len(spec.expert_keys()),
+            "weights_each": spec.weights_per_expert(),
+            "shared": experts.shared is not None,
+        },
+        "parameters": asdict(found.parameters),
+        "quantizer": found.quantizer,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "outlooks": [asdict(each) for each in found.outlooks],
+        "left_out": list(found.left_out),
+        "left_out_is_certain": found.certain,
+    }
+
+
+def lines(found: Checked) -> list[str]:
+    """The same for people."""
+    spec, experts, numbers = found.spec, found.spec.moe, found.parameters
+    layers = ", ".join(
+        f"{name} of {len(stack)} layers ({len(spec.moe_layers(name))} with experts)"
+        for name, stack in spec.stacks.items()
+    )
+    sure = "" if found.certain else ", if the checkpoint has them"
+    shared = "" if experts.shared is None else ", and a shared one"
+    return [
+        f"{found.model}: {spec.family}, supported",
+        f"  layers      {layers}",
+        f"  experts     {len(spec.expert_keys()):,}: {experts.n} a layer, {experts.router.top_k} for each token"
+        f"{shared}; {spec.weights_per_expert():,} weights each",
+        f"  parameters  {_many(numbers.total)}, of them {_many(numbers.active)} for each token",
+        *_wrapped("features", features(spec)),
+        *(f"  note        {note}{sure}" for note in found.left_out),
+        "",
+        f"  with the quantizer {found.quantizer}; memory for a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more",
+        *(f"  {' '.join(name.rjust(10) for name in names)}" for names in _HEADING),
+        *map(_row, found.outlooks),
+    ]
+
+
+def _row(each: Outlook) -> str:
+    sizes = map(size, (each.pack_bytes, each.expert_bytes, each.token_bytes))
+    memory = (f"{nbytes / 1e6:,.0f} MB" for nbytes in (each.smallest_memory, each.whole_memory))
+    cells = (f"{each.bits} bits", f"{each.dense_bits} bits", *sizes, *memory)
+    return "  " + " ".join(cell.rjust(10) for cell in cells)
+
+
+def _many(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.2f} million"
+
+
+def _wrapped(name: str, phrases: Sequence[str], width: int = 100) -> list[str]:
+    """Phrases with commas between them, in lines under each other."""
+    rows = [""]
+    for place, phrase in enumerate(phrases):
+        text = phrase + ("" if place == len(phrases) - 1 else ",")
+        if rows[-1] and len(rows[-1]) + 1 + len(text) > width:
+            rows.append("")
+        rows[-1] += (" " if rows[-1] else "") + text
+    return [f"  {name if place == 0 else '':<11} {row}" for place, row in enumerate(rows)]

@@ -1,0 +1,40 @@
+"""What can be said on the command line to several commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print each result as a JSON object on one line.")]
+Calib = Annotated[
+    str | None,
+    typer.Option(help="Calibration text: a name in calib_data/; a JSONL, CSV or parquet file with the fields input and "
+                      "target, text, messages, or input, choices and label; a .txt file; or a data set: "
+                      "hf:NAME[/CONFIG], or a folder made by save_to_disk."),
+]  # fmt: skip
+Heldout = Annotated[
+    str | None, typer.Option(help="Other text to measure the result on; without it, --calib is split in halves.")
+]
+Seed = Annotated[
+    int, typer.Option(help="Seed of the random split of the text and of the random draws behind intervals and bounds.")
+]
+Loss = Annotated[
+    str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
+                                  "its relative rise. Default, without --size or --bits-per-weight: 5%.")
+]  # fmt: skip
+Size = Annotated[
+    str | None, typer.Option(help="Instead of a loss: most bytes that all experts may take, such as 120MB.")
+]
+BitsPerWeight = Annotated[
+    float | None,
+    typer.Option(help="Instead of a loss: most bits for each weight of an expert, scales included, on average."),
+]
+Allocation = Annotated[
+    str, typer.Option(help="knapsack: all experts and widths at once. greedy: least important experts first. "
+                           "uniform: one width for all.")
+]  # fmt: skip
+Signal = Annotated[
+    str, typer.Option(help="What experts are ranked by: kl (divergence of the next-token distribution from the "
+                           "unquantised model's), nll (likelihood of the text) or metric (that of --metric).")
+]  # fmt: skip

@@ -1,0 +1,125 @@
+"""What a pack of a model would take, on the drive and in memory, at each width of its experts. Pure.
+
+How much memory moert asks for is moert's own arithmetic: the two modules that its engine asks, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moert.budget.budget import FIRST_BYTES, Budget
+from moert.models.footprint import Footprint, Load
+from moert.pack.dense import stored_tensors
+from moert.pack.layout import DTYPE_BYTES, choose_page_bytes, expert_layout
+from moert.pack.manifest import Dense, Quantization
+from moert.pack.model_spec import LayerKey, ModelSpec
+
+WIDTHS = (2, 3, 4, 8)
+PROMPT_TOKENS, NEW_TOKENS = 512, 256
+_HEADER_BYTES = 8  # before the JSON of a safetensors file, which is filled up to a whole number of these
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a pack would run: what moert holds there before it opens one, what its threads take, and whether it
+    computes with weights in float32 (it does without its native kernels)."""
+
+    held_bytes: int
+    thread_bytes: int
+    widened: bool
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One way to convert: experts at `bits`, all other matrices at `dense_bits`, in bytes.
+
+    `expert_bytes`: of one expert's file. `token_bytes`: what a token reads at most, if none of its experts is in
+    memory. `smallest_memory`: the least --memory that moert takes for a prompt of PROMPT_TOKENS and NEW_TOKENS more;
+    `whole_memory`: what all experts stay in memory with.
+    """
+
+    bits: int
+    dense_bits: int
+    pack_bytes: int
+    backbone_bytes: int
+    expert_bytes: int
+    token_bytes: int
+    smallest_memory: int
+    whole_memory: int
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Weights and biases, in all and those that one token meets."""
+
+    total: int
+    active: int
+
+
+def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
+    """`computed`: tensors of the pack that no checkpoint has."""
+    beside = sum(math.prod(tensor.shape) for name, tensor in spec.tensors.items() if name not in computed)
+    ffn = spec.moe.ffn
+    biases = sum(ffn.shape(name, spec.d_model)[0] for name in ffn.projections) if ffn.bias else 0
+    each, layers = spec.weights_per_expert() + biases, len(spec.experts)
+    return Parameters(beside + layers * spec.moe.n * each, beside + layers * spec.moe.router.top_k * each)
+
+
+def outlooks(
+    spec: ModelSpec, group_size: int, denses: Sequence[Dense | None], computed: Collection[str], host: Host
+) -> list[Outlook]:
+    """One for each way to store what lies outside the experts, and each width. `group_size`: of the experts."""
+    return [_outlook(spec, group_size, bits, dense, computed, host) for dense in denses for bits in WIDTHS]
+
+
+def _outlook(
+    spec: ModelSpec, group_size: int, bits: int, dense: Dense | None, computed: Collection[str], host: Host
+) -> Outlook:
+    quantization = Quantization("", group_size, "BF16", 0, dense)
+    files = _files(spec, quantization, bits)
+    backbone = backbone_bytes(spec, quantization, computed)
+    budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
+    needed = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
+    coming = budget.loading_bytes + needed + FIRST_BYTES
+    others = budget.expert_bytes - budget.layer_bytes
+    return Outlook(
+        bits=bits,
+        dense_bits=16 if dense is None else max(dense.bits.values()),
+        pack_bytes=backbone + budget.expert_bytes,
+        backbone_bytes=backbone,
+        expert_bytes=max(map(max, files.values())),
+        token_bytes=budget.token_bytes,
+        smallest_memory=budget.smallest_bytes(host.held_bytes, coming),
+        whole_memory=budget.smallest_bytes(host.held_bytes, coming + math.ceil(others / budget.filled)),
+    )
+
+
+def _files(spec: ModelSpec, quantization: Quantization, bits: int) -> dict[LayerKey, list[int]]:
+    """Bytes of each expert's file: with all projections at one width they differ at most by the length of its name."""
+    widths, page = dict.fromkeys(spec.moe.ffn.projections, bits), choose_page_bytes(spec)
+    known: dict[int, int] = {}
+    files: dict[LayerKey, list[int]] = {}
+    for key in spec.expert_keys():
+        length = len(str(key))
+        if length not in known:
+            known[length] = expert_layout(
+                spec, key, widths, quantization.group_size, quantization.dtype16, page
+            ).file_bytes
+        files.setdefault(key.at, []).append(known[length])
+    return files
+
+
+def backbone_bytes(spec: ModelSpec, quantization: Quantization, computed: Collection[str] = ()) -> int:
+    """Of the file of everything outside the experts, where the source has it in 16 bits; what is `computed` has 32."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, parts in stored_tensors(spec, quantization).items():
+        for part, (dtype, shape) in parts.items():
+            kind = dtype or ("F32" if name in computed else "BF16")
+            start, end = end, end + DTYPE_BYTES[kind] * math.prod(shape)
+            header[part] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = len(json.dumps(header, separators=(",", ":")))
+    return end + _HEADER_BYTES + -(-text // _HEADER_BYTES) * _HEADER_BYTES

@@ -1,0 +1,114 @@
+"""What a model's parts are, in words: one short phrase for each thing that not all families have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moert.pack.model_spec import ModelSpec
+from moert.pack.parts import Attention, Experts, Ffn, Latent, Layer, Router
+
+
+def features(spec: ModelSpec) -> list[str]:
+    """Phrases without an order of rank; each says a thing once, of however many layers."""
+    layers = [stack[at] for stack in spec.stacks.values() for at in range(len(stack))]
+    found = [*_attention(layers), *_positions(spec, layers), *_experts(spec, layers), *_stream(spec, layers)]
+    return list(dict.fromkeys(found))
+
+
+def _attention(layers: Sequence[Layer]) -> Iterator[str]:
+    for part in dict.fromkeys(layer.attention for layer in layers):
+        if isinstance(part, Latent):
+            yield f"latent attention of {part.kv_rank} + {part.turning} features a token"
+        else:
+            yield from _heads(part)
+    for what in ("window", "chunk"):
+        sizes = [size for layer in layers if (size := getattr(layer.attention, what, None)) is not None]
+        if sizes:
+            named = " or ".join(map(str, sorted(set(sizes))))
+            yield f"{what}s of {named} tokens in {len(sizes)} of {len(layers)} layers"
+
+
+def _heads(part: Attention) -> Iterator[str]:
+    yield f"{part.n} heads" if part.n == part.kv else f"{part.n} heads, {part.kv} of keys"
+    if part.qk_norm is not None:
+        turned = ", after they turn" if part.norm_turned else ""
+        yield f"queries and keys normed {'as a whole' if part.qk_norm == 'whole' else 'by head'}{turned}"
+    if part.v_norm:
+        yield "values normed by head"
+    if part.biases is not None:
+        yield f"biases of {', '.join(part.biases)}"
+    if part.sinks:
+        yield "attention sinks"
+    if part.gate:
+        yield "a gate on what heads give"
+    if part.clip is not None:
+        yield f"queries, keys and values within {part.clip:g}"
+    if part.softcap is not None:
+        yield f"scores within {part.softcap:g}"
+
+
+def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
+    if any(stack.buckets is not None for stack in spec.stacks.values()):
+        yield "positions by buckets of distances"
+    kinds = [part for part in (layer.attention for layer in layers) if part.rope is not None]
+    for part in dict.fromkeys(kinds):
+        assert part.rope is not None
+        dims = spec.ropes[part.rope].dims
+        if dims < part.turning:
+            yield f"rotary positions of {dims} of {part.turning} features"
+    if kinds and (without := len(layers) - len(kinds)):
+        yield f"no positions in {without} of {len(layers)} layers"
+
+
+def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
+    experts = [layer.ffn for layer in layers if isinstance(layer.ffn, Experts)]
+    if dense := len(layers) - len(experts):
+        yield f"{dense} of {len(layers)} layers without experts"
+    for part in dict.fromkeys(experts):
+        yield from _router(part.router)
+        if part.shared is not None:
+            yield f"a shared expert of width {part.shared.d_ff}{' with a gate' if part.shared_gate else ''}"
+        if part.beside is not None:
+            yield f"a network of width {part.beside.ffn.d_ff} beside the experts"
+        yield from _network(part.ffn)
+
+
+def _router(part: Router) -> Iterator[str]:
+    called = {"softmax": "softmax", "sigmoid": "sigmoid", "sparsemixer": "a sparsemixer in place of"}[part.score]
+    yield f"{called} routers{' with biases' if part.bias else ''}"
+    if part.choice_bias:
+        yield "a bias for the choice of experts"
+    if part.groups is not None and part.groups.n > 1:
+        yield f"experts of {part.groups.best} of {part.groups.n} groups"
+    if part.capacity is not None:
+        yield f"at most {part.capacity} tokens an expert"
+    if part.own_norm:
+        yield "a norm of the routers' own"
+    if part.weigh == "input":
+        yield "weights on what experts get"
+
+
+def _network(part: Ffn) -> Iterator[str]:
+    gated = "" if part.gated else " without gates"
+    yield f"{part.act.name} experts{gated}{' with biases' if part.bias else ''}"
+    if part.act.limit is not None:
+        yield f"gates within {part.act.limit:g}"
+
+
+def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
+    if spec.encoder is not None:
+        yield "an encoder"
+    if any(layer.norm.kind == "layer" for layer in layers):
+        yield "LayerNorms with biases"
+    if any(layer.attn_join.after is not None or layer.ffn_join.after is not None for layer in layers):
+        yield "norms after attention and experts"
+    if any((layer.attn_join.add, layer.ffn_join.add, layer.scale) != (1, 1, 1) for layer in layers):
+        yield "factors of the stream"
+    if spec.embed_scale != 1:
+        yield "a factor of the embedding"
+    if spec.head.tied:
+        yield "a tied head"
+    if spec.head.bias:
+        yield "a head with a bias"
+    if spec.head.softcap is not None:
+        yield f"logits within {spec.head.softcap:g}"

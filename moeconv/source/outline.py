@@ -1,0 +1,116 @@
+"""A model as its config.json says it is, without its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeconv.errors import ConversionError
+from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
+from moeconv.source.archs.errors import ConfigInvalid
+from moert.pack.errors import ManifestInvalid
+from moert.pack.model_spec import ModelSpec
+from moert.pack.reading import plain, read
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+WEIGHTS = ("*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+class CheckpointError(ConversionError):
+    """The checkpoint can't be read. The message is one line that says what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`config` and `generation_config` as JSON objects, and what its family makes of them."""
+
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    family: Family
+    description: Description
+
+    @classmethod
+    def read(cls, file: Path) -> Outline:
+        """Of a config.json, and the generation_config.json beside it, if there is one. Raises CheckpointError."""
+        config = json_object(file)
+        if config is None:
+            raise CheckpointError(f"{file.parent} has no {file.name}: give a directory with a Hugging Face model")
+        return cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, file)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any], file: Path) -> Outline:
+        """`file`: what messages say of where it lies. Raises CheckpointError."""
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            raise CheckpointError(
+                f"{file.parent}: model_type {config.get('model_type')!r} is not supported; "
+                f"supported: {', '.join(FAMILIES)}"
+            )
+        try:
+            description = family.description(config, generation_config)
+        except UnsupportedModel as error:
+            raise CheckpointError(f"{file.parent}: {error}") from None
+        except ConfigInvalid as error:
+            raise CheckpointError(f"{file} is not a valid {family.model_type} config: {line(error)}") from None
+        _check(description.spec, file)
+        return cls(config, generation_config, family, description)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.description.spec
+
+
+def _check(spec: ModelSpec, file: Path) -> None:
+    """Raises CheckpointError for what no pack could say."""
+    try:
+        read(ModelSpec, plain(spec), f"{file} can't be converted: the model", closed=True)
+    except ManifestInvalid as error:
+        raise CheckpointError(str(error)) from None
+    if (contradiction := next(spec.contradictions(), None)) is not None:
+        raise CheckpointError(f"{file} can't be converted: {contradiction}")
+
+
+def find(path_or_hub_id: str, weights: bool = True) -> Path:
+    """A local directory, or that of a hub model, which is fetched (or found in the cache); of it only its JSON files,
+    if not its `weights` too. Raises CheckpointError."""
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
+    if path_or_hub_id.count("/") > 1 or path_or_hub_id.startswith((".", "/", "~")) or not path_or_hub_id:
+        raise CheckpointError(f"there is no directory {path_or_hub_id!r}: give a local model or a hub id")
+    return _from_hub(path_or_hub_id, ["*.json", *(WEIGHTS if weights else ())])
+
+
+def _from_hub(hub_id: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except Exception as error:
+        raise CheckpointError(
+            f"{hub_id!r} is neither a local directory nor a hub model that can be fetched now ({line(error)})"
+        ) from None
+
+
+def json_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file. Raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON ({line(error)}): fetch the checkpoint again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}")
+    return value
+
+
+def line(error: BaseException) -> str:
+    """The message of an error on one line of moderate length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + "…"

@@ -1,0 +1,141 @@
+"""One layer of each kind of every published model at full size, with 4-bit weights drawn at random, on the native
+kernels: it computes, a step goes on from what was read, and all is what plain arithmetic gives but for rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from published import PUBLISHED
+
+from moeconv.source.archs import Description
+from moeconv.source.outline import Outline
+from moert.kernels import REFERENCE, library, open_backend
+from moert.kernels.backend import Backend, Expert, ExpertView, Floats, ProjectionView, Stored
+from moert.models.build import Weights
+from moert.models.model import Model
+from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
+from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout, group_of
+from moert.pack.model_spec import LayerKey, ModelSpec
+from moert.pack.parts import Stack
+
+pytestmark = pytest.mark.slow
+if library.load() is None:
+    pytest.skip(f"no native kernels: {library.missing()}", allow_module_level=True)
+
+VOCAB, BITS, GROUP = 640, 4, 64
+PROMPT, NEXT = [3, 17, 5, 600, 42], 77
+_MIDDLE, _SPREAD = 7.5, 4.61  # of codes from 0 to 15
+WORST, MEDIAN = 0.2, 0.03  # what rounding activations changes, in proportion to the largest logit
+
+
+class SharedWeights:
+    """Runs experts of which all have the same weights, so that they fit into memory."""
+
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+        self.ffn, self.backend, self.buffer = spec.moe.ffn, backend, expert_buffer(spec)
+        self.expert: Expert = backend.expert(ExpertView(self.buffer, views(spec)))
+        self.chosen: set[int] = set()
+
+    def run(self, at: LayerKey, hidden: F32, experts: npt.NDArray[np.int64], weights: F32, out: F32) -> None:
+        for number in sorted({*experts.ravel().tolist()} - {-1}):
+            taken = experts == number
+            tokens = np.flatnonzero(taken.any(1)).astype(np.int32)
+            self.backend.mixture([self.expert], [len(tokens)], tokens, weights[taken], hidden, out, self.ffn)
+            self.chosen.add(number)
+
+
+def views(spec: ModelSpec) -> dict[str, ProjectionView]:
+    """Where the projections of any expert lie in its file."""
+    found, layout = {}, layout_of(spec)
+    for name in spec.moe.ffn.projections:
+        shape = spec.projection_shape(name)
+        places = [layout.data_offset + layout.slot(f"{name}.{part}").start for part in ("qweight", "scale", "min")]
+        bias = layout.data_offset + layout.slot(f"{name}.bias").start if spec.moe.ffn.bias else None
+        found[name] = ProjectionView(shape, BITS, group_of(shape[1], GROUP), "BF16", tuple(places), bias)
+    return found
+
+
+def layout_of(spec: ModelSpec) -> ExpertLayout:
+    key, widths = spec.expert_keys()[0], dict.fromkeys(spec.moe.ffn.projections, BITS)
+    return expert_layout(spec, key, widths, GROUP, "BF16", choose_page_bytes(spec))
+
+
+def expert_buffer(spec: ModelSpec) -> npt.NDArray[np.uint8]:
+    """The file of one expert, on a page."""
+    layout, rng = layout_of(spec), np.random.default_rng(7)
+    page = choose_page_bytes(spec)
+    room = np.zeros(layout.file_bytes + page, np.uint8)
+    start = -room.ctypes.data % page
+    buffer = room[start : start + layout.file_bytes]
+    for name in spec.moe.ffn.projections:
+        drawn = matrix(*spec.projection_shape(name), rng)
+        parts = [("qweight", drawn.qweight), ("scale", drawn.scale), ("min", drawn.minimum)]
+        if spec.moe.ffn.bias:
+            parts.append(("bias", (0.1 * rng.standard_normal(spec.projection_shape(name)[0])).astype(np.float32)))
+        for part, values in parts:
+            slot = layout.slot(f"{name}.{part}")
+            buffer[layout.data_offset + slot.start : layout.data_offset + slot.stop] = values.ravel().view(np.uint8)
+    return buffer
+
+
+def matrix(out_features: int, in_features: int, rng: np.random.Generator) -> QuantizedMatrix:
+    """Codes at random, with scales by which what it gives is about as large as what it gets."""
+    group = group_of(in_features, GROUP)
+    size = row_bytes(in_features, BITS)
+    codes = np.frombuffer(rng.bytes(out_features * size), np.uint8).reshape(out_features, size)
+    scale = np.full((out_features, n_groups(in_features, group)), in_features**-0.5 / _SPREAD, np.float16)
+    return QuantizedMatrix(BITS, in_features, group, codes, scale, (-_MIDDLE * scale).astype(np.float16))
+
+
+def weights_of(spec: ModelSpec, description: Description) -> Weights:
+    """Everything but the experts."""
+    rng, found = np.random.default_rng(1), dict[str, Stored]()
+    for name, (_, shape, role) in spec.tensors.items():
+        if name in description.computed:
+            found[name] = Floats("F32", description.computed[name].numpy())
+        elif role is not None:
+            found[name] = matrix(shape[0], shape[1], rng)
+        else:
+            middle = 1.0 if len(shape) == 1 and name.endswith("norm.weight") else 0.0
+            found[name] = Floats("F32", (middle + 0.1 * rng.standard_normal(shape)).astype(np.float32))
+    return found
+
+
+def one_of_each(spec: ModelSpec) -> ModelSpec:
+    """A model with one layer of each kind, and few tokens."""
+
+    def cut(stack: Stack) -> Stack:
+        return replace(stack, layers=tuple(range(len(stack.kinds))))
+
+    encoder = None if spec.encoder is None else cut(spec.encoder)
+    return replace(spec, vocab_size=VOCAB, encoder=encoder, decoder=cut(spec.decoder))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_layer_of_each_kind_computes_at_full_size(name: str) -> None:
+    outline = Outline.of(PUBLISHED[name], {}, Path("hf/config.json"))
+    spec = one_of_each(outline.spec)
+    assert next(spec.contradictions(), None) is None
+    found = {}
+    for kernels in ("auto", REFERENCE):
+        backend = open_backend(kernels)
+        runner = SharedWeights(spec, backend)
+        model = Model(spec, weights_of(spec, outline.description), runner, backend)
+        state, logits = model.prefill(PROMPT)
+        after = model.step(state, NEXT)
+        assert np.isfinite(logits).all()
+        assert np.isfinite(after).all()
+        assert logits.std() > 1e-3
+        assert len(runner.chosen) >= spec.moe.router.top_k
+        found[kernels] = np.stack((logits, after))
+        if kernels == "auto" and spec.encoder is None:
+            np.testing.assert_array_equal(after, model.prefill([*PROMPT, NEXT])[1])
+        backend.close()
+        del model, runner
+    off = np.abs(found["auto"] - found[REFERENCE]) / np.abs(found[REFERENCE]).max()
+    assert off.max() < WORST
+    assert np.median(off) < MEDIAN

@@ -1,0 +1,145 @@
+"""docs/models.md: every family's parts, what of it is checked and what is refused, as the families themselves say it.
+
+`python tests/rules/models_text.py --write` brings it up to date; without --write it only says whether it differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "docs" / "models.md"
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from published import CODED, MADE_UP, PUBLISHED, Config  # noqa: E402
+from tiny import TINY  # noqa: E402
+
+from moeconv.plan.outlook import parameters  # noqa: E402
+from moeconv.source.archs import FAMILIES  # noqa: E402
+from moeconv.source.archs.config import Config as Asked  # noqa: E402
+from moeconv.source.features import features  # noqa: E402
+
+_INTRODUCTION = (
+    "`make readme` writes this text from the families in `moeconv/source/archs` and from the settings of "
+    "published models in `tests/published.py`; a test compares. `moeconv check MODEL` says the same of a single "
+    "model, with the size of its pack and the memory that it wants.",
+    "The `model_type` in config.json decides which family a model is of. Each family is checked alike:",
+)
+_CHECKED = (
+    "**The same as transformers.** Tiny models with random weights, in all variants that are named below, give "
+    "the logits of transformers and write the same tokens: numpy to within 1e-4, the native kernels to within "
+    "their rounding (`tests/parity`).",
+    "**The right tensors.** Each tensor of a checkpoint has one place in the pack, of the same shape, and none "
+    "is left over (`tests/unit/test_archs.py`).",
+    "**An exact sweep.** A model that is run in parts, as the sweep does, is the model as it is run whole "
+    "(`tests/unit/test_scorers.py`), and what the sweep says of an expert is what a full evaluation says; this "
+    "last is compared for some families, which stand for the others (`tests/unit/test_probes.py`).",
+    "**The published shapes.** config.json of the models that are named below opens, has as many parameters as "
+    "its makers say, and is planned (`tests/unit/test_published.py`). One layer of each kind, filled at random, "
+    "runs at full size on the native kernels and gives what plain arithmetic gives "
+    "(`tests/e2e/test_published_layers.py`). Nobody has run these models whole here.",
+    "**Every setting.** Each field of config.json is read, known to have no effect, or refused; changed at "
+    "random, it gets an answer or a reason (`tests/unit/test_config_fields.py`).",
+)
+_REFUSED_FIRST = ("A setting that is not known for the family and is not off.",)
+_REFUSED_LAST = (
+    f"Weights in a form that the family does not read, such as those of {' and '.join(CODED)} as they were first "
+    "published; the same models in bfloat16 are read. gpt-oss is read in its own four bits.",
+    "Checkpoints without safetensors files, and GGUF.",
+    "A tensor that has no place in the pack, but for what a note says is left out: layers that predict several "
+    "tokens at once.",
+)
+
+
+def text() -> str:
+    allowed = {name: _allowed(name) for name in FAMILIES}
+    common = {
+        setting: values
+        for setting, values in allowed["qwen2_moe"].items()
+        if sum(values == others.get(setting) for others in allowed.values()) > len(FAMILIES) // 2
+    }
+    refused = [f"`{setting}` other than {_values(values)}." for setting, values in common.items()]
+    lines = ["# Models"]
+    for paragraph in _INTRODUCTION:
+        lines += ["", *textwrap.wrap(paragraph, 120, break_on_hyphens=False)]
+    lines += ["", *map(_bullet, _CHECKED), "", "## What is refused of every family", ""]
+    lines += ["In one line, before anything long starts:", ""]
+    lines += map(_bullet, (*_REFUSED_FIRST, *refused, *_REFUSED_LAST))
+    for name in sorted(FAMILIES):
+        own = {setting: values for setting, values in allowed[name].items() if common.get(setting) != values}
+        lines += ["", *_family(name, own)]
+    return "\n".join(lines) + "\n"
+
+
+def _family(name: str, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
+    first, config = next(iter(_published(name).items()))
+    found, _ = _described(config)
+    spec, numbers = found.spec, parameters(found.spec, found.computed)
+    experts = spec.moe
+    about = (sys.modules[type(FAMILIES[name]).__module__].__doc__ or "").strip()
+    refused = "; ".join(f"`{setting}` other than {_values(values)}" for setting, values in allowed.items())
+    bullets = [
+        f"Parts of {first}: {', '.join(features(spec))}.",
+        f"{first} has {numbers.total / 1e9:.1f} billion parameters, {numbers.active / 1e9:.1f} of them for each token; "
+        f"{experts.n} experts in each of {len(spec.experts)} layers, {experts.router.top_k} for each token.",
+        f"Published shapes: {', '.join(each for each in _published(name) if each not in MADE_UP) or MADE_UP[first]}.",
+        f"Variants beside transformers: {', '.join(TINY[name][1])}.",
+        *([f"Left out, with a note: {what}." for what in _left_out(found.left_out.values())]),
+        *([f"Refused: {refused}."] if refused else []),
+    ]
+    return [f"## `{name}`", "", *textwrap.wrap(" ".join(about.split()), 120), "", *map(_bullet, bullets)]
+
+
+def _left_out(notes: Any) -> list[str]:
+    return [note.removesuffix(" are left out") for note in dict.fromkeys(notes)]
+
+
+def _published(family: str) -> dict[str, Config]:
+    return {name: config for name, config in PUBLISHED.items() if config["model_type"] == family}
+
+
+def _described(config: Config) -> Any:
+    return FAMILIES[config["model_type"]].described(config, {})
+
+
+def _allowed(family: str) -> dict[str, tuple[Any, ...]]:
+    """Settings of the first published model that may have few values → those."""
+    asked: Asked = _described(next(iter(_published(family).values())))[1]
+    return asked.allowed
+
+
+def _values(values: tuple[Any, ...]) -> str:
+    shown = list(dict.fromkeys(map(_value, values)))
+    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "a list that says the same" if len(set(map(str, value))) > 1 else f"{_value(value[0])} in each layer"
+    return {None: "none", False: "false", True: "true"}.get(value, str(value)) if _is_word(value) else str(value)
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _bullet(line: str) -> str:
+    return "\n".join(textwrap.wrap(line, 120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
+
+
+def main() -> int:
+    fresh = text()
+    if MODELS.exists() and MODELS.read_text(encoding="utf-8") == fresh:
+        return 0
+    if "--write" in sys.argv[1:]:
+        MODELS.write_text(fresh, encoding="utf-8")
+        return 0
+    sys.stderr.write("docs/models.md is outdated: run make readme\n")
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,173 @@
+"""`moeconv check`: what it says of a pack is what the pack takes, and what moert then asks for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import GLM_4_5_AIR, MIXTRAL_8X7B
+from safetensors.torch import load_file, save_file
+from tiny import TINY, tiny_olmoe
+
+from moeconv.artifacts import uniform
+from moeconv.command import cli
+from moeconv.command.check import Checked, as_json, check, lines
+from moeconv.packing.emit import Label, emit
+from moeconv.plan.outlook import WIDTHS, Host, Outlook
+from moeconv.quantizers import QUANTIZERS
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CheckpointError
+from moert.pack.manifest import BACKBONE, Manifest
+
+HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
+ASKED = """
+import sys
+from moert.engine import Engine
+from moert.errors import BudgetTooSmall
+from moert.kernels import REFERENCE
+
+path, smallest = sys.argv[1], int(sys.argv[2])
+fits = []
+for nbytes in (smallest, smallest - 25_000_000):
+    try:
+        with Engine.open(path, memory=nbytes) as engine:
+            engine.check([3] * 512, 256)
+            fits.append(True)
+    except BudgetTooSmall:
+        fits.append(False)
+print(fits)
+"""
+
+
+def pack_of(source: Path, out: Path, bits: int, dense_bits: int | None) -> Manifest:
+    """Experts as `moeconv quantize` would store them: without groups."""
+    checkpoint = Checkpoint.open(source)
+    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
+    dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits))
+    return emit(coder, uniform(checkpoint.spec, bits), out, seed=0, label=Label("tests"), dense=dense)
+
+
+def outlook(found: Checked, bits: int, dense_bits: int = 16) -> Outlook:
+    return next(each for each in found.outlooks if (each.bits, each.dense_bits) == (bits, dense_bits))
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize(("bits", "dense_bits"), [(3, None), (4, 8)])
+def test_a_pack_has_the_size_that_was_said(family: str, bits: int, dense_bits: int | None, tmp_path: Path) -> None:
+    source = TINY[family][0](tmp_path / "hf")
+    said = outlook(check(str(source), HOST), bits, dense_bits or 16)
+    written = pack_of(source, tmp_path / "model.pack", bits, dense_bits)
+    assert {entry.file_bytes for entry in written.experts} == {said.expert_bytes}
+    assert written.files[BACKBONE].nbytes == pytest.approx(said.backbone_bytes, abs=512)  # names in another order
+    assert said.pack_bytes - said.backbone_bytes == sum(entry.file_bytes for entry in written.experts)
+
+
+def test_moert_takes_the_memory_that_was_said(tmp_path: Path) -> None:
+    source = tiny_olmoe(tmp_path / "hf", hidden_size=256, intermediate_size=512, max_position_embeddings=2048)
+    pack_of(source, tmp_path / "model.pack", 4, None)
+    done = command("check", str(source), "--json")
+    (said,) = [each for each in json.loads(done.stdout)["outlooks"] if (each["bits"], each["dense_bits"]) == (4, 16)]
+    asked = subprocess.run(
+        [sys.executable, "-c", ASKED, str(tmp_path / "model.pack"), str(said["smallest_memory"])],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert asked.stdout == "[True, False]\n"
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moeconv", *arguments], capture_output=True, text=True, check=False
+    )  # fmt: skip
+
+
+def test_more_memory_where_weights_are_widened(tmp_path: Path) -> None:
+    file = written(tmp_path, MIXTRAL_8X7B)
+    narrow, wide = (check(str(file), Host(45_000_000, 1 << 20, widened)) for widened in (False, True))
+    for bits in WIDTHS:
+        assert outlook(wide, bits).smallest_memory > outlook(narrow, bits).smallest_memory + 3e9
+        assert outlook(wide, bits).pack_bytes == outlook(narrow, bits).pack_bytes
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+def test_a_config_alone_is_enough(tmp_path: Path) -> None:
+    file = written(tmp_path, MIXTRAL_8X7B)
+    alone, folder = check(str(file), HOST), check(str(tmp_path), HOST)
+    assert alone.outlooks == folder.outlooks
+    text = "\n".join(lines(alone))
+    assert "mixtral, supported" in text
+    assert "256: 8 a layer, 2 for each token; 176,160,768 weights each" in text
+    assert "46.70 billion, of them 12.88 billion for each token" in text
+    facts = json.loads(json.dumps(as_json(alone)))
+    assert facts["supported"] is True
+    assert facts["layers"] == {"decoder": {"all": 32, "with_experts": 32}}
+    assert [each["bits"] for each in facts["outlooks"]] == [*WIDTHS, *WIDTHS]
+
+
+def test_a_token_reads_all_that_it_chooses_once(tmp_path: Path) -> None:
+    found = outlook(check(str(written(tmp_path, MIXTRAL_8X7B)), HOST), 4)
+    assert found.token_bytes == 32 * 2 * found.expert_bytes
+    assert found.expert_bytes == pytest.approx(176_160_768 / 2, rel=0.01)
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    found = check(str(written(tmp_path, GLM_4_5_AIR)), HOST)
+    (note,) = [line for line in lines(found) if "left out" in line]
+    assert note.endswith("several tokens at once are left out, if the checkpoint has them")
+
+
+def test_with_weights_only_what_is_there_is_left_out(tmp_path: Path) -> None:
+    source = TINY["glm4_moe"][0](tmp_path / "hf")
+    assert check(str(source), HOST).left_out == []
+    add_tensor(source, "model.layers.2.eh_proj.weight")
+    assert list(check(str(source), HOST).left_out) == Checkpoint.open(source).notes != []
+    add_tensor(source, "model.layers.1.mlp.extra.weight")
+    with pytest.raises(CheckpointError, match=r"mlp\.extra\.weight"):
+        check(str(source), HOST)
+
+
+def add_tensor(source: Path, name: str) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = tensors["model.norm.weight"].clone()
+    save_file(tensors, source / "model.safetensors")
+
+
+def test_a_conversion_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = TINY["glm4_moe"][0](tmp_path / "hf")
+    add_tensor(source, "model.layers.2.eh_proj.weight")
+    assert cli._exit_code(["quantize", str(source), "--bits", "16", "--out", str(tmp_path / "model.pack")]) == 0
+    assert "note: the layers that predict several tokens at once are left out\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: switch_transformers, "),
+        ({"is_causal": False}, "sets is_causal False"),
+        ({"num_experts_per_tok": 9}, "a token goes to 9 of 8 experts"),
+    ],
+)
+def test_what_is_not_supported_is_one_line(
+    change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, {**MIXTRAL_8X7B, **change})
+    assert cli._exit_code(["check", str(file)]) == cli.EXIT_USER
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert named in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, named in ((str(tmp_path), "has no config.json"), (str(tmp_path / "no"), "there is no directory")):
+        assert cli._exit_code(["check", asked]) == cli.EXIT_USER
+        assert named in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Every setting is read, known to have no effect, or refused: whatever it says, there is a right answer or a reason."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import PUBLISHED
+from tiny import TINY
+
+from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
+from moeconv.source.archs.errors import ConfigInvalid
+from moeconv.source.outline import CheckpointError, Outline
+
+Settings = dict[str, Any]
+CHANGES, CHANGED_AT_ONCE = 100, (1, 1, 1, 2)
+VALUES: tuple[Any, ...] = (
+    0, 1, -1, 2, 3, 7, 24, 65537, 1 << 40, 0.0, 1.5, -0.5, 1e-9, float("inf"), float("nan"), True, False, None, "", "x",
+    "silu", "default", "full_attention", [], [0], [1, 2], ["sparse", "dense"], ["full_attention"], {}, {"a": 1},
+    {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 0}, {"rope_type": "default", "rope_theta": -1},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+)  # fmt: skip
+# Read, and without effect as long as something else is as in these configs.
+RESTING: dict[str, set[str]] = {
+    "qwen3_moe": {"intermediate_size", "sliding_window", "use_sliding_window", "max_window_layers"},
+    "qwen2_moe": {"intermediate_size", "sliding_window", "max_window_layers"},
+    "deepseek_v2": {"n_group", "topk_group"},
+    "dots1": {"sliding_window", "max_window_layers"},
+    "ernie4_5_moe": {"moe_layer_end_index", "moe_norm_min"},
+    "deepseek_v3": {"rope_interleave"},  # it says where the numbers of a matrix go, which is compared elsewhere
+    "glm4_moe_lite": {"rope_interleave"},
+}
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Settings]:
+    family: str = request.param
+    path = TINY[family][0](tmp_path_factory.mktemp(family))
+    return family, json.loads((path / "config.json").read_text())
+
+
+def test_every_field_of_the_class_is_asked_for(tiny: tuple[str, Settings]) -> None:
+    family, settings = tiny
+    _, asked = FAMILIES[family].described(settings, {})
+    assert asked.unread() == set()
+
+
+def test_whatever_a_setting_says_there_is_an_answer_or_a_reason(tiny: tuple[str, Settings]) -> None:
+    family, settings = tiny
+    chance, outcomes = random.Random(family), set()
+    fields = sorted(set(settings) - {"model_type"})
+    for _ in range(CHANGES):
+        changed = {name: chance.choice(VALUES) for name in chance.sample(fields, chance.choice(CHANGED_AT_ONCE))}
+        outcomes.add(outcome(family, {**settings, **changed}))
+    assert outcomes == {"right", "refused"}
+
+
+def test_whatever_a_published_setting_says_there_is_an_answer_or_a_reason() -> None:
+    chance = random.Random(1)
+    for settings in PUBLISHED.values():
+        for _ in range(8):
+            field = chance.choice(sorted(set(settings) - {"model_type"}))
+            outcome(settings["model_type"], {**settings, field: chance.choice(VALUES)})
+
+
+def outcome(family: str, settings: Settings) -> str:
+    """Raises whatever is neither an answer nor a refusal of ours."""
+    with suppress(UnsupportedModel, ConfigInvalid):
+        FAMILIES[family].description(settings, {})
+    try:
+        outline = Outline.of(settings, {}, Path("hf/config.json"))
+    except CheckpointError:
+        return "refused"
+    assert next(outline.spec.contradictions(), None) is None
+    assert all(tensor.isfinite().all() for tensor in outline.description.computed.values())
+    return "right"
+
+
+def test_what_changes_nothing_is_known_to_have_no_effect(tiny: tuple[str, Settings]) -> None:
+    """A setting with another value gives another description, unless the family says that nothing looks at it."""
+    family, settings = tiny
+    base, asked = FAMILIES[family].described(settings, {})
+    silent = set()
+    for field in sorted(set(settings) - asked.idle - RESTING.get(family, set())):
+        for value in (1, 2, 3, 7, 1.5, True, False, "x", "silu"):
+            if value == settings[field]:
+                continue
+            try:
+                found = FAMILIES[family].description({**settings, field: value}, {})
+            except (UnsupportedModel, ConfigInvalid):
+                continue
+            if said(found) == said(base):
+                silent.add(field)
+    assert silent == set()
+
+
+def said(description: Description) -> tuple[object, ...]:
+    """All of it that can be compared."""
+    places = [(name, source.name, source.shape, source.factor) for name, source in description.backbone.items()]
+    computed = {name: tensor.tolist() for name, tensor in description.computed.items()}
+    return description.spec, places, computed, sorted(description.left_out)

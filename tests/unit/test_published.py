@@ -1,0 +1,108 @@
+"""Published models by their config.json alone: each opens, has as many parameters as its makers say, and is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from published import CODED, PARAMETERS, PUBLISHED, Config
+
+from moeconv.plan.outlook import WIDTHS, Host, outlooks, parameters
+from moeconv.quantizers.dense import dense_of
+from moeconv.source.archs import FAMILIES
+from moeconv.source.features import features
+from moeconv.source.outline import CheckpointError, Outline
+
+HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
+FEATURES = {
+    "switch-base-8": ["an encoder", "positions by buckets of distances", "at most 64 tokens an expert"],
+    "gpt-oss-20b": ["attention sinks", "windows of 128 tokens in 12 of 24 layers", "silu experts with biases"],
+    "DeepSeek-V3 in bfloat16": [
+        "latent attention of 512 + 64 features a token",
+        "experts of 4 of 8 groups",
+        "3 of 61 layers without experts",
+    ],
+    "K-EXAONE-236B-A23B": ["windows of 128 tokens in 36 of 48 layers", "no positions in 12 of 48 layers"],
+    "GLM-4.5": ["rotary positions of 64 of 128 features", "biases of q, k, v", "queries and keys normed by head"],
+    "Hunyuan-A13B": ["queries and keys normed by head, after they turn", "a shared expert of width 3072"],
+    "Phi-3.5-MoE": ["a sparsemixer in place of routers", "LayerNorms with biases", "a head with a bias"],
+    "granite-3.1-1b-a400m": ["factors of the stream", "a factor of the embedding", "a tied head"],
+    "Qwen1.5-MoE-A2.7B": ["a shared expert of width 5632 with a gate"],
+}
+
+
+def outline_of(config: Config) -> Outline:
+    return Outline.of(config, {}, Path("hf/config.json"))
+
+
+def test_every_family_is_published() -> None:
+    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_opens_and_is_planned(name: str) -> None:
+    outline = outline_of(PUBLISHED[name])
+    spec, computed = outline.spec, outline.description.computed
+    found = outlooks(spec, 0, [None, dense_of(spec, 8)], computed, HOST)
+    assert [(each.dense_bits, each.bits) for each in found] == [(dense, bits) for dense in (16, 8) for bits in WIDTHS]
+    numbers = parameters(spec, computed)
+    assert numbers.active < numbers.total
+    for each in found:
+        experts = numbers.total * each.bits / 8
+        assert HOST.held_bytes < each.smallest_memory < each.whole_memory
+        assert each.backbone_bytes < each.smallest_memory
+        assert each.pack_bytes < each.whole_memory < 1.02 * each.pack_bytes + 2e9
+        assert each.pack_bytes - each.backbone_bytes < 1.2 * experts + 1e8
+        assert each.expert_bytes <= each.token_bytes < each.pack_bytes
+    for rest in (found[:4], found[4:]):
+        assert [each.pack_bytes for each in rest] == sorted(each.pack_bytes for each in rest)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_it_has_as_many_parameters_as_its_makers_say(name: str) -> None:
+    outline = outline_of(PUBLISHED[name])
+    numbers = parameters(outline.spec, outline.description.computed)
+    total, active = PARAMETERS[name]
+    assert numbers.total / 1e9 == pytest.approx(total, rel=0.03)
+    assert numbers.active / 1e9 == pytest.approx(active, rel=0.12)  # some count the embedding, some do not
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_it_is_made_of_is_said(name: str) -> None:
+    assert set(FEATURES[name]) <= set(features(outline_of(PUBLISHED[name]).spec))
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_weights_in_another_form_are_refused_by_name(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"quantization_config .*fp8"):
+        outline_of(CODED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("DeepSeek-V3 in bfloat16", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("DeepSeek-V3 in bfloat16", {"num_key_value_heads": 64}, "num_key_value_heads 64"),
+        ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("DeepSeek-V2-Lite", {"head_dim": 64, "moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("GLM-4.5-Air", {"n_group": None}, "n_group"),
+        ("gpt-oss-20b", {"experts_per_token": 8}, "experts_per_token 8"),
+        ("gpt-oss-20b", {"sliding_window": 0}, "sliding_window"),
+        ("Hunyuan-A13B", {"use_cla": True}, "use_cla True"),
+        ("Hunyuan-A13B", {"moe_topk": [8] * 31 + [4]}, "moe_topk"),
+        ("MiniMax-M2 in bfloat16", {"use_routing_bias": False}, "use_routing_bias False"),
+        ("ERNIE-4.5-21B-A3B", {"moe_norm_min": 0.5}, "moe_norm_min 0.5"),
+        ("Phi-3.5-MoE", {"num_experts_per_tok": 3}, "num_experts_per_tok 3"),
+        ("Mixtral-8x7B", {"is_causal": False}, "is_causal False"),
+        ("Mixtral-8x7B", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, it should be 1 to 4096"),
+        ("Mixtral-8x7B", {"num_attention_heads": 0}, "num_attention_heads 0: it should be a whole number from 1 on"),
+        ("Mixtral-8x7B", {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
+        ("OLMoE-1B-7B", {"per_layer_config": {"3": {"head_dim": 64}}}, "per_layer_config"),
+        ("Qwen3-30B-A3B", {"hidden_size": "wide"}, "is not a valid qwen3_moe config"),
+        ("Qwen3-30B-A3B", {"model_type": "qwen4_moe"}, "'qwen4_moe' is not supported"),
+    ],
+)
+def test_a_setting_that_matters_is_refused_by_name(name: str, change: Config, named: str) -> None:
+    with pytest.raises(CheckpointError, match=named.replace("[", r"\[")) as caught:
+        outline_of({**PUBLISHED[name], **change})
+    assert "\n" not in str(caught.value)
