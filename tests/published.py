@@ -742,10 +742,100 @@ K_EXAONE_236B_A23B: Config = {
 }
 
 
-def unquantised(config: Config) -> Config:
-    """The same model as others publish it, in bfloat16."""
-    return {name: value for name, value in config.items() if name != "quantization_config"}
-
+_LLAMA_4_TEXT: Config = {
+    **_PLAIN,
+    "model_type": "llama4_text",
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
+    "floor_scale": 8192,
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 10485760,
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "output_router_logits": False,
+    "pad_token_id": 200018,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+}
+LLAMA_4_SCOUT: Config = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "text_config": _LLAMA_4_TEXT,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "llama4_vision_model"},
+}
+_GEMMA_4_TEXT: Config = {
+    "model_type": "gemma4_text",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "enable_moe_block": True,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "intermediate_size": 2112,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": 8,
+    "use_bidirectional_attention": "vision",
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+GEMMA_4_26B_A4B: Config = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": _GEMMA_4_TEXT,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "gemma4_vision"},
+}
 
 PUBLISHED: dict[str, Config] = {
     "switch-base-8": SWITCH_BASE_8,
@@ -758,11 +848,11 @@ PUBLISHED: dict[str, Config] = {
     "gpt-oss-120b": GPT_OSS_120B,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "DeepSeek-V2": DEEPSEEK_V2,
-    "DeepSeek-V3 in bfloat16": unquantised(DEEPSEEK_V3_FP8),
+    "DeepSeek-V3": DEEPSEEK_V3_FP8,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "GLM-4.5": GLM_4_5,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
-    "MiniMax-M2 in bfloat16": unquantised(MINIMAX_M2_FP8),
+    "MiniMax-M2": MINIMAX_M2_FP8,
     "ERNIE-4.5-21B-A3B": ERNIE_4_5_21B_A3B,
     "ERNIE-4.5-300B-A47B": ERNIE_4_5_300B_A47B,
     "Hunyuan-A13B": HUNYUAN_A13B,
@@ -771,6 +861,10 @@ PUBLISHED: dict[str, Config] = {
     "Granite with a shared expert": GRANITE_WITH_SHARED,
     "Phi-3.5-MoE": PHI_3_5_MOE,
     "K-EXAONE-236B-A23B": K_EXAONE_236B_A23B,
+    "Llama-4-Scout": LLAMA_4_SCOUT,
+    "Llama-4-Scout, text": _LLAMA_4_TEXT,
+    "Gemma-4-26B-A4B": GEMMA_4_26B_A4B,
+    "Gemma-4-26B-A4B, text": _GEMMA_4_TEXT,
 }
 """By their names; the first of a family stands for it in docs/models.md."""
 
@@ -778,9 +872,6 @@ MADE_UP = {
     "Granite with a shared expert": "none is known; these are the sizes of Granite 3b-a800m, with a shared expert"
 }
 """Not published, but written by hand for a family of which nothing else is known."""
-
-CODED: dict[str, Config] = {"DeepSeek-V3": DEEPSEEK_V3_FP8, "MiniMax-M2": MINIMAX_M2_FP8}
-"""Published with weights in a form that no family reads."""
 
 PARAMETERS: dict[str, tuple[float, float]] = {
     "OLMoE-1B-7B": (6.9, 1.3),
@@ -792,10 +883,10 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "gpt-oss-120b": (116.8, 5.7),
     "DeepSeek-V2-Lite": (15.7, 2.7),
     "DeepSeek-V2": (236, 21.4),
-    "DeepSeek-V3 in bfloat16": (671, 37.6),
+    "DeepSeek-V3": (671, 37.6),
     "GLM-4.5-Air": (106, 13),
     "GLM-4.5": (353, 34),
-    "MiniMax-M2 in bfloat16": (229, 10),
+    "MiniMax-M2": (229, 10),
     "ERNIE-4.5-21B-A3B": (21.8, 3.3),
     "ERNIE-4.5-300B-A47B": (300, 47),
     "Hunyuan-A13B": (80, 13),
@@ -803,5 +894,7 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "granite-3.1-1b-a400m": (1.3, 0.43),
     "Phi-3.5-MoE": (41.9, 6.6),
     "K-EXAONE-236B-A23B": (236, 23),
+    "Llama-4-Scout": (107.8, 17),
+    "Gemma-4-26B-A4B": (25.2, 3.8),
 }
 """Thousand millions in all and for each token, as their makers say."""

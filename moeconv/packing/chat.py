@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moeconv.source.checkpoint import CheckpointError
+from moeconv.source.outline import CheckpointError
 from moert.pack.chat import ChatFormat, dump_chat
 from moert.pack.errors import ChatInvalid
 

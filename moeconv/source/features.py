@@ -41,6 +41,8 @@ def _heads(part: Attention) -> Iterator[str]:
         yield "attention sinks"
     if part.gate:
         yield "a gate on what heads give"
+    if part.stretch is not None:
+        yield "queries that look more sharply from far on"
     if part.clip is not None:
         yield f"queries, keys and values within {part.clip:g}"
     if part.softcap is not None:
@@ -73,9 +75,14 @@ def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield from _network(part.ffn)
 
 
+_ROUTERS = {
+    "softmax": "softmax", "sigmoid": "sigmoid", "sigmoid_of_chosen": "sigmoid",
+    "sparsemixer": "a sparsemixer in place of",
+}  # fmt: skip
+
+
 def _router(part: Router) -> Iterator[str]:
-    called = {"softmax": "softmax", "sigmoid": "sigmoid", "sparsemixer": "a sparsemixer in place of"}[part.score]
-    yield f"{called} routers{' with biases' if part.bias else ''}"
+    yield f"{_ROUTERS[part.score]} routers{' with biases' if part.bias else ''}"
     if part.choice_bias:
         yield "a bias for the choice of experts"
     if part.groups is not None and part.groups.n > 1:
@@ -102,7 +109,7 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "LayerNorms with biases"
     if any(layer.attn_join.after is not None or layer.ffn_join.after is not None for layer in layers):
         yield "norms after attention and experts"
-    if any((layer.attn_join.add, layer.ffn_join.add, layer.scale) != (1, 1, 1) for layer in layers):
+    if any(layer.scaled or (layer.attn_join.add, layer.ffn_join.add) != (1, 1) for layer in layers):
         yield "factors of the stream"
     if spec.embed_scale != 1:
         yield "a factor of the embedding"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "docs" / "models.md"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from published import CODED, MADE_UP, PUBLISHED, Config  # noqa: E402
+from published import MADE_UP, PUBLISHED, Config  # noqa: E402
 from tiny import TINY  # noqa: E402
 
 from moeconv.plan.outlook import parameters  # noqa: E402
@@ -46,8 +46,8 @@ _CHECKED = (
 )
 _REFUSED_FIRST = ("A setting that is not known for the family and is not off.",)
 _REFUSED_LAST = (
-    f"Weights in a form that the family does not read, such as those of {' and '.join(CODED)} as they were first "
-    "published; the same models in bfloat16 are read. gpt-oss is read in its own four bits.",
+    "Weights in a form that the family does not read. All read floats, and fp8 with a scale for each block as "
+    "DeepSeek-V3 is published; gpt-oss is read in its own four bits. AWQ, GPTQ and bitsandbytes are not read.",
     "Checkpoints without safetensors files, and GGUF.",
     "A tensor that has no place in the pack, but for what a note says is left out: layers that predict several "
     "tokens at once.",
@@ -94,7 +94,7 @@ def _family(name: str, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
 
 
 def _left_out(notes: Any) -> list[str]:
-    return [note.removesuffix(" are left out") for note in dict.fromkeys(notes)]
+    return [note.partition(" are left out")[0] for note in dict.fromkeys(notes)]
 
 
 def _published(family: str) -> dict[str, Config]:

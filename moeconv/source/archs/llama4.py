@@ -109,9 +109,8 @@ def _attentions(config: Config) -> list[Attention]:
     """Of each layer. Raises UnsupportedModel."""
     turns, kinds = config.get("no_rope_layers"), config.get("layer_types")  # 1: positions are known
     chunk, norm = config.get("attention_chunk_size"), config.get("use_qk_norm")
-    stretch = None
-    if config.get("attn_temperature_tuning"):
-        stretch = Stretch(config.get("floor_scale"), float(config.get("attn_scale")))
+    stretch = Stretch(config.get("floor_scale"), float(config.get("attn_scale")))
+    tuned = config.get("attn_temperature_tuning")
     biases = config.biases("attention_bias", "qkvo")
     known = {"full_attention": None, "chunked_attention": chunk}
     unknown = next((kind for kind in kinds if kind not in known), None)
@@ -120,7 +119,7 @@ def _attentions(config: Config) -> list[Attention]:
     return [
         config.attention(biases=biases, qk_norm="head" if norm else None, norm_turned=True, chunk=known[kind])
         if turned
-        else config.attention(biases=biases, rope=None, chunk=known[kind], stretch=stretch)
+        else config.attention(biases=biases, rope=None, chunk=known[kind], stretch=stretch if tuned else None)
         for turned, kind in zip(turns, kinds, strict=True)
     ]  # fmt: skip
 
