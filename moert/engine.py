@@ -284,8 +284,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Waits for a session of another thread."""
-        with self._turns.turn():
+        """Waits for a session of another thread; one of this thread ends here."""
+        with self._turns.last():
             self.cache.close()
             self.backend.close()
 

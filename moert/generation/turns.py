@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 
 class Turns:
@@ -17,7 +17,7 @@ class Turns:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for the turn of this thread. Raises RuntimeError inside of one: it would wait for itself."""
-        if self._owner == threading.get_ident():
+        if self._is_mine():
             raise RuntimeError("a request runs in this thread: ask for the next one when it has ended")
         with self._lock:
             self._owner = threading.get_ident()
@@ -25,3 +25,13 @@ class Turns:
                 yield
             finally:
                 self._owner = None
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """The turn after which none comes. One that a signal broke off in this thread, before anything could end it, is
+        over."""
+        with nullcontext() if self._is_mine() else self.turn():
+            yield
+
+    def _is_mine(self) -> bool:
+        return self._owner == threading.get_ident()

@@ -67,3 +67,26 @@ def test_a_request_inside_a_request_is_refused_and_the_engine_stays_usable(pack:
         with pytest.raises(RuntimeError, match="when it has ended"):
             engine.generate(PROMPTS[0], SETTINGS, lambda text: engine.generate(PROMPTS[1], SETTINGS) and None)
         assert engine.generate(PROMPTS[0], SETTINGS).text == expected
+
+
+def test_what_a_signal_broke_off_does_not_keep_an_engine_from_closing(pack: Path) -> None:
+    """An exception can come when a turn has begun and nothing can end it yet."""
+    engine = Engine.open(pack, predictor="none", threads=1)
+    begun = engine.session()
+    engine.close()
+    del begun
+    waiting, order = Turns(), list[str]()
+
+    def close() -> None:
+        with waiting.last():
+            order.append("closed")
+
+    with waiting.turn():
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join(0.05)
+        order.append("ended")
+        with waiting.last():
+            order.append("closed here")
+    thread.join()
+    assert order == ["ended", "closed here", "closed"]
