@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from published import PUBLISHED
 from tiny import TINY
+from transformers import AutoConfig
 
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
 from moeconv.source.archs.errors import ConfigInvalid
@@ -47,14 +49,17 @@ def test_every_field_of_the_class_is_asked_for(tiny: tuple[str, Settings]) -> No
     family, settings = tiny
     _, asked = FAMILIES[family].described(settings, {})
     assert asked.unread() == set()
+    whole = {each.name for each in fields(AutoConfig.for_model(family))}
+    known = {each.name for each in fields(asked.parsed)} | asked.idle | FAMILIES[family].beside
+    assert whole <= known | {"text_config", "tie_word_embeddings"}
 
 
 def test_whatever_a_setting_says_there_is_an_answer_or_a_reason(tiny: tuple[str, Settings]) -> None:
     family, settings = tiny
     chance, outcomes = random.Random(family), set()
-    fields = sorted(set(settings) - {"model_type"})
+    names = sorted(set(settings) - {"model_type"})
     for _ in range(CHANGES):
-        changed = {name: chance.choice(VALUES) for name in chance.sample(fields, chance.choice(CHANGED_AT_ONCE))}
+        changed = {name: chance.choice(VALUES) for name in chance.sample(names, chance.choice(CHANGED_AT_ONCE))}
         outcomes.add(outcome(family, {**settings, **changed}))
     assert outcomes == {"right", "refused"}
 
@@ -84,8 +89,8 @@ def test_what_changes_nothing_is_known_to_have_no_effect(tiny: tuple[str, Settin
     """A setting with another value gives another description, unless the family says that nothing looks at it."""
     family, settings = tiny
     base, asked = FAMILIES[family].described(settings, {})
-    silent = set()
-    for field in sorted(set(settings) - asked.idle - RESTING.get(family, set())):
+    silent, resting = set(), asked.idle | FAMILIES[family].beside | RESTING.get(family, set())
+    for field in sorted(set(settings) - resting):
         for value in (1, 2, 3, 7, 1.5, True, False, "x", "silu"):
             if value == settings[field]:
                 continue

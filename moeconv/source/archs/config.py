@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 from torch import Tensor
@@ -68,17 +68,11 @@ class Config:
 
     def count(self, name: str, *aliases: str, least: int = 1) -> int:
         """`get` for what must be a whole number of at least so many. Raises UnsupportedModel."""
-        found = self.get(name, *aliases)
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MAX_COUNT:
-            raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a whole number from {least} on")
-        return found
+        return count_of(name, self.get(name, *aliases), least)
 
     def number(self, name: str) -> float:
         """`get` for what must be a number other than 0. Raises UnsupportedModel."""
-        found = self.get(name)
-        if not isinstance(found, (int, float)) or not math.isfinite(found) or not found:
-            raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a number other than 0")
-        return float(found)
+        return number_of(name, self.get(name))
 
     def one_of(self, name: str, allowed: Sequence[str]) -> str:
         """Raises UnsupportedModel."""
@@ -180,20 +174,14 @@ class Config:
     def rope_parameters(self) -> Mapping[str, Any]:
         """Those of rotary positions, under whatever names they lie in config.json. Raises UnsupportedModel for one that
         is not known."""
-        parameters: Mapping[str, Any] = self.get(*_ROPE_SETTINGS)
-        unknown = next((name for name in parameters if name not in _ROPE_PARAMETERS), None)
-        if unknown is not None:
-            raise UnsupportedModel(
-                f"config.json sets {unknown} {parameters[unknown]!r} in rope_parameters, which is not known: it may "
-                "change what the model computes"
-            )
-        for name, value in parameters.items():
-            known = _OTHER_THAN_NUMBERS.get(name, (int, float))
-            if value is not None and (not isinstance(value, known) or value != value):
-                raise UnsupportedModel(
-                    f"config.json sets {name} {value!r} in rope_parameters, which has no such values"
-                )
-        return parameters
+        return _checked_rope(self.get(*_ROPE_SETTINGS))
+
+    def rope_parameters_of(self, kind: str) -> Mapping[str, Any]:
+        """The same of the layers of one kind, where each kind has some of its own."""
+        found = self.get(*_ROPE_SETTINGS)
+        if not isinstance(found, dict) or not isinstance(found.get(kind), dict):
+            raise UnsupportedModel(f"config.json sets rope_parameters {found!r}, which does not say those of {kind}")
+        return _checked_rope(found[kind])
 
     def frequencies(self, kind: str) -> tuple[Tensor, float]:
         """Those that transformers computes for this kind of rope [dims / 2], and its factor. Raises ConfigInvalid."""
@@ -250,6 +238,50 @@ class Config:
                     f"config.json sets {name} {self._raw[name]!r}, which is not known for this family: it may change "
                     "what the model computes, and a pack could not say so"
                 )
+
+
+def count_of(name: str, found: Any, least: int = 1) -> int:
+    """A setting that must be a whole number of at least so many. Raises UnsupportedModel."""
+    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MAX_COUNT:
+        raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a whole number from {least} on")
+    return found
+
+
+def number_of(name: str, found: Any) -> float:
+    """A setting that must be a number other than 0. Raises UnsupportedModel."""
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found) or not found:
+        raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a number other than 0")
+    return float(found)
+
+
+def text_settings(config: Mapping[str, Any], beside: Set[str]) -> Mapping[str, Any]:
+    """Those of the text model inside a larger one, of whose other settings `beside` do not touch it. Raises
+    UnsupportedModel."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise UnsupportedModel(f"config.json has no text_config: a {config.get('model_type')} model needs one")
+    for name in sorted(set(config) - beside - _NO_MATTER - {"text_config", "quantization_config"}):
+        if config[name] not in (None, False, [], {}):
+            raise UnsupportedModel(
+                f"config.json sets {name} {config[name]!r} beside text_config, which is not known for this family: it "
+                "may change what the model computes, and a pack could not say so"
+            )
+    coding = {name: config[name] for name in ("quantization_config",) if name in config}
+    return {**text, **coding}
+
+
+def _checked_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    unknown = next((name for name in parameters if name not in _ROPE_PARAMETERS), None)
+    if unknown is not None:
+        raise UnsupportedModel(
+            f"config.json sets {unknown} {parameters[unknown]!r} in rope_parameters, which is not known: it may "
+            "change what the model computes"
+        )
+    for name, value in parameters.items():
+        known = _OTHER_THAN_NUMBERS.get(name, (int, float))
+        if value is not None and (not isinstance(value, known) or value != value):
+            raise UnsupportedModel(f"config.json sets {name} {value!r} in rope_parameters, which has no such values")
+    return parameters
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.source import FP8_SCALES, Source
 from moeconv.source.archs.views import View
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
-from moert.pack.parts import Layer, Rope, stack_of
+from moert.pack.parts import Experts, Layer, Rope, stack_of
 
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
 _SUFFIXES = (".weight", ".bias", "")
@@ -127,6 +127,8 @@ def decoder(
         raise UnsupportedModel(
             f"config.json sets num_hidden_layers {n}, and says of {len(layers)} layers what they are"
         )
+    if not any(isinstance(layer.ffn, Experts) for layer in layers):
+        raise UnsupportedModel("config.json sets no layer with experts: a pack needs some")
     names, norm = names or Names(), layers[0].norm
     ropes = [config.rope(layers[0].attention.turning)] if ropes is None else ropes
     spec = ModelSpec(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class Family:
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
     reads_mxfp4 = False
+    beside: Set[str] = frozenset()
+    """Settings of the larger model that it is published in, which do not touch the text."""
     loads_by_names = True
     """Whether transformers finds the weights of a checkpoint that is published inside a larger model."""
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, count_of, number_of, text_settings
 from moeconv.source.archs.description import Description, Names, Place, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
@@ -80,6 +80,10 @@ class Gemma4(Gemma4Text):
 
     model_type = "gemma4"
     loads_by_names = False
+    beside = frozenset({
+        "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
+        "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id",
+    })  # fmt: skip
     root = "model.language_model."
     left_out: Mapping[str, str] = {
         r"model\.(vision_tower|embed_vision)\.": "images are left out: the pack holds the text model alone",
@@ -87,9 +91,7 @@ class Gemma4(Gemma4Text):
     }
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise UnsupportedModel("config.json has no text_config: a gemma4 model needs one")
+        text = text_settings(config, {*self.beside, "tie_word_embeddings"})
         return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
 
@@ -102,12 +104,11 @@ def _attentions(config: Config) -> list[Attention]:
         own, sees_all = config.parsed.per_layer_config[at], kind == _FULL
         if kind not in (_FULL, _SLIDING):
             raise UnsupportedModel(f"config.json sets layer_types with {kind!r}: only {_FULL} and {_SLIDING} are known")
+        kv, dim = count_of("num_key_value_heads", own.num_key_value_heads), count_of("head_dim", own.head_dim)
+        seen = None if sees_all else window
         found.append(
-            Attention(
-                heads, own.num_key_value_heads, own.head_dim, 1.0, "head", None, int(sees_all), None, biases=biases,
-                window=None if sees_all else window, v_norm=True,
-            )
-        )  # fmt: skip
+            Attention(heads, kv, dim, 1.0, "head", None, int(sees_all), None, window=seen, biases=biases, v_norm=True)
+        )
     return found
 
 
@@ -115,9 +116,9 @@ def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]
     """Of layers with a window, and of those that see all, whose last pairs do not turn. Raises UnsupportedModel."""
     import torch
 
-    parameters, ropes = config.get("rope_parameters"), []
+    ropes = []
     for kind, expected in ((_SLIDING, "default"), (_FULL, "proportional")):
-        own = parameters[kind]
+        own = config.rope_parameters_of(kind)
         if own.get("rope_type", "default") != expected:
             raise UnsupportedModel(
                 f"config.json sets the rope type {own.get('rope_type')!r} for {kind}: only {expected} can be packed"
@@ -125,10 +126,13 @@ def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]
         dims = [attention.dim for attention, each in zip(attentions, kinds, strict=True) if each == kind]
         dim = dims[0] if dims else 2
         share = own.get("partial_rotary_factor", 1.0) if expected == "proportional" else 1.0
+        theta, factor = number_of("rope_theta", own.get("rope_theta")), number_of("factor", own.get("factor", 1.0))
+        if not 0 < share <= 1 or theta < 0:
+            raise UnsupportedModel(f"config.json sets rope_theta {theta!r} and turns {share!r} of each head for {kind}")
         turning = int(share * dim // 2)
         exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / dim
         frequencies = torch.zeros(dim // 2)
-        frequencies[:turning] = 1.0 / (own["rope_theta"] ** exponents) / own.get("factor", 1.0)
+        frequencies[:turning] = 1.0 / (theta**exponents) / factor
         ropes.append((Rope(dim), frequencies))
     return ropes
 

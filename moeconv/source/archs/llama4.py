@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
@@ -89,11 +89,12 @@ class Llama4(Llama4Text):
     """The same inside a model that sees."""
 
     model_type = "llama4"
+    beside = frozenset(
+        {"vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "tie_word_embeddings"}
+    )
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise UnsupportedModel("config.json has no text_config: a llama4 model needs one")
+        text = text_settings(config, self.beside)
         return {**text, "tie_word_embeddings": text.get("tie_word_embeddings", False)}
 
     def named(self, inside: Inside, of_expert: Any) -> Names:
@@ -109,7 +110,7 @@ def _attentions(config: Config) -> list[Attention]:
     """Of each layer. Raises UnsupportedModel."""
     turns, kinds = config.get("no_rope_layers"), config.get("layer_types")  # 1: positions are known
     chunk, norm = config.get("attention_chunk_size"), config.get("use_qk_norm")
-    stretch = Stretch(config.get("floor_scale"), float(config.get("attn_scale")))
+    stretch = Stretch(config.count("floor_scale"), config.number("attn_scale"))
     tuned = config.get("attn_temperature_tuning")
     biases = config.biases("attention_bias", "qkvo")
     known = {"full_attention": None, "chunked_attention": chunk}
