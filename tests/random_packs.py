@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moert.pack.codec import F32, QuantizedMatrix, n_groups, pack_codes
+from moert.pack.codec import E2M1, F32, QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
 from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
@@ -84,9 +84,10 @@ FILES = {"backbone.safetensors": bytes(range(256)) * 3, "config.json": b'{"model
 
 
 def random_matrix(rng: np.random.Generator, out_features: int, in_features: int, bits: int, group: int) -> Projection:
-    """A projection of any width; with 16 bits the values are such that float16 and bfloat16 hold them exactly."""
+    """A projection of any width; with 16 bits, values that float16, bfloat16 and MXFP4 hold exactly."""
     if bits == 16:
-        return rng.integers(-64, 64, (out_features, in_features)).astype(np.float32) / 16
+        signs = rng.choice(np.array([-0.125, 0.125], np.float32), (out_features, in_features))
+        return signs * rng.choice(E2M1, (out_features, in_features))
     group = group_of(in_features, group)
     groups = n_groups(in_features, group)
     codes = rng.integers(0, 1 << bits, (out_features, in_features)).astype(np.uint8)

@@ -12,6 +12,7 @@ from typing import Any
 
 from moeconv.conversion.settings import Settings
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
+from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.dense import dense_of
 from moeconv.report.units import size
@@ -49,11 +50,12 @@ def check(model: str, host: Host) -> Checked:
     outline, notes = _opened(path if path.is_file() else find(model, weights=False))
     spec, computed = outline.spec, outline.description.computed
     quantizer = QUANTIZERS[Settings.quantizer](Settings.group_size)
+    storage = Storage(quantizer.group_size, outline.description.mxfp4)
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if notes is None else notes
     return Checked(
         model, spec, parameters(spec, computed), quantizer.name,
-        outlooks(spec, quantizer.group_size, denses, computed, host), left_out, notes is not None,
+        outlooks(spec, storage, denses, computed, host), left_out, notes is not None,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class Choice:
         self.settings, self.journal, self.spec = bench.settings, bench.journal, bench.spec
         self.tried, self.judge, self.account = widths.tried, judge, account
         allowed = sorted(set(self.settings.bits) & {*widths.probed, BASE_BITS})
-        self.question = Question(self.spec, inputs.table, inputs.group_size, self.settings.signal, allowed)
+        self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed)
         self.judged: list[MeasuredPlan] = []
 
     def plan(self) -> Plan:

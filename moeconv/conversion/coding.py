@@ -9,6 +9,7 @@ from pathlib import Path
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
 from moeconv.packing.chat import chat_of
+from moeconv.plan.problem import Storage
 from moeconv.plan.question import check_budget
 from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.quantizers.coder import ExpertCoder
@@ -38,6 +39,10 @@ class Coding:
         return self.checkpoint.spec
 
     @property
+    def storage(self) -> Storage:
+        return Storage(self.quantizer.group_size, self.checkpoint.description.mxfp4)
+
+    @property
     def dense_widths(self) -> Dense | None:
         """None where nothing outside the experts is quantised."""
         return self.dense.dense
@@ -45,7 +50,7 @@ class Coding:
     def check(self, settings: Settings) -> None:
         """Raises TargetMissed for a size that no plan has, SettingsError where the moments that the quantizer needs do
         not fit in --memory."""
-        check_budget(settings.target, self.spec, min(settings.bits), self.quantizer.group_size)
+        check_budget(settings.target, self.spec, min(settings.bits), self.storage)
         wants = self.quantizer.wants
         needed = 0 if wants == "nothing" else moments_bytes(self.spec, wants)
         if needed > settings.memory_bytes:

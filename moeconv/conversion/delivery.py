@@ -25,7 +25,7 @@ from moeconv.calibration import Splits
 from moeconv.conversion.settings import Settings
 from moeconv.measure.evaluation import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
-from moeconv.plan.problem import layout_bytes
+from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
@@ -115,7 +115,7 @@ def _profile_in(root: Path) -> Profile | None:
 
 def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float) -> ConversionReport:
     spec, quantizer = coder.checkpoint.spec, coder.quantizer
-    sizes = _expert_bytes(spec, outcome.widths, quantizer.group_size)
+    sizes = _expert_bytes(spec, outcome.widths, Storage(quantizer.group_size, coder.mxfp4))
     counts: dict[int, int] = {}
     for bits in outcome.widths.values():
         for width in bits:
@@ -162,9 +162,9 @@ def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport 
     return DenseReport(coder.dense.quantizer, coder.dense.group_size, coder.dense.bits, stored, source, alone)
 
 
-def _expert_bytes(spec: ModelSpec, widths: Assignment, group_size: int) -> dict[str, int]:
+def _expert_bytes(spec: ModelSpec, widths: Assignment, storage: Storage) -> dict[str, int]:
     """Bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
-    nbytes, names = layout_bytes(spec, group_size), spec.moe.ffn.projections
+    nbytes, names = layout_bytes(spec, storage), spec.moe.ffn.projections
     planned = sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
     uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}
     return {"pack": planned, **uniform}

@@ -20,7 +20,7 @@ from moeconv.measure.workdir import INPUTS, finished_work
 from moeconv.plan.curve import curve
 from moeconv.plan.frontier import Frontier
 from moeconv.plan.lossmap import LossMap
-from moeconv.plan.problem import Plan
+from moeconv.plan.problem import Plan, Storage
 from moeconv.plan.question import Question, check_budget, uniform_bytes, weights_of
 from moeconv.plan.search import MeasuredPlan
 from moeconv.quantizers import GROUP_SIZES
@@ -103,7 +103,8 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     check_ranking(allocation, signal)
     check_target(target)
     inputs, journal = _finished(work)
-    spec, metric = Checkpoint.open(inputs.model).spec, find_metric(inputs.metric)
+    checkpoint, metric = Checkpoint.open(inputs.model), find_metric(inputs.metric)
+    spec, storage = checkpoint.spec, Storage(inputs.group_size, checkpoint.description.mxfp4)
     if not inputs.fits(spec):
         raise SettingsError(
             f"the sweep in {work} is not about the experts of {inputs.model}: the model was replaced since, run "
@@ -113,8 +114,8 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     unknown = sorted(set(bits or ()) - set(known))
     if unknown:
         raise SettingsError(f"--bits {unknown[0]}: the sweep in {work} has no measurements at that width, only {known}")
-    check_budget(target, spec, min(bits or known), inputs.group_size)
-    question = Question(spec, inputs.table, inputs.group_size, signal, sorted(bits or known))
+    check_budget(target, spec, min(bits or known), storage)
+    question = Question(spec, inputs.table, storage, signal, sorted(bits or known))
     frontier, measured = question.frontier(allocation), measured_plans(question, inputs, journal, metric)
     if target.kind == "loss":
         chosen = _smallest(frontier, measured, target.value)

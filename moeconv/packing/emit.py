@@ -66,7 +66,8 @@ def emit(
     checkpoint = coder.checkpoint
     _check_widths(checkpoint, widths)
     dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
-    quantization = Quantization(coder.quantizer.name, coder.quantizer.group_size, coder.dtype16, seed, dense.dense)
+    name, group_size = coder.quantizer.name, coder.quantizer.group_size
+    quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
     try:
         _write_experts(coder, widths, label.importance, writer)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from moeconv.plan.problem import Storage
 from moert.budget.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
 from moert.pack.dense import stored_tensors
@@ -69,16 +70,16 @@ def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
 
 
 def outlooks(
-    spec: ModelSpec, group_size: int, denses: Sequence[Dense | None], computed: Collection[str], host: Host
+    spec: ModelSpec, storage: Storage, denses: Sequence[Dense | None], computed: Collection[str], host: Host
 ) -> list[Outlook]:
-    """One for each way to store what lies outside the experts, and each width. `group_size`: of the experts."""
-    return [_outlook(spec, group_size, bits, dense, computed, host) for dense in denses for bits in WIDTHS]
+    """One for each way to store what lies outside the experts, and each width."""
+    return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in WIDTHS]
 
 
 def _outlook(
-    spec: ModelSpec, group_size: int, bits: int, dense: Dense | None, computed: Collection[str], host: Host
+    spec: ModelSpec, storage: Storage, bits: int, dense: Dense | None, computed: Collection[str], host: Host
 ) -> Outlook:
-    quantization = Quantization("", group_size, "BF16", 0, dense)
+    quantization = Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4)
     files = _files(spec, quantization, bits)
     backbone = backbone_bytes(spec, quantization, computed)
     budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
@@ -106,7 +107,7 @@ def _files(spec: ModelSpec, quantization: Quantization, bits: int) -> dict[Layer
         length = len(str(key))
         if length not in known:
             known[length] = expert_layout(
-                spec, key, widths, quantization.group_size, quantization.dtype16, page
+                spec, key, widths, quantization.group_size, quantization.form16, page
             ).file_bytes
         files.setdefault(key.at, []).append(known[length])
     return files

@@ -113,14 +113,22 @@ def problem(
     return Problem(units)
 
 
-def layout_bytes(spec: ModelSpec, group_size: int) -> Callable[[str, int], int]:
+class Storage(NamedTuple):
+    """How a pack stores experts; see moert.pack.manifest.Quantization."""
+
+    group_size: int = 0
+    mxfp4: bool = False
+
+
+def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]:
     """(projection, bits) → bytes of that projection's tensors in an expert file, scales and minima counted."""
     key = spec.expert_keys()[0]
     sizes: dict[tuple[str, int], int] = {}
 
     def nbytes(projection: str, bits: int) -> int:
         if (projection, bits) not in sizes:
-            layout = expert_layout(spec, key, dict.fromkeys(spec.moe.ffn.projections, bits), group_size, "F16", 4096)
+            widths, form16 = dict.fromkeys(spec.moe.ffn.projections, bits), "MXFP4" if storage.mxfp4 else "F16"
+            layout = expert_layout(spec, key, widths, storage.group_size, form16, 4096)
             own = [slot for slot in layout.slots if slot.name.startswith(f"{projection}.")]
             sizes[projection, bits] = sum(slot.stop - slot.start for slot in own)
         return sizes[projection, bits]

@@ -9,9 +9,11 @@ from moeconv.artifacts import SensitivityTable, Target
 from moeconv.errors import TargetMissed
 from moeconv.plan import ALLOCATORS, plan_within
 from moeconv.plan.frontier import Frontier
-from moeconv.plan.problem import Plan, Problem, layout_bytes, problem
+from moeconv.plan.problem import Plan, Problem, Storage, layout_bytes, problem
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ModelSpec
+
+_CHANNELS = Storage()
 
 
 class Question:
@@ -19,10 +21,10 @@ class Question:
     are ranked by."""
 
     def __init__(
-        self, spec: ModelSpec, table: SensitivityTable, group_size: int, signal: str, widths: Sequence[int]
+        self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[int]
     ) -> None:
         self.spec = spec
-        self.problem: Problem = problem(spec, table, signal, widths, layout_bytes(spec, group_size))
+        self.problem: Problem = problem(spec, table, signal, widths, layout_bytes(spec, storage))
 
     def frontier(self, allocation: str) -> Frontier:
         return ALLOCATORS[allocation](self.problem)
@@ -42,13 +44,13 @@ def budget_bytes(target: Target, spec: ModelSpec) -> int | None:
     return int(target.value if target.kind == "size" else target.value * weights_of(spec) / 8)
 
 
-def check_budget(target: Target, spec: ModelSpec, narrowest: int, group_size: int) -> None:
+def check_budget(target: Target, spec: ModelSpec, narrowest: int, storage: Storage) -> None:
     """Raises TargetMissed for a size that even all experts at the `narrowest` width exceed."""
-    budget, least = budget_bytes(target, spec), uniform_bytes(spec, narrowest, group_size)
+    budget, least = budget_bytes(target, spec), uniform_bytes(spec, narrowest, storage)
     if budget is None or least <= budget:
         return
     if narrowest > min(WIDTHS):
-        smallest = uniform_bytes(spec, min(WIDTHS), group_size)
+        smallest = uniform_bytes(spec, min(WIDTHS), storage)
         advice = f"allow narrower experts with --bits (all at {min(WIDTHS)} have {smallest:,} bytes), or a larger size"
     else:
         advice = (
@@ -66,7 +68,7 @@ def weights_of(spec: ModelSpec) -> int:
     return len(spec.expert_keys()) * spec.weights_per_expert()
 
 
-def uniform_bytes(spec: ModelSpec, bits: int, group_size: int = 0) -> int:
+def uniform_bytes(spec: ModelSpec, bits: int, storage: Storage = _CHANNELS) -> int:
     """Bytes of all experts at one width, scales counted; by default with one scale for each channel."""
-    layout = layout_bytes(spec, group_size)
+    layout = layout_bytes(spec, storage)
     return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.ffn.projections)

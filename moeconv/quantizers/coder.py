@@ -13,7 +13,7 @@ from moeconv.quantizers.moments import Moments
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
 from moeconv.source.checkpoint import F32, Checkpoint
 from moeconv.source.outline import CheckpointError
-from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16
+from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16, to_mxfp4
 from moert.pack.manifest import Dtype16
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.reader import Projection
@@ -42,11 +42,13 @@ def dtype16_of(checkpoint: Checkpoint) -> Dtype16:
     return "BF16" if checkpoint.source_dtype == "BF16" else "F16"
 
 
-def restored(coded: Projection, dtype16: str) -> F32:
+def restored(coded: Projection, form16: str) -> F32:
     """The weights [out, in], float32, that a pack gives back for one coded projection."""
     if isinstance(coded, QuantizedMatrix):
         return dequantize(coded)
-    return from_bfloat16(to_bfloat16(coded)) if dtype16 == "BF16" else coded.astype(np.float16).astype(np.float32)
+    if form16 == "MXFP4":  # which it is already
+        return coded
+    return from_bfloat16(to_bfloat16(coded)) if form16 == "BF16" else coded.astype(np.float16).astype(np.float32)
 
 
 def check_16(what: str, weight: F32, dtype16: str) -> None:
@@ -79,6 +81,11 @@ class ExpertCoder:
         return dtype16_of(self.checkpoint)
 
     @property
+    def mxfp4(self) -> bool:
+        """Whether experts of 16 bits are stored in the four that they have in the checkpoint."""
+        return self.checkpoint.description.mxfp4
+
+    @property
     def fallbacks(self) -> list[tuple[ExpertKey, str]]:
         if self.moments is None:
             return []
@@ -104,7 +111,7 @@ class ExpertCoder:
                 continue
             source = source or self.checkpoint.expert(key)
             if width == 16:
-                check_16(f"expert {key}, {name}", source[name], self.dtype16)
+                self._check_16(f"expert {key}, {name}", source[name])
                 coded[name] = source[name]
             else:
                 coded[name] = self._quantize([key], name, width, source[name][None])[0]
@@ -118,7 +125,14 @@ class ExpertCoder:
                 raise ValueError(f"{key}: an expert is original as a whole or not at all, got {bits}")
             return self.checkpoint.expert(key)
         coded = self.code(key, bits)
-        return {name: restored(coded[name], self.dtype16) for name in names}
+        form16 = "MXFP4" if self.mxfp4 else self.dtype16
+        return {name: restored(coded[name], form16) for name in names}
+
+    def _check_16(self, what: str, weight: F32) -> None:
+        if not self.mxfp4:
+            check_16(what, weight, self.dtype16)
+        elif to_mxfp4(weight) is None:
+            raise CheckpointError(f"{what} holds values that are not finite, or no MXFP4: the checkpoint is damaged")
 
     def prepare(self, batch: Sequence[Wanted]) -> None:
         """Quantises one of the `batches`, so that `code` and `weights` find it. An expert alone is left to them."""

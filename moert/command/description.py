@@ -44,6 +44,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "quantizer": manifest.quantization.quantizer,
         "group_size": manifest.quantization.group_size,
         "dense": None if manifest.quantization.dense is None else asdict(manifest.quantization.dense),
+        "mxfp4": manifest.quantization.mxfp4,
         "bits_histogram": {str(bits): count for bits, count in bits_histogram(manifest.experts).items()},
         "effective_bits": manifest.effective_bits(),
         "bytes": {
@@ -72,7 +73,10 @@ def description_lines(pack: Pack) -> list[str]:
     layers = ", ".join(f"{name} {n['all']} ({n['with_experts']} with experts)" for name, n in facts["layers"].items())
     experts, nbytes, smallest = facts["experts"], facts["bytes"], facts["smallest_memory"]
     group = f", groups of {facts['group_size']}" if facts["group_size"] else ", per output channel"
-    widths = ", ".join(f"{bits} bits: {count}" for bits, count in facts["bits_histogram"].items())
+    called = {"16": "MXFP4"} if facts["mxfp4"] else {}
+    widths = ", ".join(
+        f"{called.get(bits, f'{bits} bits')}: {count}" for bits, count in facts["bits_histogram"].items()
+    )
     smallest_text = (
         f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
         f"{smallest['new_tokens']} new ones, for the whole process"

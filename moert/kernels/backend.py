@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import F32, U8, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
+from moert.pack.codec import F32, MX_GROUP, U8, Form16, Mxfp4Matrix, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
 from moert.pack.parts import Attention, Ffn, Latent, Router
 
 I64 = npt.NDArray[np.int64]
@@ -60,16 +60,27 @@ class ProjectionView(NamedTuple):
     shape: tuple[int, int]
     bits: int
     group_size: int
-    dtype16: Literal["F16", "BF16"]
+    form16: Form16
     places: tuple[int, ...]
     bias_place: int | None = None
 
-    def stored(self, buffer: U8) -> Stored:
+    @property
+    def form(self) -> Form16 | None:
+        """How its weights are stored if they have no codes of ours."""
+        return self.form16 if self.bits == 16 else None
+
+    def stored(self, buffer: U8) -> Stored | Mxfp4Matrix:
         """What lies in the buffer, not copied."""
         out, inputs = self.shape
-        if self.bits == 16:
+        if self.bits == 16 and self.form16 == "MXFP4":
+            sizes = row_bytes(inputs, 4), n_groups(inputs, MX_GROUP)
+            codes, exponents = (
+                buffer[at:][: out * size].reshape(out, size) for at, size in zip(self.places, sizes, strict=True)
+            )
+            return Mxfp4Matrix(inputs, codes, exponents)
+        if self.bits == 16 and self.form16 != "MXFP4":
             data = buffer[self.places[0] :][: 2 * out * inputs].view(np.uint16).reshape(out, inputs)
-            return Floats(self.dtype16, data.view(np.float16) if self.dtype16 == "F16" else data)
+            return Floats(self.form16, data.view(np.float16) if self.form16 == "F16" else data)
         groups, size = n_groups(inputs, self.group_size), row_bytes(inputs, self.bits)
         codes = buffer[self.places[0] :][: out * size].reshape(out, size)
         scale, minimum = (

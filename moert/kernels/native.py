@@ -27,7 +27,7 @@ from moert.kernels.backend import (
 )
 from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Keys, Matrix
-from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.codec import F32, MX_GROUP, QuantizedMatrix
 from moert.pack.parts import Act, Attention, Ffn, Latent
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -161,10 +161,11 @@ class NativeBackend:
         start, ffn = _at(view.buffer), structs.Ffn()
         for name, part in view.projections.items():
             places = [start + at for at in part.places]
-            kind = KINDS[part.dtype16] if part.bits == 16 else part.bits
-            group = part.shape[1] if part.bits == 16 else part.group_size
+            kind = part.bits if part.form is None else KINDS[part.form]
+            group = {None: part.group_size, "MXFP4": MX_GROUP}.get(part.form, part.shape[1])
             bias = None if part.bias_place is None else start + part.bias_place
-            setattr(ffn, name, Matrix(*places, *[None] * (3 - len(places)), bias, kind, *part.shape, group))
+            parts, (rows, cols) = (*places, *[None] * (3 - len(places))), part.shape
+            setattr(ffn, name, Matrix(*parts, bias, kind, rows, cols, min(group, cols)))
         return NativeExpert(ffn, view.buffer)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:

@@ -9,6 +9,7 @@ the last byte of a plane is filled with zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ import numpy.typing as npt
 INT_WIDTHS = (2, 3, 4, 8)
 WIDTHS = (*INT_WIDTHS, 16)
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+
+Form16 = Literal["F16", "BF16", "MXFP4"]
+"""How a projection of 16 bits is stored: in two bytes a weight, or in the four bits that its source has it in."""
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
@@ -101,6 +105,50 @@ def dequantize(matrix: QuantizedMatrix) -> F32:
 def _per_input(per_group: F16, group_size: int, in_features: int) -> F32:
     wide: F32 = np.repeat(per_group.astype(np.float32), group_size, axis=1)[:, :in_features]
     return wide
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+"""The magnitudes of MXFP4's codes (OCP Microscaling Formats 1.0); codes from 8 on are the same below zero."""
+MX_GROUP, _MX_BIAS = 32, 127
+
+
+@dataclass(frozen=True)
+class Mxfp4Matrix:
+    """w[i, j] = value of code[i, j] * 2**(exponent[i, j // 32] - 127). codes are packed as those of 4 bits, in
+    `qweight` [out, ceil(in / 2)]; `exponent` is uint8 [out, ceil(in / 32)]."""
+
+    in_features: int
+    qweight: U8
+    exponent: U8
+
+    def widened(self) -> F32:
+        """[out, in], exact."""
+        codes = unpack_codes(self.qweight, 4, self.in_features)
+        values = np.concatenate([E2M1, -E2M1])[codes]
+        exponent = np.repeat(self.exponent.astype(np.int32) - _MX_BIAS, MX_GROUP, axis=1)[:, : self.in_features]
+        wide: F32 = np.ldexp(values, exponent)
+        return wide
+
+
+def to_mxfp4(weights: F32) -> Mxfp4Matrix | None:
+    """The matrix [out, in] as MXFP4, or None if it is not exactly one. A group gets the smallest power of two that
+    holds it: what a larger one holds lies on that grid too."""
+    out_features, in_features = weights.shape
+    padded = np.zeros((out_features, n_groups(in_features, MX_GROUP) * MX_GROUP), dtype=np.float32)
+    padded[:, :in_features] = weights
+    groups = padded.reshape(out_features, -1, MX_GROUP)
+    largest = np.abs(groups).max(axis=2)
+    fraction, power = np.frexp(largest)  # largest = fraction * 2**power, fraction from 0.5 on and below 1
+    exponent = np.where(largest > 0, power - np.where(fraction <= 0.75, 3, 2), 0)
+    if not np.isfinite(largest).all() or exponent.min(initial=0) < -_MX_BIAS or exponent.max(initial=0) > _MX_BIAS:
+        return None
+    scaled = np.ldexp(groups, -exponent[:, :, None])
+    magnitude = np.searchsorted(E2M1, np.abs(scaled)).astype(np.uint8)
+    if not np.array_equal(E2M1[np.minimum(magnitude, 7)], np.abs(scaled)):
+        return None
+    codes = (magnitude | np.where(np.signbit(scaled), 8, 0).astype(np.uint8)).reshape(out_features, -1)
+    packed = pack_codes(np.ascontiguousarray(codes[:, :in_features]), 4)
+    return Mxfp4Matrix(in_features, packed, (exponent + _MX_BIAS).astype(np.uint8))
 
 
 def to_bfloat16(values: F32) -> npt.NDArray[np.uint16]:

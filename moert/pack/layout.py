@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moert.pack.codec import n_groups, row_bytes
+from moert.pack.codec import MX_GROUP, n_groups, row_bytes
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 TENSOR_ALIGNMENT = 64
@@ -56,11 +56,11 @@ def group_of(in_features: int, group_size: int) -> int:
 
 
 def expert_layout(
-    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, dtype16: str, page_bytes: int
+    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: str, page_bytes: int
 ) -> ExpertLayout:
-    """The layout of the expert `key` whose projections have the widths `bits`."""
+    """The layout of the expert `key` whose projections have the widths `bits`; `form16`: see `Quantization`."""
     shapes = tuple((name, *spec.projection_shape(name), bits[name]) for name in spec.moe.ffn.projections)
-    return _pattern(shapes, spec.moe.ffn.bias, group_size, dtype16, page_bytes, len(str(key))).of(key)
+    return _pattern(shapes, spec.moe.ffn.bias, group_size, form16, page_bytes, len(str(key))).of(key)
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,18 @@ class _Pattern:
 
 @lru_cache(maxsize=1024)
 def _pattern(
-    shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, dtype16: str, page_bytes: int,
+    shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, form16: str, page_bytes: int,
     name_bytes: int,
 ) -> _Pattern:  # fmt: skip
     """`shapes`: (projection, outputs, inputs, width) of each. `name_bytes`: of the expert's name."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     for projection, out_features, in_features, width in shapes:
+        if width == 16 and form16 == "MXFP4":
+            tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, 4))))
+            tensors.append((f"{projection}.exponent", "U8", (out_features, n_groups(in_features, MX_GROUP))))
+            continue
         if width == 16:
-            tensors.append((f"{projection}.weight", dtype16, (out_features, in_features)))
+            tensors.append((f"{projection}.weight", form16, (out_features, in_features)))
             continue
         groups = n_groups(in_features, group_of(in_features, group_size))
         tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, width))))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from moert.pack.codec import WIDTHS
+from moert.pack.codec import WIDTHS, Form16
 from moert.pack.errors import ManifestInvalid, UnsafePath
 from moert.pack.layout import ExpertLayout, expert_layout
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
@@ -106,9 +106,16 @@ class Quantization:
 
     quantizer: str
     group_size: Annotated[int, Within(0, MAX_COUNT)]
-    dtype16: Dtype16  # how 16-bit projections are stored
+    dtype16: Dtype16  # how matrices of 16 bits are stored
     seed: Annotated[int, Within(0, 1 << 32)]
     dense: Dense | None = None
+    mxfp4: bool = False
+    """Experts' 16-bit projections are stored in the four bits that they have in the source."""
+
+    @property
+    def form16(self) -> Form16:
+        """How experts' 16-bit projections are stored."""
+        return "MXFP4" if self.mxfp4 else self.dtype16
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ class Manifest:
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
         return expert_layout(
-            self.model, entry.key, entry.bits, quantization.group_size, quantization.dtype16, self.page_bytes
+            self.model, entry.key, entry.bits, quantization.group_size, quantization.form16, self.page_bytes
         )
 
     def expert_tensor_bytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, QuantizedMatrix, from_bfloat16
+from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, from_bfloat16
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -132,6 +132,9 @@ class Pack:
             values: npt.NDArray[Any] = data[slot.start : slot.stop].view(dtype).reshape(slot.shape)
             return values
 
+        if width == 16 and self.manifest.quantization.mxfp4:
+            in_features = self.manifest.model.projection_shape(name)[1]
+            return Mxfp4Matrix(in_features, tensor("qweight", np.uint8), tensor("exponent", np.uint8)).widened()
         if width == 16:
             if self.manifest.quantization.dtype16 == "BF16":
                 return from_bfloat16(tensor("weight", np.uint16))

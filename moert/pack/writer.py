@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import QuantizedMatrix, to_bfloat16
+from moert.pack.codec import QuantizedMatrix, to_bfloat16, to_mxfp4
 from moert.pack.errors import WriteFailed
 from moert.pack.files import fsync, write_atomically, write_in_order
 from moert.pack.layout import choose_page_bytes, expert_layout
@@ -70,7 +70,7 @@ class PackWriter:
         """Writes one expert. A float32 array is stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
         bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
         layout = expert_layout(
-            self.spec, key, bits, self.quantization.group_size, self.quantization.dtype16, self.page_bytes
+            self.spec, key, bits, self.quantization.group_size, self.quantization.form16, self.page_bytes
         )
         body = bytearray(layout.file_bytes)
         body[: layout.data_offset] = layout.header
@@ -156,6 +156,10 @@ class PackWriter:
                 (f"{name}.scale", part.scale),
                 (f"{name}.min", part.minimum),
             ]
+        if self.quantization.mxfp4:
+            if (exact := to_mxfp4(part)) is None:
+                raise ValueError(f"{name}: weights that MXFP4 does not hold")
+            return [(f"{name}.qweight", exact.qweight), (f"{name}.exponent", exact.exponent)]
         if self.quantization.dtype16 == "BF16":
             return [(f"{name}.weight", to_bfloat16(part))]
         return [(f"{name}.weight", part.astype(np.float16))]

@@ -19,6 +19,7 @@ from moeconv.conversion.planning import plan
 from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.packing.verify import verify
+from moeconv.plan.problem import Storage
 from moeconv.plan.question import check_budget, uniform_bytes, weights_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
@@ -77,7 +78,7 @@ def test_two_bits_that_meet_the_target_are_what_is_written(sources: dict[str, Pa
 def test_a_size_is_kept_and_used_up(sources: dict[str, Path], family: str, quantizer: str, tmp_path: Path) -> None:
     spec = Checkpoint.open(sources[family]).spec
     group_size = 0 if quantizer == "channel" else 64
-    low, high = uniform_bytes(spec, 2, group_size), uniform_bytes(spec, 4, group_size)
+    low, high = uniform_bytes(spec, 2, Storage(group_size)), uniform_bytes(spec, 4, group_size)
     step = (high - low) / len(spec.expert_keys()) / 2 * 1.01  # the largest: of one expert, by one bit
     for place, share in enumerate((0.2, 0.6)):
         size = low + share * (high - low)
@@ -124,9 +125,9 @@ def test_the_smallest_size_is_named_where_no_width_is_narrower(sources: dict[str
         Done(settings)
     bits = float(str(no.value).split()[-1])
     for target in (Target("size", float(least)), Target("bits", bits)):
-        check_budget(target, spec, 2, 0)
+        check_budget(target, spec, 2, Storage())
     with pytest.raises(TargetMissed, match=f"allow narrower experts with --bits .all at 2 have {least:,} bytes"):
-        check_budget(Target("size", 1000.0), spec, 4, 0)
+        check_budget(Target("size", 1000.0), spec, 4, Storage())
 
 
 def test_a_success_says_that_all_is_well_and_what_to_run_next(

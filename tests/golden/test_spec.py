@@ -6,14 +6,14 @@ import json
 import math
 import re
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from dense_packs import dense_quantization, widened, write_dense_pack
-from random_packs import SPECS, write_pack
+from random_packs import QUANTIZATION, SPECS, write_pack
 
 from moert.models.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
@@ -56,6 +56,18 @@ def weights_by_the_text(
         start, stop = table[f"{name}.{part}"]["data_offsets"]
         return data[start:stop], table[f"{name}.{part}"]["shape"]
 
+    if bits == 16 and f"{name}.exponent" in table:
+        values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        codes, (rows, row_bytes) = tensor("qweight")
+        exponents, (_, groups) = tensor("exponent")
+        return [
+            [
+                (-1) ** (found // 8) * values[found % 8] * 2.0 ** (exponents[i * groups + j // 32] - 127)
+                for j in range(inputs)
+                for found in [code(codes[i * row_bytes : (i + 1) * row_bytes], 4, inputs, j)]
+            ]
+            for i in range(rows)
+        ]
     if bits == 16:
         body, (rows, _) = tensor("weight")
         if table[f"{name}.weight"]["dtype"] == "F16":
@@ -109,6 +121,11 @@ def test_the_golden_pack() -> None:
 @pytest.mark.parametrize("family", SPECS)
 def test_packs_of_all_kinds(tmp_path: Path, family: str) -> None:
     write_pack(tmp_path / "model.pack", SPECS[family])
+    check_against_our_reader(tmp_path / "model.pack")
+
+
+def test_four_bits_of_the_source(tmp_path: Path) -> None:
+    write_pack(tmp_path / "model.pack", SPECS["rich"], quantization=replace(QUANTIZATION, mxfp4=True))
     check_against_our_reader(tmp_path / "model.pack")
 
 

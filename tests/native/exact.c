@@ -6,7 +6,7 @@
 
 #include "driver.h"
 
-static const int kinds[] = {2, 3, 4, 8}, groups[] = {0, 16, 32, 64, 10};
+static const int kinds[] = {2, 3, 4, MOERT_MXFP4, 8}, groups[] = {0, 16, 32, 64, 10};
 
 /* Each block's largest is 127, so that rounding leaves all as they are. */
 enum { LEAST_BLOCK = 16 };
@@ -63,7 +63,7 @@ static void exact_mixture(int kind, int size, int tokens) {
     memset(expected.value, 0, (size_t)tokens * size * sizeof(double));
     for (int e = 0; e < 2; e++) {
         up[e] = matrix_make(kind, size, size, 0, SELECT);
-        down[e] = matrix_make(kinds[(e + kind) % 4], size, size, groups[draw(5)], UNIT);
+        down[e] = matrix_make(kinds[(e + kind) % 5], size, size, groups[draw(5)], UNIT);
         memset(&ffn[e], 0, sizeof ffn[e]);
         ffn[e].up = up[e].matrix, ffn[e].down = down[e].matrix;
         for (int t = 0; t < tokens; t++) {
@@ -89,7 +89,7 @@ static void exact_mixture(int kind, int size, int tokens) {
 void exact_cases(void) {
     static const int widths[] = {1, 31, 32, 33, 64, 96, 100, 160, 576, 610};
     for (int w = 0; w < 10; w++)
-        for (int k = 0; k < 4; k++) {
+        for (int k = 0; k < 5; k++) {
             for (int g = 0; g < 5; g++) {
                 seed(8000 + (uint64_t)(w * 100 + k * 10 + g));
                 exact_linear(kinds[k], 1 + draw(67), widths[w], groups[g], g % 2 ? 1 : 5);

@@ -6,7 +6,7 @@
 
 #include "driver.h"
 
-static const int kinds[] = {2, 3, 4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
+static const int kinds[] = {2, 3, 4, MOERT_MXFP4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
 static const int groups[] = {0, 16, 32, 64, 128, 10, 48};
 static const int widths[] = {1, 2, 7, 15, 16, 31, 32, 33, 48, 63, 64, 65, 96, 100, 128, 129, 160, 257, 300};
 #define COUNT(list) ((int)(sizeof(list) / sizeof *(list)))

@@ -92,6 +92,31 @@ static void fill_codes(problem_matrix *made, int style) {
     m->data = data, m->scale = scale, m->minimum = minimum;
 }
 
+/* MXFP4: a power of two for each group, and values of E2M1. */
+static void fill_mxfp4(problem_matrix *made, int style) {
+    static const double values[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    static const uint8_t ends[] = {0, 1, 2, 90, 140};
+    moert_matrix *m = &made->matrix;
+    int stride = (m->cols + 1) / 2, groups = (m->cols + m->group - 1) / m->group;
+    uint8_t *data = claim((size_t)m->rows * stride), *scale = claim((size_t)m->rows * groups);
+    memset(data, 0, (size_t)m->rows * stride);
+    for (int i = 0; i < m->rows * groups; i++) {
+        scale[i] = (uint8_t)(style >= UNIT ? 128 : 121 + draw(8));
+        if (style == EXTREME && draw(4) == 0) scale[i] = ends[draw(5)];
+    }
+    for (int r = 0; r < m->rows; r++) {
+        int same = draw(6) ? -1 : PICK(0, 7, 15);
+        for (int c = 0; c < m->cols; c++) {
+            int code = style == SELECT ? c == r % m->cols : same >= 0 ? same : draw(16);
+            double s = ldexp(1, scale[r * groups + c / m->group] - 127);
+            put_bits(data + (size_t)r * stride, 4, c, code);
+            made->weight[r * m->cols + c] = (code & 8 ? -s : s) * values[code & 7];
+            made->magnitude[r * m->cols + c] = s * (values[code & 7] + 12);
+        }
+    }
+    m->data = data, m->scale = (const uint16_t *)scale, m->minimum = NULL;
+}
+
 static void fill_floats(problem_matrix *made, int style) {
     moert_matrix *m = &made->matrix;
     int count = m->rows * m->cols;
@@ -119,7 +144,8 @@ problem_matrix matrix_make(int kind, int rows, int cols, int group, int style) {
     problem_matrix made = {.weight = claim(bytes), .magnitude = claim(bytes)};
     made.matrix.kind = kind, made.matrix.rows = rows, made.matrix.cols = cols;
     made.matrix.group = group && group < cols ? group : cols;
-    if (kind <= 8) fill_codes(&made, style);
+    if (kind == MOERT_MXFP4) fill_mxfp4(&made, style);
+    else if (kind <= 8) fill_codes(&made, style);
     else fill_floats(&made, style);
     if (style < UNIT && draw(3) == 0) made.matrix.bias = draw_floats(rows);
     return made;

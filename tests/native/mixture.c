@@ -6,7 +6,7 @@
 
 #include "driver.h"
 
-static const int kinds[] = {2, 3, 4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
+static const int kinds[] = {2, 3, 4, MOERT_MXFP4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
 static const int groups[] = {0, 16, 32, 64, 128, 10, 48};
 enum { MOST_EXPERTS = 8 };
 
@@ -149,7 +149,7 @@ void mixture_cases(void) {
     static const int sizes[] = {1, 5, 31, 32, 33, 48, 64, 67, 96, 100, 128, 160};
     static const int token_counts[] = {1, 1, 2, 5, 17};
     int number = 0;
-    for (int k = 0; k < 7; k++) /* one width alone */
+    for (int k = 0; k < 8; k++) /* one width alone */
         for (int i = 0; i < 16; i++, number++) {
             seed(2000 + (uint64_t)number);
             int d_model = sizes[draw(12)], d_ff = sizes[draw(12)];
@@ -158,10 +158,10 @@ void mixture_cases(void) {
     for (int i = 0; i < 120; i++, number++) { /* all widths mixed */
         seed(2000 + (uint64_t)number);
         int d_model = sizes[draw(12)], d_ff = sizes[draw(12)];
-        mix(i, d_model, d_ff, token_counts[draw(5)], kinds, i % 3 ? 4 : 7);
+        mix(i, d_model, d_ff, token_counts[draw(5)], kinds, i % 3 ? 5 : 8);
     }
     for (int i = 0; i < 4; i++) {
         seed(4000 + (uint64_t)i);
-        mix(i * 5, 64, 96, 200, kinds, 5);
+        mix(i * 5, 64, 96, 200, kinds, 6);
     }
 }

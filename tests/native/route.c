@@ -54,7 +54,7 @@ static void run_scores(scores *s, const engine *on) {
     }
     agree(on, "hidden", s->hidden, s->first_hidden, s->tokens * cols, EVERYWHERE);
     agree(on, "scores", s->found, s->first_found, s->tokens * count,
-          s->router.score == MOERT_SPARSEMIXER ? EVERYWHERE : HERE);
+          s->router.score >= MOERT_SIGMOID_OF_CHOSEN ? EVERYWHERE : HERE);
     for (int t = 0; t < s->tokens; t++) {
         fill(s->hidden, cols), fill(s->found, count);
         require(on, !moert_scores(on->pool, &s->router, 1, s->x + t * cols, s->hidden, s->found), "no memory");
@@ -69,7 +69,7 @@ static void one_scores(int number) {
     scores s = {.tokens = PICK(1, 2, 7, 40)};
     s.made = matrix_make(kinds[number % 4], count, cols, 0, PLAIN);
     size_t hidden_bytes = (size_t)(s.tokens * cols) * sizeof(float), bytes = (size_t)(s.tokens * count) * sizeof(float);
-    s.router = (moert_router){.norm = norm_make(cols, 1e-5f), .matrix = s.made.matrix, .score = number % 3};
+    s.router = (moert_router){.norm = norm_make(cols, 1e-5f), .matrix = s.made.matrix, .score = number / 4 % 4};
     if (draw(3) == 0) s.router.own = norm_make(cols, 1e-3f);
     s.x = draw_floats(s.tokens * cols);
     s.hidden = claim(hidden_bytes), s.first_hidden = claim(hidden_bytes);
@@ -155,15 +155,16 @@ static void check_choice(const moert_router *r, const float *p, const int64_t *c
     int64_t experts[MOST_CHOSEN];
     double value[MOST_CHOSEN], error[MOST_CHOSEN], sum = 0;
     estimate expected = {value, error};
-    int sparse = r->score == MOERT_SPARSEMIXER, top_k = r->top_k;
+    int sparse = r->score == MOERT_SPARSEMIXER, after = r->score == MOERT_SIGMOID_OF_CHOSEN, top_k = r->top_k;
     int found = sparse ? choose_sparsely(r, p, experts, value) : choose_best(r, p, experts, value);
     require(engines, found == top_k && !memcmp(chosen, experts, (size_t)top_k * sizeof *chosen), "other experts");
+    for (int i = 0; i < top_k && after; i++) value[i] = 1 / (1 + exp(-value[i]));
     for (int i = 0; i < top_k; i++) sum += value[i];
     for (int i = 0; i < top_k; i++) {
         value[i] *= (double)r->factor / (r->renormalise ? sum : 1);
         if (r->expert_scale) value[i] *= r->expert_scale[experts[i]];
-        error[i] = sparse || r->renormalise ? INNER * fabs(value[i]) : 3e-7 * fabs(value[i]);
-        if (!sparse && !r->renormalise && !r->expert_scale && r->factor == 1) error[i] = 0;
+        error[i] = sparse || after || r->renormalise ? INNER * fabs(value[i]) : 3e-7 * fabs(value[i]);
+        if (!sparse && !after && !r->renormalise && !r->expert_scale && r->factor == 1) error[i] = 0;
     }
     check(engines, "weights", weights, &expected, top_k);
 }
@@ -192,7 +193,7 @@ static void draw_groups(moert_router *r) {
 }
 
 static void draw_choose(int number) {
-    moert_router r = {.matrix = {.rows = number % 10 ? 1 + draw(70) : 1}, .score = number % 3};
+    moert_router r = {.matrix = {.rows = number % 10 ? 1 + draw(70) : 1}, .score = number / 4 % 4};
     r.factor = draw(2) ? 1 : 2.5f;
     int sparse = r.score == MOERT_SPARSEMIXER;
     float *bias = NULL, *scales = NULL;

@@ -4,7 +4,7 @@
 
 #include "driver.h"
 
-static const int kinds[] = {2, 3, 4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
+static const int kinds[] = {2, 3, 4, MOERT_MXFP4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
 static const int groups[] = {0, 16, 32, 64, 128, 10, 48};
 static const int token_counts[] = {1, 2, 5, 17, 70};
 
@@ -81,7 +81,7 @@ static void run_head(const engine *on, const head *h, const estimate *expected, 
 static void one_head(int number) {
     int cols = number % 3 ? 32 * (1 + draw(6)) : 1 + draw(200), rows = 1 + draw(90), tokens = token_counts[number % 5];
     head h = {.factor = number % 2 ? 1 : 0.125f, .softcap = draw(3) ? 0 : 2, .tokens = tokens};
-    h.made = matrix_make(kinds[number % 7], rows, cols, groups[draw(7)], PLAIN);
+    h.made = matrix_make(kinds[number % 8], rows, cols, groups[draw(7)], PLAIN);
     h.norm = norm_make(cols, 1e-5f), h.x = draw_states(tokens, cols);
     float *first = claim((size_t)tokens * rows * sizeof *first);
     estimate expected = estimate_make(tokens * rows), input = estimate_of(h.x, tokens * cols), hidden = estimate_make(cols);

@@ -16,7 +16,7 @@ from moeconv.errors import SettingsError, TargetMissed, WeightsUnusable
 from moeconv.plan import ALLOCATORS, plan_within
 from moeconv.plan.chains import greedy, uniform
 from moeconv.plan.isotonic import falling, rising
-from moeconv.plan.problem import Option, Problem, Unit, layout_bytes, options, problem
+from moeconv.plan.problem import Option, Problem, Storage, Unit, layout_bytes, options, problem
 from moert.pack.layout import expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from tests.shapes import Shape
@@ -98,7 +98,7 @@ def test_an_expert_that_no_width_can_hold_is_refused() -> None:
 @pytest.mark.parametrize("group_size", [0, 32])
 def test_bytes_of_projections_add_up_to_the_layout(gated: bool, group_size: int) -> None:
     model = spec(gated)
-    nbytes = layout_bytes(model, group_size)
+    nbytes = layout_bytes(model, Storage(group_size))
     bits = dict(zip(model.moe.ffn.projections, (2, 16, 3), strict=False))
     whole = expert_layout(model, KEYS[0], bits, group_size, "F16", 4096).tensor_bytes
     assert sum(nbytes(name, width) for name, width in bits.items()) == whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from moert.pack.codec import (
     INT_WIDTHS,
+    Mxfp4Matrix,
     QuantizedMatrix,
     dequantize,
     from_bfloat16,
@@ -18,6 +21,7 @@ from moert.pack.codec import (
     pack_codes,
     row_bytes,
     to_bfloat16,
+    to_mxfp4,
     unpack_codes,
 )
 
@@ -52,6 +56,27 @@ def test_codes_come_back(data: st.DataObject) -> None:
     assert packed.dtype == np.uint8
     assert packed.shape == (shape[0], row_bytes(shape[1], bits))
     np.testing.assert_array_equal(unpack_codes(packed, bits, shape[1]), codes)
+
+
+@given(st.data())
+def test_mxfp4_comes_back(data: st.DataObject) -> None:
+    rows, inputs = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 70)))
+    codes = data.draw(hnp.arrays(np.uint8, (rows, inputs), elements=st.integers(0, 15)))
+    exponent = data.draw(hnp.arrays(np.uint8, (rows, n_groups(inputs, 32)), elements=st.integers(2, 250)))
+    given_weights = Mxfp4Matrix(inputs, pack_codes(codes, 4), exponent).widened()
+    found = to_mxfp4(given_weights)
+    assert found is not None
+    assert found.qweight.shape == (rows, row_bytes(inputs, 4))
+    np.testing.assert_array_equal(found.widened().view(np.uint32), given_weights.view(np.uint32))
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for i, j in np.ndindex(rows, inputs):
+        value = math.ldexp(table[codes[i, j] & 7], int(exponent[i, j // 32]) - 127)
+        assert given_weights[i, j] == (-value if codes[i, j] & 8 else value)
+
+
+@pytest.mark.parametrize("weights", [[5.0], [6.0, 0.25], [1.0, 1.25], [float("nan")], [float("inf")], [1e-40, 1.0]])
+def test_what_mxfp4_does_not_hold(weights: list[float]) -> None:
+    assert to_mxfp4(np.array([weights], dtype=np.float32)) is None
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -72,6 +72,12 @@ class Description:
     biases: Callable[[ExpertKey, str], Source] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def mxfp4(self) -> bool:
+        """Whether the experts have four bits in the checkpoint, as OCP's MXFP4."""
+        key, projections = self.spec.expert_keys()[0], self.spec.moe.ffn.projections
+        return all(self.experts(key, name).form == "mxfp4" for name in projections)
+
     def with_scales(self, names: Collection[str]) -> Description:
         """The same of a checkpoint with tensors of these names, where some matrices lie in FP8 beside their scales."""
 

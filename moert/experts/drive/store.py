@@ -96,9 +96,10 @@ def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
     quantization, layout, views = pack.manifest.quantization, pack.layout(key), {}
     for name, width in pack.entry(key).bits.items():
         shape = pack.manifest.model.projection_shape(name)
-        parts = ("weight",) if width == 16 else ("qweight", "scale", "min")
+        whole = ("qweight", "exponent") if quantization.mxfp4 else ("weight",)
+        parts = whole if width == 16 else ("qweight", "scale", "min")
         places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in parts)
         group = group_of(shape[1], quantization.group_size)
         bias = layout.data_offset + layout.slot(f"{name}.bias").start if pack.manifest.model.moe.ffn.bias else None
-        views[name] = ProjectionView(shape, width, group, quantization.dtype16, places, bias)
+        views[name] = ProjectionView(shape, width, group, quantization.form16, places, bias)
     return views

@@ -132,7 +132,9 @@ int pool_own(moert_pool *pool, size_t bytes);
 
 static inline size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
 static inline int is_codes(const moert_matrix *w) { return w->kind < MOERT_F16; }
-static inline int order_of(int bits) { return bits == 8 ? WHOLE : bits == 4 ? HALVES : QUARTERS; }
+static inline int order_of(int bits) {
+    return bits == 8 ? WHOLE : bits == 4 || bits == MOERT_MXFP4 ? HALVES : QUARTERS;
+}
 static inline int inputs_a_byte(int order) { return 1 << order; }
 static inline int groups_of(int cols, int group) { return (cols + group - 1) / group; }
 #define SMALL 16 /* for groups of which no larger block is a part; never in strips */
@@ -157,6 +159,7 @@ static inline int whole_blocks(int cols, int group) { return group >= cols || gr
 /* Scales of a row of a strip, and some more so that rows do not share lines of the cache. */
 static inline int strip_stride(int cols, int group) { return (groups_of(cols, group) + 15) / 16 * 16 + 16; }
 static inline int64_t row_bytes(int cols, int bits) {
+    if (bits == MOERT_MXFP4) return ((int64_t)cols + 1) / 2;
     return bits == 3 ? (cols + 3) / 4 + (cols + 7) / 8 : ((int64_t)cols * bits + 7) / 8;
 }
 

@@ -132,7 +132,7 @@ static void multiply_strips(const panels *p, const moert_matrix *w, const operat
 
 static int64_t bytes_of_row(const moert_matrix *w) {
     if (!is_codes(w)) return (int64_t)w->cols * (w->kind == MOERT_F32 ? 4 : 2);
-    return row_bytes(w->cols, w->kind) + 4 * (int64_t)groups_of(w->cols, w->group);
+    return row_bytes(w->cols, w->kind) + (w->kind == MOERT_MXFP4 ? 1 : 4) * (int64_t)groups_of(w->cols, w->group);
 }
 
 void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own) {

@@ -12,7 +12,7 @@
 #define STRIP_VECTORS 2
 #define MANY 8
 #ifdef DOT_PRODUCT
-#define SAME_WIDTHS 0x11C /* strips: the code for 2 bits is that for 2, 3, 4 and 8 */
+#define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 #else
 #define SAME_WIDTHS 0x1C /* 2, 3 and 4 */
 #endif
@@ -54,6 +54,9 @@ INLINE bytes spread_thirds(const void *p) {
     const __m256i from = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     const __m256i here = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), from), place);
     return _mm256_and_si256(_mm256_cmpeq_epi8(here, place), _mm256_set1_epi8(4));
+}
+INLINE bytes look_up(const uint8_t *table, bytes v) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), v);
 }
 INLINE bytes or_bytes(bytes a, bytes b) { return _mm256_or_si256(a, b); }
 INLINE void store_bytes(void *p, bytes v) { _mm256_storeu_si256(p, v); }

@@ -11,7 +11,7 @@
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
 #define MANY 8
-#define SAME_WIDTHS 0x11C /* strips: the code for 2 bits is that for 2, 3, 4 and 8 */
+#define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
 typedef __m512i bytes;
 typedef __m512i ints;
@@ -61,6 +61,9 @@ INLINE bytes spread_thirds(const void *p) {
     uint64_t bits;
     memcpy(&bits, p, sizeof bits);
     return _mm512_maskz_set1_epi8(bits, 4);
+}
+INLINE bytes look_up(const uint8_t *table, bytes v) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), v);
 }
 INLINE bytes or_bytes(bytes a, bytes b) { return _mm512_or_si512(a, b); }
 INLINE void store_bytes(void *p, bytes v) { _mm512_storeu_si512(p, v); }

@@ -11,7 +11,7 @@
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
 #define MANY 8
-#define SAME_WIDTHS 0x1C /* strips: the code for 2 bits is that for 2, 3 and 4 */
+#define SAME_WIDTHS 0x3C /* strips: the code for 2 bits is that for 2, 3, 4 and MXFP4 */
 
 typedef uint8x16_t bytes;
 typedef int32x4_t ints;
@@ -51,6 +51,7 @@ INLINE bytes spread_thirds(const void *p) {
     const bytes each = vcombine_u8(vdup_n_u8(two[0]), vdup_n_u8(two[1]));
     return vandq_u8(vtstq_u8(each, vld1q_u8(place)), vdupq_n_u8(4));
 }
+INLINE bytes look_up(const uint8_t *table, bytes v) { return vqtbl1q_u8(vld1q_u8(table), v); }
 INLINE bytes or_bytes(bytes a, bytes b) { return vorrq_u8(a, b); }
 INLINE void store_bytes(void *p, bytes v) { vst1q_u8(p, v); }
 INLINE void store_parts(void *first, void *second, bytes v) { (void)first, (void)second, (void)v; }

@@ -12,7 +12,7 @@
 #define STRIP_VECTORS 2
 #define MANY 8
 #define ANY_BLOCK 1 /* one code for all sizes of blocks */
-#define SAME_WIDTHS 0x11C /* strips: the code for 2 bits is that for 2, 3, 4 and 8 */
+#define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
 typedef struct { uint8_t at[VECTOR]; } bytes;
 typedef struct { int32_t at[LANES]; } ints;
@@ -65,6 +65,7 @@ INLINE bytes spread_thirds(const void *p) {
     const uint8_t *from = p;
     EACH(bytes, VECTOR, (from[i / 8] >> i % 8 & 1) << 2);
 }
+INLINE bytes look_up(const uint8_t *table, bytes v) { EACH(bytes, VECTOR, table[v.at[i]]); }
 INLINE bytes or_bytes(bytes a, bytes b) { EACH(bytes, VECTOR, a.at[i] | b.at[i]); }
 INLINE void store_bytes(void *p, bytes v) { memcpy(p, &v, sizeof v); }
 INLINE void store_parts(void *first, void *second, bytes v) { (void)first, (void)second, (void)v; }

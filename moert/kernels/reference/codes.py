@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.backend import Stored
-from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.codec import F32, Mxfp4Matrix, QuantizedMatrix
 
 
-def weights(stored: Stored) -> F32:
+def weights(stored: Stored | Mxfp4Matrix) -> F32:
     """A matrix as float32 [out, in], bit for bit what `moert.pack.codec.dequantize` gives."""
     return _dequantize(stored) if isinstance(stored, QuantizedMatrix) else stored.widened()
 

@@ -1,0 +1,72 @@
+"""Tiny checkpoints whose numbers are coded, as some models are published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TINY
+
+Tensors = dict[str, torch.Tensor]
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "mxfp4"}
+SIZES = {
+    "deepseek_v3": {"hidden_size": 136, "moe_intermediate_size": 132},  # more than a block each way
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
+}
+
+
+def in_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Experts and the matrices of attention in FP8 with a scale for each block; and what these are."""
+    coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(5)
+    for name, weight in tensors.items():
+        if not name.endswith("_proj.weight"):
+            continue
+        blocks = [-(-size // 128) for size in weight.shape]
+        scale = 2.0 ** torch.randint(-3, 3, tuple(blocks), generator=chance)
+        wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+        coded[name] = (weight.float() / wide).to(torch.float8_e4m3fn)
+        coded[f"{name}_scale_inv"] = scale
+        plain[name] = (coded[name].float() * wide).to(torch.bfloat16)
+    return coded, plain
+
+
+def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Experts in blocks of 32 inputs, two to a byte; and what these are."""
+    coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(6)
+    for name, weight in tensors.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs // 32, 32), generator=chance)
+        exponents = torch.randint(122, 127, (experts, outputs, inputs // 32), generator=chance)
+        coded[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        coded[f"{name}_scales"] = exponents.to(torch.uint8)
+        values = FP4[codes & 7] * torch.where(codes >= 8, -1.0, 1.0) * 2.0 ** (exponents - 127)[..., None]
+        plain[name] = values.flatten(2).transpose(1, 2).contiguous().to(torch.bfloat16)
+        del coded[name]
+    return coded, plain
+
+
+def written(source: Path, out: Path, tensors: Tensors, coding: Any) -> Path:
+    shutil.copytree(source, out)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(
+        json.dumps(config if coding is None else {**config, "quantization_config": coding})
+    )
+    return out
+
+
+def coded_and_plain(
+    family: str, code: Callable[[Tensors], tuple[Tensors, Tensors]], coding: Any, folder: Path
+) -> tuple[Path, Path]:
+    source = TINY[family][0](folder / "source", **SIZES[family])
+    coded, plain = code(load_file(source / "model.safetensors"))
+    return written(source, folder / "coded", coded, coding), written(source, folder / "plain", plain, None)
