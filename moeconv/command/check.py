@@ -132,7 +132,7 @@ def lines(found: Checked) -> list[str]:
 def _row(each: Outlook) -> str:
     sizes = map(size, (each.pack_bytes, each.expert_bytes, each.token_bytes))
     memory = (f"{nbytes / 1e6:,.0f} MB" for nbytes in (each.smallest_memory, each.whole_memory))
-    cells = (f"{each.bits} bits", f"{each.dense_bits} bits", *sizes, *memory)
+    cells = ("MXFP4" if each.bits == 16 else f"{each.bits} bits", f"{each.dense_bits} bits", *sizes, *memory)
     return "  " + " ".join(cell.rjust(10) for cell in cells)
 
 

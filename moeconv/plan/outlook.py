@@ -19,6 +19,7 @@ from moert.pack.manifest import Dense, Quantization
 from moert.pack.model_spec import LayerKey, ModelSpec
 
 WIDTHS = (2, 3, 4, 8)
+MXFP4_WIDTHS = (2, 3, 4, 16)  # where 16 stands for the four bits and a quarter of the source
 PROMPT_TOKENS, NEW_TOKENS = 512, 256
 _HEADER_BYTES = 8  # before the JSON of a safetensors file, which is filled up to a whole number of these
 
@@ -73,7 +74,8 @@ def outlooks(
     spec: ModelSpec, storage: Storage, denses: Sequence[Dense | None], computed: Collection[str], host: Host
 ) -> list[Outlook]:
     """One for each way to store what lies outside the experts, and each width."""
-    return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in WIDTHS]
+    widths = MXFP4_WIDTHS if storage.mxfp4 else WIDTHS
+    return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in widths]
 
 
 def _outlook(

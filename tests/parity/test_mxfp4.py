@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from coded_sources import MXFP4, coded_and_plain, in_mxfp4
+from kept_keys import WideKeys
 from packs import MemoryRunner, open_model
 
 from moeconv.packing.emit import Label, emit
@@ -16,6 +17,7 @@ from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moert.kernels import library, open_backend
+from moert.kernels.backend import opaque
 from moert.models.model import Model
 from moert.pack.reader import Pack
 
@@ -45,7 +47,7 @@ def test_logits_are_those_of_transformers(source: Path, tmp_path: Path) -> None:
     spec = pack.manifest.model
     biases = 32 * sum(spec.projection_shape(name)[0] for name in ("gate", "up", "down")) / spec.weights_per_expert()
     assert pack.manifest.effective_bits() == 4.25 + biases
-    model, opened = Checkpoint.open(source).model(torch.float32), open_model(pack)
+    model, opened = Checkpoint.open(source).model(torch.float32), open_model(pack, opaque(WideKeys()))
     for ids in IDS:
         with torch.inference_mode():
             expected = model(torch.tensor([ids])).logits[0].numpy()

@@ -119,7 +119,7 @@ KINDS = {part.KIND for part in PARTS.values() if hasattr(part, "KIND")}
 
 def is_optional(document: dict[str, Any], at: Where) -> bool:
     if at[0] != "model" or len(at) == 1:
-        return at[-1] == "dense"
+        return at in {("quantization", "dense"), ("quantization", "mxfp4")}
     return at[-1] in defaults_of(value_at(document, at[:-1]))
 
 

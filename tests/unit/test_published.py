@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from published import PARAMETERS, PUBLISHED, Config
 
-from moeconv.plan.outlook import WIDTHS, Host, outlooks, parameters
+from moeconv.plan.outlook import MXFP4_WIDTHS, WIDTHS, Host, outlooks, parameters
+from moeconv.plan.problem import Storage
 from moeconv.quantizers.dense import dense_of
 from moeconv.source.archs import FAMILIES
 from moeconv.source.features import features
@@ -43,12 +44,16 @@ def test_every_family_is_published() -> None:
 def test_a_published_model_opens_and_is_planned(name: str) -> None:
     outline = outline_of(PUBLISHED[name])
     spec, computed = outline.spec, outline.description.computed
-    found = outlooks(spec, 0, [None, dense_of(spec, 8)], computed, HOST)
-    assert [(each.dense_bits, each.bits) for each in found] == [(dense, bits) for dense in (16, 8) for bits in WIDTHS]
+    storage = Storage(0, outline.description.mxfp4)
+    found, widths = outlooks(spec, storage, [None, dense_of(spec, 8)], computed, HOST), WIDTHS
+    if storage.mxfp4:
+        assert name.startswith("gpt-oss")
+        widths = MXFP4_WIDTHS
+    assert [(each.dense_bits, each.bits) for each in found] == [(dense, bits) for dense in (16, 8) for bits in widths]
     numbers = parameters(spec, computed)
     assert numbers.active < numbers.total
     for each in found:
-        experts = numbers.total * each.bits / 8
+        experts = numbers.total * (4.25 if each.bits == 16 else each.bits) / 8
         assert HOST.held_bytes < each.smallest_memory < each.whole_memory
         assert each.backbone_bytes < each.smallest_memory
         assert each.pack_bytes < each.whole_memory < 1.02 * each.pack_bytes + 2e9
