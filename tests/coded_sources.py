@@ -16,7 +16,18 @@ Tensors = dict[str, torch.Tensor]
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4"}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+    },
+}
 SIZES = {
+    "kimi_k2": {"hidden_size": 64, "moe_intermediate_size": 32},
     "deepseek_v3": {"hidden_size": 136, "moe_intermediate_size": 132},  # more than a block each way
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
 }
@@ -50,6 +61,24 @@ def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
         coded[f"{name}_scales"] = exponents.to(torch.uint8)
         values = FP4[codes & 7] * torch.where(codes >= 8, -1.0, 1.0) * 2.0 ** (exponents - 127)[..., None]
         plain[name] = values.flatten(2).transpose(1, 2).contiguous().to(torch.bfloat16)
+        del coded[name]
+    return coded, plain
+
+
+def in_int4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Experts in groups of 32 inputs, eight to a number; and what these are."""
+    coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(7)
+    for name, weight in tensors.items():
+        if ".mlp.experts." not in name:
+            continue
+        out, inputs = weight.shape
+        codes = torch.randint(0, 16, (out, inputs), generator=chance)
+        scale = 2.0 ** -torch.randint(3, 6, (out, inputs // 32), generator=chance)
+        shifted = codes.view(out, -1, 8) << torch.arange(0, 32, 4)
+        coded[f"{name}_packed"] = (shifted.sum(-1) + 2**31) % 2**32 - 2**31
+        coded[f"{name}_packed"] = coded[f"{name}_packed"].to(torch.int32)
+        coded[f"{name}_scale"], coded[f"{name}_shape"] = scale.to(torch.bfloat16), torch.tensor([out, inputs])
+        plain[name] = ((codes - 8) * scale.repeat_interleave(32, 1)).to(torch.bfloat16)
         del coded[name]
     return coded, plain
 

@@ -347,6 +347,57 @@ DEEPSEEK_V3_FP8: Config = {
     "vocab_size": 129280,
 }
 
+KIMI_K2_THINKING: Config = {
+    **DEEPSEEK_V3_FP8,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 262144,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {
+                    "actorder": None,
+                    "dynamic": False,
+                    "group_size": 32,
+                    "num_bits": 4,
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "int",
+                },
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 64.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+
 GLM_4_5_AIR: Config = {
     **_PLAIN,
     "architectures": ["Glm4MoeForCausalLM"],
@@ -849,6 +900,7 @@ PUBLISHED: dict[str, Config] = {
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "DeepSeek-V2": DEEPSEEK_V2,
     "DeepSeek-V3": DEEPSEEK_V3_FP8,
+    "Kimi-K2-Thinking": KIMI_K2_THINKING,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "GLM-4.5": GLM_4_5,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
@@ -884,6 +936,7 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "DeepSeek-V2-Lite": (15.7, 2.7),
     "DeepSeek-V2": (236, 21.4),
     "DeepSeek-V3": (671, 37.6),
+    "Kimi-K2-Thinking": (1027, 32),
     "GLM-4.5-Air": (106, 13),
     "GLM-4.5": (353, 34),
     "MiniMax-M2": (229, 10),

@@ -134,7 +134,10 @@ def tiny_of(model_type: str) -> Callable[..., Path]:
         tiny = FAMILIES[model_type]
         config = getattr(transformers, f"{tiny.config or tiny.model}Config")(**{**tiny.settings, **overrides})
         if not tiny.whole:
-            return _save(getattr(transformers, f"{tiny.model}ForCausalLM")(config), path, seed)
+            _save(getattr(transformers, f"{tiny.model}ForCausalLM")(config), path, seed)
+            saved = json.loads((path / "config.json").read_text())  # some are another family by another name
+            (path / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
+            return path
         whole = getattr(transformers, f"{tiny.whole}Config")(text_config=config, **_SEES[model_type])
         return _save(getattr(transformers, f"{tiny.whole}ForConditionalGeneration")(whole), path, seed)
 
@@ -157,7 +160,9 @@ def transformers_model(path: Path) -> Any:
 
     config = json.loads((path / "config.json").read_text())
     found = getattr(transformers, config["architectures"][0])
-    return found.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    known = found.config_class.from_pretrained(path, local_files_only=True)
+    known.model_type = found.config_class.model_type  # else weights of one by another name are not found
+    return found.from_pretrained(path, config=known, dtype=torch.float32, local_files_only=True).eval()
 
 
 def _save(model: Any, path: Path, seed: int) -> Path:

@@ -182,6 +182,7 @@ FAMILIES: dict[str, Tiny] = {
             "all layers with experts": {"first_k_dense_replace": 0},
         },
     ),
+    "kimi_k2": Tiny("DeepseekV3", {**_LATENT, **_V3, "first_k_dense_replace": 1}, {"plain": {}}),
     "glm4_moe_lite": Tiny(
         "Glm4MoeLite",
         {**_LATENT, **_V3},

@@ -46,9 +46,9 @@ _CHECKED = (
 )
 _REFUSED_FIRST = ("A setting that is not known for the family and is not off.",)
 _REFUSED_LAST = (
-    "Weights in a form that the family does not read. All read floats, and fp8 with a scale for each block as "
-    "DeepSeek-V3 is published; gpt-oss is read in its own four bits, and keeps them "
-    "where a plan does not give fewer. AWQ, GPTQ and bitsandbytes are not read.",
+    "Weights in a form that the family does not read. All read floats, fp8 with a scale for each block as DeepSeek-V3 "
+    "is published, and symmetric groups of four bits (compressed-tensors) as Kimi K2 is; gpt-oss is read in its own "
+    "four bits, and keeps them where a plan gives no fewer. AWQ, GPTQ and bitsandbytes are not read.",
     "Checkpoints without safetensors files, and GGUF.",
     "A tensor that has no place in the pack, but for what a note says is left out: layers that predict several "
     "tokens at once.",

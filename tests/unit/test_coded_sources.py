@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_sources import FP8, MXFP4, SIZES, Tensors, coded_and_plain, in_fp8, in_mxfp4, written
+from coded_sources import FP8, INT4, MXFP4, SIZES, Tensors, coded_and_plain, in_fp8, in_int4, in_mxfp4, written
 from safetensors.torch import load_file
 from tiny import TINY
 
@@ -34,13 +34,16 @@ def pack_of(path: Path, out: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("family", "code", "coding"), [("deepseek_v3", in_fp8, FP8), ("gpt_oss", in_mxfp4, MXFP4)])
+@pytest.mark.parametrize(
+    ("family", "code", "coding"),
+    [("deepseek_v3", in_fp8, FP8), ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4)],
+)
 def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
     family: str, code: Callable[[Tensors], tuple[Tensors, Tensors]], coding: Any, tmp_path: Path
 ) -> None:
     coded_at, plain_at = coded_and_plain(family, code, coding, tmp_path)
     of_coded, of_plain = (pack_of(path, path.with_suffix(".pack")) for path in (coded_at, plain_at))
-    if coding is FP8:
+    if coding is not MXFP4:
         assert of_coded == of_plain
     else:  # which stay what they are
         packs = [Pack.open(path.with_suffix(".pack")) for path in (coded_at, plain_at)]
@@ -60,6 +63,9 @@ def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
         {"quant_method": "fp8", "weight_block_size": [64, 64]},
         {"quant_method": "mxfp4"},
         {"quant_method": "fp8"},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {**INT4, "config_groups": {}},
+        {**INT4, "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int", "symmetric": True}}}},
     ],
 )
 def test_other_codings_are_refused_by_name(coding: Any, tmp_path: Path) -> None:
@@ -77,4 +83,15 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
     coded[name] = coded[name][:1, :1]
     path = written(source, tmp_path / "coded", coded, FP8)
     with pytest.raises(CheckpointError, match="scale"):
+        pack_of(path, tmp_path / "coded.pack")
+
+
+@pytest.mark.parametrize(("suffix", "other"), [("_shape", torch.tensor([32, 96])), ("_scale", torch.ones(32, 3))])
+def test_codes_that_do_not_fit_are_refused(suffix: str, other: torch.Tensor, tmp_path: Path) -> None:
+    source = TINY["kimi_k2"][0](tmp_path / "source", **SIZES["kimi_k2"])
+    coded, _ = in_int4(load_file(source / "model.safetensors"))
+    name = next(name for name in coded if name.endswith(f"up_proj.weight{suffix}"))
+    coded[name] = other
+    path = written(source, tmp_path / "coded", coded, INT4)
+    with pytest.raises(CheckpointError, match="do not fit"):
         pack_of(path, tmp_path / "coded.pack")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeconv.source.archs.deepseek_v2 import DeepseekV2
-from moeconv.source.archs.deepseek_v3 import DeepseekV3
+from moeconv.source.archs.deepseek_v3 import DeepseekV3, KimiK2
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.dots1 import Dots1
 from moeconv.source.archs.ernie4_5_moe import Ernie45Moe
@@ -34,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         SwitchTransformers(), Olmoe(), Qwen3Moe(), Mixtral(), Qwen2Moe(), GptOss(), DeepseekV2(), DeepseekV3(),
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
-        GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(),
+        GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

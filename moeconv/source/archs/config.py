@@ -28,7 +28,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_new",
 }  # fmt: skip
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-Coding = Literal["fp8", "mxfp4"]
+Coding = Literal["fp8", "int4", "mxfp4"]
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
 _ROPE_PARAMETERS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -102,9 +102,11 @@ class Config:
             return "mxfp4"
         if method == "fp8" and list(said.get("weight_block_size") or ()) == [128, 128] and said.get("fmt") != "e5m2":
             return "fp8"
+        if method == "compressed-tensors" and _is_int4(said):
+            return "int4"
         raise UnsupportedModel(
-            f"config.json says that its weights are coded by {method!r}: only mxfp4, and fp8 (e4m3) with blocks of "
-            "128 × 128, can be read; take a checkpoint in bf16"
+            f"config.json says that its weights are coded by {method!r}: only mxfp4, fp8 (e4m3) with blocks of 128 × "
+            "128, and compressed-tensors with symmetric groups of 4 bits can be read; take a checkpoint in bf16"
         )
 
     def without_effect(self, *names: str) -> None:
@@ -238,6 +240,25 @@ class Config:
                     f"config.json sets {name} {self._raw[name]!r}, which is not known for this family: it may change "
                     "what the model computes, and a pack could not say so"
                 )
+
+
+def _is_int4(said: Mapping[str, Any]) -> bool:
+    """Whether all that is coded has whole numbers of 4 bits around 0 with a scale for each group or row."""
+    groups = said.get("config_groups")
+    if said.get("format") != "pack-quantized" or not isinstance(groups, dict) or not groups:
+        return False
+    wanted: dict[str, tuple[Any, ...]] = {
+        "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group", "channel"),
+        "actorder": (None, False, "weight"), "dynamic": (None, False),
+    }  # fmt: skip
+    return all(
+        isinstance(group, dict)
+        and isinstance(weights := group.get("weights"), dict)
+        and not group.get("input_activations")
+        and not group.get("output_activations")
+        and all(weights.get(name) in values for name, values in wanted.items())
+        for group in groups.values()
+    )
 
 
 def count_of(name: str, found: Any, least: int = 1) -> int:

@@ -23,3 +23,10 @@ class DeepseekV3(Family):
         layers = [Layer(norm, latent(config), None, ffn) for ffn in dense_first(config, dense, routed)]
         inside = latent_names(config, pairs=bool(config.get("rope_interleave")))
         return decoder(self.model_type, config, tokens, layers, Names(inside, left_out=no_more_predicted(config)))
+
+
+class KimiK2(DeepseekV3):
+    """The same by another name (Kimi K2), published with experts of four bits."""
+
+    model_type = "kimi_k2"
+    loads_by_names = False

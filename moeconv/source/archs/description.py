@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.errors import UnsupportedModel
-from moeconv.source.archs.source import FP8_SCALES, Source
+from moeconv.source.archs.source import FP8_SCALES, INT4_CODES, Form, Source
 from moeconv.source.archs.views import View
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
 from moert.pack.parts import Experts, Layer, Rope, stack_of
@@ -50,6 +50,9 @@ USUAL: Inside = {
 OfExpert = Callable[[int, int, str], Source]
 """(layer, expert, projection) → where that matrix is, behind the root of all names."""
 
+_CODED: Mapping[str, Form] = {FP8_SCALES: "fp8 blocks", INT4_CODES: "int4 groups"}
+"""What stands beside or for a matrix whose numbers are coded."""
+
 
 @dataclass(frozen=True)
 class Description:
@@ -79,13 +82,15 @@ class Description:
         return all(self.experts(key, name).form == "mxfp4" for name in projections)
 
     def with_scales(self, names: Collection[str]) -> Description:
-        """The same of a checkpoint with tensors of these names, where some matrices lie in FP8 beside their scales."""
+        """The same of a checkpoint with tensors of these names, some of which are coded, in FP8 or four bits."""
 
         def coded(source: Source) -> Source:
-            beside = f"{source.name}{FP8_SCALES}"
-            return replace(source, form="fp8 blocks") if source.form is None and beside in names else source
+            for suffix, form in _CODED.items():
+                if source.form is None and source.name + suffix in names:
+                    return replace(source, form=form)
+            return source
 
-        if not any(name.endswith(FP8_SCALES) for name in names):
+        if not any(name.endswith(tuple(_CODED)) for name in names):
             return self
         backbone = {name: coded(source) for name, source in self.backbone.items()}
         return replace(self, backbone=backbone, experts=lambda key, name: coded(self.experts(key, name)))

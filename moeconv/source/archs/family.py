@@ -36,7 +36,8 @@ class Family:
     beside: Set[str] = frozenset()
     """Settings of the larger model that it is published in, which do not touch the text."""
     loads_by_names = True
-    """Whether transformers finds the weights of a checkpoint that is published inside a larger model."""
+    """Whether transformers finds all weights of a checkpoint: not of some that are published inside a larger one,
+    or by a name that it does not know."""
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}
     """Modules called as experts(x [tokens, d_model], selected, weights), see `routed`."""
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moeconv.source.archs.views import View
 
-Form = Literal["fp8 blocks", "mxfp4"]
+Form = Literal["fp8 blocks", "mxfp4", "int4 groups"]
 
-FP8_SCALES = "_scale_inv"
+FP8_SCALES, INT4_CODES = "_scale_inv", "_packed"
 _FP8_BLOCK = 128
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the eight others are their negatives
 _MX_BIAS = 127
@@ -101,7 +101,23 @@ def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.int()[..., None] - _MX_BIAS).flatten(-2)
 
 
+def _int4_groups(codes: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
+    """codes int32 [out, ⌈in / 8⌉], eight to a number, the lowest bits first; scale [out, groups]; shape (out, in)
+    ("pack-quantized" of the library compressed-tensors)"""
+    out, inputs = (int(size) for size in shape)
+    groups = scale.shape[-1]
+    if codes.dtype != torch.int32 or tuple(codes.shape) != (out, -(-inputs // 8)) or inputs % groups:
+        raise ShapeDiffers(
+            f"codes of {tuple(codes.shape)} in {codes.dtype} stand for a matrix of {(out, inputs)} with scales of "
+            f"{tuple(scale.shape)}: they do not fit"
+        )
+    apart = (codes[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    values = apart.flatten(-2)[:, :inputs].float() - 8
+    return values * scale.float().repeat_interleave(inputs // groups, -1)
+
+
 _FORMS: Mapping[Form, _Form] = {
     "fp8 blocks": _Form(("", FP8_SCALES), _fp8_blocks),
     "mxfp4": _Form(("_blocks", "_scales"), _mxfp4),
+    "int4 groups": _Form((INT4_CODES, "_scale", "_shape"), _int4_groups),
 }
