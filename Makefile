@@ -59,17 +59,17 @@ test-sanitize:  ## the same with sanitizers: addresses, undefined behaviour, thr
 	@mkdir -p $(dir $(DRIVER))
 	$(CC) -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all $(DRIVER_FLAGS) \
 	    -o $(DRIVER)-sanitize $(DRIVER_SOURCES)
-	$(DRIVER)-sanitize
+	$(DRIVER)-sanitize some
 	$(CC) -O1 -g -fsanitize=thread $(DRIVER_FLAGS) -o $(DRIVER)-threads $(DRIVER_SOURCES)
-	$(DRIVER)-threads
+	$(DRIVER)-threads some
 
 test-arm:  ## the same for 64-bit ARM in an emulator, with and without dot products
 	@command -v $(ARM_CC) >/dev/null && command -v qemu-aarch64 >/dev/null || \
 	    { echo 'make test-arm needs $(ARM_CC) and qemu-aarch64: apt-get install $(ARM_PACKAGES)'; exit 1; }
 	@mkdir -p $(dir $(DRIVER))
 	$(ARM_CC) -static -O3 $(DRIVER_FLAGS) -o $(DRIVER)-arm $(DRIVER_SOURCES)
-	qemu-aarch64 -cpu max $(DRIVER)-arm
-	qemu-aarch64 -cpu cortex-a72 $(DRIVER)-arm
+	qemu-aarch64 -cpu max $(DRIVER)-arm some
+	qemu-aarch64 -cpu cortex-a72 $(DRIVER)-arm some
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

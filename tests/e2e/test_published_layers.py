@@ -95,8 +95,10 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
     """Everything but the experts."""
     rng, found = np.random.default_rng(1), dict[str, Stored]()
     for name, (_, shape, role) in spec.tensors.items():
-        if name in description.computed:
+        if name.startswith("rope."):
             found[name] = Floats("F32", description.computed[name].numpy())
+        elif name in description.computed:  # norms without weights, whose layers have other numbers here
+            found[name] = Floats("F32", np.ones(shape, np.float32))
         elif role is not None:
             found[name] = matrix(shape[0], shape[1], rng)
         else:

@@ -160,7 +160,7 @@ static void large(int kind, int causal) {
 }
 
 void attend_cases(void) {
-    for (int number = 0; number < 300; number++) {
+    for (int number = 0; number < 300; number += apart) {
         seed(6000 + (uint64_t)number);
         one_attend(number);
     }

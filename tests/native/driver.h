@@ -12,6 +12,7 @@ typedef struct {
 
 extern engine engines[];
 extern int engine_count;
+extern int apart; /* of attention's cases every so many are run: it has no factor of what they go through in turn */
 
 /* The case that runs now, for messages: a printf format. */
 void describe(const char *format, ...) __attribute__((format(printf, 1, 2)));

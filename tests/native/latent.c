@@ -153,7 +153,7 @@ static void large(int kind, int with_q_a) {
 }
 
 void latent_cases(void) {
-    for (int number = 0; number < 160; number++) {
+    for (int number = 0; number < 160; number += apart) {
         seed(10000 + (uint64_t)number);
         one_latent(number);
     }
