@@ -140,7 +140,7 @@ def to_mxfp4(weights: F32) -> Mxfp4Matrix | None:
     largest = np.abs(groups).max(axis=2)
     fraction, power = np.frexp(largest)  # largest = fraction * 2**power, fraction from 0.5 on and below 1
     exponent = np.where(largest > 0, power - np.where(fraction <= 0.75, 3, 2), 0)
-    if not np.isfinite(largest).all() or exponent.min(initial=0) < -_MX_BIAS or exponent.max(initial=0) > _MX_BIAS:
+    if not np.isfinite(largest).all() or exponent.min(initial=0) <= -_MX_BIAS or exponent.max(initial=0) > _MX_BIAS:
         return None
     scaled = np.ldexp(groups, -exponent[:, :, None])
     magnitude = np.searchsorted(E2M1, np.abs(scaled)).astype(np.uint8)

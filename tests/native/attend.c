@@ -164,7 +164,7 @@ void attend_cases(void) {
         seed(6000 + (uint64_t)number);
         one_attend(number);
     }
-    for (int number = 0; number < 2; number++) {
+    for (int number = 0; number < 2; number += apart) {
         seed(6400 + (uint64_t)number);
         large(number ? 4 : MOERT_F32, !number);
     }

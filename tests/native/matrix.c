@@ -95,7 +95,7 @@ static void fill_codes(problem_matrix *made, int style) {
 /* MXFP4: a power of two for each group, and values of E2M1. */
 static void fill_mxfp4(problem_matrix *made, int style) {
     static const double values[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-    static const uint8_t ends[] = {0, 1, 2, 90, 140};
+    static const uint8_t ends[] = {1, 2, 3, 90, 140};
     moert_matrix *m = &made->matrix;
     int stride = (m->cols + 1) / 2, groups = (m->cols + m->group - 1) / m->group;
     uint8_t *data = claim((size_t)m->rows * stride), *scale = claim((size_t)m->rows * groups);

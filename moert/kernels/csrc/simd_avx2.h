@@ -143,6 +143,10 @@ INLINE reals pick(reals table, const int32_t *index) {
 INLINE reals load_small(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
 }
+/* 2^(p - 127), and 0 for 0 */
+INLINE reals load_powers(const uint8_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)), 23));
+}
 INLINE reals load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 INLINE void store_half(uint16_t *p, reals v) {
     _mm_storeu_si128((void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

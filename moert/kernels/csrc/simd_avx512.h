@@ -120,6 +120,10 @@ INLINE reals pick(reals table, const int32_t *index) {
 INLINE reals load_small(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
 }
+/* 2^(p - 127), and 0 for 0 */
+INLINE reals load_powers(const uint8_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)), 23));
+}
 INLINE reals load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 INLINE void store_half(uint16_t *p, reals v) {
     _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

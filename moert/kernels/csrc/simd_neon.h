@@ -143,6 +143,13 @@ INLINE reals load_small(const int8_t *p) {
     memcpy(&four, p, sizeof four);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 }
+/* 2^(p - 127), and 0 for 0 */
+INLINE reals load_powers(const uint8_t *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(wide)), 23));
+}
 INLINE reals load_half(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE void store_half(uint16_t *p, reals v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 INLINE reals load_half_part(const uint16_t *p, int n) {
