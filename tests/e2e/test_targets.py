@@ -77,8 +77,8 @@ def test_two_bits_that_meet_the_target_are_what_is_written(sources: dict[str, Pa
 @pytest.mark.parametrize("quantizer", ["channel", "group"])
 def test_a_size_is_kept_and_used_up(sources: dict[str, Path], family: str, quantizer: str, tmp_path: Path) -> None:
     spec = Checkpoint.open(sources[family]).spec
-    group_size = 0 if quantizer == "channel" else 64
-    low, high = uniform_bytes(spec, 2, Storage(group_size)), uniform_bytes(spec, 4, group_size)
+    storage = Storage(0 if quantizer == "channel" else 64)
+    low, high = uniform_bytes(spec, 2, storage), uniform_bytes(spec, 4, storage)
     step = (high - low) / len(spec.expert_keys()) / 2 * 1.01  # the largest: of one expert, by one bit
     for place, share in enumerate((0.2, 0.6)):
         size = low + share * (high - low)
