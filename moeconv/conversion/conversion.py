@@ -54,8 +54,7 @@ class Conversion:
             return self._unmeasured(coding)
         coding.check(settings)
         material = Material.read(settings, coding.checkpoint)
-        sizes = (part.samples for part in (material.ranked, material.judged, material.heldout))
-        for note in notes(settings, coding.spec, *sizes):
+        for note in notes(settings, coding.spec, material):
             say(note)
         subject = subject_of(material, coding)
         directory = directory_of(subject)

@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
     number, one = int(whole + part), 10 ** len(part)  # the size is number / one
     if not unit and (0 < number <= _TOO_FEW * one or number % one):
         raise NotASize(f"{text!r} is a number of bytes: did you mean {match[1]}GB")
-    nbytes = number * _UNITS[unit] // one
+    nbytes: int = number * _UNITS[unit] // one
     if not 0 < nbytes < 1 << 62:
         raise NotASize(f"{text!r} is not a size that a machine can have: expected one like {EXAMPLES}")
     return nbytes
