@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
-from moeconv.conversion.material import Material
 from moeconv.conversion.settings import DEFAULT_CONTEXT, Settings
 from moert.pack.model_spec import ModelSpec
 
@@ -54,11 +53,9 @@ def vocabulary_note(tokenizer: Tokenizer, spec: ModelSpec) -> str | None:
     return None
 
 
-def notes(settings: Settings, spec: ModelSpec, material: Material) -> Iterator[str]:
-    """One line for each option of a conversion that is cut, and for a tokenizer of another model."""
-    ranked, judged, heldout = (part.samples for part in (material.ranked, material.judged, material.heldout))
+def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout: int) -> Iterator[str]:
+    """One line for each option of a conversion that is cut; the numbers are those of the samples that are used."""
     found = (
-        vocabulary_note(material.tokenizer, spec),
         context_note(None if settings.context == DEFAULT_CONTEXT else settings.context, spec),
         samples_note("--samples", settings.samples, judged, "calibration samples to judge plans by"),
         samples_note("--sweep-samples", settings.sweep_samples, ranked, "calibration samples to rank experts by"),
