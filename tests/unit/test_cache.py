@@ -284,9 +284,10 @@ def test_what_moves_stays_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.settle()
     assert reached.wait(PATIENCE_S)
     use(cache, 0, [2])
-    begin(cache, 1, [0])
+    waits, wait = threading.Event(), cache._read_or_wait
+    monkeypatch.setattr(cache, "_read_or_wait", lambda: (waits.set(), wait()))
     model = Model(lambda: use(cache, 1, [0]))  # for which the other must leave
-    wait_until(lambda: cache._waited_for or not model.is_alive())
+    assert waits.wait(PATIENCE_S)
     assert cache.resident() == [key(0, 2)]
     go_on.set()
     model.end()

@@ -161,16 +161,11 @@ def test_what_was_cached_is_used_and_kept_only_if_there_is_room_and_nothing_is_a
     assert cached_pages(path) == (before if leaves else 0)
 
 
-@pytest.fixture
-def maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of any size are used where the page cache has them."""
+def test_what_the_page_cache_has_is_used_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAPPED_BYTES", 1)
-
-
-def test_what_the_page_cache_has_is_used_there(root: Path, maps: None) -> None:
+    monkeypatch.setattr(store_module, "in_page_cache", lambda path: True)
     store, pack, counters = open_store(root)
     path = pack.file(pack.entry(KEY).path)
-    path.read_bytes()
     into = np.zeros(store.nbytes(KEY), np.uint8)
     store.leaves_page_cache = True
     place = store.read(KEY, into)
@@ -202,6 +197,7 @@ def test_answers_do_not_depend_on_where_experts_lie(
 
     expected = answers()
     monkeypatch.setattr(store_module, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(store_module, "in_page_cache", lambda path: True)
     places: list[bool] = []
     real = ExpertStore.read
 
