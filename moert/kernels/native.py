@@ -26,6 +26,8 @@ from moert.kernels.backend import (
     Stored,
 )
 from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.reference import recurrent
+from moert.kernels.reference.arithmetic import sigmoid
 from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Keys, Matrix
 from moert.pack.codec import F32, MX_GROUP, QuantizedMatrix
 from moert.pack.parts import Act, Attention, Ffn, Latent
@@ -198,6 +200,25 @@ class NativeBackend:
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         first = np.zeros(len(parts), np.int32)
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
+
+    def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
+        made = recurrent.conv(x, taps, bias, state)
+        return recurrent.silu(made) if silu else made
+
+    def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
+        return recurrent.delta(q, k, v, decay, beta, state)
+
+    def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
+        return recurrent.scan(x, dt, a, b, c, d, state)
+
+    def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
+        return np.clip(recurrent.softplus(x + bias), np.float32(low), np.float32(high))
+
+    def sigmoid(self, x: F32) -> F32:
+        return sigmoid(x)
+
+    def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
+        return recurrent.gated(x, gate, norm, groups, last)
 
     def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:
         """Where the struct lies that stands for these weights, which are kept alive: made once for each purpose."""
