@@ -26,8 +26,6 @@ from moert.kernels.backend import (
     Stored,
 )
 from moert.kernels.library import Library, NativeFailed, check
-from moert.kernels.reference import recurrent
-from moert.kernels.reference.arithmetic import sigmoid
 from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Keys, Matrix
 from moert.pack.codec import F32, MX_GROUP, QuantizedMatrix
 from moert.pack.parts import Act, Attention, Ffn, Latent
@@ -202,23 +200,43 @@ class NativeBackend:
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
-        made = recurrent.conv(x, taps, bias, state)
-        return recurrent.silu(made) if silu else made
+        x = np.ascontiguousarray(x)
+        out, (k, channels) = np.empty_like(x), taps.shape
+        struct = structs.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
+        self._call.moert_convolve(self._pool, addressof(struct), len(x), _at(x), _at(state), _at(out))
+        return out
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
-        return recurrent.delta(q, k, v, decay, beta, state)
+        given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
+        out, (tokens, heads, dv), (_, key_heads, dk) = np.empty_like(given[2]), v.shape, k.shape
+        struct = structs.Delta(*map(_at, (*given, state, out)), tokens, key_heads, heads, dk, dv)
+        check(self._call.moert_delta_rule(self._pool, addressof(struct)))
+        return out
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
-        return recurrent.scan(x, dt, a, b, c, d, state)
+        given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
+        out, (tokens, heads, p), (_, groups, n) = np.empty_like(given[0]), x.shape, b.shape
+        struct = structs.Scan(*map(_at, (*given, state, out)), tokens, heads, groups, p, n, a.shape[1])
+        check(self._call.moert_scan_tokens(self._pool, addressof(struct)))
+        return out
 
     def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
-        return np.clip(recurrent.softplus(x + bias), np.float32(low), np.float32(high))
+        x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        self._call.moert_softplus(self._pool, *x.shape, _at(x), _at(bias), low, high, _at(out))
+        return out
 
     def sigmoid(self, x: F32) -> F32:
-        return sigmoid(x)
+        x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        self._call.moert_sigmoid(self._pool, x.size, _at(x), _at(out))
+        return out
 
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
-        return recurrent.gated(x, gate, norm, groups, last)
+        x, gate = np.ascontiguousarray(x), np.ascontiguousarray(gate)
+        out, place = np.empty_like(x), None if norm is None else self._place(norm, "norm", _norm)
+        self._call.moert_gated(self._pool, place, groups, last, *x.shape, _at(x), _at(gate), _at(out))
+        return out
 
     def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:
         """Where the struct lies that stands for these weights, which are kept alive: made once for each purpose."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from native_problems import normal
+from native_problems import all_natives, normal
 from torch.nn.functional import softplus
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.jamba import modeling_jamba as jamba
 from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from moert.kernels import library
 from moert.kernels.backend import Backend, NormWeights, opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
@@ -22,8 +24,13 @@ TOKENS = 9
 
 
 @pytest.fixture(scope="module")
-def backends() -> list[Backend]:
-    return [opaque(ReferenceBackend())]
+def backends() -> Iterator[list[Backend]]:
+    """The reference, and each instruction set that runs here, with one thread and with several."""
+    if library.load() is None:
+        yield [opaque(ReferenceBackend())]
+        return
+    with all_natives() as opened:
+        yield [opaque(ReferenceBackend()), *(opaque(each) for each in opened.values())]
 
 
 def close(found: F32, expected: torch.Tensor, atol: float = 2e-5) -> None:
@@ -103,22 +110,19 @@ def test_a_scan_is_that_of_mamba_2(backends: list[Backend], heads: int, groups: 
     steps, bias, a, d = normal(rng, TOKENS, heads), normal(rng, heads), -np.abs(normal(rng, heads)), normal(rng, heads)
     first, (low, high) = normal(rng, heads, p, n), (0.1, 0.8)
     wide = [torch.from_numpy(each) for each in (a, bias, d)]
-    before = torch.from_numpy(first)[None]
     expected, left = granite.mamba2_chunk_scan(
         *tensors(x, steps), wide[0], *tensors(b, c), chunk_size=4, D=wide[2], dt_bias=wide[1], dt_softplus=True,
-        dt_limit=(low, high), initial_states=before.clone(), return_final_states=True,
+        dt_limit=(low, high), initial_states=tensors(first)[0], return_final_states=True,
     )  # fmt: skip
     for backend in backends:
         state = first.copy()
         dt = backend.softplus(steps, bias, low, high)
         close(backend.scan(x, dt, a[:, None], b, c, d, state), expected, atol=1e-4)
         close(state, left)
-        alone = first.copy()
+        alone, [before] = first.copy(), tensors(first)
         for at in range(TOKENS):
             dt = backend.softplus(steps[at : at + 1], bias)
             found = backend.scan(x[at : at + 1], dt, a[:, None], b[at : at + 1], c[at : at + 1], d, alone)
-            if not at:
-                before = torch.from_numpy(first)[None]
             one = tensors(x[at], steps[at][:, None].repeat(p, 1))
             close(
                 found,
