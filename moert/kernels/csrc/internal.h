@@ -50,7 +50,7 @@ typedef struct {
 } strip;
 
 #define ATTEND_ROWS 4
-#define DELTA_COLUMNS 64 /* of a head's state that one thread works at */
+#define DELTA_COLUMNS 128 /* of a head's state that one thread works at */
 
 /* The keys and values of one head, as in moert_keys. */
 typedef struct {
