@@ -10,7 +10,7 @@ NATIVE := moert/kernels/_native.so
 AT_ONCE := -n 2 --dist loadfile
 # The native kernels and the program that tests them, as one program.
 DRIVER := build/native/driver
-DRIVER_FLAGS := -std=gnu11 -fno-math-errno -ffp-contract=off -Wall -Wextra -Imoert/kernels/csrc
+DRIVER_FLAGS := -std=gnu11 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra -Imoert/kernels/csrc
 DRIVER_SOURCES := tests/native/*.c moert/kernels/csrc/*.c -lm -pthread
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar, cast
@@ -157,7 +158,8 @@ class KeptKeys(Protocol):
 
 
 class BackendOf(Protocol[M, E]):
-    """Not for use by several threads at once. One token or many: each gets the same bits."""
+    """Not for use by several threads at once. One token or many: each gets the same bits. Where there is a `state` it
+    is changed in place, and what comes of the tokens may be columns of wider arrays."""
 
     name: str
 
@@ -232,6 +234,39 @@ class BackendOf(Protocol[M, E]):
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         """out [1, d_model] += the sum of weights [n] times parts [n, d_model], in the order given: bit for bit what
         `mixture` gives."""
+        ...
+
+    def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
+        """x [tokens, channels] → [tokens, channels]: of each channel the last k inputs times taps [k, channels], the
+        oldest first, and bias [channels]; with `silu`, silu of that. state [k - 1, channels]: the inputs before the
+        first token in the same order, which become those before the next one."""
+        ...
+
+    def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
+        """The gated delta rule (Yang et al. 2024). q and k [tokens, key heads, dk] are scaled to length 1, q then by
+        1 / √dk. For each token and head of v [tokens, heads, dv], with state S [heads, dk, dv] and decay and beta
+        [tokens, heads]: S ← e^decay · S; S ← S + k (beta · (v - Sᵀk))ᵀ; → [tokens, heads, dv]: Sᵀq. As many heads
+        follow one another with the same q and k as there are heads for each key head."""
+        ...
+
+    def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
+        """The scan of Mamba: for each token and each head of x [tokens, heads, p], with state S [heads, p, n],
+        dt [tokens, heads], a [heads, 1] (Mamba-2) or [heads, n] (Mamba-1, where channels are heads with p = 1),
+        d [heads]: S ← e^(dt · a) · S + dt · x bᵀ; → [tokens, heads, p]: S c + d · x. As many heads follow one another
+        with the same b and c [tokens, groups, n] as there are heads for each group."""
+        ...
+
+    def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
+        """x [tokens, n] → log(1 + e^(x + bias [n])), at least `low` and at most `high`."""
+        ...
+
+    def sigmoid(self, x: F32) -> F32:
+        """Of each number: any shape."""
+        ...
+
+    def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
+        """x [rows, n] · silu(gate [rows, n]). A norm [n] without a bias is of each of `groups` parts of a row alone, of
+        x or, if it comes `last`, of the product."""
         ...
 
     def close(self) -> None: ...

@@ -20,7 +20,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-pthread"]
+FLAGS = [
+    "-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC",
+    "-pthread",
+]  # fmt: skip
 LINK = ["-shared", "-pthread", "-Wl,--strip-debug"]  # what some compilers put in unasked
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 7
+ABI = 8
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -46,6 +46,12 @@ _FUNCTIONS = {
     "moert_scores": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
     "moert_choose": (c_int, [_DATA, _DATA, c_int, _DATA, _DATA]),
     "moert_gate": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, c_float, _DATA]),
+    "moert_convolve": (None, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
+    "moert_delta_rule": (c_int, [_POOL, _DATA]),
+    "moert_scan_tokens": (c_int, [_POOL, _DATA]),
+    "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, c_float, c_float, _DATA]),
+    "moert_sigmoid": (None, [_POOL, c_int64, _DATA, _DATA]),
+    "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),
     "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _DATA, _DATA]),

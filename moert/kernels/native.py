@@ -199,6 +199,45 @@ class NativeBackend:
         first = np.zeros(len(parts), np.int32)
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
 
+    def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
+        x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
+        out, (k, channels) = np.empty_like(x), taps.shape
+        struct = structs.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
+        self._call.moert_convolve(self._pool, addressof(struct), len(x), _at(x), _in_place(state), _at(out))
+        return out
+
+    def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
+        given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
+        out, (tokens, heads, dv), (_, key_heads, dk) = np.empty_like(given[2]), v.shape, k.shape
+        struct = structs.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
+        check(self._call.moert_delta_rule(self._pool, addressof(struct)))
+        return out
+
+    def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
+        given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
+        out, (tokens, heads, p), (_, groups, n) = np.empty_like(given[0]), x.shape, b.shape
+        struct = structs.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
+        check(self._call.moert_scan_tokens(self._pool, addressof(struct)))
+        return out
+
+    def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
+        x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        self._call.moert_softplus(self._pool, *x.shape, _at(x), _at(bias), low, high, _at(out))
+        return out
+
+    def sigmoid(self, x: F32) -> F32:
+        x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        self._call.moert_sigmoid(self._pool, x.size, _at(x), _at(out))
+        return out
+
+    def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
+        x, gate = np.ascontiguousarray(x), np.ascontiguousarray(gate)
+        out, place = np.empty_like(x), None if norm is None else self._place(norm, "norm", _norm)
+        self._call.moert_gated(self._pool, place, groups, last, *x.shape, _at(x), _at(gate), _at(out))
+        return out
+
     def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:
         """Where the struct lies that stands for these weights, which are kept alive: made once for each purpose."""
         key = id(weights), purpose
@@ -237,6 +276,12 @@ def _at(array: npt.NDArray[Any]) -> int:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # what is empty, or not to be written
         return int(array.ctypes.data)
+
+
+def _in_place(state: F32) -> int:
+    """The address of what is changed there, which no copy can stand for."""
+    assert state.flags.c_contiguous
+    return _at(state)
 
 
 def _addresses(experts: Sequence[NativeExpert]) -> Any:

@@ -89,3 +89,29 @@ class Keys(Structure):
         ("key_stride", c_int64), ("value_stride", c_int64),
         ("key_step_stride", c_int64), ("value_step_stride", c_int64),
     ]  # fmt: skip
+
+
+class Taps(Structure):
+    """The struct moert_taps."""
+
+    _fields_ = [("taps", c_void_p), ("bias", c_void_p), ("channels", c_int32), ("k", c_int32), ("silu", c_int32)]
+
+
+class Delta(Structure):
+    """The struct moert_delta."""
+
+    _fields_ = [
+        ("q", c_void_p), ("k", c_void_p), ("v", c_void_p), ("decay", c_void_p), ("beta", c_void_p),
+        ("state", c_void_p), ("y", c_void_p),
+        ("tokens", c_int32), ("key_heads", c_int32), ("heads", c_int32), ("dk", c_int32), ("dv", c_int32),
+    ]  # fmt: skip
+
+
+class Scan(Structure):
+    """The struct moert_scan."""
+
+    _fields_ = [
+        ("x", c_void_p), ("dt", c_void_p), ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("d", c_void_p),
+        ("state", c_void_p), ("y", c_void_p),
+        ("tokens", c_int32), ("heads", c_int32), ("groups", c_int32), ("p", c_int32), ("n", c_int32), ("each", c_int32),
+    ]  # fmt: skip

@@ -12,11 +12,14 @@ static const int thread_counts[] = {1, 3};
 
 engine engines[MOST_ENGINES];
 int engine_count;
+int apart = 1;
 
 static uint64_t hashes[MOST_ENGINES + 1];
 static char text[600];
 static int cases, failures, told, told_of_case;
 static double worst;
+static char **named; /* groups of cases to run; none: all */
+static int names;
 
 void describe(const char *format, ...) {
     va_list arguments;
@@ -100,7 +103,14 @@ static int open_engines(void) {
     return engine_count > 0;
 }
 
+static int wanted(const char *name) {
+    for (int i = 0; i < names; i++)
+        if (!strcmp(name, named[i])) return 1;
+    return !names;
+}
+
 static void run(const char *name, void (*group)(void)) {
+    if (!wanted(name)) return;
     int cases_before = cases, failures_before = failures;
     time_t start = time(NULL);
     group();
@@ -109,11 +119,10 @@ static void run(const char *name, void (*group)(void)) {
     fflush(stdout);
 }
 
-int apart = 1;
-
-/* `driver some`: fewer cases of attention, for programs that a tool makes slow. */
+/* `driver some`: fewer of the slower cases, for programs that a tool makes slow. `driver [some] delta scan`: these alone. */
 int main(int count, char **arguments) {
-    if (count > 1 && !strcmp(arguments[1], "some")) apart = 5;
+    named = arguments + 1, names = count - 1;
+    if (names && !strcmp(*named, "some")) apart = 5, named++, names--;
     if (!open_engines()) return 1;
     for (int i = 0; i <= MOST_ENGINES; i++) hashes[i] = 14695981039346656037ull;
     run("linear", linear_cases);
@@ -127,6 +136,12 @@ int main(int count, char **arguments) {
     run("scores", scores_cases);
     run("choose", choose_cases);
     run("gate", gate_cases);
+    run("conv", conv_cases);
+    run("delta", delta_cases);
+    run("scan", scan_cases);
+    run("softplus", softplus_cases);
+    run("gated", gated_cases);
+    run("wild", wild_cases);
     run("exact", exact_cases);
     describe("hash of all that is the same everywhere");
     for (int i = 0; i < engine_count; i++) {

@@ -12,7 +12,7 @@ typedef struct {
 
 extern engine engines[];
 extern int engine_count;
-extern int apart; /* of attention's cases every so many are run: it has no factor of what they go through in turn */
+extern int apart; /* of the slower cases every so many are run: it has no factor of what they go through in turn */
 
 /* The case that runs now, for messages: a printf format. */
 void describe(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -43,6 +43,12 @@ void head_cases(void);
 void scores_cases(void);
 void choose_cases(void);
 void gate_cases(void);
+void conv_cases(void);
+void delta_cases(void);
+void scan_cases(void);
+void softplus_cases(void);
+void gated_cases(void);
+void wild_cases(void);
 void exact_cases(void);
 
 #endif

@@ -50,6 +50,7 @@ typedef struct {
 } strip;
 
 #define ATTEND_ROWS 4
+#define DELTA_COLUMNS 128 /* of a head's state that one thread works at */
 
 /* The keys and values of one head, as in moert_keys. */
 typedef struct {
@@ -71,6 +72,23 @@ typedef struct {
     float sink;         /* -infinity: none */
     int first, stop;
 } attend_row;
+
+/* One head of a moert_delta, or some of its columns. */
+typedef struct {
+    const float *keys;         /* [tokens]: k [dk], q [dk], k · q; `stride` from token to token */
+    const float *v;            /* [tokens, columns], rows `across` apart */
+    const float *decay, *beta; /* [tokens], `heads` apart */
+    float *state;              /* [dk, columns], rows `dv` apart */
+    float *y;                  /* as v */
+    int64_t stride, across;
+    int tokens, heads, dk, dv, columns;
+} delta_part;
+
+/* Heads of a moert_scan that share b and c. */
+typedef struct {
+    const moert_scan *all;
+    int first, heads;
+} scan_part;
 
 typedef struct {
     const char *name;
@@ -108,6 +126,15 @@ typedef struct {
     void (*keep)(const float *key, int dim, const float *value, int value_dim, int at, const head_keys *kept);
     /* y [n] += weight * x [n] */
     void (*add)(float weight, const float *x, float *y, int n);
+    /* y = log(1 + e^(x + bias)), at least low and at most high */
+    void (*softplus)(const float *x, const float *bias, float low, float high, int n, float *y);
+    /* moert_convolve of channels first .. stop - 1 */
+    void (*convolve)(const moert_taps *with, int first, int stop, int tokens, const float *x, float *state, float *y);
+    /* What a delta_part has of one token's k and q: [2 * dk + 1]. */
+    void (*direct)(const float *k, const float *q, int dk, float *keys);
+    void (*delta)(const delta_part *part);
+    /* `own`: scan_room */
+    void (*scan)(const scan_part *part, float *own);
 } operations;
 
 extern const operations *const moert_isas[];
@@ -158,6 +185,8 @@ static inline int panels_of(int tokens) { return (tokens + PANEL - 1) / PANEL; }
 static inline int whole_blocks(int cols, int group) { return group >= cols || group % NARROW == 0; }
 /* Scales of a row of a strip, and some more so that rows do not share lines of the cache. */
 static inline int strip_stride(int cols, int group) { return (groups_of(cols, group) + 15) / 16 * 16 + 16; }
+/* Numbers that a part of a scan keeps of one token: what its heads decay by, and dt x. */
+static inline size_t scan_room(const moert_scan *s, int heads) { return (size_t)heads * ((size_t)s->each + (size_t)s->p); }
 static inline int64_t row_bytes(int cols, int bits) {
     if (bits == MOERT_MXFP4) return ((int64_t)cols + 1) / 2;
     return bits == 3 ? (cols + 3) / 4 + (cols + 7) / 8 : ((int64_t)cols * bits + 7) / 8;

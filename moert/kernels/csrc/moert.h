@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 7
+#define MOERT_ABI 8
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -131,6 +131,40 @@ typedef struct {
     int64_t key_step_stride, value_step_stride;
 } moert_keys;
 
+/* A short convolution: of each channel, the last k inputs times taps, the oldest first, and bias. */
+typedef struct {
+    const float *taps;        /* [k, channels] */
+    const float *bias;        /* [channels], or NULL */
+    int32_t channels, k;
+    int32_t silu;             /* what comes out goes through SiLU */
+} moert_taps;
+
+/* The gated delta rule (Yang et al. 2024, section 3). k and q are scaled to length 1, q then by 1 / sqrt(dk). For each token,
+ * and each head's S [dk, dv]: S *= e^decay; S += k (beta (v - Sᵀk))ᵀ; y = Sᵀq. `heads / key_heads` heads that follow one
+ * another share q and k. */
+typedef struct {
+    const float *q, *k;       /* [tokens, key_heads, dk] */
+    const float *v;           /* [tokens, heads, dv] */
+    const float *decay, *beta;/* [tokens, heads] */
+    float *state;             /* [heads, dk, dv] */
+    float *y;                 /* [tokens, heads, dv] */
+    int32_t tokens, key_heads, heads, dk, dv;
+} moert_delta;
+
+/* The scan of Mamba. For each token, and each head's S [p, n]: S = e^(dt a) S + dt x bᵀ; y = S c + d x. `heads / groups`
+ * heads that follow one another share b and c. */
+typedef struct {
+    const float *x;           /* [tokens, heads, p] */
+    const float *dt;          /* [tokens, heads] */
+    const float *a;           /* [heads, each] */
+    const float *b, *c;       /* [tokens, groups, n] */
+    const float *d;           /* [heads] */
+    float *state;             /* [heads, p, n] */
+    float *y;                 /* [tokens, heads, p] */
+    int32_t tokens, heads, groups, p, n;
+    int32_t each;             /* n: each column of S decays in its own way; or 1 */
+} moert_scan;
+
 typedef struct moert_pool moert_pool;
 
 int moert_abi(void);
@@ -194,6 +228,25 @@ int moert_gate(moert_pool *pool, const moert_matrix *matrix, int tokens, const f
 /* y [tokens, matrix.rows] = matrix · (norm(x) * factor), bounded as in moert_heads by softcap */
 int moert_head(moert_pool *pool, const moert_norm *norm, float factor, float softcap, const moert_matrix *matrix,
                int tokens, const float *x, float *y);
+
+/* y [tokens, channels]. state [k - 1, channels]: the inputs before x, oldest first, which become those before what comes
+ * next. */
+void moert_convolve(moert_pool *pool, const moert_taps *with, int tokens, const float *x, float *state, float *y);
+
+/* Tokens at once, or a few in each call, give the same numbers. */
+int moert_delta_rule(moert_pool *pool, const moert_delta *rule);
+int moert_scan_tokens(moert_pool *pool, const moert_scan *scan);
+
+/* y [rows, n] = log(1 + e^(x + bias)), at least low and at most high; bias [n] */
+void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float low, float high, float *y);
+
+/* y [n] = 1 / (1 + e^-x) */
+void moert_sigmoid(moert_pool *pool, int64_t n, const float *x, float *y);
+
+/* y [rows, n] = x * silu(gate). A norm without a bias is of each of `groups` parts of a row alone, of x or with `last` of
+ * the product; NULL for none. */
+void moert_gated(moert_pool *pool, const moert_norm *norm, int groups, int last, int rows, int n, const float *x,
+                 const float *gate, float *y);
 
 /* The CRC-32 of zlib, of more data after that whose checksum is `crc` (0: none), and whether it is fast here. */
 uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n);

@@ -8,6 +8,8 @@
 #define MANY_ROWS 4
 #define MANY_TOKENS 4
 #define SCORE_VECTORS 4
+#define DELTA_VECTORS 8
+#define SCAN_ROWS 4
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
 #define MANY 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
+from moert.kernels.reference import recurrent
 from moert.kernels.reference.arithmetic import Plain, ffn, normed, product, sigmoid
 from moert.kernels.reference.attention import heads, keys_and_values, latent_kept, latent_queries, mixed
 from moert.kernels.reference.codes import weights
@@ -134,6 +136,25 @@ class ReferenceBackend:
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         for part, weight in zip(parts, weights, strict=True):
             out += part * weight
+
+    def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
+        made = recurrent.conv(x, taps, bias, state)
+        return recurrent.silu(made) if silu else made
+
+    def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
+        return recurrent.delta(q, k, v, decay, beta, state)
+
+    def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
+        return recurrent.scan(x, dt, a, b, c, d, state)
+
+    def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
+        return np.clip(recurrent.softplus(x + bias), np.float32(low), np.float32(high))
+
+    def sigmoid(self, x: F32) -> F32:
+        return sigmoid(x)
+
+    def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
+        return recurrent.gated(x, gate, norm, groups, last)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,190 @@
+/* Token mixers with a state of fixed size, cut into items for the pool; and what comes before and after them. */
+#include <math.h>
+
+#include "products.h"
+
+#define CHANNELS 512       /* of a convolution that make an item */
+#define NUMBERS (4 << 10)  /* about as many make an item elsewhere */
+#define TOKENS_AT_ONCE 64  /* whose keys are held */
+
+static int pieces(int64_t n, int64_t size) { return (int)((n + size - 1) / size); }
+
+/* Of n, those of piece `item`. */
+static int piece(int64_t n, int64_t size, int64_t item) { return (int)(n - item * size < size ? n - item * size : size); }
+
+static int rows_an_item(int n) { return n < NUMBERS ? NUMBERS / (n ? n : 1) : 1; }
+
+typedef struct {
+    const operations *isa;
+    const moert_taps *with;
+    const float *x;
+    float *state, *y;
+    int tokens;
+} conv_job;
+
+static void conv_item(const void *job, int item, void *own) {
+    const conv_job *j = job;
+    const int first = item * CHANNELS, stop = first + piece(j->with->channels, CHANNELS, item);
+    (void)own;
+    j->isa->convolve(j->with, first, stop, j->tokens, j->x, j->state, j->y);
+}
+
+void moert_convolve(moert_pool *pool, const moert_taps *with, int tokens, const float *x, float *state, float *y) {
+    const conv_job job = {pool_operations(pool), with, x, state, y, tokens};
+    if (tokens < 1) return;
+    run_items(pool, conv_item, &job, pieces(with->channels, CHANNELS), 8LL * with->channels * with->k * tokens);
+}
+
+typedef struct {
+    const operations *isa;
+    const moert_delta *rule;
+    float *keys;
+    int64_t stride;
+    int first, tokens, parts;
+} delta_job;
+
+static void direct_item(const void *job, int item, void *own) {
+    const delta_job *j = job;
+    const moert_delta *d = j->rule;
+    const int64_t at = ((int64_t)j->first * d->key_heads + item) * d->dk;
+    (void)own;
+    j->isa->direct(d->k + at, d->q + at, d->dk, j->keys + item * j->stride);
+}
+
+static void delta_item(const void *job, int item, void *own) {
+    const delta_job *j = job;
+    const moert_delta *d = j->rule;
+    const int head = item / j->parts, column = item % j->parts * DELTA_COLUMNS;
+    const int64_t at = (int64_t)j->first * d->heads + head;
+    (void)own;
+    const delta_part part = {
+        .keys = j->keys + head / (d->heads / d->key_heads) * j->stride,
+        .v = d->v + at * d->dv + column,
+        .decay = d->decay + at,
+        .beta = d->beta + at,
+        .state = d->state + (int64_t)head * d->dk * d->dv + column,
+        .y = d->y + at * d->dv + column,
+        .stride = j->stride * d->key_heads,
+        .across = (int64_t)d->heads * d->dv,
+        .tokens = j->tokens,
+        .heads = d->heads,
+        .dk = d->dk,
+        .dv = d->dv,
+        .columns = piece(d->dv, DELTA_COLUMNS, item % j->parts),
+    };
+    j->isa->delta(&part);
+}
+
+int moert_delta_rule(moert_pool *pool, const moert_delta *rule) {
+    const int most = rule->tokens < TOKENS_AT_ONCE ? rule->tokens : TOKENS_AT_ONCE;
+    delta_job job = {pool_operations(pool), rule, NULL, 2LL * rule->dk + 1, 0, 0, pieces(rule->dv, DELTA_COLUMNS)};
+    if (most < 1) return 0;
+    job.keys = pool_scratch(pool, (size_t)most * (size_t)rule->key_heads * (size_t)job.stride * sizeof *job.keys);
+    if (!job.keys) return -1;
+    for (; job.first < rule->tokens; job.first += job.tokens) {
+        job.tokens = piece(rule->tokens - job.first, TOKENS_AT_ONCE, 0);
+        const int keys = job.tokens * rule->key_heads;
+        run_items(pool, direct_item, &job, keys, 8LL * keys * rule->dk);
+        run_items(pool, delta_item, &job, rule->heads * job.parts, 8LL * job.tokens * rule->heads * rule->dk * rule->dv);
+    }
+    return 0;
+}
+
+typedef struct {
+    const operations *isa;
+    const moert_scan *scan;
+    int shared, span, parts; /* heads of a group, and of an item; items of a group */
+} scan_job;
+
+static void scan_item(const void *job, int item, void *own) {
+    const scan_job *j = job;
+    const int group = item / j->parts, at = item % j->parts;
+    const scan_part part = {j->scan, group * j->shared + at * j->span, piece(j->shared, j->span, at)};
+    j->isa->scan(&part, own);
+}
+
+int moert_scan_tokens(moert_pool *pool, const moert_scan *scan) {
+    const int64_t size = (int64_t)scan->p * scan->n;
+    const int shared = scan->heads / scan->groups, span = size < NUMBERS ? (int)(NUMBERS / size) : 1;
+    const scan_job job = {pool_operations(pool), scan, shared, span < shared ? span : shared, pieces(shared, span)};
+    if (pool_own(pool, scan_room(scan, job.span) * sizeof(float))) return -1;
+    run_items(pool, scan_item, &job, scan->groups * job.parts, 8LL * scan->tokens * scan->heads * size);
+    return 0;
+}
+
+typedef struct {
+    const operations *isa;
+    const moert_norm *norm;
+    const float *x, *with; /* bias or gate */
+    float *y, low, high;
+    int groups, last, rows, n;
+} row_job;
+
+static void softplus_item(const void *job, int item, void *own) {
+    const row_job *j = job;
+    const int each = rows_an_item(j->n), first = item * each;
+    (void)own;
+    for (int row = first; row < first + piece(j->rows, each, item); row++)
+        j->isa->softplus(j->x + (int64_t)row * j->n, j->with, j->low, j->high, j->n, j->y + (int64_t)row * j->n);
+}
+
+void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float low, float high, float *y) {
+    const row_job job = {
+        .isa = pool_operations(pool), .x = x, .with = bias, .y = y, .low = low, .high = high, .rows = rows, .n = n,
+    };
+    run_items(pool, softplus_item, &job, pieces(rows, rows_an_item(n)), 32LL * rows * n);
+}
+
+typedef struct {
+    const operations *isa;
+    const float *x;
+    float *y;
+    int64_t n;
+} sigmoid_job;
+
+static void sigmoid_item(const void *job, int item, void *own) {
+    const sigmoid_job *j = job;
+    const int64_t first = (int64_t)item * NUMBERS;
+    const int n = piece(j->n, NUMBERS, item);
+    (void)own;
+    for (int i = 0; i < n; i++) j->y[first + i] = 1;
+    j->isa->gate(j->x + first, j->y + first, n);
+}
+
+void moert_sigmoid(moert_pool *pool, int64_t n, const float *x, float *y) {
+    run_items(pool, sigmoid_item, &(sigmoid_job){pool_operations(pool), x, y, n}, pieces(n, NUMBERS), 16 * n);
+}
+
+static void norm_parts(const row_job *j, const float *x, float *y) {
+    const int size = j->n / j->groups;
+    for (int part = 0; part < j->groups; part++) {
+        const moert_norm norm = {j->norm->weight + part * size, NULL, j->norm->eps};
+        j->isa->norm(x + part * size, &norm, 1, size, y + part * size);
+    }
+}
+
+static void gated_item(const void *job, int item, void *own) {
+    static const moert_act silu = {MOERT_SILU, INFINITY, 1, 0};
+    const row_job *j = job;
+    const int each = rows_an_item(j->n), first = item * each, normed = j->norm != NULL;
+    (void)own;
+    for (int row = first; row < first + piece(j->rows, each, item); row++) {
+        const int64_t at = (int64_t)row * j->n;
+        const float *x = j->x + at;
+        float *y = j->y + at;
+        if (normed && !j->last) norm_parts(j, x, y);
+        else
+            for (int i = 0; i < j->n; i++) y[i] = x[i];
+        j->isa->activate(&silu, j->with + at, y, j->n);
+        if (normed && j->last) norm_parts(j, y, y);
+    }
+}
+
+void moert_gated(moert_pool *pool, const moert_norm *norm, int groups, int last, int rows, int n, const float *x,
+                 const float *gate, float *y) {
+    const row_job job = {
+        .isa = pool_operations(pool), .norm = norm, .x = x, .with = gate, .y = y, .groups = groups, .last = last,
+        .rows = rows, .n = n,
+    };
+    run_items(pool, gated_item, &job, pieces(rows, rows_an_item(n)), 16LL * rows * n);
+}
