@@ -123,7 +123,7 @@ class MambaMix:
         self._in, self._inner = weights.matrix(f"{at}.in"), weights.matrix(f"{at}.inner")
         self._conv = _Conv(at, part.conv_bias, weights, silu=True)
         self._norms = [weights.norm(part.norm, f"{at}.{name}_norm") for name in ("dt", "b", "c") if part.norm]
-        self._dt, self._dt_bias = weights.matrix(f"{at}.dt"), weights.floats(f"{at}.dt_bias")
+        self._steps, self._dt_bias = weights.matrix(f"{at}.steps"), weights.floats(f"{at}.dt_bias")
         self._a, self._d = -np.exp(weights.floats(f"{at}.a_log")), weights.floats(f"{at}.d")
         self._out = weights.matrix(f"{at}.out")
 
@@ -134,7 +134,7 @@ class MambaMix:
         r, b, c = map(np.ascontiguousarray, _split(backend.linear(u, self._inner), part.rank, part.state, part.state))
         if self._norms:
             r, b, c = (backend.norm(each, norm) for each, norm in zip((r, b, c), self._norms, strict=True))
-        steps = backend.softplus(backend.linear(r, self._dt), self._dt_bias)
+        steps = backend.softplus(backend.linear(r, self._steps), self._dt_bias)
         made = backend.scan(u[:, :, None], steps, self._a, b[:, None], c[:, None], self._d, state[1])
         return backend.linear(backend.gated(made[:, :, 0], z), self._out)
 

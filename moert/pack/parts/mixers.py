@@ -155,7 +155,7 @@ class Mamba:
     after the other, and u passes a causal convolution over the last `taps` tokens and silu.
 
     `inner` · u is r, b and c one after the other, of `rank`, state and state features; with a `norm` each is normed.
-    With t = softplus(dt · r + dt_bias) a channel's state decays by e^(-e^a_log · t) and gains t · u · b; it gives
+    With t = softplus(steps · r + dt_bias) a channel's state decays by e^(-e^a_log · t) and gains t · u · b; it gives
     state · c + d · u. That times silu(z) is multiplied by `out`. `bias`: in and out have one; `conv_bias`: the
     convolution has one.
     """
@@ -176,7 +176,7 @@ class Mamba:
         if self.norm is not None:
             for name, size in (("dt", self.rank), ("b", self.state), ("c", self.state)):
                 yield from self.norm.tensors(f"{at}.{name}_norm", size)
-        yield Tensor(f"{at}.dt.weight", (self.features, self.rank), "mixer")
+        yield Tensor(f"{at}.steps.weight", (self.features, self.rank), "mixer")
         yield Tensor(f"{at}.dt_bias", (self.features,))
         yield Tensor(f"{at}.a_log", (self.features, self.state))
         yield Tensor(f"{at}.d", (self.features,))
