@@ -28,6 +28,7 @@ class Lfm2Moe(Family):
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.feed_forward.experts"}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.get("tie_word_embeddings", "tie_embedding")
         norm, d_model, act = Norm(config.get("norm_eps")), config.count("hidden_size"), Act("silu")
         conv = ShortConv(config.count("conv_L_cache"), bool(config.get("conv_bias")))
         mixers: Mapping[str, ShortConv | Attention] = {
