@@ -888,6 +888,36 @@ GEMMA_4_26B_A4B: Config = {
     "vision_config": {"model_type": "gemma4_vision"},
 }
 
+LFM2_8B_A1B: Config = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "model_type": "lfm2_moe",
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_cache": True,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
+
 PUBLISHED: dict[str, Config] = {
     "switch-base-8": SWITCH_BASE_8,
     "OLMoE-1B-7B": OLMOE_1B_7B,
@@ -917,6 +947,7 @@ PUBLISHED: dict[str, Config] = {
     "Llama-4-Scout, text": _LLAMA_4_TEXT,
     "Gemma-4-26B-A4B": GEMMA_4_26B_A4B,
     "Gemma-4-26B-A4B, text": _GEMMA_4_TEXT,
+    "LFM2-8B-A1B": LFM2_8B_A1B,
 }
 """By their names; the first of a family stands for it in docs/models.md."""
 
@@ -926,6 +957,7 @@ MADE_UP = {
 """Not published, but written by hand for a family of which nothing else is known."""
 
 PARAMETERS: dict[str, tuple[float, float]] = {
+    "LFM2-8B-A1B": (8.3, 1.5),
     "OLMoE-1B-7B": (6.9, 1.3),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Mixtral-8x7B": (46.7, 12.9),

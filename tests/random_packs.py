@@ -19,13 +19,17 @@ from moert.pack.parts import (
     Beside,
     Experts,
     Ffn,
+    GatedDelta,
     Groups,
     Join,
     Latent,
     Layer,
+    Mamba,
+    Mamba2,
     Norm,
     Rope,
     Router,
+    ShortConv,
     Stretch,
     stack_of,
 )  # fmt: skip
@@ -57,6 +61,7 @@ _HEADS = Attention(
     4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvo", norm_turned=True,
     v_norm=True, chunk=8, gate=True, stretch=Stretch(4, 0.1),
 )  # fmt: skip
+_PLAIN_MAMBA = Mamba(6, 4, 5, 4, None, conv_bias=False)
 _LATENT = Latent(2, 7, 8, 5, 4, 6, 0.333, _LAYER_NORM, 0, bias=True)
 RICH = ModelSpec(
     family="rich", vocab_size=11, d_model=10, encoder=None,
@@ -72,9 +77,28 @@ RICH = ModelSpec(
     ropes=(Rope(4), Rope(6, 0.5)), head=Head(False, 0.5, softcap=20.0, bias=True), tokens=Tokens(None, (1,), 0, None),
     max_positions=64, embed_scale=2.0,
 )  # fmt: skip
-"""Every part with every field that it may have."""
+"""Every part with every field that it may have, but for what mixes tokens through a state of fixed size."""
 
-SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH}
+_FEW = Experts(3, Ffn(7, Act("silu"), gated=True), Router(2, True, None, "sigmoid", choice_bias=True))
+MIXERS = ModelSpec(
+    family="mixers", vocab_size=11, d_model=10, encoder=None,
+    decoder=stack_of(
+        [
+            Layer(_NORM, ShortConv(3, bias=True), None, _FEW, Join(None, 0.5)),
+            Layer(_NORM, GatedDelta(4, 2, 5, 6, 4, _NORM), None, None, Join(_NORM)),
+            Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True, dt_low=0.01, dt_high=2.0), None, _WIDE),
+            Layer(_NORM, None, None, _FEW, Join(), Join(_NORM, 0.5)),
+            Layer(_NORM, Mamba(12, 5, 6, 4, _NORM, bias=True), None, _FEW, scaled=True),
+            Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW),
+            Layer(_NORM, replace(_PLAIN_MAMBA, taps=1), None, _FEW),
+        ],
+        _NORM,
+    ),
+    ropes=(Rope(6),), head=Head(True, 1.0), tokens=Tokens(None, (1,), 0, None), max_positions=64,
+)  # fmt: skip
+"""Every mixer with a state of fixed size, and layers that lack a half."""
+
+SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS}
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
     metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,

@@ -9,7 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.model_spec import Head, ModelSpec, Tokens
-from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Layer, Norm, Rope, Router, Stack, stack_of
+from moert.pack.parts import (
+    Act,
+    Attention,
+    Buckets,
+    Experts,
+    Ffn,
+    FixedState,
+    Layer,
+    Norm,
+    Rope,
+    Router,
+    Stack,
+    stack_of,
+)
 
 THETA = 10000.0
 Has = tuple[bool, ...]
@@ -23,7 +36,8 @@ def every(n_layers: int) -> Has:
 @dataclass(frozen=True)
 class Shape:
     """`encoder` and `decoder` say of each layer whether it has experts; others have `d_ff_dense`. With an encoder
-    positions are biases by distance, without one they are rotary."""
+    positions are biases by distance, without one they are rotary. `mixers`: (layer of the decoder, what it has in place
+    of attention); `bare`: layers of the decoder without a feed-forward."""
 
     vocab_size: int
     d_model: int
@@ -51,6 +65,8 @@ class Shape:
     eos: tuple[int, ...] = ()
     pad: int | None = None
     start: int | None = None
+    mixers: tuple[tuple[int, FixedState | None], ...] = ()
+    bare: tuple[int, ...] = ()
     family: str = "test"
 
     @property
@@ -69,9 +85,15 @@ class Shape:
             dense = Ffn(self.d_ff_dense, act, self.gated)
             return stack_of([Layer(norm, attention, crossing, experts if some else dense) for some in has], norm)
 
+        decoder = stack(self.decoder, cross)
+        layers = [decoder[at] for at in range(len(decoder))]
+        for at, mixer in self.mixers:
+            layers[at] = replace(layers[at], mixer=mixer)
+        for at in self.bare:
+            layers[at] = replace(layers[at], ffn=None)
         return ModelSpec(
             family=self.family, vocab_size=self.vocab_size, d_model=self.d_model,
-            encoder=None if self.encoder is None else stack(self.encoder, None), decoder=stack(self.decoder, cross),
+            encoder=None if self.encoder is None else stack(self.encoder, None), decoder=stack_of(layers, norm),
             ropes=(Rope(self.head_dim),) if self.encoder is None else (), head=Head(self.tied, self.head_scale),
             tokens=Tokens(None, self.eos, self.pad, self.start), max_positions=self.max_positions,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack
 from moert.pack.layout import group_of
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.parts import GatedDelta, Mamba, Mamba2, Norm, ShortConv
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
@@ -33,9 +34,19 @@ SWITCH_SHAPE = Shape(
     d_ff=28, activation="relu", gated=False, capacity=5, scale=1.0, tied=True, eos=(EOS,), pad=PAD, start=PAD,
     family="switch",
 )  # fmt: skip
-SHAPES = {"decoder": DECODER_SHAPE, "switch": SWITCH_SHAPE}
-DECODER, SWITCH = DECODER_SHAPE.spec, SWITCH_SHAPE.spec
-SPECS = {"decoder": DECODER, "switch": SWITCH}
+_NORM = Norm(1e-5)
+MIXERS_SHAPE = DECODER_SHAPE.but(
+    decoder=(True, False, True, True, False, True),
+    mixers=(
+        (0, ShortConv(3)), (1, GatedDelta(4, 2, 6, 5, 4, _NORM)), (2, Mamba2(4, 6, 2, 5, 4, _NORM)), (3, None),
+        (4, Mamba(30, 4, 6, 3, _NORM)),
+    ),
+    bare=(1,), family="mixers",
+)  # fmt: skip
+"""Every mixer with a state of fixed size, layers that lack a half, and one with attention."""
+SHAPES = {"decoder": DECODER_SHAPE, "switch": SWITCH_SHAPE, "mixers": MIXERS_SHAPE}
+DECODER, SWITCH, MIXERS = DECODER_SHAPE.spec, SWITCH_SHAPE.spec, MIXERS_SHAPE.spec
+SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS}
 PROMPTS = ("one small step", "hello world", "zigzag", "the quick brown fox jumps over the lazy dog")
 _GROUP = 8
 

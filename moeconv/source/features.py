@@ -5,24 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import Attention, Experts, Ffn, Latent, Layer, Router
+from moert.pack.parts import (
+    Attention,
+    Experts,
+    Ffn,
+    FixedState,
+    GatedDelta,
+    Latent,
+    Layer,
+    Mamba,
+    Mamba2,
+    Router,
+    ShortConv,
+)
 
 
 def features(spec: ModelSpec) -> list[str]:
     """Phrases without an order of rank; each says a thing once, of however many layers."""
     layers = [stack[at] for stack in spec.stacks.values() for at in range(len(stack))]
-    found = [*_attention(layers), *_positions(spec, layers), *_experts(spec, layers), *_stream(spec, layers)]
-    return list(dict.fromkeys(found))
+    mixers = [*_fixed_states(layers), *_attention(layers), *_positions(spec, layers)]
+    return list(dict.fromkeys([*mixers, *_experts(spec, layers), *_stream(spec, layers)]))
+
+
+def _fixed_states(layers: Sequence[Layer]) -> Iterator[str]:
+    for part in dict.fromkeys(layer.mixer for layer in layers):
+        if isinstance(part, FixedState):
+            count = sum(layer.mixer == part for layer in layers)
+            yield f"{_fixed(part)} in place of attention in {count} of {len(layers)} layers"
+
+
+def _fixed(part: FixedState) -> str:
+    if isinstance(part, ShortConv):
+        return f"convolutions over {part.taps} tokens"
+    if isinstance(part, GatedDelta):
+        return f"gated delta rules of {part.n} heads"
+    if isinstance(part, Mamba2):
+        return f"Mamba-2 of {part.n} heads with {part.state} numbers a feature"
+    assert isinstance(part, Mamba)
+    return f"Mamba of {part.features} channels with {part.state} numbers each"
 
 
 def _attention(layers: Sequence[Layer]) -> Iterator[str]:
-    for part in dict.fromkeys(layer.attention for layer in layers):
+    for part in dict.fromkeys(layer.mixer for layer in layers):
         if isinstance(part, Latent):
             yield f"latent attention of {part.kv_rank} + {part.turning} features a token"
-        else:
+        elif isinstance(part, Attention):
             yield from _heads(part)
     for what in ("window", "chunk"):
-        sizes = [size for layer in layers if (size := getattr(layer.attention, what, None)) is not None]
+        sizes = [size for layer in layers if (size := getattr(layer.mixer, what, None)) is not None]
         if sizes:
             named = " or ".join(map(str, sorted(set(sizes))))
             yield f"{what}s of {named} tokens in {len(sizes)} of {len(layers)} layers"
@@ -52,13 +82,14 @@ def _heads(part: Attention) -> Iterator[str]:
 def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if any(stack.buckets is not None for stack in spec.stacks.values()):
         yield "positions by buckets of distances"
-    kinds = [part for part in (layer.attention for layer in layers) if part.rope is not None]
+    parts = [part for part in (layer.attention for layer in layers) if part is not None]
+    kinds = [part for part in parts if part.rope is not None]
     for part in dict.fromkeys(kinds):
         assert part.rope is not None
         dims = spec.ropes[part.rope].dims
         if dims < part.turning:
             yield f"rotary positions of {dims} of {part.turning} features"
-    if kinds and (without := len(layers) - len(kinds)):
+    if kinds and (without := len(parts) - len(kinds)):
         yield f"no positions in {without} of {len(layers)} layers"
 
 
@@ -107,9 +138,9 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "an encoder"
     if any(layer.norm.kind == "layer" for layer in layers):
         yield "LayerNorms with biases"
-    if any(layer.attn_join.after is not None or layer.ffn_join.after is not None for layer in layers):
+    if any(layer.mixer_join.after is not None or layer.ffn_join.after is not None for layer in layers):
         yield "norms after attention and experts"
-    if any(layer.scaled or (layer.attn_join.add, layer.ffn_join.add) != (1, 1) for layer in layers):
+    if any(layer.scaled or (layer.mixer_join.add, layer.ffn_join.add) != (1, 1) for layer in layers):
         yield "factors of the stream"
     if spec.embed_scale != 1:
         yield "a factor of the embedding"

@@ -32,7 +32,8 @@ def batch_bytes(spec: ModelSpec) -> int:
     states = BATCH_TOKENS * spec.d_model * _FLOAT * _STATES_A_TOKEN + 3 * LOGIT_BYTES
     if spec.encoder is None:
         return states
-    keys_and_values = sum(2 * spec.decoder[layer].attention.kv_features for layer in range(len(spec.decoder)))
+    heads = [spec.decoder[layer].attention for layer in range(len(spec.decoder))]
+    keys_and_values = sum(2 * each.kv_features for each in heads if each is not None)
     return states + (WRITTEN_TOKENS * 2 * keys_and_values + WAITING_TOKENS * spec.d_model) * _FLOAT
 
 

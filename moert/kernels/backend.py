@@ -180,6 +180,10 @@ class BackendOf(Protocol[M, E]):
         """x [tokens, in] → [tokens, out]"""
         ...
 
+    def linears(self, x: F32, matrices: Sequence[M]) -> list[F32]:
+        """`linear` for several matrices."""
+        ...
+
     def norm(self, x: F32, norm: NormWeights) -> F32:
         """x [tokens, n], normed."""
         ...

@@ -102,10 +102,14 @@ class NativeBackend:
         return out
 
     def linear(self, x: F32, matrix: NativeMatrix) -> F32:
-        out = np.empty((len(x), matrix.rows), np.float32)
-        matrices, outputs = (c_void_p * 1)(addressof(matrix.struct)), (c_void_p * 1)(_at(out))
-        check(self._call.moert_linear(self._pool, 1, matrices, _at(x), len(x), outputs))
-        return out
+        return self.linears(x, (matrix,))[0]
+
+    def linears(self, x: F32, matrices: Sequence[NativeMatrix]) -> list[F32]:
+        made, count = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices], len(matrices)
+        structs_at = (c_void_p * count)(*[addressof(matrix.struct) for matrix in matrices])
+        outputs = (c_void_p * count)(*map(_at, made))
+        check(self._call.moert_linear(self._pool, count, structs_at, _at(x), len(x), outputs))
+        return made
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
         out = np.empty_like(x)

@@ -1,10 +1,23 @@
-"""How much memory the arithmetic of a prompt takes beside weights, keys and values. Pure."""
+"""How much memory the arithmetic of a prompt takes beside weights, keys and values, and states. Pure."""
 
 from __future__ import annotations
 
+import math
+
 from moert.kernels.backend import ROWS
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import Attention, Experts, Ffn, Latent, Layer
+from moert.pack.parts import (
+    Attention,
+    Experts,
+    Ffn,
+    FixedState,
+    GatedDelta,
+    Latent,
+    Layer,
+    Mamba,
+    Mamba2,
+    ShortConv,
+)
 
 _ROUNDED = 16
 """Bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and a
@@ -26,7 +39,7 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
     return max(
         tokens * _whole_row_bytes(spec.d_model, kind)
         + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
-        + _attention_bytes(spec.d_model, kind.attention, tokens, name == "encoder", widened)
+        + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder", widened)
         for name, stack in spec.stacks.items()
         for kind in stack.kinds
     )
@@ -42,9 +55,11 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     return 4 * (3 + apart + weighed) * d_model + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
 
 
-def _mixture_bytes(d_model: int, part: Ffn | Experts, tokens: int, widened: bool) -> int:
+def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widened: bool) -> int:
     """Bytes that one call of a network takes, with as many rows as it may have; of the experts with one token, all that
     it goes to."""
+    if part is None:
+        return 0
     if isinstance(part, Ffn):
         return _network_bytes(d_model, part, min(tokens, ROWS), widened)
     beside = None if part.beside is None else part.beside.ffn
@@ -60,6 +75,42 @@ def _network_bytes(d_model: int, ffn: Ffn, rows: int, widened: bool) -> int:
     if widened:
         return rows * 4 * _REFERENCE_COPIES * sum(widths)
     return rows * _ROUNDED * sum(map(_padded, widths))
+
+
+def _mixer_bytes(d_model: int, kind: Layer, tokens: int, whole: bool, widened: bool) -> int:
+    """Bytes that one call of its mixer takes."""
+    if isinstance(kind.mixer, FixedState):
+        return _fixed_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
+    return 0 if kind.mixer is None else _attention_bytes(d_model, kind.mixer, tokens, whole, widened)
+
+
+def _fixed_bytes(d_model: int, part: FixedState, rows: int, widened: bool) -> int:
+    """Of a piece of a prompt: all that a mixer makes, one step after the other, and the native kernels' scratch."""
+    inner = _inner(d_model, part)
+    made = rows * (4 * (2 * d_model + _made(d_model, part)) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
+    if not widened:
+        return made
+    states = sum(math.prod(shape) for shape in part.state_shapes(d_model))
+    return 2 * made + 4 * _REFERENCE_COPIES * (states + rows * inner)
+
+
+def _inner(d_model: int, part: FixedState) -> int:
+    """Features that its last matrix takes."""
+    if isinstance(part, ShortConv):
+        return d_model
+    return part.value_features if isinstance(part, GatedDelta) else part.features
+
+
+def _made(d_model: int, part: FixedState) -> int:
+    """Numbers that it makes of one token between two matrices, copies of what lies apart included."""
+    if isinstance(part, ShortConv):
+        return 6 * d_model
+    if isinstance(part, GatedDelta):
+        return 4 * part.channels + 4 * part.value_features + 6 * part.n
+    if isinstance(part, Mamba2):
+        return 4 * part.channels + 5 * part.features + 3 * part.n
+    assert isinstance(part, Mamba)
+    return 10 * part.features + 3 * (part.rank + 2 * part.state)
 
 
 def _attention_bytes(d_model: int, part: Attention | Latent, tokens: int, whole: bool, widened: bool) -> int:

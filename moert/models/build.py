@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from moert.kernels.backend import AttentionWeights, Backend, Floats, Matrix, NormWeights, RouterWeights, Stored
 from moert.models.ffn import BesideExperts, DenseFfn, ExpertRunner, MoeFfn, MoeJoin, Network, Routers, SharedExpert
+from moert.models.mixers import MIXES, FixedMixer
 from moert.models.router import LearnedRouter
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
-from moert.pack.parts import Attention, Beside, Experts, Ffn, Latent, Layer, Norm, Rope, Tensor
+from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent, Layer, Norm, Rope, Tensor
 
 Weights = dict[str, Stored]
 """Canonical name → as stored."""
@@ -37,12 +38,12 @@ class Builder:
         return NormWeights(weight, self.floats(f"{name}.bias") if part.kind == "layer" else None, part.eps)
 
     def attention(self, layer: Layer, name: str, crossing: bool, causal: bool) -> AttentionWeights[Matrix]:
-        part, join = (layer.cross, None) if crossing else (layer.attention, layer.attn_join)
+        part, join = (layer.cross, None) if crossing else (layer.attention, layer.mixer_join)
         assert part is not None
         at, eps = f"{name}.{'cross' if crossing else 'attn'}", layer.norm.eps
-        norms = {"before": self.norm(layer.norm, f"{at}_norm")}
+        norms = {"before": self.norm(layer.norm, f"{name}.{'cross' if crossing else 'mixer'}_norm")}
         if join is not None and join.after is not None:
-            norms["after"] = self.norm(join.after, f"{at}_after")
+            norms["after"] = self.norm(join.after, f"{name}.mixer_after")
         tensors = list(part.tensors(at, 1))
         inner = part.norm if isinstance(part, Latent) else Norm(eps)
         norms |= {each: self.norm(inner, f"{at}.{each}_norm") for each in _named(tensors, at, "_norm.weight")}
@@ -52,8 +53,16 @@ class Builder:
         add = 1.0 if join is None else join.add
         return AttentionWeights(part, not crossing, causal, dims, norms, matrices, sinks, add)
 
-    def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn:
+    def fixed(self, part: FixedState, layer: Layer, name: str) -> FixedMixer:
+        join = layer.mixer_join
+        norm = self.norm(layer.norm, f"{name}.mixer_norm")
+        after = None if join.after is None else self.norm(join.after, f"{name}.mixer_after")
+        return FixedMixer(MIXES[type(part)](part, f"{name}.mixer", self), norm, after, join.add, self.backend)
+
+    def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn | None:
         name, join = f"{at.stack}.{at.layer}", layer.ffn_join
+        if layer.ffn is None:
+            return None
         norm = self.norm(layer.norm, f"{name}.ffn_norm")
         after = None if join.after is None else self.norm(join.after, f"{name}.ffn_after")
         if isinstance(layer.ffn, Ffn):

@@ -1,7 +1,9 @@
-"""Keys and values of the tokens so far, in 16 or 8 bits: buffers that grow in blocks, laid out as csrc/moert.h says."""
+"""What a sequence remembers: keys and values of the tokens so far, in 16 or 8 bits, in buffers that grow in blocks,
+laid out as csrc/moert.h says; and states of a fixed size."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import Attention, Latent, Layer
+from moert.pack.parts import Attention, FixedState, Latent, Layer
 
 F16 = npt.NDArray[np.float16]
 KvBits = Literal[8, 16]
@@ -89,12 +91,53 @@ class Kept:
         return keys, values, np.zeros((heads, blocks, KEYS), np.float16), np.empty((heads, tokens), np.float16)
 
 
+class Fixed:
+    """What a layer without attention remembers of any number of tokens: the `arrays` of its mixer, in float32, zeros
+    before the first; none for a layer that has no mixer."""
+
+    def __init__(self, part: FixedState | None, d_model: int) -> None:
+        shapes = () if part is None else part.state_shapes(d_model)
+        self.length = 0
+        self.arrays = [np.zeros(shape, np.float32) for shape in shapes]
+
+    def extend(self, new: int) -> int:
+        """To be called before the arrays change, so that `length` is never that of an earlier state; gives the place of
+        the first of `new` tokens."""
+        self.length += new
+        return self.length - new
+
+    def copy(self) -> Fixed:
+        """Another with the same, that goes on by itself."""
+        twin = Fixed(None, 0)
+        twin.length, twin.arrays = self.length, [array.copy() for array in self.arrays]
+        return twin
+
+    def cut(self, length: int, expected: int) -> bool:
+        """False where it has read more than the first `length` tokens, which it can't forget."""
+        if length > self.length or (self.arrays and length < self.length):
+            return False
+        self.length = length
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def written_bytes(self) -> int:
+        return self.nbytes
+
+
+Remembered = Kept | Fixed
+"""Of one layer."""
+
+
 @dataclass
 class State:
     """All that a running sequence remembers: of each decoder layer what it has read, and with an encoder what that has
     made of the input."""
 
-    own: list[Kept]
+    own: list[Remembered]
     cross: list[Kept] = field(default_factory=list)
 
     @property
@@ -118,19 +161,26 @@ class State:
         return sum(kept.written_bytes for kept in (*self.own, *self.cross))
 
 
+def remembered(layer: Layer, d_model: int, expected: int, bits: KvBits) -> Remembered:
+    """Of a layer that has read nothing yet; `expected` tokens will come soon."""
+    if isinstance(layer.mixer, (Attention, Latent)):
+        return Kept(layer.mixer, expected, bits)
+    return Fixed(layer.mixer, d_model)
+
+
 def rounded(tokens: int) -> int:
     """`tokens` rounded up to whole blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int, bits: KvBits = 16) -> int:
-    """Upper bound of the bytes that keys and values take while such a request runs."""
+    """Upper bound of the bytes that keys, values and states take while such a request runs."""
     if spec.max_positions is not None:
         max_new_tokens = max(1, min(max_new_tokens, spec.max_positions - prompt_tokens))
     per_token, largest = token_bytes(spec, bits)
     tokens = prompt_tokens + max_new_tokens if spec.encoder is None else 1 + max_new_tokens
     crossed = sum(_kept_bytes(kind.cross, bits) for kind in _layers(spec) if kind.cross is not None)
-    return crossed * rounded(prompt_tokens) + (per_token + largest) * rounded(tokens)
+    return fixed_bytes(spec) + crossed * rounded(prompt_tokens) + (per_token + largest) * rounded(tokens)
 
 
 def growth_bytes(spec: ModelSpec, length: int, bits: KvBits = 16) -> int:
@@ -140,11 +190,17 @@ def growth_bytes(spec: ModelSpec, length: int, bits: KvBits = 16) -> int:
     return per_token * BLOCK_TOKENS + largest * rounded(length + 1)
 
 
+def fixed_bytes(spec: ModelSpec) -> int:
+    """Of the states of a sequence that do not grow, in all layers of the decoder."""
+    parts = [kind.mixer for kind in _layers(spec) if isinstance(kind.mixer, FixedState)]
+    return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
+
+
 def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> tuple[int, int]:
     """Bytes that the keys and values of one token take in all layers of the decoder, and in the largest of them, which
     counts twice while its buffer grows."""
-    each = [_kept_bytes(kind.attention, bits) for kind in _layers(spec)]
-    return sum(each), max(each)
+    each = [_kept_bytes(kind.attention, bits) for kind in _layers(spec) if kind.attention is not None]
+    return sum(each), max(each, default=0)
 
 
 def _kept_bytes(part: Attention | Latent, bits: KvBits) -> int:

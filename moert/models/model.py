@@ -9,20 +9,26 @@ import numpy as np
 from moert.kernels.backend import ROWS, Backend, Positions
 from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
-from moert.models.kv import Kept, KvBits, State
+from moert.models.kv import Kept, KvBits, Remembered, State, remembered
 from moert.models.positions import DistanceBias, Rotary, query_scales
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
-from moert.pack.parts import Attention, Layer, Stack
+from moert.pack.parts import Attention, FixedState, Layer, Stack
 
 
 class _Layer:
+    """`attention` and `mixer`: one of them, or none."""
+
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
-        name, decoding = f"{at.stack}.{at.layer}", at.stack == "decoder"
-        self.rope = part.attention.rope
-        self.stretch = part.attention.stretch if isinstance(part.attention, Attention) else None
+        name, decoding, mixer = f"{at.stack}.{at.layer}", at.stack == "decoder", part.mixer
+        self.part = part
+        self.rope = None if part.attention is None else part.attention.rope
+        self.stretch = mixer.stretch if isinstance(mixer, Attention) else None
         self.scale = builder.floats(f"{name}.scale")[0] if part.scaled else None
-        self.attention = builder.attention(part, name, crossing=False, causal=decoding)
+        self.attention = None
+        if part.attention is not None:
+            self.attention = builder.attention(part, name, crossing=False, causal=decoding)
+        self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         self.ffn = builder.ffn(part, at, runner, routers)
 
@@ -45,7 +51,7 @@ class _Tower:
         ]
 
     def read(
-        self, x: F32, lengths: Sequence[int], own: Sequence[Sequence[Kept]], cross: Sequence[Sequence[Kept]]
+        self, x: F32, lengths: Sequence[int], own: Sequence[Sequence[Remembered]], cross: Sequence[Sequence[Kept]]
     ) -> None:
         """x [tokens, d_model], sequences of `lengths` tokens one after the other, goes through all layers in place.
         `own` and `cross`: for each sequence those of its layers."""
@@ -53,23 +59,34 @@ class _Tower:
         sequences = [x[start : start + n] for start, n in zip(starts, lengths, strict=False)]
         for place, layer in enumerate(self.layers):
             for number, rows in enumerate(sequences):
-                self._attend(layer, rows, own[number][place])
+                self._mix(layer, rows, own[number][place])
                 if layer.cross is not None:
                     for piece in _pieces(rows):
                         self.backend.attend(layer.cross, piece, cross[number][place], 0, Positions())
-            layer.ffn(x, lengths)
+            if layer.ffn is not None:
+                layer.ffn(x, lengths)
             if layer.scale is not None:
                 x *= layer.scale
 
+    def _mix(self, layer: _Layer, rows: F32, kept: Remembered) -> None:
+        if isinstance(kept, Kept):
+            self._attend(layer, rows, kept)
+        elif layer.mixer is not None:
+            layer.mixer.read(rows, kept)
+        else:
+            kept.extend(len(rows))
+
     def _attend(self, layer: _Layer, rows: F32, kept: Kept) -> None:
-        if not layer.attention.causal:  # all keys are there before the first query looks
+        weights = layer.attention
+        assert weights is not None
+        if not weights.causal:  # all keys are there before the first query looks
             assert len(rows) <= ROWS or kept.length == 0
-        for piece in _pieces(rows) if layer.attention.causal else (rows,):
+        for piece in _pieces(rows) if weights.causal else (rows,):
             start = kept.extend(len(piece))
             turns = None if layer.rope is None else self.ropes[layer.rope].turns(start, len(piece))
             bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(kept.length)
             scales = None if layer.stretch is None else query_scales(layer.stretch, start, len(piece))
-            self.backend.attend(layer.attention, piece, kept, start, Positions(turns, bias, zero, scales))
+            self.backend.attend(weights, piece, kept, start, Positions(turns, bias, zero, scales))
 
 
 def _pieces(rows: F32) -> list[F32]:
@@ -153,7 +170,7 @@ class Model:
             raise ValueError("the prompt has no tokens")
         lengths = [len(ids) if self._encoder is None else 0 for ids in prompts]
         states = [
-            State([Kept(layer.attention.part, expected, self.kv_bits) for layer in self._decoder.layers])
+            State([remembered(layer.part, self.spec.d_model, expected, self.kv_bits) for layer in self._decoder.layers])
             for expected in lengths
         ]
         if self._encoder is not None:
@@ -172,7 +189,7 @@ class Model:
         """Hidden states of each prompt, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
         x = self._embedded(prompts)
-        own = [[Kept(layer.attention.part, n) for layer in encoder.layers] for n in lengths]
+        own = [[remembered(layer.part, self.spec.d_model, n, 16) for layer in encoder.layers] for n in lengths]
         encoder.read(x, lengths, own, [])
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 

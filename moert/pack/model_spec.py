@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
-from moert.pack.parts import ROLES, Experts, Ffn, Latent, Role, Rope, Stack, Tensor
+from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, Role, Rope, Stack, Tensor
 from moert.pack.reading import MAX_COUNT, Above, Within
 
 StackName = Literal["encoder", "decoder"]
@@ -169,7 +169,7 @@ class ModelSpec:
                 yield f"rope {place}: {contradiction}"
         for name, stack in self.stacks.items():
             for attention in (kind.attention for kind in stack.kinds):
-                if attention.rope is None:
+                if attention is None or attention.rope is None:
                     continue
                 if attention.rope >= len(self.ropes):
                     yield f"in the {name}, a layer has rope {attention.rope}, there are {len(self.ropes)}"
@@ -195,12 +195,19 @@ class ModelSpec:
 
 def _unfit(encoder: Stack) -> str | None:
     """What a layer of an encoder can't have."""
-    for attention in (kind.attention for kind in encoder.kinds):
-        if isinstance(attention, Latent):
-            return "latent attention, which only decoders have"
+    for attention in (kind.mixer for kind in encoder.kinds):
+        if not isinstance(attention, Attention):
+            return f"{_called(attention)}, which only decoders have"
         if attention.window is not None or attention.chunk is not None:
             return "a window, which is one of tokens before"
     return None
+
+
+def _called(mixer: object) -> str:
+    """Of those that an encoder can't have."""
+    if isinstance(mixer, Latent):
+        return "latent attention"
+    return "no mixer" if mixer is None else "a mixer with a state of fixed size"
 
 
 def _alike(experts: Experts) -> tuple[int, Ffn, int]:

@@ -31,7 +31,7 @@ CONTEXT = 8448
 BATCH = 512
 
 _BLOCK_NAMES = {
-    "attn_norm": "attn_norm",
+    "mixer_norm": "attn_norm",
     "attn.q": "attn_q",
     "attn.k": "attn_k",
     "attn.v": "attn_v",
@@ -65,6 +65,7 @@ def write_half(path: Path, spec: ModelSpec = OLMOE) -> None:
     writer.add_block_count(len(spec.decoder))
     writer.add_feed_forward_length(spec.moe.ffn.d_ff)
     attention = spec.decoder[0].attention
+    assert attention is not None
     writer.add_head_count(attention.n)
     writer.add_head_count_kv(attention.kv)
     writer.add_layer_norm_rms_eps(spec.decoder.norm.eps)

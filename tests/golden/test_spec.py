@@ -129,7 +129,7 @@ def test_four_bits_of_the_source(tmp_path: Path) -> None:
     check_against_our_reader(tmp_path / "model.pack")
 
 
-WIDTHS = {"attention": 3, "router": 16, "ffn": 2, "head": 4, "embed": 8}
+WIDTHS = {"attention": 3, "mixer": 4, "router": 16, "ffn": 2, "head": 4, "embed": 8}
 
 
 def role_by_the_text(name: str, tied: bool) -> str | None:
@@ -141,6 +141,8 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
         return None
     if before and before[-1] in ("attn", "cross"):
         return "attention" if last in (*"qkvo", "gate", "q_a", "q_turn", "kv_a", "k_turn", "keys", "values") else None
+    if before and before[-1] == "mixer":
+        return "mixer" if last in ("in", *"qkvz", "inner", "steps", "out") else None
     if before and before[-1] in ("ffn", "shared", "beside"):
         return "ffn"
     return last if last in ("head", "router") else None
@@ -149,7 +151,7 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
 @pytest.mark.parametrize("family", SPECS)
 def test_dense_matrices(tmp_path: Path, family: str) -> None:
     spec, root = SPECS[family], tmp_path / "p"
-    bits = {role: width for role, width in WIDTHS.items() if role != "embed" or not spec.head.tied}
+    bits = {role: width for role, width in WIDTHS.items() if role in spec.roles()}
     write_dense_pack(root, spec, dense_quantization(bits, "F16"))
     document = manifest_of(root)
     dense = document["quantization"]["dense"]

@@ -58,7 +58,8 @@ def test_keys_and_values_of_16_bits_are_off_by_their_rounding(
     family: str, name: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each is off by 1/2048 at most. Layers carry that on: the logits were off by 0.03 to 0.4% (median of a model's
-    rows) and 5% at most, in proportion to the largest of the row, where routers decide alike."""
+    rows) and 5% at most, in proportion to the largest of the row, where routers decide alike; by a tenth of that where
+    other layers have states in float32."""
     source = TINY[family][0](tmp_path / "hf", **overrides)
     pack = pack_of(source, tmp_path / "model.pack")
     (exact, leader), (model, follower) = open_model(pack, opaque(WideKeys())), open_model(pack)
@@ -73,7 +74,8 @@ def test_keys_and_values_of_16_bits_are_off_by_their_rounding(
         shares.append(np.abs(found - expected).max(-1) / np.abs(expected).max(-1))
     everywhere = np.concatenate(shares)
     assert everywhere.max() < 0.1
-    assert 1e-4 < np.median(everywhere) < 0.01  # not nothing: then nothing was rounded
+    keeps = [kind.attention is not None for stack in exact.spec.stacks.values() for kind in stack.kinds]
+    assert (1e-4 if all(keeps) else 1e-5) < np.median(everywhere) < 0.01  # not nothing: then nothing was rounded
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

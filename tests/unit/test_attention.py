@@ -20,7 +20,7 @@ from moert.engine import Engine
 from moert.experts import executor
 from moert.kernels import library
 from moert.kernels.backend import Backend
-from moert.models import ffn, model
+from moert.models import ffn, mixers, model
 from moert.models.kv import Kept, rounded
 from moert.models.positions import DistanceBias, Rotary
 from moert.pack.codec import F32
@@ -89,13 +89,13 @@ def test_pieces_change_nothing_but_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, kernels: str
 ) -> None:
     """And not even that with native kernels."""
-    ids, targets = list(range(3, 60)), None if name == "decoder" else list(range(40))
+    ids, targets = list(range(3, 60)), list(range(40)) if SPECS[name].encoder else None
     path = write_pack(tmp_path / "some.pack", SPECS[name], paths=False)
     with Engine.open(path, kernels=kernels, predictor="none") as engine:
         engine.reserve(57, 40)
         whole = engine.model.forward_all(ids, targets)
         state, logits = engine.model.prefill(ids)
-        for module in (model, ffn, executor):
+        for module in (model, mixers, ffn, executor):
             monkeypatch.setattr(module, "ROWS", rows)
         sizes = sizes_of_pieces(engine.backend, monkeypatch)
         found = engine.model.forward_all(ids, targets)
@@ -146,8 +146,9 @@ def test_the_first_piece_makes_room_for_all_of_the_prompt(
     with Engine.open(path, kernels="reference", predictor="none") as engine:
         engine.reserve(300, 1)
         engine.model.prefill([3] * 300)
-    layers, expected = len(spec.decoder), rounded(300)
-    if name == "decoder":
+    layers = sum(spec.decoder[at].attention is not None for at in range(len(spec.decoder)))
+    expected = rounded(300)
+    if spec.encoder is None:
         assert [tokens for tokens in grown if tokens] == [expected] * layers
     else:  # the encoder's own, what the decoder reads of it, and the decoder's first token
         assert sorted(filter(None, grown)) == [rounded(1)] * layers + [expected] * (len(spec.encoder or ()) + layers)

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_packs import DECODER, ENCODER_DECODER, RICH, SPECS, sealed, write_pack
+from random_packs import DECODER, ENCODER_DECODER, SPECS, sealed, write_pack
 
 from moeconv.source.archs import FAMILIES
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
@@ -92,7 +92,8 @@ FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("crc32",)}
 NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
-    "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch",
+    "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "mixer", "ffn", "norm",
+    "dt_high",
 }  # fmt: skip
 
 
@@ -272,15 +273,17 @@ def test_what_has_a_default_need_not_be_there(document: dict[str, Any]) -> None:
     assert parse_manifest(sealed(bare)) == parse_manifest(sealed(document))
 
 
-@pytest.mark.parametrize("spec", [DECODER, ENCODER_DECODER, RICH], ids=lambda spec: spec.family)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.family)
 def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
     roles = {name: spec.tensors[name].role for name in shapes_of(spec)}
     for name, role in roles.items():
-        apart = ("norm", "bias", "rope", "after", "sinks", "shared_gate", "scale")
+        apart = ("norm", "bias", "rope", "after", "sinks", "shared_gate", "scale", "conv", "a_log", "mixer.d")
+        apart = (*apart, "mixer.a.", "mixer.b.")
         plain = any(each in name for each in apart)
         assert (role is None) == plain, name
     assert roles["embed.weight"] == ("head" if spec.head.tied else "embed")
-    assert roles["decoder.0.attn.o.weight"] == "attention"
+    assert roles.get("decoder.0.attn.o.weight", "attention") == "attention"
+    assert roles.get("decoder.0.mixer.out.weight", "mixer") == "mixer"
     assert roles["decoder.0.router.weight"] == "router"
     assert roles.get("decoder.0.cross.q.weight", "attention") == "attention"
     assert roles.get("decoder.1.ffn.up.weight", "ffn") == roles.get("encoder.0.ffn.down.weight", "ffn") == "ffn"

@@ -28,6 +28,12 @@ FEATURES = {
     "Hunyuan-A13B": ["queries and keys normed by head, after they turn", "a shared expert of width 3072"],
     "Phi-3.5-MoE": ["a sparsemixer in place of routers", "LayerNorms with biases", "a head with a bias"],
     "granite-3.1-1b-a400m": ["factors of the stream", "a factor of the embedding", "a tied head"],
+    "LFM2-8B-A1B": [
+        "convolutions over 3 tokens in place of attention in 18 of 24 layers",
+        "2 of 24 layers without experts",
+        "32 heads, 8 of keys",
+        "a bias for the choice of experts",
+    ],
     "Qwen1.5-MoE-A2.7B": ["a shared expert of width 5632 with a gate"],
 }
 
@@ -85,6 +91,9 @@ def test_what_it_is_made_of_is_said(name: str) -> None:
         ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         ("DeepSeek-V2-Lite", {"head_dim": 64, "moe_layer_freq": 2}, "moe_layer_freq 2"),
         ("GLM-4.5-Air", {"n_group": None}, "n_group"),
+        ("LFM2-8B-A1B", {"layer_types": ["conv"] * 24}, "no layer with attention"),
+        ("LFM2-8B-A1B", {"layer_types": ["conv", "sliding_attention"] * 12}, "layer_types with 'sliding_attention'"),
+        ("LFM2-8B-A1B", {"conv_L_cache": 0}, "conv_L_cache 0"),
         ("gpt-oss-20b", {"experts_per_token": 8}, "experts_per_token 8"),
         ("gpt-oss-20b", {"sliding_window": 0}, "sliding_window"),
         ("Hunyuan-A13B", {"use_cla": True}, "use_cla True"),

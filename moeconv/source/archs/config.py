@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ _OTHER_THAN_NUMBERS: Mapping[str, type] = {
     "rope_type": str, "type": str, "truncate": bool, "short_factor": list, "long_factor": list,
 }  # fmt: skip
 Biases = Literal["qkv", "qkvo"] | None
+T = TypeVar("T")
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of a text."""
 
@@ -142,6 +143,16 @@ class Config:
     def network(self, d_ff: str, activation: str = "hidden_act", bias: bool = False, times: int = 1) -> Ffn:
         """A gated network whose width is a setting, `times` over. Raises UnsupportedModel."""
         return Ffn(self.count(d_ff) * times, self.activation(activation), gated=True, bias=bias)
+
+    def of_layers(self, name: str, known: Mapping[str, T]) -> list[T]:
+        """What a list of words stands for, one for each layer. Raises UnsupportedModel."""
+        kinds, self.allowed[name] = self.get(name), tuple(known)
+        strange = [kinds] if not isinstance(kinds, list) else [kind for kind in kinds if kind not in [*known]]
+        if strange:
+            raise UnsupportedModel(
+                f"config.json sets {name} with {strange[0]!r}: only {', '.join(known)} can be packed"
+            )
+        return [known[kind] for kind in kinds]
 
     def windows(self) -> list[int | None]:
         """Of each layer, as layer_types says. Raises UnsupportedModel."""

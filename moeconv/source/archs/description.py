@@ -39,7 +39,7 @@ Inside = Mapping[str, "str | Place"]
 """Canonical names within a layer, without a last word weight or bias, → the family's."""
 
 USUAL: Inside = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "router": "mlp.gate",
+    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "router": "mlp.gate",
     "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
     "attn.o": "self_attn.o_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
     "attn.sinks": "self_attn.sinks", "router.choice_bias": "mlp.gate.e_score_correction_bias",
@@ -100,8 +100,8 @@ class Description:
 class Names:
     """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
     is different again. `expert`, `bias`: an expert's matrices and their biases. `root`: what their names begin with,
-    where a model is published inside a larger one; `head`: that of its head. `ones`: ends of the canonical names of
-    norms that have no weights."""
+    where a model is published inside a larger one; `head`: that of its head; `outside`: canonical names outside the
+    layers. `ones`: ends of the canonical names of norms that have no weights."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
@@ -110,6 +110,7 @@ class Names:
     left_out: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."
     head: str = "lm_head"
+    outside: Mapping[str, str] = field(default_factory=dict)
     ones: tuple[str, ...] = ()
 
 
@@ -141,7 +142,9 @@ def decoder(
     if not any(isinstance(layer.ffn, Experts) for layer in layers):
         raise UnsupportedModel("config.json sets no layer with experts: a pack needs some")
     names, norm = names or Names(), layers[0].norm
-    ropes = [config.rope(layers[0].attention.turning)] if ropes is None else ropes
+    if (attention := next((layer.attention for layer in layers if layer.attention is not None), None)) is None:
+        raise UnsupportedModel("config.json sets no layer with attention: transformers writes no text with one")
+    ropes = [config.rope(attention.turning)] if ropes is None else ropes
     spec = ModelSpec(
         family=family,
         vocab_size=config.get("vocab_size"),
@@ -160,7 +163,7 @@ def decoder(
     computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
     computed |= {name: torch.ones(spec.tensors[name].shape) for name in spec.tensors if name.endswith(names.ones)}
     stored = [name for name in spec.tensors if name not in computed]
-    hub = {**USUAL, **names.inside}
+    hub = {**_OUTSIDE, **USUAL, **names.outside, **names.inside}
     backbone = {name: _source(name, hub, names.root, names.head) for name in stored}
     parameters = {name: _source(name, {**hub, **names.in_memory}, "model.", "lm_head") for name in stored}
     expert, bias = names.expert or _EXPERT, names.bias
@@ -175,7 +178,7 @@ def decoder(
         return replace(found, name=names.root + found.name)
 
     copies, repeated = (
-        ((f"{root}embed_tokens.weight", f"{head}.weight"),) if spec.head.tied else ()
+        ((f"{root}{hub['embed']}.weight", f"{head}.weight"),) if spec.head.tied else ()
         for root, head in ((names.root, names.head), ("model.", "lm_head"))
     )
     biases = of_bias if spec.moe.ffn.bias else None
@@ -184,10 +187,8 @@ def decoder(
 
 def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:
     found = _LAYER.fullmatch(canonical)
-    table, part, start = inside, "", root
-    if found is None:
-        table, part = _OUTSIDE, canonical
-    else:
+    part, start = canonical, root
+    if found is not None:
         part, start = found[2], f"{root}layers.{found[1]}."
     for suffix in _SUFFIXES:
         name = part.removesuffix(suffix) if suffix else part
@@ -195,7 +196,7 @@ def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:
             continue
         if name == "head":
             return Source(head + suffix)
-        if name in table:
-            place = table[name]
+        if name in inside:
+            place = inside[name]
             return (place if isinstance(place, Place) else Place(place)).source(start, suffix)
     raise KeyError(f"{canonical} has no name in this family's checkpoints")

@@ -19,7 +19,7 @@ from moert.pack.model_spec import Head, StackName, Tokens
 from moert.pack.parts import Attention, Beside, Experts, Join, Layer, Norm, Rope, Router
 
 _INSIDE = {
-    "attn_after": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm_2",
+    "mixer_after": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm_2",
     "ffn_after": "post_feedforward_layernorm", "beside_norm": "pre_feedforward_layernorm",
     "beside_after": "post_feedforward_layernorm_1", "experts_after": "post_feedforward_layernorm_2",
     "router": "router.proj", "router.expert_scale": "router.per_expert_scale", "scale": "layer_scalar",

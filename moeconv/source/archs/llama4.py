@@ -57,6 +57,7 @@ class Llama4Text(Family):
             return Source(f"{at}.gate_up_proj", expert, in_turn(transposed, part), (d_model, 2 * d_ff))
 
         attention = layers[0].attention
+        assert attention is not None
         inside: dict[str, str | Place] = {
             **_NETWORKS,
             "attn.q": Place("self_attn.q_proj", halves(attention.n), (attention.n * attention.dim, d_model)),

@@ -135,7 +135,7 @@ def _layer_names(stack: StackName, layer: int, has_experts: bool) -> dict[str, s
     names: dict[str, str] = {}
     for part in ("attn", "cross") if stack == "decoder" else ("attn",):
         place, module = _ATTENTION[part]
-        names[f"{at}.{part}_norm.weight"] = f"{block}.{place}.layer_norm.weight"
+        names[f"{at}.{'mixer' if part == 'attn' else part}_norm.weight"] = f"{block}.{place}.layer_norm.weight"
         for matrix in "qkvo":
             names[f"{at}.{part}.{matrix}.weight"] = f"{block}.{place}.{module}.{matrix}.weight"
     ffn = f"{block}.{_FFN_PLACE[stack]}"

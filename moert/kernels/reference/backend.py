@@ -47,6 +47,9 @@ class ReferenceBackend:
     def linear(self, x: F32, matrix: Plain) -> F32:
         return product(x, matrix)
 
+    def linears(self, x: F32, matrices: Sequence[Plain]) -> list[F32]:
+        return [product(x, matrix) for matrix in matrices]
+
     def norm(self, x: F32, norm: NormWeights) -> F32:
         return normed(x, norm)
 

@@ -12,8 +12,8 @@ MOST = 65535
 """Of heads, features of a head, experts, and whatever else is counted in a part."""
 MOST_FEATURES = 1 << 24
 
-Role = Literal["attention", "router", "ffn", "head", "embed"]
-ROLES: tuple[Role, ...] = ("attention", "router", "ffn", "head", "embed")
+Role = Literal["attention", "mixer", "router", "ffn", "head", "embed"]
+ROLES: tuple[Role, ...] = ("attention", "mixer", "router", "ffn", "head", "embed")
 """What a dense matrix (one outside the experts) is for; a pack gives widths to roles."""
 
 

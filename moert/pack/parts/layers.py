@@ -9,6 +9,7 @@ from typing import Annotated
 from moert.pack.parts.attention import Attention, Buckets, Latent
 from moert.pack.parts.base import MOST, Norm, Tensor
 from moert.pack.parts.feed_forward import Experts, Ffn
+from moert.pack.parts.mixers import FixedState
 from moert.pack.reading import Within
 
 MOST_LAYERS = 4096
@@ -28,16 +29,25 @@ class Join:
 
 @dataclass(frozen=True)
 class Layer:
-    """x joins attention(norm(x)); in a decoder that reads an encoder's output x += cross(norm(x), output);
-    x joins ffn(norm(x)); and if it is `scaled`, at the end x *= a number of its own."""
+    """x joins mixer(norm(x)), if it has one; in a decoder that reads an encoder's output x += cross(norm(x), output);
+    x joins ffn(norm(x)), if it has one; and if it is `scaled`, at the end x *= a number of its own."""
 
     norm: Norm
-    attention: Attention | Latent
+    mixer: Attention | Latent | FixedState | None
     cross: Attention | None
-    ffn: Ffn | Experts
-    attn_join: Join = Join()
+    ffn: Ffn | Experts | None
+    mixer_join: Join = Join()
     ffn_join: Join = Join()
     scaled: bool = False
+
+    @property
+    def attention(self) -> Attention | Latent | None:
+        """Its mixer, if that keeps keys and values."""
+        return self.mixer if isinstance(self.mixer, (Attention, Latent)) else None
+
+    @property
+    def buckets(self) -> Buckets | None:
+        return None if self.attention is None else self.attention.buckets
 
     @property
     def adds_experts(self) -> bool:
@@ -48,28 +58,35 @@ class Layer:
         )
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        yield from self.norm.tensors(f"{at}.attn_norm", d_model)
-        yield from self.attention.tensors(f"{at}.attn", d_model)
-        yield from self.attn_join.tensors(f"{at}.attn_after", d_model)
+        if self.mixer is not None:
+            yield from self.norm.tensors(f"{at}.mixer_norm", d_model)
+            yield from self.mixer.tensors(f"{at}.{'mixer' if self.attention is None else 'attn'}", d_model)
+            yield from self.mixer_join.tensors(f"{at}.mixer_after", d_model)
         if self.cross is not None:
             yield from self.norm.tensors(f"{at}.cross_norm", d_model)
             yield from self.cross.tensors(f"{at}.cross", d_model)
-        yield from self.norm.tensors(f"{at}.ffn_norm", d_model)
-        yield from self.ffn.tensors(f"{at}.ffn" if isinstance(self.ffn, Ffn) else at, d_model)
-        yield from self.ffn_join.tensors(f"{at}.ffn_after", d_model)
+        if self.ffn is not None:
+            yield from self.norm.tensors(f"{at}.ffn_norm", d_model)
+            yield from self.ffn.tensors(f"{at}.ffn" if isinstance(self.ffn, Ffn) else at, d_model)
+            yield from self.ffn_join.tensors(f"{at}.ffn_after", d_model)
         if self.scaled:
             yield Tensor(f"{at}.scale", (1,))
 
     def contradictions(self) -> Iterator[str]:
-        yield from self.attention.contradictions()
+        if self.mixer is None and self.ffn is None:
+            yield "a layer has neither a mixer nor a feed-forward, so that it would do nothing"
+        for part, join in ((self.mixer, self.mixer_join), (self.ffn, self.ffn_join)):
+            if part is not None:
+                yield from part.contradictions()
+            elif join != Join():
+                yield "a layer says how something joins that it has not"
         if self.cross is not None:
             yield from self.cross.contradictions()
             if (self.cross.rope, self.cross.buckets, self.cross.stretch) != (None, None, None):
                 yield "attention to the encoder's output has positions, which that output has not"
             if self.cross.window is not None or self.cross.chunk is not None:
                 yield "attention to the encoder's output has a window, and all of it is before every token"
-        yield from self.ffn.contradictions()
-        if 0 in (self.attn_join.add, self.ffn_join.add):
+        if 0 in (self.mixer_join.add, self.ffn_join.add):
             yield "a factor of its stream is 0, so that a part of it would not matter"
 
 
@@ -90,12 +107,13 @@ class Stack:
     @property
     def buckets(self) -> Buckets | None:
         """Those of its layers' own attention, which share one table."""
-        return next((kind.attention.buckets for kind in self.kinds if kind.attention.buckets is not None), None)
+        return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         yield from self.norm.tensors(f"{at}.norm", d_model)
         if (buckets := self.buckets) is not None:
-            yield Tensor(f"{at}.relative_bias.weight", (buckets.n, self.kinds[0].attention.n))
+            heads = next(kind.attention.n for kind in self.kinds if kind.buckets is not None and kind.attention)
+            yield Tensor(f"{at}.relative_bias.weight", (buckets.n, heads))
         for layer in range(len(self)):
             yield from self[layer].tensors(f"{at}.{layer}", d_model)
 
@@ -108,8 +126,8 @@ class Stack:
             return
         for kind in self.kinds:
             yield from kind.contradictions()
-        biased = [kind.attention for kind in self.kinds if kind.attention.buckets is not None]
-        if len({(attention.buckets, attention.n) for attention in biased}) > 1:
+        biased = {(kind.buckets, kind.attention.n) for kind in self.kinds if kind.buckets and kind.attention}
+        if len(biased) > 1:
             yield "its layers have distance biases of several sizes, but share one table"
 
 
