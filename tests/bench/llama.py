@@ -1,8 +1,9 @@
 """llama.cpp as a peer, run by the Python of build/peers/llama: writes the OLMoE-shaped GGUF files and times them.
 
-`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama FILE [--no-repack] [--no-mmap]` runs
-one as a session of tests/bench/runner.py. A file that is mapped comes into memory page by page as it is used; without,
-all of it is read at the start.
+`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama FILE [--no-repack] [--no-mmap]
+[--long]` runs one as a session of tests/bench/runner.py. A file that is mapped comes into memory page by page as it is
+used; without, all of it is read at the start. Room for the keys and values of a context is taken at the start as well,
+of a `--long` one more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MODELS = {"Q4_K": 12, "Q2_K": 10}
 """The type of the experts → its number in ggml; all other matrices are Q4_K. llama.cpp's own mixtures (Q4_K_M, Q2_K)
 would give some of the experts' matrices more bits, and the comparison is at equal bits."""
 _MOSTLY_Q4_K = 15  # llama.cpp's number of the file type
-CONTEXT = 8448
+CONTEXT, LONG_CONTEXT = 1024, 8448
 BATCH = 512
 
 _BLOCK_NAMES = {
@@ -165,7 +166,7 @@ def expert_bits(path: Path) -> float:
 class Llama:
     """A session (see tests/bench/runner.py) of llama.cpp's own C functions, without the package's Python loop."""
 
-    def __init__(self, path: Path, repack: bool, mmap: bool) -> None:
+    def __init__(self, path: Path, repack: bool, mmap: bool, context: int) -> None:
         import llama_cpp
 
         self._c = llama_cpp
@@ -179,13 +180,13 @@ class Llama:
         if not self._model:
             raise SystemExit(f"llama.cpp can't load {path}")
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT, BATCH, BATCH
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, BATCH
         settings.n_threads = settings.n_threads_batch = THREADS
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._context:
             raise SystemExit(f"llama.cpp has no memory to run {path}")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._path, self._mmap, self._latest = path, mmap, 0
+        self._path, self._mmap, self._most, self._latest = path, mmap, context, 0
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
         started = time.perf_counter()
@@ -197,7 +198,7 @@ class Llama:
         return tokens, first_s, time.perf_counter() - started
 
     def read(self, ids: list[int], room: int) -> None:
-        assert len(ids) + room <= CONTEXT
+        assert len(ids) + room <= self._most
         self._latest = self.generate(ids, 1)[0][0]
 
     def go_on(self, new_tokens: int) -> float:
@@ -238,7 +239,8 @@ def main() -> None:
         make()
     else:
         path, options = Path(sys.argv[1]), sys.argv[2:]
-        serve(lambda: Llama(path, repack="--no-repack" not in options, mmap="--no-mmap" not in options))
+        context = LONG_CONTEXT if "--long" in options else CONTEXT
+        serve(lambda: Llama(path, "--no-repack" not in options, "--no-mmap" not in options, context))
 
 
 if __name__ == "__main__":

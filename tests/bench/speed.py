@@ -165,7 +165,8 @@ def beside_busy_process(measure: Measure[float]) -> Measure[tuple[float, float]]
 def level_rows(level: Level, sizes: Sizes, bandwidth: float, failures: list[str]) -> list[Row]:
     """Everything that is asked of loaded models."""
     level.make()
-    with Sides(level.name, level.commands("--no-mmap"), failures) as sides:
+    long = () if level.context is None else ("--long",)
+    with Sides(level.name, level.commands("--no-mmap", *long), failures) as sides:
         sides.once("fill")
         rows = same_rows(level, sides, sizes)
         whole = sides.turns("prefill", prefill_speed(sizes.prefill), sizes.rounds)
