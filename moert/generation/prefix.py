@@ -23,19 +23,20 @@ class Prefix:
         return 0 if self._state is None else self._state.written_bytes
 
     def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]:
-        """The state after the longest beginning of the prompt that it knows, and how many tokens that is: at least one
-        is left to be read. None where it knows nothing of it. `expected` tokens will be there in the end."""
+        """The state after the longest beginning of the prompt that it can go back to, and how many tokens that is: at
+        least one is left to be read. None where there is none. `expected` tokens will be there in the end."""
         state, self._state = self._state, None
-        length = min(_alike(self.ids, prompt_ids), len(prompt_ids) - 1)
-        if state is None or not length or not state.cut(length, expected):
+        if state is None:
             return None, 0
-        return state, length
+        length = state.reach(min(_alike(self.ids, prompt_ids), len(prompt_ids) - 1))
+        return (state, length) if length and state.cut(length, expected) else (None, 0)
 
     def give(self, state: State | None, ids: Sequence[int]) -> None:
         """A state that has read these ids, and perhaps something that an interruption left half read."""
         self.ids, self._state = [], None
-        if state is not None and state.cut(len(ids)):
-            self.ids, self._state = list(ids), state
+        length = 0 if state is None else state.reach(len(ids))
+        if state is not None and length and state.cut(length):
+            self.ids, self._state = list(ids[:length]), state
 
     def clear(self) -> None:
         self.give(None, ())

@@ -101,7 +101,8 @@ class Request:
     def _load(self) -> Load:
         generation = self._generation
         prompt, most = len(generation.prompt_ids), generation.settings.max_new_tokens
-        return Load(prompt, most, len(generation.tokens), kept_tokens=self._kept_tokens)
+        marks = self._prefix is not None
+        return Load(prompt, most, len(generation.tokens), kept_tokens=self._kept_tokens, marks=marks)
 
     @property
     def _held(self) -> Load:
@@ -116,6 +117,11 @@ class Request:
             expected = len(ids) + (most if room is None else min(most, room))
             self._state, self._kept_tokens = self._prefix.take(ids, expected)
             self._read_tokens, self._unread = self._kept_tokens, ids[self._kept_tokens :]
+
+    def _mark(self) -> None:
+        """Where its prompt has just been read: what comes next need not begin with what it writes."""
+        if self._prefix is not None and not self.begun:
+            _state(self).mark()
 
     def _give_prefix(self) -> None:
         """Gives it back with all that was read."""
@@ -244,6 +250,8 @@ class Session:
             return []
         started_s, running = time.perf_counter(), self._running
         logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
+        for request in running:
+            request._mark()
         pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]
         for request in running:
             request._read_tokens += len(request._unread)

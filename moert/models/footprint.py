@@ -1,4 +1,4 @@
-"""How much memory requests take beside the weights: activations, and keys and values. Pure."""
+"""How much memory requests take beside the weights: activations, keys and values, and states. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moert.models.activations import activation_bytes
-from moert.models.kv import KvBits, growth_bytes, state_bytes
+from moert.models.kv import KvBits, fixed_bytes, growth_bytes, state_bytes
 from moert.pack.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Load:
     """One request: tokens of its prompt, the most that it may write, and what it has `written` so far (0: its prompt is
-    still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its keys and
-    values."""
+    still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its keys, values and
+    states. `marks`: it keeps its states of fixed size as they are behind its prompt."""
 
     prompt_tokens: int
     max_new_tokens: int
     written: int = 0
     held_bytes: int = 0
     kept_tokens: int = 0
+    marks: bool = False
 
 
 Loads = Sequence[Load]
@@ -61,4 +62,5 @@ class Footprint:
         return activation_bytes(self.spec, sequences, self.widened, sequences)
 
     def _state(self, load: Load, written: int) -> int:
-        return state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)
+        marked = fixed_bytes(self.spec) if load.marks else 0
+        return marked + state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)

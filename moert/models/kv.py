@@ -93,12 +93,13 @@ class Kept:
 
 class Fixed:
     """What a layer without attention remembers of any number of tokens: the `arrays` of its mixer, in float32, zeros
-    before the first; none for a layer that has no mixer."""
+    before the first; none for a layer that has no mixer. It can be cut to where it was marked, and nowhere else."""
 
     def __init__(self, part: FixedState | None, d_model: int) -> None:
         shapes = () if part is None else part.state_shapes(d_model)
         self.length = 0
         self.arrays = [np.zeros(shape, np.float32) for shape in shapes]
+        self._marked: tuple[int, list[npt.NDArray[np.float32]]] | None = None
 
     def extend(self, new: int) -> int:
         """To be called before the arrays change, so that `length` is never that of an earlier state; gives the place of
@@ -107,21 +108,33 @@ class Fixed:
         return self.length - new
 
     def copy(self) -> Fixed:
-        """Another with the same, that goes on by itself."""
+        """Another with the same, that goes on by itself and has no mark."""
         twin = Fixed(None, 0)
         twin.length, twin.arrays = self.length, [array.copy() for array in self.arrays]
         return twin
 
+    def mark(self) -> None:
+        """Keeps a copy of how it is now, in place of the one before."""
+        self._marked = self.length, [array.copy() for array in self.arrays]
+
+    def reaches(self) -> set[int]:
+        """The lengths that it can be cut to."""
+        return {self.length} if self._marked is None else {self.length, self._marked[0]}
+
     def cut(self, length: int, expected: int) -> bool:
-        """False where it has read more than the first `length` tokens, which it can't forget."""
-        if length > self.length or (self.arrays and length < self.length):
-            return False
+        """Forgets all but the first `length` tokens, if it can."""
+        if self.arrays and length != self.length:
+            if self._marked is None or length != self._marked[0]:
+                return False
+            self.length = -1  # until all is as it was
+            self.arrays = [array.copy() for array in self._marked[1]]
         self.length = length
         return True
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        marked = () if self._marked is None else self._marked[1]
+        return sum(array.nbytes for array in (*self.arrays, *marked))
 
     @property
     def written_bytes(self) -> int:
@@ -148,6 +161,16 @@ class State:
     def copy(self) -> State:
         return State([kept.copy() for kept in self.own], [kept.copy() for kept in self.cross])
 
+    def mark(self) -> None:
+        """Takes care that it can be cut to its present length later, whatever it remembers by."""
+        for kept in self._fixed:
+            kept.mark()
+
+    def reach(self, length: int) -> int:
+        """The most of the first `length` tokens that it can be cut to."""
+        lengths = [kept.reaches() for kept in self._fixed]
+        return max((each for each in set.intersection(*lengths) if each <= length), default=0) if lengths else length
+
     def cut(self, length: int, expected: int = 0) -> bool:
         """The same for what the decoder has read; where it fails, all of it is to be thrown away."""
         return all(kept.cut(length, expected) for kept in self.own)
@@ -159,6 +182,10 @@ class State:
     @property
     def written_bytes(self) -> int:
         return sum(kept.written_bytes for kept in (*self.own, *self.cross))
+
+    @property
+    def _fixed(self) -> list[Fixed]:
+        return [kept for kept in self.own if isinstance(kept, Fixed) and kept.arrays]
 
 
 def remembered(layer: Layer, d_model: int, expected: int, bits: KvBits) -> Remembered:

@@ -12,7 +12,7 @@ import pytest
 from chat_packs import ENDLESS, TEMPLATE, THINKING, write_chat_pack
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, write_pack
+from tiny_packs import DECODER, DECODER_SHAPE, MIXERS_SHAPE, SWITCH, write_pack
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
@@ -44,6 +44,18 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.open(pack, predictor="none", threads=1)
 
 
+@pytest.fixture(scope="module")
+def mixing(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Of a model with states of fixed size."""
+    spec = MIXERS_SHAPE.but(eos=(1, 9), max_positions=300).spec
+    return Engine.open(write_chat_pack(tmp_path_factory.mktemp("chat") / "m", spec), predictor="none", threads=1)
+
+
+@pytest.fixture(scope="module", params=["attention", "states"])
+def either(request: pytest.FixtureRequest, engine: Engine, mixing: Engine) -> Engine:
+    return engine if request.param == "attention" else mixing
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -61,13 +73,13 @@ def test_a_question_is_what_the_template_makes_of_it(engine: Engine) -> None:
     assert reply.message == {"role": "assistant", "content": reply.text}
 
 
-def test_a_conversation_is_remembered_and_writes_what_a_fresh_one_writes(engine: Engine) -> None:
-    talk, messages = engine.conversation("be brief"), [{"role": "system", "content": "be brief"}]
+def test_a_conversation_is_remembered_and_writes_what_a_fresh_one_writes(either: Engine) -> None:
+    talk, messages = either.conversation("be brief"), [{"role": "system", "content": "be brief"}]
     for turn, text in enumerate(("hello there", "how are you", "so am i")):
         messages.append(user(text))
         reply = talk.say(text, temperature=0.7, seed=turn, **NEW)
         if NATIVE:
-            fresh = engine.chat(messages, temperature=0.7, seed=turn, **NEW)
+            fresh = either.chat(messages, temperature=0.7, seed=turn, **NEW)
             assert reply.result == fresh.result
             assert (fresh.kept_tokens, reply.prompt_tokens) == (0, fresh.prompt_tokens)
         assert (reply.kept_tokens > 0) == (turn > 0)
@@ -75,8 +87,8 @@ def test_a_conversation_is_remembered_and_writes_what_a_fresh_one_writes(engine:
     assert talk.messages == messages[1:]
 
 
-def test_only_what_is_new_is_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = list[int]()
+def test_only_what_is_new_is_read(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, read = either, list[int]()
     real = engine.model.read
 
     def count(states: Sequence[Any], sequences: Sequence[Sequence[int]]) -> Any:

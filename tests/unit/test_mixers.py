@@ -230,7 +230,7 @@ def test_what_a_mixer_makes_joins_the_stream(add: float, after: Norm | None) -> 
     np.testing.assert_allclose(x, before + np.float32(add) * joins, rtol=1e-4, atol=1e-4)
 
 
-def test_a_state_is_never_cut_and_is_copied_whole() -> None:
+def test_a_state_is_cut_only_to_where_it_was_marked() -> None:
     fixed = Fixed(ShortConv(3), D_MODEL)
     fixed.extend(7)
     fixed.arrays[0][:] = 5
@@ -242,6 +242,17 @@ def test_a_state_is_never_cut_and_is_copied_whole() -> None:
     assert not fixed.cut(6, 100)
     assert not fixed.cut(8, 100)
     assert fixed.cut(7, 100)
+    fixed.mark()
+    assert (fixed.nbytes, twin.nbytes) == (2 * twin.nbytes, 4 * 2 * D_MODEL)
+    fixed.extend(3)
+    fixed.arrays[0][:] = 8
+    assert not fixed.cut(9, 100)
+    assert fixed.reaches() == {7, 10}
+    for _ in range(2):
+        assert fixed.cut(7, 100)
+        assert (fixed.arrays[0] == 5).all()
+        fixed.extend(1)
+        fixed.arrays[0][:] = 9
     nothing = Fixed(None, D_MODEL)
     nothing.extend(7)
     assert nothing.cut(3, 100)

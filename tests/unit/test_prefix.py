@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_packs import DECODER_SHAPE, SWITCH_SHAPE, VOCAB, write_pack
+from tiny_packs import DECODER_SHAPE, MIXERS_SHAPE, SWITCH_SHAPE, VOCAB, write_pack
 
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall
@@ -18,7 +18,7 @@ from moert.generation.prefix import Continued, Prefix
 from moert.generation.session import Answer
 from moert.kernels import library
 from moert.models.footprint import Footprint, Load
-from moert.models.kv import BLOCK_TOKENS, Kept, State
+from moert.models.kv import BLOCK_TOKENS, Kept, State, fixed_bytes
 from moert.pack.parts import Attention
 
 NATIVE = library.load() is not None
@@ -44,6 +44,19 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[8, 16])
 def engine(request: pytest.FixtureRequest, pack: Path) -> Engine:
     return Engine.open(pack, predictor="none", cache="40%", threads=1, kv_bits=request.param)
+
+
+@pytest.fixture(scope="module")
+def mixing(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Of a model with states of fixed size, which can be cut where a prompt ended, and nowhere else."""
+    spec = MIXERS_SHAPE.but(max_positions=600, eos=(3, 7)).spec
+    path = write_pack(tmp_path_factory.mktemp("prefix") / "mixers.pack", spec, paths=False)
+    return Engine.open(path, predictor="none", cache="40%", threads=1)
+
+
+@pytest.fixture(scope="module", params=["attention", "states"])
+def either(request: pytest.FixtureRequest, engine: Engine, mixing: Engine) -> Engine:
+    return engine if request.param == "attention" else mixing
 
 
 def answered(engine: Engine, ids: Sequence[int], prefix: Prefix, **changes: Any) -> Answer:
@@ -78,15 +91,15 @@ def test_the_second_turn_reads_only_what_is_new(pack: Path) -> None:
     seed=st.integers(0, 100),
 )
 def test_every_turn_writes_what_a_fresh_run_writes(
-    engine: Engine, turns: list[tuple[int, int, int]], seed: int
+    either: Engine, turns: list[tuple[int, int, int]], seed: int
 ) -> None:
     """Conversations that go on, are changed somewhere in what was read, or are begun anew."""
     rng, prefix, ids = np.random.default_rng(seed), Prefix(), list[int]()
     for forgotten, new, most in turns:
         ids = [*ids[: max(0, len(ids) - forgotten)], *rng.integers(8, VOCAB, new).tolist()][-500:]
         asked = {"max_new_tokens": most, "temperature": 0.9, "seed": seed}
-        found = answered(engine, ids, prefix, **asked).result.tokens
-        assert found == fresh(engine, ids, **asked)
+        found = answered(either, ids, prefix, **asked).result.tokens
+        assert found == fresh(either, ids, **asked)
         ids += found
 
 
@@ -128,6 +141,58 @@ def test_ctrl_c_in_the_middle_of_a_layer_leaves_what_was_read(
     assert second.kept_tokens >= len(kept)
     if NATIVE:
         assert second.result.tokens == fresh(engine, longer, max_new_tokens=5, ignore_eos=True)
+
+
+def test_states_go_on_from_where_a_text_or_its_prompt_ended(mixing: Engine) -> None:
+    asked, prefix, ids = {"max_new_tokens": 6, "ignore_eos": True}, Prefix(), [5, 6, 8, 9]
+    first = answered(mixing, ids, prefix, **asked).result.tokens
+    whole = [*ids, *first, 11, 12]
+    other = [*ids, *first[:3], 13, 14, 15]
+    second = answered(mixing, whole, prefix, **asked)
+    assert second.kept_tokens == len(ids) + len(first) - 1
+    assert answered(mixing, other, prefix, **asked).kept_tokens == 0  # the mark is behind another prompt now
+    third = answered(mixing, [*other, 20], prefix, **asked)
+    assert third.kept_tokens == len(other)
+    assert answered(mixing, [*other, 20], prefix, **asked).kept_tokens == 0  # nothing would be left to read
+    if NATIVE:
+        assert third.result.tokens == fresh(mixing, [*other, 20], **asked)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_ctrl_c_while_states_change_leaves_at_most_the_prompt(
+    mixing: Engine, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    prefix, ids = Prefix(), [5, 6, 8, 9, 10]
+    real, left = mixing.runner.run, [None] * (4 + at)  # a prompt runs four layers of experts
+
+    def run(*arguments: Any) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        real(*arguments)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(mixing.runner, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            answered(mixing, ids, prefix, max_new_tokens=5, ignore_eos=True)
+    assert prefix.ids == ids
+    again = answered(mixing, [*ids, 12], prefix, max_new_tokens=5, ignore_eos=True)
+    assert again.kept_tokens == len(ids)
+    if NATIVE:
+        assert again.result.tokens == fresh(mixing, [*ids, 12], max_new_tokens=5, ignore_eos=True)
+
+
+def test_what_a_mark_takes_is_set_aside(mixing: Engine) -> None:
+    spec, held = mixing.spec, list[int]()
+    with mixing.session() as session:
+        for prompt in (Continued([5, 6, 8], Letters(), Prefix()), [5, 6, 8]):
+            request = session.add(prompt, max_new_tokens=3, ignore_eos=True)
+            session.turn()
+            assert request._state is not None
+            held.append(request._state.nbytes)
+            assert request._state.nbytes <= Footprint(spec, False)._state(request._load, 3)
+            session.cancel(request)
+    assert held[0] - held[1] == fixed_bytes(spec) > 0
 
 
 def test_a_state_that_was_growing_is_thrown_away() -> None:
