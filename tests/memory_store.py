@@ -30,7 +30,8 @@ def mark(wanted: ExpertKey) -> int:
 
 
 class MemoryStore:
-    """Experts of expert id + 1 tens of bytes. Reads of keys in `gates` wait, reads of keys in `broken` raise."""
+    """Experts of expert id + 1 tens of bytes. Reads of keys in `gates` wait, reads of keys in `broken` raise; with
+    `elsewhere` experts lie in other memory than the cache's."""
 
     def __init__(self) -> None:
         self.reads: list[ExpertKey] = []
@@ -38,6 +39,7 @@ class MemoryStore:
         self.gates: dict[ExpertKey, threading.Event] = {}
         self.entered: dict[ExpertKey, threading.Event] = {}
         self.broken: dict[ExpertKey, BaseException] = {}
+        self.elsewhere = False
         self.during: Callable[[ExpertKey], None] = lambda wanted: None
         self._under_way: set[ExpertKey] = set()
 
@@ -50,7 +52,7 @@ class MemoryStore:
     def nbytes(self, wanted: ExpertKey) -> int:
         return 10 * (wanted.expert + 1)
 
-    def read(self, wanted: ExpertKey, into: np.ndarray) -> None:
+    def read(self, wanted: ExpertKey, into: np.ndarray) -> np.ndarray:
         if wanted in self._under_way:
             self.twice.append(wanted)
         self._under_way.add(wanted)
@@ -67,6 +69,10 @@ class MemoryStore:
         finally:
             self._under_way.discard(wanted)
         into[half:] = mark(wanted)
+        if not self.elsewhere:
+            return into
+        into[:] = 0
+        return np.full_like(into, mark(wanted))
 
     def expert(self, wanted: ExpertKey, buffer: np.ndarray) -> np.ndarray:
         assert len(buffer) == self.nbytes(wanted)

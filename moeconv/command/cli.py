@@ -100,8 +100,8 @@ def quantize(
     = "2,3,4,8,16",
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "
-                                      "attention, router, ffn, head, embed. Default: as in the source. What they lose "
-                                      "counts for --loss.")
+                                      "attention, mixer, router, ffn, head, embed. Default: as in the source. What "
+                                      "they lose counts for --loss.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the pack goes.")] = Path("model.pack"),
     work: Annotated[

@@ -13,7 +13,7 @@ from moeconv.conversion.choice import Choice
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.delivery import Outcome, deliver
 from moeconv.conversion.examples import side_by_side
-from moeconv.conversion.limits import notes
+from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.references import References, evaluated, measured_references
 from moeconv.conversion.settings import Settings
@@ -54,6 +54,8 @@ class Conversion:
             return self._unmeasured(coding)
         coding.check(settings)
         material = Material.read(settings, coding.checkpoint)
+        if note := vocabulary_note(material.tokenizer, coding.spec):
+            say(note)
         sizes = (part.samples for part in (material.ranked, material.judged, material.heldout))
         for note in notes(settings, coding.spec, *sizes):
             say(note)

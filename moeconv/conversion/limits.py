@@ -1,11 +1,16 @@
-"""Notes on options that ask for more than there is, or that have no effect: what is done instead."""
+"""Notes on options that ask for more than there is, or that have no effect: what is done instead; and on a tokenizer
+that does not go with its model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tokenizers import Tokenizer
+
 from moeconv.conversion.settings import DEFAULT_CONTEXT, Settings
 from moert.pack.model_spec import ModelSpec
+
+_MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up
 
 
 def samples_note(option: str, asked: int | None, there: int, what: str) -> str | None:
@@ -27,6 +32,25 @@ def context_note(context: int | None, spec: ModelSpec) -> str | None:
     return (
         f"note: --context {context:,}: the model takes at most {limit:,} tokens (its config.json), windows have as many"
     )
+
+
+def vocabulary_note(tokenizer: Tokenizer, spec: ModelSpec) -> str | None:
+    """What a tokenizer has that the model has not, or lacks; None where they go together. Text with a token of the
+    first kind is refused, a few tokens are always missing."""
+    numbers = tokenizer.get_vocab(with_added_tokens=True)
+    beyond = sorted((number, name) for name, number in numbers.items() if number >= spec.vocab_size)
+    if beyond:
+        number, name = beyond[0]
+        return (
+            f"note: {len(beyond):,} token(s) of tokenizer.json have no place in the model, whose vocab_size is "
+            f"{spec.vocab_size:,}: {name!r} is token {number:,}; text with them is refused"
+        )
+    if len(numbers) < _MOST_TOKENS * spec.vocab_size:
+        return (
+            f"note: tokenizer.json knows {len(numbers):,} of the model's {spec.vocab_size:,} tokens: is it the "
+            "model's own"
+        )
+    return None
 
 
 def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout: int) -> Iterator[str]:

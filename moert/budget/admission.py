@@ -56,6 +56,7 @@ class Admission:
     def after(self, loads: Loads) -> None:
         self._regulator.after(loads)
         self._adapt(self._streaming.cache.capacity_bytes)
+        self._streaming.cache.settle()
 
     def idle(self) -> None:
         if self._ahead is not None:

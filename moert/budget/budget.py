@@ -7,7 +7,6 @@ import mmap
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
@@ -92,10 +91,10 @@ def _parse(text: str, name: str, more: str) -> tuple[int | None, float | None]:
             return parse_size(text), None
         except NotASize as error:
             raise InvalidMemory(f"{said(name)} {error}, or a share like 50%{more}") from None
-    percent = Fraction(match[1])
-    if not 0 < percent <= 100:
+    share = float(f"{match[1]}e-2")
+    if not 0 < share <= 1:
         raise InvalidMemory(f"{said(name)} {text!r} should be more than 0% and at most 100%")
-    return None, float(percent / 100)
+    return None, share
 
 
 @dataclass(frozen=True)

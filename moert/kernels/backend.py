@@ -158,7 +158,8 @@ class KeptKeys(Protocol):
 
 
 class BackendOf(Protocol[M, E]):
-    """Not for use by several threads at once. One token or many: each gets the same bits."""
+    """Not for use by several threads at once. One token or many: each gets the same bits. Where there is a `state` it
+    is changed in place, and what comes of the tokens may be columns of wider arrays."""
 
     name: str
 
@@ -246,8 +247,8 @@ class BackendOf(Protocol[M, E]):
         ...
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
-        """The gated delta rule (Yang et al. 2024), of q and k [tokens, key heads, dk] of length 1, q divided
-        by √dk. For each token and head of v [tokens, heads, dv], with state S [heads, dk, dv] and decay and beta
+        """The gated delta rule (Yang et al. 2024). q and k [tokens, key heads, dk] are scaled to length 1, q then by
+        1 / √dk. For each token and head of v [tokens, heads, dv], with state S [heads, dk, dv] and decay and beta
         [tokens, heads]: S ← e^decay · S; S ← S + k (beta · (v - Sᵀk))ᵀ; → [tokens, heads, dv]: Sᵀq. As many heads
         follow one another with the same q and k as there are heads for each key head."""
         ...

@@ -204,23 +204,23 @@ class NativeBackend:
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
-        x = np.ascontiguousarray(x)
+        x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
         out, (k, channels) = np.empty_like(x), taps.shape
         struct = structs.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
-        self._call.moert_convolve(self._pool, addressof(struct), len(x), _at(x), _at(state), _at(out))
+        self._call.moert_convolve(self._pool, addressof(struct), len(x), _at(x), _in_place(state), _at(out))
         return out
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
         out, (tokens, heads, dv), (_, key_heads, dk) = np.empty_like(given[2]), v.shape, k.shape
-        struct = structs.Delta(*map(_at, (*given, state, out)), tokens, key_heads, heads, dk, dv)
+        struct = structs.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
         check(self._call.moert_delta_rule(self._pool, addressof(struct)))
         return out
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
         out, (tokens, heads, p), (_, groups, n) = np.empty_like(given[0]), x.shape, b.shape
-        struct = structs.Scan(*map(_at, (*given, state, out)), tokens, heads, groups, p, n, a.shape[1])
+        struct = structs.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
         check(self._call.moert_scan_tokens(self._pool, addressof(struct)))
         return out
 
@@ -280,6 +280,12 @@ def _at(array: npt.NDArray[Any]) -> int:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # what is empty, or not to be written
         return int(array.ctypes.data)
+
+
+def _in_place(state: F32) -> int:
+    """The address of what is changed there, which no copy can stand for."""
+    assert state.flags.c_contiguous
+    return _at(state)
 
 
 def _addresses(experts: Sequence[NativeExpert]) -> Any:

@@ -91,7 +91,10 @@ def _fixed_bytes(d_model: int, part: FixedState, rows: int, widened: bool) -> in
     if not widened:
         return made
     states = sum(math.prod(shape) for shape in part.state_shapes(d_model))
-    return 2 * made + 4 * _REFERENCE_COPIES * (states + rows * inner)
+    repeated = 0  # for each head, what those of a group share
+    if isinstance(part, (Mamba, Mamba2)):
+        repeated = 2 * part.state * (part.n if isinstance(part, Mamba2) else part.features)
+    return 2 * made + 4 * (_REFERENCE_COPIES * (states + rows * inner) + rows * repeated)
 
 
 def _inner(d_model: int, part: FixedState) -> int:

@@ -1,4 +1,4 @@
-"""How much memory requests take beside the weights: activations, and keys and values. Pure."""
+"""How much memory requests take beside the weights: activations, keys and values, and states. Pure."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,7 +49,7 @@ def fsync(path: Path) -> None:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A name that no other writer takes; what is there at the end is removed."""
-    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         yield fresh
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 EXAMPLES = "1.5GB, 800MB or 512MiB"
 _UNITS = {"": 1, "B": 1} | {
@@ -24,10 +23,11 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise NotASize(f"{text!r} is not a size: expected one like {EXAMPLES}")
-    number, unit = Fraction(match[1]), match[2].upper()
-    if not unit and (0 < number <= _TOO_FEW or number.denominator > 1):
+    (whole, _, part), unit = match[1].partition("."), match[2].upper()
+    number, one = int(whole + part), 10 ** len(part)  # the size is number / one
+    if not unit and (0 < number <= _TOO_FEW * one or number % one):
         raise NotASize(f"{text!r} is a number of bytes: did you mean {match[1]}GB")
-    nbytes = int(number * _UNITS[unit])
+    nbytes: int = number * _UNITS[unit] // one
     if not 0 < nbytes < 1 << 62:
         raise NotASize(f"{text!r} is not a size that a machine can have: expected one like {EXAMPLES}")
     return nbytes

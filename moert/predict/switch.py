@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from statistics import median
+
+import numpy as np
 
 _WARM_TOKENS = 32  # before the first trial, while the cache fills
 _BLOCK_TOKENS = 4  # timed together, so that rare long stalls count and single outliers don't
@@ -69,7 +70,7 @@ class Switch:
         if abs(slower) >= _CLEAR:
             self._keep(slower < 0)
         elif stage + 1 == len(_PERIOD_TOKENS):
-            self._keep(median(self._blocks[True]) < _GAIN * median(self._blocks[False]))
+            self._keep(bool(np.median(self._blocks[True]) < _GAIN * np.median(self._blocks[False])))
         else:
             self._begin(stage + 1)
 

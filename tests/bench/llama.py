@@ -27,7 +27,7 @@ MODELS = {"Q4_K": 12, "Q2_K": 10}
 """The type of the experts → its number in ggml; all other matrices are Q4_K. llama.cpp's own mixtures (Q4_K_M, Q2_K)
 would give some of the experts' matrices more bits, and the comparison is at equal bits."""
 _MOSTLY_Q4_K = 15  # llama.cpp's number of the file type
-CONTEXT = 1024
+CONTEXT = 8448
 BATCH = 512
 
 _BLOCK_NAMES = {
@@ -185,7 +185,7 @@ class Llama:
         if not self._context:
             raise SystemExit(f"llama.cpp has no memory to run {path}")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._path, self._mmap = path, mmap
+        self._path, self._mmap, self._latest = path, mmap, 0
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
         started = time.perf_counter()
@@ -195,6 +195,19 @@ class Llama:
         while len(tokens) < new_tokens:
             tokens.append(int(self._forward(tokens[-1:]).argmax()))
         return tokens, first_s, time.perf_counter() - started
+
+    def read(self, ids: list[int], room: int) -> None:
+        assert len(ids) + room <= CONTEXT
+        self._latest = self.generate(ids, 1)[0][0]
+
+    def go_on(self, new_tokens: int) -> float:
+        started = time.perf_counter()
+        for _ in range(new_tokens):
+            self._latest = int(self._forward([self._latest]).argmax())
+        return time.perf_counter() - started
+
+    def forget(self) -> None:
+        """What is asked next clears its memory."""
 
     def logits(self, ids: list[int]) -> list[float]:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), False)
@@ -213,9 +226,10 @@ class Llama:
 
     def _forward(self, ids: list[int]) -> F32:
         """Appends the tokens → logits [vocab] after the last."""
-        array = (ctypes.c_int32 * len(ids))(*ids)
-        if self._c.llama_decode(self._context, self._c.llama_batch_get_one(array, len(ids))):
-            raise SystemExit("llama.cpp could not run a batch")
+        for piece in (ids[start : start + BATCH] for start in range(0, len(ids), BATCH)):
+            array = (ctypes.c_int32 * len(piece))(*piece)
+            if self._c.llama_decode(self._context, self._c.llama_batch_get_one(array, len(piece))):
+                raise SystemExit("llama.cpp could not run a batch")
         return np.ctypeslib.as_array(self._c.llama_get_logits_ith(self._context, -1), (self._vocab,))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bench.runner import serve
@@ -17,12 +19,29 @@ class Ours:
         from moert.engine import Engine
 
         self._engine = Engine.open(pack, predictor="none", threads=THREADS)
+        self._reading = ExitStack()
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
         from moert.generation.settings import GenerationSettings
 
         answer = self._engine.generate(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
         return answer.result.tokens, answer.time_to_first_token_s, answer.total_s
+
+    def read(self, ids: list[int], room: int) -> None:
+        from moert.generation.settings import GenerationSettings
+
+        self._session = self._reading.enter_context(self._engine.session())
+        self._session.add(ids, GenerationSettings(max_new_tokens=1 + room, ignore_eos=True))
+        self._session.turn()
+
+    def go_on(self, new_tokens: int) -> float:
+        started = time.perf_counter()
+        for _ in range(new_tokens):
+            self._session.turn()
+        return time.perf_counter() - started
+
+    def forget(self) -> None:
+        self._reading.close()
 
     def logits(self, ids: list[int]) -> list[float]:
         self._engine.reserve(len(ids), 1)

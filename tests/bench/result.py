@@ -170,13 +170,19 @@ def _commit() -> tuple[str, bool]:
 
 def _hardware() -> dict[str, Any]:
     """Processor, cores and memory that this process may use, and the instruction set of the native kernels."""
-    facts, found = system_facts(), library.load()
+    facts = system_facts()
     return {
         "processor": facts["processor"],
         "cores": facts["cores"]["usable"],
         "memory_gib": round(facts["memory"]["total_bytes"] / 2**30),
-        "isa": "none" if found is None else next(each.name for each in found.instruction_sets if each.runs),
+        "isa": isa(),
     }
+
+
+def isa() -> str:
+    """The widest instruction set of the native kernels that runs here."""
+    found = library.load()
+    return "none" if found is None else next(each.name for each in found.instruction_sets if each.runs)
 
 
 def _version(package: str) -> str:

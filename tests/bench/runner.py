@@ -2,6 +2,8 @@
 
 A session is a loaded model; between commands it does nothing. Its methods are the commands:
 - generate(ids, new_tokens) → new tokens, seconds to the first of them, seconds to the last; greedy;
+- read(ids, room), then go_on(new_tokens) → seconds, as often as `room` tokens allow, then forget(): a long prompt that
+  is read once;
 - logits(ids) → [vocab] after the last token;
 - fill() → None; all weights are in memory afterwards;
 - bytes_per_token() → bytes of weights that one token reads, scales counted, embeddings not: they are looked up;

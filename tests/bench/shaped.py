@@ -28,7 +28,7 @@ THREADS = 2
 
 OLMOE_SHAPE = Shape(
     50304, d_model=2048, n_heads=16, n_kv_heads=16, head_dim=128, decoder=every(6), num_experts=64, top_k=8, d_ff=1024,
-    scale=128**-0.5, qk_norm=True, max_positions=4096, family="olmoe",
+    scale=128**-0.5, qk_norm=True, max_positions=16384, family="olmoe",
 )  # fmt: skip
 OLMOE = OLMOE_SHAPE.spec
 

@@ -26,10 +26,11 @@ import numpy as np
 
 from tests.bench.bandwidth import read_bandwidth
 from tests.bench.llama import file_of
-from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.result import Row, context, isa, row_of_runs, table, write
 from tests.bench.runner import Runner, ending
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, write_pack
 from tests.bench.sides import OURS, Measure, Sides, alternate, compared
+from tests.bench.whole import process_rows
 
 LLAMA_FOLDER = Path("build/peers/llama")
 LLAMA = LLAMA_FOLDER / "bin/python"
@@ -39,6 +40,8 @@ CORRELATION = 0.8  # of logits of the same weights, rounded in two ways
 BUSY_SHARE = 0.45
 REFERENCES = {"g2p": 24, "wiki": 32}  # tokens written
 REFERENCE_RATIO = 5
+START_S = 0.6
+PREFILL = 3.0 if isa() == "amx" else 1.5  # llama.cpp's own tiles can't be used: see llama_flags.py
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,21 @@ class Sizes:
     new_tokens: int = 96
     first: int = 128
     prefill: int = 512
+    long_rounds: int = 3
+    long_prefill: int = 4096
+    long_context: int = 8000
+    long_tokens: int = 32
     busy_rounds: int = 5
     busy_tokens: int = 24  # beside a busy process llama.cpp can fall to a token a second
 
 
-QUICK = Sizes(rounds=1, new_tokens=8, busy_rounds=1, busy_tokens=4)
+QUICK = Sizes(rounds=1, new_tokens=8, long_rounds=1, long_prefill=600, long_context=700, busy_rounds=1, busy_tokens=4)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The same model at the same bits on both sides, and what our speed should be of the peer's best.
+    """The same model at the same bits on both sides, and what our speed should be of the peer's best, `context` that
+    with many tokens before.
 
     Every `every`-th expert of ours has `more` bits, so that the mean is the peer's.
     """
@@ -69,6 +77,7 @@ class Level:
     peer: str
     decode: float
     prefill: float | None = None
+    context: float | None = None
     more: int = 0
     every: int = 0
     busy: bool = False
@@ -95,8 +104,8 @@ class Level:
 
 
 LEVELS = {
-    "4bits": Level("4.5 bits", 4, "Q4_K", decode=1.15, prefill=1.0, busy=True),
-    "2bits": Level("2.6 bits", 2, "Q2_K", decode=1.5, more=3, every=8),  # 2.625 on both sides
+    "4bits": Level("4.5 bits", 4, "Q4_K", decode=1.17, prefill=PREFILL, context=1.2, busy=True),
+    "2bits": Level("2.6 bits", 2, "Q2_K", decode=1.78, more=3, every=8),  # 2.625 on both sides
 }
 
 
@@ -127,6 +136,11 @@ def prefill_speed(tokens: int) -> Measure[float]:
     return lambda runner, number: tokens / seconds(runner, number)
 
 
+def going_on_speed(new_tokens: int) -> Measure[float]:
+    """Tokens per second behind what was read."""
+    return lambda runner, _: new_tokens / float(runner.ask("go_on", new_tokens))
+
+
 def whole_speed(prompts: Sequence[Sequence[int]], new_tokens: int) -> Measure[float]:
     """New tokens per second over some requests, their prompts included."""
 
@@ -155,17 +169,35 @@ def level_rows(level: Level, sizes: Sizes, bandwidth: float, failures: list[str]
         sides.once("fill")
         rows = same_rows(level, sides, sizes)
         whole = sides.turns("prefill", prefill_speed(sizes.prefill), sizes.rounds)
-        aim = None if level.prefill is None else partial(Row.at_least, limit=level.prefill)
-        rows += compared(f"{level.name}: prefill of {sizes.prefill}", whole, aim=aim)
+        rows += compared(f"{level.name}: prefill of {sizes.prefill}", whole, aim=at_least(level.prefill))
         first = sides.turns("first token", first_token_s(sizes.first), sizes.rounds)
         rows += compared(f"{level.name}: first token after {sizes.first}", first, "s")
         decode = sides.turns("decode", decode_speed(sizes.prompt, sizes.new_tokens), sizes.rounds)
-        rows += compared(f"{level.name}: decode", decode, aim=partial(Row.at_least, limit=level.decode))
+        rows += compared(f"{level.name}: decode", decode, aim=at_least(level.decode))
         rows += traffic_rows(level, sides, decode, bandwidth)
+        if level.context is not None:
+            rows += long_rows(level, sides, sizes)
         if level.busy:
             shorter = beside_busy_process(decode_speed(sizes.prompt, sizes.busy_tokens))
             rows += busy_rows(level, sides.turns("busy", shorter, sizes.busy_rounds, (OURS, level.peer)))
     return rows
+
+
+def long_rows(level: Level, sides: Sides, sizes: Sizes) -> list[Row]:
+    """Of long prompts, and of a token that has one before it, which each program reads once."""
+    whole = sides.turns("long prefill", prefill_speed(sizes.long_prefill), sizes.long_rounds)
+    rows = compared(f"{level.name}: prefill of {sizes.long_prefill}", whole, aim=at_least(level.prefill))
+    ids, room = prompt(0, sizes.long_context), (sizes.rounds + 2) * sizes.long_tokens
+    sides.turns("reading", lambda runner, _: runner.ask("read", ids, room), 0)
+    behind = sides.turns("long context", going_on_speed(sizes.long_tokens), sizes.rounds)
+    rows += compared(f"{level.name}: decode behind {sizes.long_context}", behind, aim=at_least(level.context))
+    sides.turns("forgetting", lambda runner, _: runner.ask("forget"), 0)
+    return rows
+
+
+def at_least(limit: float | None) -> Callable[[Row], Row] | None:
+    """The aim of a ratio, if it has one."""
+    return None if limit is None else partial(Row.at_least, limit=limit)
 
 
 def same_rows(level: Level, sides: Sides, sizes: Sizes) -> list[Row]:
@@ -213,7 +245,8 @@ def start_rows(level: Level, sizes: Sizes, failures: list[str]) -> list[Row]:
 
     what = f"{level.name}: start to first token"
     starts = {name: partial(start, command) for name, command in level.commands().items()}
-    return compared(what, alternate(what, starts, sizes.rounds, failures), "s", partial(Row.at_most, limit=1))
+    rows = compared(what, alternate(what, starts, sizes.rounds, failures), "s", partial(Row.at_most, limit=1))
+    return [row.at_most(START_S) if row.name == f"{what}: {OURS}" else row for row in rows]
 
 
 def reference_rows(name: str, new_tokens: int, sizes: Sizes, failures: list[str]) -> list[Row]:
@@ -274,6 +307,7 @@ def main() -> None:
         for name, level in LEVELS.items()
     }
     parts["start"] = lambda sizes, _: start_rows(LEVELS["4bits"], sizes, failures)
+    parts["process"] = lambda sizes, _: process_rows(DEMO, REFERENCES, sizes.rounds)
     for name, new in REFERENCES.items():
         parts[name] = lambda sizes, _, name=name, new=new: reference_rows(name, new, sizes, failures)
     parser = argparse.ArgumentParser(description="The runtime beside llama.cpp and transformers.")

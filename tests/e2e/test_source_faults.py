@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conversions import Done, settings_for
 from tiny import tiny_olmoe
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from transformers import OlmoeModel
 
+from moeconv.conversion.limits import vocabulary_note
 from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError
 from moeconv.source.archs.errors import ModelFailed
 from moert.pack.reader import Pack
+from tests.bench.shaped import OLMOE
 
 
 def changed(model: Path, to: Path, **config: Any) -> Path:
@@ -59,6 +62,24 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_one_line(
     ) as caught:
         Done(settings_for(sources, family, tmp_path, model=str(model)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("known", "note"),
+    [
+        (96, None),
+        (90, None),
+        (40, "note: tokenizer.json knows 40 of the model's 96 tokens: is it the model's own"),
+        (
+            98,
+            "note: 2 token(s) of tokenizer.json have no place in the model, whose vocab_size is 96: 'w96' is token 96; "
+            "text with them is refused",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models_is_noted(known: int, note: str | None) -> None:
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(known)}, unk_token="w0"))
+    assert vocabulary_note(tokenizer, replace(OLMOE, vocab_size=96)) == note
 
 
 def test_what_is_cut_is_said(sources: dict[str, Path], tmp_path: Path) -> None:

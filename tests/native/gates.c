@@ -75,7 +75,8 @@ static void plain_gated(const moert_norm *norm, int groups, int last, int n, con
 }
 
 static void one_gated(int number) {
-    int groups = PICK(1, 1, 2, 5), n = groups * widths[number % 12], rows = PICK(1, 2, 5, 40), last = draw(2), length = rows * n;
+    int groups = PICK(1, 1, 2, 5), n = groups * widths[number % 12], rows = PICK(1, 2, 5, 40), length = rows * n;
+    int last = draw(2);
     float *x = draw_floats(length), *gate = draw_floats(length), *weight = draw_floats(n);
     float *y = claim((size_t)length * sizeof *y), *first = claim((size_t)length * sizeof *first);
     moert_norm made = {weight, NULL, 1e-3f}, *norm = draw(4) ? &made : NULL;
@@ -91,7 +92,8 @@ static void one_gated(int number) {
         check(&engines[e], "output", y, &expected, length);
         agree(&engines[e], "output", y, first, length, EVERYWHERE);
         fill(y, length);
-        for (int at = 0; at < length; at += n) moert_gated(engines[e].pool, norm, groups, last, 1, n, x + at, gate + at, y + at);
+        for (int at = 0; at < length; at += n)
+            moert_gated(engines[e].pool, norm, groups, last, 1, n, x + at, gate + at, y + at);
         again(&engines[e], "output of one row", y, first, length);
     }
     estimate_free(&expected);

@@ -63,8 +63,8 @@ static double input_of(const convolution *c, const float *state, int channel, in
 }
 
 static void one_convolution(int number) {
-    int channels = PICK(1, 3, 7, 15, 16, 17, 40, 100, 511, 513, 1030), k = PICK(1, 2, 3, 4, 4, 9), size = (k - 1) * channels;
-    int tokens = PICK(1, 1, 2, 3, 5, 17);
+    int channels = PICK(1, 3, 7, 15, 16, 17, 40, 100, 511, 513, 1030), k = PICK(1, 2, 3, 4, 4, 9);
+    int size = (k - 1) * channels, tokens = PICK(1, 1, 2, 3, 5, 17);
     float *taps = draw_floats(k * channels), *bias = draw(2) ? draw_floats(channels) : NULL;
     float *x = draw_floats(tokens * channels), *state = draw_floats(size);
     convolution c = {{taps, bias, channels, k, number % 2}, x};
@@ -80,7 +80,10 @@ static void one_convolution(int number) {
             y.value[t * channels + i] = c.with.silu ? sum / (1 + exp(-sum)) : sum;
             y.error[t * channels + i] = INNER * terms;
         }
-    for (int i = 0; i < size; i++) left.value[i] = input_of(&c, state, i % channels, i / channels + tokens), left.error[i] = 0;
+    for (int i = 0; i < size; i++) {
+        left.value[i] = input_of(&c, state, i % channels, i / channels + tokens);
+        left.error[i] = 0;
+    }
     run_mixer(&(mixer){&c, read_convolution, tokens, channels, size, state}, &y, &left);
     estimate_free(&y), estimate_free(&left);
     free(taps), free(bias), free(x), free(state);
@@ -173,7 +176,8 @@ static void plain_scan(const moert_scan *s, estimate *y, estimate *left) {
     for (int t = 0; t < s->tokens; t++)
         for (int row = 0; row < s->heads * s->p; row++) {
             int head = row / s->p, group = (t * s->groups + head / (s->heads / s->groups)) * s->n;
-            double dt = s->dt[t * s->heads + head], x = s->x[t * s->heads * s->p + row], sum = s->d[head] * x, terms = fabs(sum);
+            double dt = s->dt[t * s->heads + head], x = s->x[t * s->heads * s->p + row];
+            double sum = s->d[head] * x, terms = fabs(sum);
             for (int i = 0; i < s->n; i++) {
                 double keep = exp(dt * s->a[head * s->each + (s->each > 1 ? i : 0)]), put = dt * x * s->b[group + i];
                 double *value = &left->value[row * s->n + i], *size = &left->error[row * s->n + i];
@@ -186,7 +190,8 @@ static void plain_scan(const moert_scan *s, estimate *y, estimate *left) {
 }
 
 static void one_scan(int number) {
-    moert_scan s = {.tokens = PICK(1, 1, 2, 3, 5, 17), .groups = PICK(1, 1, 2, 3), .n = PICK(1, 5, 15, 16, 17, 32, 50, 64, 128)};
+    moert_scan s = {.tokens = PICK(1, 1, 2, 3, 5, 17), .groups = PICK(1, 1, 2, 3)};
+    s.n = PICK(1, 5, 15, 16, 17, 32, 50, 64, 128);
     s.p = number % 3 ? PICK(1, 2, 5, 8, 64) : 1, s.each = draw(2) ? s.n : 1;
     s.heads = s.groups * (s.p == 1 ? PICK(1, 3, 64, 300) : PICK(1, 2, 3));
     int heads = s.tokens * s.heads, groups = s.tokens * s.groups * s.n, size = s.heads * s.p * s.n;

@@ -14,6 +14,7 @@ from moert.kernels import library
 from moert.models.activations import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import ModelSpec
+from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
 from tests.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.shapes import every
 
@@ -49,18 +50,24 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
         d_model=d_model, n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64, encoder=every(1),
         decoder=every(1), num_experts=4, d_ff=d_ff, capacity=None,
     )  # fmt: skip
-    return {"decoder": decoder.spec, "switch": switch.spec}
+    norm, wide, heads = Norm(1e-5), 2 * d_model, d_model // 32
+    parts: dict[str, FixedState] = {
+        "conv": ShortConv(3), "delta": GatedDelta(heads, heads // 2, 32, 32, 4, norm),
+        "mamba2": Mamba2(heads, 64, heads // 4, 64, 4, norm), "mamba": Mamba(wide, 16, 64, 4, norm),
+    }  # fmt: skip
+    fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
+    return {"decoder": decoder.spec, "switch": switch.spec, **fixed}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be started anew")
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", ["decoder", "switch"])
+@pytest.mark.parametrize("name", ["decoder", "switch", "conv", "delta", "mamba2", "mamba"])
 @pytest.mark.parametrize(("d_model", "lengths"), [(768, [300, 1500]), (256, [5000])], ids=["wide", "long"])
 def test_the_bound_is_above_the_peak_and_not_far(
     tmp_path: Path, name: str, kernels: str, d_model: int, lengths: list[int]
 ) -> None:
     spec = shapes(d_model, 512)[name]
-    write_pack(tmp_path / "wide.pack", 4, {"attention": 8}, spec)
+    write_pack(tmp_path / "wide.pack", 4, {"mixer" if "mixer" in spec.roles() else "attention": 8}, spec)
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "wide.pack"), kernels, json.dumps(lengths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

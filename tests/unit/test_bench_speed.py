@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tests.bench.result import Row
 from tests.bench.runner import ProgramEnded, Runner, ending
 from tests.bench.shaped import OLMOE, OLMOE_SHAPE, projection, quantize, weight, write_pack
 from tests.bench.sides import OURS, Sides, alternate, compared
+from tests.bench.whole import process_rows
 from tests.shapes import every
 
 TINY = OLMOE_SHAPE.but(
@@ -39,6 +41,14 @@ class Echo:
     def generate(self, ids, new_tokens):
         print("noise")
         return [ids[0]] * new_tokens, 0.5, 0.5 + (new_tokens - 1) / 8
+    def read(self, ids, room):
+        self.room = room
+    def go_on(self, new_tokens):
+        self.room -= new_tokens
+        assert self.room >= 0
+        return new_tokens / 4
+    def forget(self):
+        del self.room
     def variables(self):
         return sorted(name for name in os.environ if "OMP" in name)
     def fail(self):
@@ -121,6 +131,8 @@ def test_a_runner_answers_through_the_noise_of_libraries(monkeypatch: pytest.Mon
         assert speed.first_token_s(10)(runner, 0) == 0.5
         assert speed.prefill_speed(10)(runner, 0) == 20
         assert speed.whole_speed([[7], [8]], 5)(runner, 0) == 5
+        assert runner.ask("read", [7], 8) is None
+        assert speed.going_on_speed(8)(runner, 0) == 4
         assert runner.ask("variables") == []
         with pytest.raises(ProgramEnded, match="status 3"):
             runner.ask("fail")
@@ -179,7 +191,9 @@ def test_a_program_that_ends_loses_its_own_rows_and_is_named(monkeypatch: pytest
     names = {row.name for row in rows}
     assert "4.5 bits: effective bits of an expert's weight: Q4_K" in names
     assert rows[0] == Row("4.5 bits: effective bits of an expert's weight: moert", 4.5, "bits").at_most(4.5)
-    for what in ("prefill of 512", "first token after 128", "decode"):
+    sizes = speed.QUICK
+    long = f"prefill of {sizes.long_prefill}", f"decode behind {sizes.long_context}"
+    for what in ("prefill of 512", "first token after 128", "decode", *long):
         assert f"4.5 bits: {what}: Q4_K" not in names
         assert {f"4.5 bits: {what}: {side}" for side in ("moert", "Q4_K, not repacked", "ratio")} <= names
     assert len(names) == len(rows)
@@ -203,6 +217,7 @@ def test_the_bench_goes_on_writes_what_failed_and_ends_with_1(
     monkeypatch.setattr(speed, "read_bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(speed, "level_rows", lambda *arguments: [Row("4.5 bits: decode: moert", 2.0, "tokens/s")])
     monkeypatch.setattr(speed, "start_rows", lambda *arguments: [])
+    monkeypatch.setattr(speed, "process_rows", lambda *arguments: [])
     monkeypatch.setattr(sys, "argv", ["speed"])
     written = {}
 
@@ -252,6 +267,40 @@ def test_llama_cpp_is_built_without_amx_and_with_all_else_that_the_processor_has
     assert {"-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON", "-DGGML_AVX512_BF16=OFF", "-DGGML_AMX_TILE=OFF"} <= {*many}
     assert not [each for each in (*few, *many) if "AMX" in each and each.endswith("ON")]
     assert options("aarch64", set()) == ["-DGGML_NATIVE=ON"]
+
+
+def test_ours_goes_on_behind_a_prompt_that_is_read_once(tmp_path: Path) -> None:
+    write_pack(tmp_path / "a.pack", 4, HALF, TINY)
+    ours = Ours(tmp_path / "a.pack")
+    ours.read([5, 17, 80, 3], 6)
+    assert ours.go_on(2) > 0
+    assert ours.go_on(4) > 0
+    assert ours._session.unfinished == 0
+    ours.forget()
+    assert len(ours.generate([5, 17, 80, 3], 5)[0]) == 5
+
+
+@pytest.mark.parametrize("name", ["g2p", "wiki"])
+def test_rows_of_whole_programs_have_the_aims_of_their_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pack(tmp_path / f"{name}.pack", 4, HALF, TINY)
+    (tmp_path / f"{name}-prompts.jsonl").write_text('{"prompt": "a b"}\n')
+    output = json.dumps({"stats": {"peak_rss_bytes": 90_000_000, "prompt_tokens": 2}}).encode()
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, output)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    first, most, beside = process_rows(tmp_path, [name], 3)
+    assert len(asked) == 1 + 3 + 3
+    assert all(["moert", "run", str(tmp_path / f"{name}.pack"), "a b"] == command[2:6] for command in asked)
+    assert (first.runs, first.aim) == (3, "≤ 0.4" if name == "wiki" else None)
+    assert most.value == 90
+    assert 80 < beside.value < 90
+    assert beside.met is False
 
 
 def test_every_expert_of_ours_can_be_read_at_once(tmp_path: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from memory_store import PATIENCE_S, Model, begin, key, make, mark, use, wait_until
 
+from moert.experts.cache.cache import ExpertCache
+from moert.experts.cache.lease import Slot
+from moert.experts.cache.supply import Moves
 from moert.experts.demand import Demand
+from moert.kernels.backend import Expert
+from moert.pack.codec import U8
 from moert.pack.errors import HashMismatch
-from moert.pack.model_spec import LayerKey
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 
 def test_bytes_are_counted_not_slots() -> None:
@@ -231,3 +238,72 @@ def test_an_evicted_experts_memory_serves_the_next_of_its_size() -> None:
             places.add(lease.expert(0).ctypes.data)
             assert cache.held_bytes == 30
     assert len(places) == 1
+
+
+def in_its_buffer(cache: ExpertCache, wanted: ExpertKey) -> bool:
+    slot = cache._slots[wanted]
+    return slot.expert is slot.buffer
+
+
+def test_what_lies_elsewhere_moves_into_its_buffer_once_that_may_begin() -> None:
+    cache, store, counters = make(60)
+    store.elsewhere = True
+    use(cache, 0, [0, 1, 2])
+    assert not any(in_its_buffer(cache, key(0, expert)) for expert in range(3))
+    begin(cache, 0, [0])
+    with cache.lease([key(0, 0)]) as lease:  # of the old place
+        held = lease.expert(0)
+        cache.settle()
+        wait_until(lambda: all(in_its_buffer(cache, key(0, expert)) for expert in range(3)))
+        assert (held == mark(key(0, 0))).all()
+        assert cache._locked == {key(0, 0)}
+    use(cache, 0, [0, 1, 2])
+    assert (counters.hits, len(store.reads)) == (4, 3)
+    use(cache, 1, [0, 1, 2])  # what comes later moves as well
+    cache.settle()
+    wait_until(lambda: all(in_its_buffer(cache, key(1, expert)) for expert in range(3)))
+    use(cache, 1, [0, 1, 2])
+    assert (cache._locked, cache.held_bytes) == (set(), 60)
+    cache.close()
+
+
+def test_what_moves_stays_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is lent and given back in between: its buffer would become another's."""
+    cache, store, _ = make(30)
+    store.elsewhere = True
+    use(cache, 0, [2])
+    reached, go_on = threading.Event(), threading.Event()
+
+    def held(slot: Slot, place: U8) -> Expert:
+        reached.set()
+        assert go_on.wait(PATIENCE_S)
+        return moved(cache._moves, slot, place)
+
+    moved = Moves.moved
+    monkeypatch.setattr(cache._moves, "moved", held)
+    cache.settle()
+    assert reached.wait(PATIENCE_S)
+    use(cache, 0, [2])
+    waits, wait = threading.Event(), cache._read_or_wait
+    monkeypatch.setattr(cache, "_read_or_wait", lambda: (waits.set(), wait()))
+    model = Model(lambda: use(cache, 1, [0]))  # for which the other must leave
+    assert waits.wait(PATIENCE_S)
+    assert cache.resident() == [key(0, 2)]
+    go_on.set()
+    model.end()
+    assert cache.resident() == [key(1, 0)]
+    cache.close()
+
+
+def test_what_has_left_does_not_move() -> None:
+    cache, store, _ = make(60)
+    store.elsewhere = True
+    use(cache, 0, [0, 1, 2])
+    cache.resize(30)
+    use(cache, 1, [2])  # in the buffer of the one before it
+    cache.settle()
+    wait_until(lambda: in_its_buffer(cache, key(1, 2)))
+    use(cache, 1, [2])
+    wait_until(lambda: not cache._moves)
+    assert cache.resident() == [key(1, 2)]
+    cache.close()

@@ -8,7 +8,7 @@ import pytest
 from moert.kernels import library
 from moert.kernels.checksum import crc32
 
-LENGTHS = [*range(200), 1000, 4096, 4097, 100_001]
+LENGTHS = [*range(200), *range(1020, 1030), *range(1275, 1285), 4096, 4097, 100_001]
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_store import read_ahead_at_once
+from memory_store import read_ahead_at_once, wait_until
 from tiny_packs import SPECS, damage_expert, write_pack
 
 from moert import engine as engine_module
@@ -159,6 +159,57 @@ def test_what_was_cached_is_used_and_kept_only_if_there_is_room_and_nothing_is_a
     read(store)
     assert opened == [not cached if leaves else io.direct]
     assert cached_pages(path) == (before if leaves else 0)
+
+
+def test_what_the_page_cache_has_is_used_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(store_module, "in_page_cache", lambda path: True)
+    store, pack, counters = open_store(root)
+    path = pack.file(pack.entry(KEY).path)
+    into = np.zeros(store.nbytes(KEY), np.uint8)
+    store.leaves_page_cache = True
+    place = store.read(KEY, into)
+    assert (place.tobytes(), into.any()) == (path.read_bytes(), False)
+    assert not place.flags.writeable
+    assert (counters.reads, counters.bytes_read) == (1, len(into))
+    store.leaves_page_cache = False
+    assert store.read(KEY, into) is into
+    damage_expert(root, KEY)
+    store.leaves_page_cache = True
+    assert "checksum" in refusal(HashMismatch, store)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "read " in refusal(FileTruncated, store)
+
+
+def test_answers_do_not_depend_on_where_experts_lie(
+    originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first in the page cache, later in memory of the process."""
+    settings = GenerationSettings(max_new_tokens=8)
+
+    def answers() -> list[list[int]]:
+        with Engine.open(originals["decoder"], predictor="none", notify=str) as engine:
+            tokens = [engine.generate(prompt, settings).result.tokens for prompt in ("abc", "zig", "abc")]
+            slots = engine.cache._slots.values()
+            wait_until(lambda: not engine.cache._moves and not engine.cache._reading)
+            assert all(slot.expert is not None for slot in slots)
+            return [*tokens, engine.generate("abc", settings).result.tokens]
+
+    expected = answers()
+    monkeypatch.setattr(store_module, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(store_module, "in_page_cache", lambda path: True)
+    places: list[bool] = []
+    real = ExpertStore.read
+
+    def read_and_note(store: ExpertStore, key: ExpertKey, into: np.ndarray) -> np.ndarray:
+        place = real(store, key, into)
+        places.append(place is into)
+        return place
+
+    monkeypatch.setattr(ExpertStore, "read", read_and_note)
+    assert answers() == expected
+    assert places
+    assert not any(places)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not tell what is cached")

@@ -6,11 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from moert.experts.cache.buffers import Buffers
 from moert.experts.cache.lease import Lease, Slot
 from moert.experts.cache.residency import Residency
+from moert.experts.cache.supply import Moves, Store
 from moert.experts.demand import Arrivals, Demand
 from moert.experts.policy.eviction import EvictionPolicy
 from moert.kernels.backend import Expert
@@ -21,16 +21,6 @@ from moert.stats import ExpertCounters
 HANDED_OVER_BYTES = 128 << 10
 """From this size on other threads read while the model computes; below, handing over takes longer than reading."""
 _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
-
-
-class Store(Protocol):
-    """Where experts come from (moert.experts.drive.store.ExpertStore)."""
-
-    def nbytes(self, key: ExpertKey) -> int: ...
-
-    def read(self, key: ExpertKey, into: U8) -> None: ...
-
-    def expert(self, key: ExpertKey, buffer: U8) -> Expert: ...
 
 
 class ExpertCache:
@@ -56,6 +46,7 @@ class ExpertCache:
         self._predicted: deque[ExpertKey] = deque()  # of that, what may still be read
         self._begun: list[ExpertKey] = []  # predicted, and begun to be read
         self._unused: set[ExpertKey] = set()  # of these, not asked for yet
+        self._moves = Moves(store)
         self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
         self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
         self.loaders = loaders
@@ -142,6 +133,13 @@ class ExpertCache:
 
     def nbytes(self, key: ExpertKey) -> int:
         return self._store.nbytes(key)
+
+    def settle(self) -> None:
+        """Experts that the store gave where they lay move into their buffers now, while nothing else is to be read."""
+        with self._lock:
+            self._moves.begun = True
+            if self._moves:
+                self._wake(1)
 
     def close(self) -> None:
         """Ends the threads after the reads under way. Nothing may be leased after that."""
@@ -231,7 +229,7 @@ class ExpertCache:
         """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
         later leaves."""
         while (slot := self._claim(key, True) or self._claim(key, True, force=True)) is None:
-            if not any(held.expert is None for held in self._slots.values()):
+            if not self._reading and not any(held.expert is None for held in self._slots.values()):
                 raise RuntimeError(f"the expert cache of {self.capacity_bytes} bytes can't hold {key}")
             self._read_or_wait()
         return slot
@@ -295,6 +293,7 @@ class ExpertCache:
         """Forgets all experts and keeps their buffers, after Ctrl-C has left something half done."""
         self._predicted.clear()
         self._queue.clear()
+        self._moves.clear()
         self._wait_for_loaders()
         while self._slots:  # one by one: cut short again, no buffer may be given twice
             self._buffers.give(self._slots.popitem()[1].buffer)
@@ -315,10 +314,11 @@ class ExpertCache:
         """Fills a slot, without holding the lock meanwhile."""
         expert: Expert | None = None
         error: BaseException | None = None
+        place = slot.buffer
         try:
             self._lock.release()
-            self._store.read(slot.key, slot.buffer)
-            expert = self._store.expert(slot.key, slot.buffer)
+            place = self._store.read(slot.key, slot.buffer)
+            expert = self._store.expert(slot.key, place)
         except BaseException as caught:
             error = caught
         finally:
@@ -329,8 +329,10 @@ class ExpertCache:
         slot.expert, slot.error = expert, error
         if error is not None:
             self._drop(slot)
-        elif not slot.leases:
-            self._locked.discard(slot.key)
+        else:
+            self._moves.add(slot, place)
+            if not slot.leases:
+                self._locked.discard(slot.key)
         self._arrived.notify_all()
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C is for whoever runs, not for whoever asks for this expert
@@ -353,12 +355,27 @@ class ExpertCache:
         with self._lock:
             while not self._closed:
                 slot = self._queue.popleft() if self._queue else self._next_predicted()
-                if slot is None:
+                move = self._moves.next(self._slots) if slot is None else None
+                if slot is None and move is None:
                     self._work.wait()
-                else:
-                    self._reading += 1
+                    continue
+                self._reading += 1
+                if slot is not None:
                     self._read(slot)
-                    self._reading -= 1
+                elif move is not None:
+                    self._move(*move)
+                self._reading -= 1
+
+    def _move(self, slot: Slot, place: U8) -> None:
+        """To its own buffer, without holding the lock meanwhile. Whoever computes with it there goes on doing so."""
+        self._lend(slot)  # or its buffer could become another's
+        self._lock.release()
+        try:
+            slot.expert = self._moves.moved(slot, place)
+        finally:
+            self._lock.acquire()
+            self._end_lease(slot)
+            self._arrived.notify_all()
 
     def _next_predicted(self) -> Slot | None:
         """Room for the most valuable prediction that is left, if nothing is waited for."""

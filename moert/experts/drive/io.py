@@ -84,6 +84,18 @@ def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8]) -> int:
     return found
 
 
+def mapped(fd: int, nbytes: int) -> npt.NDArray[np.uint8] | None:
+    """The first bytes of a file where the page cache has them, not to be written; None where the file is shorter, or
+    can't be mapped."""
+    try:
+        if os.fstat(fd).st_size < nbytes:
+            return None
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once
+        return np.frombuffer(mmap.mmap(fd, nbytes, flags, mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError):
+        return None
+
+
 def in_page_cache(path: str | os.PathLike[str]) -> bool:
     """Whether the beginning of the file can be read without the drive; True where the system does not tell. Raises
     OSError.

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from moert.experts.drive.io import IoSettings, in_page_cache, open_expert, read_into
+from moert.experts.drive.io import IoSettings, in_page_cache, mapped, open_expert, read_into
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.checksum import crc32
 from moert.pack.codec import U8
@@ -18,6 +18,8 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, unreadable
 from moert.stats import ExpertCounters
 
+MAPPED_BYTES = 256 << 10
+"""From this size on an expert that the page cache has is used there at first; smaller ones are read as quickly."""
 _PAUSES_S = (0.02, 0.1, 0.5)  # before a failed read is tried again
 _FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 
@@ -45,13 +47,14 @@ class ExpertStore:
         """Bytes that the expert takes in memory: its whole file, as it is read."""
         return self._pack.entry(key).file_bytes
 
-    def read(self, key: ExpertKey, into: U8) -> None:
-        """Fills `into`, uint8 [nbytes], page-aligned. Raises a PackError if the file does not begin with what the
+    def read(self, key: ExpertKey, into: U8) -> U8:
+        """Fills `into`, uint8 [nbytes], page-aligned, and gives it back; or leaves it as it is, and gives the bytes
+        where the page cache has them, not to be written. Raises a PackError if the file does not begin with what the
         manifest promises; what has been added behind that is not looked at."""
         for pause_s in (*_PAUSES_S, None):
             started = time.perf_counter()
             try:
-                self._read_once(key, into)
+                place = self._read_once(key, into)
             except (OSError, FileTruncated, HashMismatch, HeaderInvalid) as error:
                 if pause_s is None or (isinstance(error, OSError) and error.errno in _FINAL):
                     raise self._named(key, error) from None
@@ -63,17 +66,23 @@ class ExpertStore:
                     self._counters.reads += 1
                     self._counters.bytes_read += len(into)
                     self._counters.read_s += time.perf_counter() - started
-                return
+                return place
+        raise AssertionError("the last try returns or raises")
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """What was read, as the backend takes it."""
         return self._backend.expert(ExpertView(buffer, _views(self._pack, key)))
 
-    def _read_once(self, key: ExpertKey, into: U8) -> None:
+    def _read_once(self, key: ExpertKey, into: U8) -> U8:
         path = os.path.join(self._pack.root, self._pack.entry(key).path)  # looked at when the pack was opened
         direct = not in_page_cache(path) if self.leaves_page_cache else self.io.direct
         handle = open_expert(path, direct)
         try:
+            if self.leaves_page_cache and not direct and len(into) >= MAPPED_BYTES:
+                place = mapped(handle, len(into))
+                if place is not None:
+                    self._pack.check_expert(key, place, crc32)
+                    return place
             found = read_into(handle, into)
             if (direct or not self.leaves_page_cache) and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -83,6 +92,7 @@ class ExpertStore:
             relative = self._pack.entry(key).path
             raise FileTruncated(f"{relative}: read {found} of {len(into)} bytes: copy the pack again")
         self._pack.check_expert(key, into, crc32)
+        return into
 
     def _named(self, key: ExpertKey, error: Exception) -> PackError:
         if isinstance(error, OSError):

@@ -6,10 +6,11 @@
  * Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009.) */
 #include <string.h>
 
+#include "crc32.h"
 #include "moert.h"
 #include "target.h"
 
-#define POLYNOMIAL 0xEDB88320u
+#define WIDE 1024 /* bytes from which on the longer steps are quicker */
 
 /* Byte by byte, four bits at a time. `crc` is as it is between bytes, not inverted. */
 static uint32_t bytewise(uint32_t crc, const uint8_t *at, int64_t n) {
@@ -30,7 +31,17 @@ static uint32_t bytewise(uint32_t crc, const uint8_t *at, int64_t n) {
 
 #include "x86.h"
 
-static int folds(void) { return (x86_ask(1, 0).c & X86_CRC) == X86_CRC; }
+enum { BYTEWISE, FOLDS, FOLDS_WIDE };
+
+/* Which of these the processor can. Asking it takes longer than a short message. */
+static int folds(void) {
+    static _Atomic int found = -1;
+    if (found < 0) {
+        int wide = x86_avx512(X86_WIDEST) && (x86_ask(7, 0).c & X86_VPCLMUL);
+        found = (x86_ask(1, 0).c & X86_CRC) != X86_CRC ? BYTEWISE : wide ? FOLDS_WIDE : FOLDS;
+    }
+    return found;
+}
 
 TARGET("pclmul,sse4.1")
 /* What x^(distance + 32) and x^(distance - 32) leave, reflected: for the halves of a piece. */
@@ -43,11 +54,18 @@ INLINE __m128i folded(__m128i piece, __m128i by, __m128i onto) {
 
 static uint32_t fast(uint32_t crc, const uint8_t *at, int64_t n) {
     __m128i piece[4];
-    uint8_t left[16];
-    if (n < 64) return bytewise(crc, at, n);
-    for (int i = 0; i < 4; i++) piece[i] = _mm_loadu_si128((const void *)(at + 16 * i));
+    uint8_t left[CRC32_PIECES];
+    const uint8_t *first = at;
+    int64_t taken = CRC32_PIECES;
+    if (n < CRC32_PIECES) return bytewise(crc, at, n);
+    if (n >= WIDE && folds() == FOLDS_WIDE) {
+        taken = crc32_fold_wide(crc, at, n, left);
+        crc = 0;
+        first = left;
+    }
+    for (int i = 0; i < 4; i++) piece[i] = _mm_loadu_si128((const void *)(first + 16 * i));
     piece[0] = _mm_xor_si128(piece[0], _mm_cvtsi32_si128((int)crc));
-    for (at += 64, n -= 64; n >= 64; at += 64, n -= 64)
+    for (at += taken, n -= taken; n >= 64; at += 64, n -= 64)
         for (int i = 0; i < 4; i++) piece[i] = folded(piece[i], FOLD_512, _mm_loadu_si128((const void *)(at + 16 * i)));
     for (int i = 1; i < 4; i++) piece[i] = folded(piece[i - 1], FOLD_128, piece[i]);
     for (; n >= 16; at += 16, n -= 16) piece[3] = folded(piece[3], FOLD_128, _mm_loadu_si128((const void *)at));
@@ -75,7 +93,7 @@ static int folds(void) { return 0; }
 #define fast bytewise
 #endif
 
-int moert_crc32_fast(void) { return folds(); }
+int moert_crc32_fast(void) { return folds() != 0; }
 uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n) {
     return ~(folds() ? fast(~crc, data, n) : bytewise(~crc, data, n));
 }

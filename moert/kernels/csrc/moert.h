@@ -139,9 +139,9 @@ typedef struct {
     int32_t silu;             /* what comes out goes through SiLU */
 } moert_taps;
 
-/* The gated delta rule (Yang et al. 2024, section 3) with k and q of length 1, q divided by sqrt(dk). For each token, and
- * each head's S [dk, dv]: S *= e^decay; S += k (beta (v - Sᵀk))ᵀ; y = Sᵀq. `heads / key_heads` heads that follow one another
- * share q and k. */
+/* The gated delta rule (Yang et al. 2024, section 3). k and q are scaled to length 1, q then by 1 / sqrt(dk). For each token,
+ * and each head's S [dk, dv]: S *= e^decay; S += k (beta (v - Sᵀk))ᵀ; y = Sᵀq. `heads / key_heads` heads that follow one
+ * another share q and k. */
 typedef struct {
     const float *q, *k;       /* [tokens, key_heads, dk] */
     const float *v;           /* [tokens, heads, dv] */
@@ -243,8 +243,8 @@ void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const flo
 /* y [n] = 1 / (1 + e^-x) */
 void moert_sigmoid(moert_pool *pool, int64_t n, const float *x, float *y);
 
-/* y [rows, n] = x * silu(gate). A norm without a bias is of each of `groups` parts of a row alone, of x or with `last` of the
- * product; NULL for none. */
+/* y [rows, n] = x * silu(gate). A norm without a bias is of each of `groups` parts of a row alone, of x or with `last` of
+ * the product; NULL for none. */
 void moert_gated(moert_pool *pool, const moert_norm *norm, int groups, int last, int rows, int n, const float *x,
                  const float *gate, float *y);
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tests.bench.result import Result
 from tests.bench.tables import Line, Part
+from tests.bench.tables.demo import MODELS
 
 LEVELS = {"4.5 bits": "Q4_K", "2.6 bits": "Q2_K"}
 
@@ -16,6 +17,8 @@ def parts(result: Result) -> Sequence[Part]:
         both("4.5 bits, tokens/s", "4.5 bits: decode"),
         alone("the same beside one busy process", "4.5 bits: decode with one busy process", "Q4_K"),
         both("prompt of 512 tokens, tokens/s", "4.5 bits: prefill of 512"),
+        both("prompt of 4,096 tokens, tokens/s", "4.5 bits: prefill of 4096"),
+        both("behind 8,000 tokens, tokens/s", "4.5 bits: decode behind 8000"),
         both("first token after a prompt of 128, s", "4.5 bits: first token after 128"),
         both("start to first token, 16 tokens of prompt, s", "4.5 bits: start to first token"),
         both("2.6 bits, tokens/s", "2.6 bits: decode"),
@@ -27,7 +30,19 @@ def parts(result: Result) -> Sequence[Part]:
         source("g2p", "g2p: 24 tokens after a prompt"),
         source("wiki", "wiki: 32 tokens after a prompt"),
     ]
-    return [lines, trained, bits(), f"{traffic()} {build(result)}"]
+    whole: list[Line] = [
+        ("`moert run`, all experts in memory", *MODELS),
+        (
+            "start of the program to first token, s",
+            *(f"{{{name}: start of the program to first token|.2f}}" for name in MODELS),
+        ),
+        ("the most that the process holds, MB", *(f"{{{name}: most that the process holds|.0f}}" for name in MODELS)),
+        (
+            "of it beside weights, experts, keys and values",
+            *(f"{{{name}: beside weights, experts, keys and values|.0f}}" for name in MODELS),
+        ),
+    ]
+    return [lines, trained, whole, bits(), f"{traffic()} {build(result)}"]
 
 
 def both(said: str, row: str) -> Line:
