@@ -918,6 +918,41 @@ LFM2_8B_A1B: Config = {
     "vocab_size": 65536,
 }
 
+JAMBA_1_5_MINI: Config = {
+    **_PLAIN,
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 518],
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 256,
+    "mamba_expand": 2,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_mamba_kernels": True,
+    "vocab_size": 65536,
+}
+
 PUBLISHED: dict[str, Config] = {
     "switch-base-8": SWITCH_BASE_8,
     "OLMoE-1B-7B": OLMOE_1B_7B,
@@ -948,6 +983,7 @@ PUBLISHED: dict[str, Config] = {
     "Gemma-4-26B-A4B": GEMMA_4_26B_A4B,
     "Gemma-4-26B-A4B, text": _GEMMA_4_TEXT,
     "LFM2-8B-A1B": LFM2_8B_A1B,
+    "Jamba-1.5-Mini": JAMBA_1_5_MINI,
 }
 """By their names; the first of a family stands for it in docs/models.md."""
 
@@ -958,6 +994,7 @@ MADE_UP = {
 
 PARAMETERS: dict[str, tuple[float, float]] = {
     "LFM2-8B-A1B": (8.3, 1.5),
+    "Jamba-1.5-Mini": (52, 12),
     "OLMoE-1B-7B": (6.9, 1.3),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Mixtral-8x7B": (46.7, 12.9),

@@ -82,6 +82,7 @@ def _heads(part: Attention) -> Iterator[str]:
 def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if any(stack.buckets is not None for stack in spec.stacks.values()):
         yield "positions by buckets of distances"
+        return
     parts = [part for part in (layer.attention for layer in layers) if part is not None]
     kinds = [part for part in parts if part.rope is not None]
     for part in dict.fromkeys(kinds):
@@ -89,7 +90,7 @@ def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         dims = spec.ropes[part.rope].dims
         if dims < part.turning:
             yield f"rotary positions of {dims} of {part.turning} features"
-    if kinds and (without := len(parts) - len(kinds)):
+    if without := len(parts) - len(kinds):
         yield f"no positions in {without} of {len(layers)} layers"
 
 

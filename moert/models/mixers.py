@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from moert.kernels.backend import ROWS, Backend, Matrix, NormWeights
 from moert.models.kv import Fixed
@@ -62,9 +62,10 @@ class ShortConvMix:
         self._backend = weights.backend
         self._in, self._out = weights.matrix(f"{at}.in"), weights.matrix(f"{at}.out")
         self._conv = _Conv(at, part.bias, weights, silu=False)
+        self._cut = _Cut(*[self._conv.channels] * 3)
 
     def __call__(self, hidden: F32, state: State) -> F32:
-        b, c, u = np.split(self._backend.linear(hidden, self._in), 3, axis=1)
+        b, c, u = self._cut(self._backend.linear(hidden, self._in))
         return self._backend.linear(c * self._conv(b * u, state[0]), self._out)
 
 
@@ -75,6 +76,7 @@ class DeltaMix:
         self._part, self._backend = part, weights.backend
         self._in = [weights.matrix(f"{at}.{name}") for name in "qkvzab"]
         self._conv = _Conv(at, False, weights, silu=True)
+        self._cut = _Cut(part.key_features, part.key_features, part.value_features)
         self._rate, self._dt_bias = -np.exp(weights.floats(f"{at}.a_log")), weights.floats(f"{at}.dt_bias")
         self._norm, self._out = weights.norm(part.norm, f"{at}.norm"), weights.matrix(f"{at}.out")
 
@@ -82,7 +84,7 @@ class DeltaMix:
         part, backend, tokens = self._part, self._backend, len(hidden)
         *qkv, z, a, b = backend.linears(hidden, self._in)
         mixed = self._conv(np.concatenate(qkv, axis=1), state[0])
-        q, k, v = _split(mixed, part.key_features, part.key_features, part.value_features)
+        q, k, v = self._cut(mixed)
         heads = (tokens, part.keys, part.dim)
         decay = self._rate * backend.softplus(a, self._dt_bias)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(tokens, part.n, part.v)
@@ -100,14 +102,14 @@ class Mamba2Mix:
         self._conv = _Conv(at, part.conv_bias, weights, silu=True)
         self._a = -np.exp(weights.floats(f"{at}.a_log"))[:, None]
         self._dt_bias, self._d = weights.floats(f"{at}.dt_bias"), weights.floats(f"{at}.d")
-        self._norm = weights.norm(part.norm, f"{at}.norm")
+        self._norm, held = weights.norm(part.norm, f"{at}.norm"), part.groups * part.state
+        self._cut, self._cut_mixed = _Cut(part.features, part.channels), _Cut(part.features, held, held)
 
     def __call__(self, hidden: F32, state: State) -> F32:
         part, backend, tokens = self._part, self._backend, len(hidden)
         wide, dt = backend.linears(hidden, self._in)
-        z, inner = _split(wide, part.features, part.channels)
-        held = part.groups * part.state
-        u, b, c = _split(self._conv(inner, state[0]), part.features, held, held)
+        z, inner = self._cut(wide)
+        u, b, c = self._cut_mixed(self._conv(inner, state[0]))
         u, groups = u.reshape(tokens, part.n, part.dim), (tokens, part.groups, part.state)
         steps = backend.softplus(dt, self._dt_bias, part.dt_low, math.inf if part.dt_high is None else part.dt_high)
         made = backend.scan(u, steps, self._a, b.reshape(groups), c.reshape(groups), self._d, state[1])
@@ -119,19 +121,21 @@ class MambaMix:
     """See moert.pack.parts.Mamba."""
 
     def __init__(self, part: Mamba, at: str, weights: Weights) -> None:
-        self._part, self._backend = part, weights.backend
+        self._backend = weights.backend
         self._in, self._inner = weights.matrix(f"{at}.in"), weights.matrix(f"{at}.inner")
         self._conv = _Conv(at, part.conv_bias, weights, silu=True)
         self._norms = [weights.norm(part.norm, f"{at}.{name}_norm") for name in ("dt", "b", "c") if part.norm]
         self._steps, self._dt_bias = weights.matrix(f"{at}.steps"), weights.floats(f"{at}.dt_bias")
         self._a, self._d = -np.exp(weights.floats(f"{at}.a_log")), weights.floats(f"{at}.d")
         self._out = weights.matrix(f"{at}.out")
+        self._cut = _Cut(part.features, part.features)
+        self._cut_inner = _Cut(part.rank, part.state, part.state)
 
     def __call__(self, hidden: F32, state: State) -> F32:
-        part, backend = self._part, self._backend
-        u, z = np.split(backend.linear(hidden, self._in), 2, axis=1)
+        backend = self._backend
+        u, z = self._cut(backend.linear(hidden, self._in))
         u = self._conv(u, state[0])
-        r, b, c = map(np.ascontiguousarray, _split(backend.linear(u, self._inner), part.rank, part.state, part.state))
+        r, b, c = map(np.ascontiguousarray, self._cut_inner(backend.linear(u, self._inner)))
         if self._norms:
             r, b, c = (backend.norm(each, norm) for each, norm in zip((r, b, c), self._norms, strict=True))
         steps = backend.softplus(backend.linear(r, self._steps), self._dt_bias)
@@ -147,13 +151,20 @@ class _Conv:
     def __init__(self, at: str, bias: bool, weights: Weights, silu: bool) -> None:
         self._taps = np.ascontiguousarray(weights.floats(f"{at}.conv.weight").T)
         self._bias = weights.floats(f"{at}.conv.bias") if bias else None
-        self._backend, self._silu = weights.backend, silu
+        self._backend, self._silu, self.channels = weights.backend, silu, self._taps.shape[1]
 
     def __call__(self, x: F32, state: F32) -> F32:
         """x [tokens, channels] → the same; state [taps - 1, channels]"""
         return self._backend.conv(x, self._taps, self._bias, state, self._silu)
 
 
-def _split(x: F32, *sizes: int) -> list[npt.NDArray[np.float32]]:
-    """Columns [tokens, size] one after the other."""
-    return np.split(x, np.cumsum(sizes)[:-1], axis=1)
+class _Cut:
+    """Columns of so many each, one after the other."""
+
+    def __init__(self, *sizes: int) -> None:
+        ends = accumulate(sizes)
+        self._pieces = [(slice(None), slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+    def __call__(self, x: F32) -> list[F32]:
+        """[tokens, all of them] → views [tokens, size]"""
+        return [x[piece] for piece in self._pieces]

@@ -34,6 +34,12 @@ FEATURES = {
         "32 heads, 8 of keys",
         "a bias for the choice of experts",
     ],
+    "Jamba-1.5-Mini": [
+        "Mamba of 8192 channels with 16 numbers each in place of attention in 28 of 32 layers",
+        "16 of 32 layers without experts",
+        "no positions in 4 of 32 layers",
+        "softmax routers",
+    ],
     "Qwen1.5-MoE-A2.7B": ["a shared expert of width 5632 with a gate"],
 }
 
@@ -94,6 +100,11 @@ def test_what_it_is_made_of_is_said(name: str) -> None:
         ("LFM2-8B-A1B", {"layer_types": ["conv"] * 24}, "no layer with attention"),
         ("LFM2-8B-A1B", {"layer_types": ["conv", "sliding_attention"] * 12}, "layer_types with 'sliding_attention'"),
         ("LFM2-8B-A1B", {"conv_L_cache": 0}, "conv_L_cache 0"),
+        ("Jamba-1.5-Mini", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("Jamba-1.5-Mini", {"num_experts": 1}, "no layer with experts"),
+        ("Jamba-1.5-Mini", {"num_hidden_layers": 4}, "no layer with attention"),
+        ("Jamba-1.5-Mini", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms False"),
+        ("Jamba-1.5-Mini", {"sliding_window": 512}, "sliding_window 512"),
         ("gpt-oss-20b", {"experts_per_token": 8}, "experts_per_token 8"),
         ("gpt-oss-20b", {"sliding_window": 0}, "sliding_window"),
         ("Hunyuan-A13B", {"use_cla": True}, "use_cla True"),

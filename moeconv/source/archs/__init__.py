@@ -18,6 +18,7 @@ from moeconv.source.archs.glm4_moe_lite import Glm4MoeLite
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.granitemoe import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.hunyuan_v1_moe import HunyuanV1Moe
+from moeconv.source.archs.jamba import Jamba
 from moeconv.source.archs.lfm2_moe import Lfm2Moe
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.minimax_m2 import MiniMaxM2
@@ -36,7 +37,7 @@ FAMILIES: Mapping[str, Family] = {
         SwitchTransformers(), Olmoe(), Qwen3Moe(), Mixtral(), Qwen2Moe(), GptOss(), DeepseekV2(), DeepseekV3(),
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
-        Lfm2Moe(),
+        Lfm2Moe(), Jamba(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

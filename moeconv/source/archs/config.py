@@ -136,7 +136,8 @@ class Config:
         **more: Any,
     ) -> Attention:  # fmt: skip
         """Heads as most families have them, turned by the first rope; `more`: other fields of the part."""
-        heads, kv, dim = self.count("num_attention_heads"), self.get("num_key_value_heads"), self.head_dim()
+        heads, kv = self.count("num_attention_heads"), self.get("num_key_value_heads")
+        dim = self.head_dim(turned=more.get("rope", 0) is not None)
         fields = {"scale": dim**-0.5, "clip": None, "rope": 0, "buckets": None, **more}
         return Attention(heads, heads if kv is None else kv, dim, qk_norm=qk_norm, biases=biases, **fields)
 
@@ -167,8 +168,8 @@ class Config:
             )
         return [known[kind] for kind in kinds]
 
-    def head_dim(self) -> int:
-        """Features of an attention head. Raises UnsupportedModel."""
+    def head_dim(self, turned: bool = True) -> int:
+        """Features of an attention head, which positions turn or do not. Raises UnsupportedModel."""
         features, heads = self.count("hidden_size"), self.count("num_attention_heads")
         given = None if self.get("head_dim") is None else self.count("head_dim")
         if given is None and features % heads:
@@ -177,7 +178,7 @@ class Config:
                 "there is no head_dim"
             )
         dim = given or features // heads
-        if dim % 2:
+        if turned and dim % 2:
             raise UnsupportedModel(
                 f"config.json sets num_attention_heads {heads} for hidden_size {features}, so that a head has {dim} "
                 "features: rotary positions turn pairs of them, the number should be even"
