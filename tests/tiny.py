@@ -121,6 +121,17 @@ _SEES: dict[str, dict[str, Any]] = {
         }
     },
     "gemma4": {"vision_config": None, "audio_config": None},
+    "qwen3_5_moe": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 24,
+            "num_position_embeddings": 16,
+            "patch_size": 4,
+        }
+    },
 }
 """The other parts of models that text is only one of."""
 
@@ -173,8 +184,11 @@ def _save(model: Any, path: Path, seed: int) -> Path:
             noise = torch.randn(weight.shape, generator=generator)
             if "bias" in name and "relative" not in name:
                 weight.copy_(0.2 * noise)
+            elif name.endswith("A_log"):
+                weight.copy_(noise - 2)  # states that last for some tokens, or for hundreds
             elif weight.dim() == 1:
-                weight.copy_(1.0 + 0.2 * noise)
+                less_one = "norm" in name and not weight.any()  # what it begins with, where it stands for a 1
+                weight.copy_(0.2 * noise if less_one else 1.0 + 0.2 * noise)
             elif "relative" in name:
                 weight.copy_(noise)
             elif name == "shared.weight" or "embed" in name:

@@ -121,6 +121,34 @@ _GEMMA4_VARIANTS: Variants = {
     "biases": {"attention_bias": True},
 }
 
+_QWEN3_5 = {
+    **_SIZES,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "rms_norm_eps": 1e-3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_NEXT = {**_QWEN3_5, "intermediate_size": 52}
+_QWEN3_5_VARIANTS: Variants = {
+    "plain": {},
+    "biases": {"attention_bias": True},
+    "whole heads turn": {"rope_parameters": {**_THETA, "rope_type": "default", "partial_rotary_factor": 1.0}},
+    "yarn": {"rope_parameters": {**_YARN, "partial_rotary_factor": 0.5}},
+    "longer convolutions": {"linear_conv_kernel_dim": 5},
+    "convolutions of one token": {"linear_conv_kernel_dim": 1},
+    "as many heads of keys": {"linear_num_value_heads": 2},
+    "tied head": {"tie_word_embeddings": True},
+    "all layers attend": {"layer_types": ["full_attention"] * 3},
+}
+
 FAMILIES: dict[str, Tiny] = {
     "qwen2_moe": Tiny(
         "Qwen2Moe",
@@ -400,6 +428,18 @@ FAMILIES: dict[str, Tiny] = {
             "tied head": {"tie_word_embeddings": True},
         },
     ),
+    "qwen3_next": Tiny(
+        "Qwen3Next",
+        _QWEN3_NEXT,
+        {
+            **_QWEN3_5_VARIANTS,
+            "not normed": {"norm_topk_prob": False},
+            "some layers dense": {"mlp_only_layers": [0]},
+            "every second layer dense": {"decoder_sparse_step": 2},
+        },
+    ),
+    "qwen3_5_moe_text": Tiny("Qwen3_5Moe", _QWEN3_5, _QWEN3_5_VARIANTS, "Qwen3_5MoeText"),
+    "qwen3_5_moe": Tiny("Qwen3_5Moe", _QWEN3_5, {"plain": {}}, "Qwen3_5MoeText", "Qwen3_5Moe"),
     "llama4_text": Tiny("Llama4", _LLAMA4, _LLAMA4_VARIANTS, "Llama4Text"),
     "llama4": Tiny("Llama4", _LLAMA4, {"plain": {}}, "Llama4Text", "Llama4"),
     "gemma4_text": Tiny("Gemma4", _GEMMA4, _GEMMA4_VARIANTS, "Gemma4Text"),

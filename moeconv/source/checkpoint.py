@@ -52,7 +52,7 @@ class Checkpoint:
         should be alike nothing is read. Raises CheckpointError."""
         path = find(str(path_or_hub_id))
         outline, files = Outline.read(path / CONFIG), _tensor_files(path)
-        description = outline.description.with_scales(files)
+        description = outline.description.as_stored(files)
         checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, files)
         checkpoint._check_names()
         if not names_only:

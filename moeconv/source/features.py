@@ -66,7 +66,7 @@ def _heads(part: Attention) -> Iterator[str]:
     if part.v_norm:
         yield "values normed by head"
     if part.biases is not None:
-        yield f"biases of {', '.join(part.biases)}"
+        yield f"biases of {', '.join(part.biases).replace('g', 'gate')}"
     if part.sinks:
         yield "attention sinks"
     if part.gate:

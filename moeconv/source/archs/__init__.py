@@ -26,7 +26,9 @@ from moeconv.source.archs.mixtral import Mixtral
 from moeconv.source.archs.olmoe import Olmoe
 from moeconv.source.archs.phimoe import Phimoe
 from moeconv.source.archs.qwen2_moe import Qwen2Moe
+from moeconv.source.archs.qwen3_5_moe import Qwen35Moe, Qwen35MoeText
 from moeconv.source.archs.qwen3_moe import Qwen3Moe
+from moeconv.source.archs.qwen3_next import Qwen3Next
 from moeconv.source.archs.switch import SwitchTransformers
 
 __all__ = ["FAMILIES", "Description", "Family", "UnsupportedModel"]
@@ -37,7 +39,7 @@ FAMILIES: Mapping[str, Family] = {
         SwitchTransformers(), Olmoe(), Qwen3Moe(), Mixtral(), Qwen2Moe(), GptOss(), DeepseekV2(), DeepseekV3(),
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
-        Lfm2Moe(), Jamba(),
+        Lfm2Moe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

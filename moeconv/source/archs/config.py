@@ -38,7 +38,7 @@ _ROPE_PARAMETERS = {
 _OTHER_THAN_NUMBERS: Mapping[str, type] = {
     "rope_type": str, "type": str, "truncate": bool, "short_factor": list, "long_factor": list,
 }  # fmt: skip
-Biases = Literal["qkv", "qkvo"] | None
+Biases = Literal["qkv", "qkvo", "qkvog"] | None
 T = TypeVar("T")
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the length of a text."""
@@ -54,6 +54,7 @@ class Config:
         self._raw, self._known = raw, set(_NO_MATTER)
         self.idle = set(_NO_MATTER)
         """Settings that this family's model in transformers never looks at."""
+        self._idle_of_rope: set[str] = set()
         self.allowed: dict[str, tuple[Any, ...]] = {}
         """Settings that were asked for and may have few values → those."""
         _check_counts(raw)
@@ -115,6 +116,10 @@ class Config:
         self._known |= set(names)
         self.idle |= set(names)
 
+    def without_effect_on_text(self, *names: str) -> None:
+        """Of rope_parameters: those that tell apart what text has only one of."""
+        self._idle_of_rope |= set(names)
+
     def only(self, **allowed: tuple[Any, ...]) -> None:
         """Settings that the class does not know, and that say what the model computes. Raises UnsupportedModel where
         one is there with another value."""
@@ -127,7 +132,7 @@ class Config:
                     f"{' or '.join(map(repr, values))}"
                 )
 
-    def biases(self, setting: str, which: Literal["qkv", "qkvo"]) -> Biases:
+    def biases(self, setting: str, which: Biases) -> Biases:
         """Of attention: `which`, if the setting says so."""
         return which if self.get(setting) else None
 
@@ -188,7 +193,8 @@ class Config:
     def rope_parameters(self) -> Mapping[str, Any]:
         """Those of rotary positions, under whatever names they lie in config.json. Raises UnsupportedModel for one that
         is not known."""
-        return _checked_rope(self.get(*_ROPE_SETTINGS))
+        found = self.get(*_ROPE_SETTINGS)
+        return _checked_rope({name: value for name, value in found.items() if name not in self._idle_of_rope})
 
     def rope_parameters_of(self, kind: str) -> Mapping[str, Any]:
         """The same of the layers of one kind, where each kind has some of its own."""

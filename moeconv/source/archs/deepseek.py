@@ -11,6 +11,7 @@ from moeconv.source.archs.views import View, halves, in_turn, of_heads, rows, tr
 from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Router
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+MORE_PREDICTED = "the layers that predict several tokens at once are left out"
 _EPS = 1e-6  # of the norms within latent attention, whatever config.json says of the others
 
 
@@ -85,4 +86,4 @@ def dense_first(config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Exper
 def no_more_predicted(config: Config) -> dict[str, str]:
     """The layers behind the last, which predict tokens after the next."""
     last = config.count("num_hidden_layers")
-    return {rf"model\.layers\.{last}\.": "the layers that predict several tokens at once are left out"}
+    return {rf"model\.layers\.{last}\.": MORE_PREDICTED}

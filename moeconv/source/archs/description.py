@@ -13,7 +13,7 @@ from torch import Tensor
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.source import FP8_SCALES, INT4_CODES, Form, Source
-from moeconv.source.archs.views import View
+from moeconv.source.archs.views import View, rows
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
 from moert.pack.parts import Experts, Layer, Rope, stack_of
 
@@ -29,10 +29,11 @@ class Place(NamedTuple):
     view: View | None = None
     shape: tuple[int, ...] | None = None
     factor: float = 1.0
+    plus: float = 0.0
 
     def source(self, before: str, suffix: str) -> Source:
         shape = self.shape[:1] if self.shape is not None and suffix == ".bias" else self.shape
-        return Source(f"{before}{self.name}{suffix}", None, self.view, shape, None, self.factor)
+        return Source(f"{before}{self.name}{suffix}", None, self.view, shape, None, self.factor, self.plus)
 
 
 Inside = Mapping[str, "str | Place"]
@@ -57,7 +58,8 @@ _CODED: Mapping[str, Form] = {FP8_SCALES: "fp8 blocks", INT4_CODES: "int4 groups
 @dataclass(frozen=True)
 class Description:
     """`backbone`: canonical names (ModelSpec.tensors) → sources; `experts`: those of one expert's matrices, and
-    `biases` of their biases, where they have some.
+    `biases` of their biases, where they have some; `joined`: those of the matrices in checkpoints that have all of a
+    layer in one tensor.
 
     `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → where transformers'
     model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal; `repeated`:
@@ -74,6 +76,7 @@ class Description:
     repeated: tuple[tuple[str, str], ...] = ()
     biases: Callable[[ExpertKey, str], Source] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    joined: Callable[[ExpertKey, str], Source] | None = None
 
     @property
     def mxfp4(self) -> bool:
@@ -81,8 +84,11 @@ class Description:
         key, projections = self.spec.expert_keys()[0], self.spec.moe.ffn.projections
         return all(self.experts(key, name).form == "mxfp4" for name in projections)
 
-    def with_scales(self, names: Collection[str]) -> Description:
-        """The same of a checkpoint with tensors of these names, some of which are coded, in FP8 or four bits."""
+    def as_stored(self, names: Collection[str]) -> Description:
+        """The same of a checkpoint with tensors of these names: experts of a layer may lie in one of them, and what is
+        coded, in FP8 or four bits, has other names."""
+        if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
+            return replace(self, experts=self.joined, joined=None).as_stored(names)
 
         def coded(source: Source) -> Source:
             for suffix, form in _CODED.items():
@@ -99,18 +105,19 @@ class Description:
 @dataclass(frozen=True)
 class Names:
     """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
-    is different again. `expert`, `bias`: an expert's matrices and their biases. `root`: what their names begin with,
-    where a model is published inside a larger one; `head`: that of its head; `outside`: canonical names outside the
-    layers. `ones`: ends of the canonical names of norms that have no weights."""
+    is different again. `expert`, `bias`: an expert's matrices and their biases; `joined`: see Description. `root`: what
+    their names begin with, where a model is published inside a larger one; `head`: that of its head; `outside`:
+    canonical names outside the layers. `ones`: ends of the canonical names of norms that have no weights."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
     expert: OfExpert | None = None
     bias: OfExpert | None = None
+    joined: OfExpert | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."
     head: str = "lm_head"
-    outside: Mapping[str, str] = field(default_factory=dict)
+    outside: Inside = field(default_factory=dict)
     ones: tuple[str, ...] = ()
 
 
@@ -120,6 +127,20 @@ def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExper
     def of_expert(layer: int, expert: int, projection: str) -> Source:
         called = (projections or {}).get(projection, projection)
         return Source(f"layers.{layer}.{pattern.format(expert=expert, projection=called)}.weight")
+
+    return of_expert
+
+
+def joined(experts: str, d_ff: int, d_model: int) -> OfExpert:
+    """All of a layer in one tensor: down_proj [experts, d_model, d_ff], and gate and up one after the other in
+    gate_up_proj [experts, 2 · d_ff, d_model], both within the module `experts` of the layer."""
+
+    def of_expert(layer: int, expert: int, projection: str) -> Source:
+        at = f"layers.{layer}.{experts}"
+        if projection == "down":
+            return Source(f"{at}.down_proj", expert)
+        part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
+        return Source(f"{at}.gate_up_proj", expert, part, (2 * d_ff, d_model))
 
     return of_expert
 
@@ -166,23 +187,24 @@ def decoder(
     hub = {**_OUTSIDE, **USUAL, **names.outside, **names.inside}
     backbone = {name: _source(name, hub, names.root, names.head) for name in stored}
     parameters = {name: _source(name, {**hub, **names.in_memory}, "model.", "lm_head") for name in stored}
-    expert, bias = names.expert or _EXPERT, names.bias
 
-    def of_expert(key: ExpertKey, projection: str) -> Source:
-        found = expert(key.layer, key.expert, projection)
-        return replace(found, name=names.root + found.name)
+    def rooted(of_expert: OfExpert) -> Callable[[ExpertKey, str], Source]:
+        def source(key: ExpertKey, projection: str) -> Source:
+            found = of_expert(key.layer, key.expert, projection)
+            return replace(found, name=names.root + found.name)
 
-    def of_bias(key: ExpertKey, projection: str) -> Source:
-        assert bias is not None
-        found = bias(key.layer, key.expert, projection)
-        return replace(found, name=names.root + found.name)
+        return source
 
     copies, repeated = (
         ((f"{root}{hub['embed']}.weight", f"{head}.weight"),) if spec.head.tied else ()
         for root, head in ((names.root, names.head), ("model.", "lm_head"))
     )
-    biases = of_bias if spec.moe.ffn.bias else None
-    return Description(spec, backbone, of_expert, parameters, computed, copies, repeated, biases, names.left_out)
+    biases = None if names.bias is None else rooted(names.bias)
+    at_once = None if names.joined is None else rooted(names.joined)
+    return Description(
+        spec, backbone, rooted(names.expert or _EXPERT), parameters, computed, copies, repeated, biases,
+        names.left_out, at_once,
+    )  # fmt: skip
 
 
 def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:

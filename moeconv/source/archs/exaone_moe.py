@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.deepseek import experts, sigmoid_router
+from moeconv.source.archs.deepseek import MORE_PREDICTED, experts, sigmoid_router
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Tokens
@@ -35,6 +35,6 @@ class ExaoneMoe(Family):
         ]  # fmt: skip
         names = Names(
             {"router.choice_bias": _BIAS}, {"router.choice_bias": "mlp.gate.e_score_correction_bias"},
-            left_out={r"mtp\.": "the layers that predict several tokens at once are left out"},
+            left_out={r"mtp\.": MORE_PREDICTED},
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names)

@@ -10,11 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from moeconv.source.archs.config import Config, count_of, number_of, text_settings
-from moeconv.source.archs.description import Description, Names, Place, decoder
+from moeconv.source.archs.description import Description, Names, Place, decoder, joined
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.views import rows
 from moert.pack.model_spec import Head, StackName, Tokens
 from moert.pack.parts import Attention, Beside, Experts, Join, Layer, Norm, Rope, Router
 
@@ -52,20 +50,13 @@ class Gemma4Text(Family):
         experts = Experts(config.get("num_experts"), network, router, beside=beside)
         kinds, attentions = config.get("layer_types"), _attentions(config)
         layers = [Layer(norm, each, None, experts, Join(norm), Join(norm), scaled=True) for each in attentions]
-        d_model, d_ff = config.get("hidden_size"), network.d_ff
-
-        def of_expert(layer: int, expert: int, projection: str) -> Source:
-            at = f"layers.{layer}.experts"
-            if projection == "down":
-                return Source(f"{at}.down_proj", expert)
-            part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
-            return Source(f"{at}.gate_up_proj", expert, part, (2 * d_ff, d_model))
-
+        d_model = config.get("hidden_size")
         inside: dict[str, str | Place] = {
             **_INSIDE, "router_norm.weight": Place("router.scale", factor=d_model**-0.5),
         }  # fmt: skip
         names = Names(
-            inside, {}, of_expert, left_out=self.left_out, root=self.root, ones=("attn.v_norm.weight",),
+            inside, {}, joined("experts", network.d_ff, d_model), left_out=self.left_out, root=self.root,
+            ones=("attn.v_norm.weight",),
         )  # fmt: skip
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
         described = decoder(

@@ -27,7 +27,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor `name`; of it the `index` of the first dimension, and of that a `view`, times `factor`.
+    """The tensor `name`; of it the `index` of the first dimension, and of that a `view`, times `factor`, plus `plus`.
 
     `form`: how its numbers are coded; None if it holds them as they are. `shape`: of the decoded tensor, or of one
     index of it; None for that of the pack's tensor.
@@ -39,6 +39,7 @@ class Source:
     shape: tuple[int, ...] | None = None
     form: Form | None = None
     factor: float = 1.0
+    plus: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,7 +47,8 @@ class Source:
         return (self.name,) if self.form is None else _FORMS[self.form].names(self.name)
 
     def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
-        """The pack's tensor of this shape, in the checkpoint's type; what is coded or has a factor becomes float32.
+        """The pack's tensor of this shape, in the checkpoint's type; what is coded, multiplied or added to
+        becomes float32.
 
         Raises ShapeDiffers."""
         if self.form is None:
@@ -57,12 +59,16 @@ class Source:
         if tuple(found.shape) != expected:
             raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
         found = self._viewed(found).reshape(shape)
-        return found if self.factor == 1 else found.float() * self.factor
+        return found if self._as_it_is else found.float() * self.factor + self.plus
 
     def write(self, tensor: Tensor, weight: Tensor) -> None:
         """Puts the pack's tensor where it belongs in the one that is called `name`."""
         place = self._viewed(tensor if self.index is None else tensor[self.index])
-        place.copy_((weight if self.factor == 1 else weight / self.factor).reshape(place.shape))
+        place.copy_((weight if self._as_it_is else (weight - self.plus) / self.factor).reshape(place.shape))
+
+    @property
+    def _as_it_is(self) -> bool:
+        return self.factor == 1 and self.plus == 0
 
     def _viewed(self, tensor: Tensor) -> Tensor:
         return tensor if self.view is None else self.view(tensor)

@@ -59,7 +59,8 @@ class Attention:
     is the place of the model's rope that turns them. `buckets` are those of the stack. A query sees at most the last
     `window` keys, its own among them, and none before the last multiple of `chunk`. Scores become
     softcap · tanh(score / softcap). With `sinks` each head has a score that takes part in the softmax and has no value.
-    What the heads give is multiplied with sigmoid(gate · x) if there is a `gate`.
+    What the heads give is multiplied with sigmoid(gate · x) if there is a `gate`. `biases`: matrices that have one, of
+    which g is the gate.
     """
 
     KIND: ClassVar[str] = "heads"
@@ -74,7 +75,7 @@ class Attention:
     window: Annotated[int | None, Within(1, MAX_COUNT)] = None
     softcap: Annotated[float | None, Above(0)] = None
     sinks: bool = False
-    biases: Literal["qkv", "qkvo"] | None = None
+    biases: Literal["qkv", "qkvo", "qkvog"] | None = None
     norm_turned: bool = False
     v_norm: bool = False
     chunk: Annotated[int | None, Within(1, MAX_COUNT)] = None
@@ -106,7 +107,7 @@ class Attention:
         if self.gate:
             shapes["gate"] = (self.q_features, d_model)
         for name, shape in shapes.items():
-            yield from matrix(f"{at}.{name}", shape, "attention", name in (self.biases or ""))
+            yield from matrix(f"{at}.{name}", shape, "attention", name[0] in (self.biases or ""))
         if self.qk_norm is not None:
             whole = self.qk_norm == "whole"
             yield Tensor(f"{at}.q_norm.weight", (self.q_features if whole else self.dim,))
@@ -123,6 +124,8 @@ class Attention:
             yield f"n times dim is {self.q_features}, it should be at most {MOST_FEATURES}"
         if self.scale == 0:
             yield "its scale is 0, so that nothing the model reads would matter"
+        if "g" in (self.biases or "") and not self.gate:
+            yield "its gate has a bias, and there is no gate"
         if self.buckets is not None:
             yield from self.buckets.contradictions()
 
