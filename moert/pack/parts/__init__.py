@@ -9,8 +9,9 @@ from moert.pack.parts.attention import Attention, Buckets, Latent, Rope, Stretch
 from moert.pack.parts.base import ROLES, Norm, Role, Tensor
 from moert.pack.parts.feed_forward import Act, Beside, Experts, Ffn, Groups, Router
 from moert.pack.parts.layers import MOST_LAYERS, Join, Layer, Stack, stack_of
+from moert.pack.parts.positions import PositionTable
 
 __all__ = [
     "MOST_LAYERS", "ROLES", "Act", "Attention", "Beside", "Buckets", "Experts", "Ffn", "Groups", "Join", "Latent",
-    "Layer", "Norm", "Role", "Rope", "Router", "Stack", "Stretch", "Tensor", "stack_of",
+    "Layer", "Norm", "PositionTable", "Role", "Rope", "Router", "Stack", "Stretch", "Tensor", "stack_of",
 ]  # fmt: skip
