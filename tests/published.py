@@ -19,6 +19,7 @@ _PLAIN = {
     "use_cache": True,
 }
 
+# The smaller ones of config.json say less of the router, and maybe not with what the decoder begins.
 SWITCH_BASE_8: Config = {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
     "model_type": "switch_transformers",
@@ -56,6 +57,116 @@ SWITCH_BASE_8: Config = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
     "vocab_size": 32128,
+}
+
+SWITCH_BASE_256: Config = {
+    **{name: value for name, value in SWITCH_BASE_8.items() if name != "torch_dtype"},
+    "num_experts": 256,
+    "num_selected_experts": 1,
+    "router_type": "tokens_masked",
+    "torch_dtype": "float32",
+}
+
+SWITCH_LARGE_128: Config = {
+    **{name: value for name, value in SWITCH_BASE_8.items() if name != "decoder_start_token_id"},
+    "d_ff": 4096,
+    "d_model": 1024,
+    "num_decoder_layers": 24,
+    "num_experts": 128,
+    "num_heads": 16,
+    "num_layers": 24,
+    "num_sparse_decoder_layers": 12,
+    "num_sparse_encoder_layers": 12,
+    "router_type": "tokens_masked",
+}
+
+# The config.json of this one says 48 and 12 layers, and networks without gates.
+SWITCH_XXL_128: Config = {
+    **SWITCH_BASE_8,
+    "batch_prioritized_routing": False,
+    "d_ff": 10240,
+    "d_model": 4096,
+    "dense_act_fn": "gelu_new",
+    "feed_forward_proj": "gated-gelu",
+    "is_gated_act": True,
+    "num_decoder_layers": 24,
+    "num_experts": 128,
+    "num_heads": 64,
+    "num_layers": 24,
+    "num_selected_experts": 1,
+    "num_sparse_decoder_layers": 12,
+    "num_sparse_encoder_layers": 12,
+    "tie_word_embeddings": False,
+}
+
+SWITCH_C_2048_AS_IT_IS: Config = {
+    **{name: value for name, value in SWITCH_BASE_8.items() if name not in ("architectures", "torch_dtype")},
+    "d_ff": 6144,
+    "d_model": 2080,
+    "decoder_sparse_step": 0,
+    "encoder_sparse_step": 1,
+    "is_full_sparse": True,
+    "num_decoder_layers": 12,
+    "num_experts": 2048,
+    "num_heads": 30,
+    "num_layers": 15,
+    "num_sparse_decoder_layers": 15,
+    "num_sparse_encoder_layers": 15,
+    "router_type": "tokens_masked",
+}
+
+SWITCH_C_2048: Config = {
+    **SWITCH_C_2048_AS_IT_IS,
+    "decoder_sparse_step": 1,
+    "num_decoder_layers": 15,
+    "tie_word_embeddings": False,
+}
+
+NLLB_MOE_54B: Config = {
+    "architectures": ["NllbMoeModel"],
+    "model_type": "nllb-moe",
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "attention_dropout": 0.1,
+    "batch_prioritized_routing": False,
+    "bos_token_id": 0,
+    "d_model": 2048,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 8192,
+    "decoder_layerdrop": 0,
+    "decoder_layers": 24,
+    "decoder_sparse_step": 4,
+    "decoder_start_token_id": 2,
+    "dropout": 0.1,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 8192,
+    "encoder_layerdrop": 0,
+    "encoder_layers": 24,
+    "encoder_sparse_step": 4,
+    "eos_token_id": 2,
+    "expert_capacity": 64,
+    "init_std": 0.02,
+    "is_encoder_decoder": True,
+    "max_length": 200,
+    "max_position_embeddings": 1024,
+    "moe_eval_capacity_token_fraction": 1.0,
+    "moe_token_dropout": 0.2,
+    "normalize_router_prob_before_dropping": False,
+    "num_experts": 128,
+    "num_hidden_layers": 24,
+    "pad_token_id": 1,
+    "router_aux_loss_coef": 0.001,
+    "router_bias": False,
+    "router_dtype": "float32",
+    "router_ignore_padding_tokens": False,
+    "router_jitter_noise": 0.01,
+    "router_type": "tokens_masked",
+    "router_z_loss_coef": 0.001,
+    "scale_embedding": True,
+    "second_expert_policy": "all",
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "vocab_size": 256206,
 }
 
 OLMOE_1B_7B: Config = {
@@ -955,6 +1066,11 @@ JAMBA_1_5_MINI: Config = {
 
 PUBLISHED: dict[str, Config] = {
     "switch-base-8": SWITCH_BASE_8,
+    **{f"switch-base-{n}": {**SWITCH_BASE_256, "num_experts": n} for n in (16, 32, 64, 128, 256)},
+    "switch-large-128": SWITCH_LARGE_128,
+    "switch-xxl-128": SWITCH_XXL_128,
+    "switch-c-2048": SWITCH_C_2048,
+    "nllb-moe-54b": NLLB_MOE_54B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
@@ -992,9 +1108,20 @@ MADE_UP = {
 }
 """Not published, but written by hand for a family of which nothing else is known."""
 
-PARAMETERS: dict[str, tuple[float, float]] = {
+CORRECTED = {
+    "switch-xxl-128": "48 layers in the encoder, 12 in the decoder, and networks without gates",
+    "switch-c-2048": "12 layers without experts in the decoder",
+}
+"""What the config.json says of models whose weights are others; above are the numbers of those who made them."""
+
+PARAMETERS: dict[str, tuple[float, float | None]] = {
     "LFM2-8B-A1B": (8.3, 1.5),
     "Jamba-1.5-Mini": (52, 12),
+    "switch-base-128": (7.4, None),
+    "switch-large-128": (26.3, None),
+    "switch-xxl-128": (395, None),
+    "switch-c-2048": (1571, None),
+    "nllb-moe-54b": (54.5, None),
     "OLMoE-1B-7B": (6.9, 1.3),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Mixtral-8x7B": (46.7, 12.9),
@@ -1019,4 +1146,4 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "Llama-4-Scout": (107.8, 17),
     "Gemma-4-26B-A4B": (25.2, 3.8),
 }
-"""Thousand millions in all and for each token, as their makers say."""
+"""Thousand millions in all and for each token, as their makers say; None where they do not."""

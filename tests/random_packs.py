@@ -27,6 +27,7 @@ from moert.pack.parts import (
     Mamba,
     Mamba2,
     Norm,
+    PositionTable,
     Rope,
     Router,
     ShortConv,
@@ -41,11 +42,18 @@ DECODER = Shape(
     11, d_model=10, n_heads=2, n_kv_heads=1, head_dim=6, decoder=(True, False, True), num_experts=3, top_k=2, d_ff=7,
     d_ff_dense=9, scale=0.408, qk_norm=True, max_positions=64, eos=(1,), pad=0, family="olmoe",
 ).spec  # fmt: skip
-ENCODER_DECODER = Shape(
+_ENCODER_DECODER = Shape(
     11, d_model=10, n_heads=2, n_kv_heads=2, head_dim=6, encoder=(False, True), decoder=every(2), num_experts=2,
     top_k=1, d_ff=13, activation="relu", gated=False, capacity=4, d_ff_dense=9, scale=1.0, tied=True, max_positions=64,
     eos=(1,), pad=0, start=0, family="switch",
 ).spec  # fmt: skip
+
+ENCODER_DECODER = replace(
+    _ENCODER_DECODER,
+    encoder=replace(_ENCODER_DECODER.stacks["encoder"], positions=PositionTable(64, skips_pad=True)),
+    decoder=replace(_ENCODER_DECODER.decoder, positions=PositionTable(70)),
+    tokens=replace(_ENCODER_DECODER.tokens, first=3),
+)
 
 _NORM, _LAYER_NORM, _ACT = Norm(1e-5), Norm(1e-6, "layer"), Act("silu", 7.0, 1.702, 1.0)
 _EXPERT, _WIDE = Ffn(7, _ACT, gated=True, bias=True), Ffn(9, Act("gelu"), gated=False, bias=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,20 @@ SWITCH_VARIANTS: dict[str, dict[str, Any]] = {
     "silu": {"dense_act_fn": "silu"},
     "deeper encoder": {"num_layers": 3, "num_sparse_encoder_layers": 3},
     "few buckets": {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
+    "gates": {"is_gated_act": True, "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new"},
+    "a first token": {"forced_bos_token_id": 7},
+}
+NLLB_MOE_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all layers sparse": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
+    "dense encoder": {"encoder_sparse_step": 0, "encoder_ffn_dim": 52},
+    "untied head": {"tie_word_embeddings": False},
+    "routers with biases": {"router_bias": True},
+    "embeddings not scaled": {"scale_embedding": False},
+    "other heads": {"encoder_attention_heads": 3, "decoder_attention_heads": 2, "decoder_layers": 3},
+    "silu without dropout": {"moe_token_dropout": 0.0, "activation_function": "silu"},
+    "odd width": {"d_model": 25, "encoder_attention_heads": 5, "decoder_attention_heads": 5},
+    "a first token": {"forced_bos_token_id": 7},
 }
 OLMOE_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,8 +82,38 @@ def tiny_switch(path: Path, seed: int = 0, **overrides: Any) -> Path:
         "expert_capacity": 64, "relative_attention_num_buckets": 16, "relative_attention_max_distance": 40,
         "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD,
     }  # fmt: skip
-    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**{**settings, **overrides}))
-    return _save(model, path, seed)
+    first, config = overrides.pop("forced_bos_token_id", None), SwitchTransformersConfig(**{**settings, **overrides})
+    with _gated_networks(config):
+        return _save(SwitchTransformersForConditionalGeneration(config), path, seed, first)
+
+
+@contextmanager
+def _gated_networks(config: Any) -> Iterator[None]:
+    """Transformers' Switch builds networks without gates, whatever its config says; inside, those of T5 stand for them
+    where it says gates."""
+    from transformers.models.switch_transformers import modeling_switch_transformers as modeling
+    from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
+
+    before = modeling.SwitchTransformersDenseActDense
+    if getattr(config, "is_gated_act", False):
+        named = {"wi": property(lambda self: self.wi_0)}
+        modeling.SwitchTransformersDenseActDense = type("Gated", (T5DenseGatedActDense,), named)
+    yield
+    modeling.SwitchTransformersDenseActDense = before
+
+
+def tiny_nllb_moe(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes an NLLB-MoE checkpoint of 2 + 2 layers, every second with 5 experts, in bf16 to `path`."""
+    from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
+
+    settings = {
+        "vocab_size": VOCAB, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2, "num_experts": 5, "max_position_embeddings": 512, "pad_token_id": PAD,
+        "bos_token_id": 2, "eos_token_id": EOS, "decoder_start_token_id": EOS,
+    }  # fmt: skip
+    first, config = overrides.pop("forced_bos_token_id", None), NllbMoeConfig(**{**settings, **overrides})
+    return _save(NllbMoeForConditionalGeneration(config), path, seed, first)
 
 
 def tiny_olmoe(path: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -157,6 +203,7 @@ def tiny_of(model_type: str) -> Callable[..., Path]:
 
 TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
     "switch_transformers": (tiny_switch, SWITCH_VARIANTS),
+    "nllb-moe": (tiny_nllb_moe, NLLB_MOE_VARIANTS),
     "olmoe": (tiny_olmoe, OLMOE_VARIANTS),
     "qwen3_moe": (tiny_qwen3_moe, QWEN3_MOE_VARIANTS),
     "mixtral": (tiny_mixtral, MIXTRAL_VARIANTS),
@@ -166,18 +213,33 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
 
 
 def transformers_model(path: Path) -> Any:
-    """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between."""
+    """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between.
+
+    The experts of NLLB-MoE, of which transformers 5 runs the wrong ones, are as they were in 4.57.6.
+    """
     import transformers
 
     config = json.loads((path / "config.json").read_text())
     found = getattr(transformers, config["architectures"][0])
     known = found.config_class.from_pretrained(path, local_files_only=True)
     known.model_type = found.config_class.model_type  # else weights of one by another name are not found
-    return found.from_pretrained(path, config=known, dtype=torch.float32, local_files_only=True).eval()
+    with _gated_networks(known):
+        model = found.from_pretrained(path, config=known, dtype=torch.float32, local_files_only=True).eval()
+    for module in model.modules():
+        if type(module).__name__ == "NllbMoeExperts":
+            module.forward = partial(_nllb_experts, module)
+    return model
 
 
-def _save(model: Any, path: Path, seed: int) -> Path:
-    """Fills every matrix so that the signal keeps its size from layer to layer, and routing and output vary."""
+def _nllb_experts(experts: Any, x: torch.Tensor, _: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Every expert for all tokens, most of whose weights are 0."""
+    made = torch.stack([experts[f"expert_{number}"](x) for number in range(experts.num_experts)])
+    return torch.einsum("etd,te->td", made * (1 - experts.moe_token_dropout), weights)
+
+
+def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
+    """Fills every matrix so that the signal keeps its size from layer to layer, and routing and output vary. `first`:
+    the token that it begins to write with."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *_kept_buffers(model)):
@@ -191,13 +253,18 @@ def _save(model: Any, path: Path, seed: int) -> Path:
                 weight.copy_(0.2 * noise if less_one else 1.0 + 0.2 * noise)
             elif "relative" in name:
                 weight.copy_(noise)
-            elif name == "shared.weight" or "embed" in name:
+            elif name.endswith("shared.weight") or "embed" in name:
                 weight.copy_(0.2 * noise)  # small, or a tied head would repeat the last token
+            elif "cross_attention" in name:  # large, or positions would say more than what was read
+                weight.copy_(4.0 * noise * weight.shape[-1] ** -0.5)
             else:
                 weight.copy_(1.5 * noise * weight.shape[-1] ** -0.5)
+        inside = getattr(model, "model", model)
         for stack in ("encoder", "decoder"):
-            if hasattr(model, stack):  # with an untied head transformers keeps three embeddings, a pack one
-                getattr(model, stack).embed_tokens.weight.copy_(model.shared.weight)
+            if hasattr(inside, stack):  # with an untied head transformers keeps three embeddings, a pack one
+                getattr(inside, stack).embed_tokens.weight.copy_(inside.shared.weight)
+        if first is not None:
+            model.generation_config.forced_bos_token_id = first
     model.to(torch.bfloat16).save_pretrained(path)
     _save_tokenizer(path)
     return path
@@ -220,7 +287,7 @@ def _save_tokenizer(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
     tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
-    if (path / "config.json").read_text().find("switch") >= 0:
+    if json.loads((path / "config.json").read_text())["model_type"] in ("switch_transformers", "nllb-moe"):
         tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(

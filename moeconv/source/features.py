@@ -82,7 +82,8 @@ def _heads(part: Attention) -> Iterator[str]:
 def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if any(stack.buckets is not None for stack in spec.stacks.values()):
         yield "positions by buckets of distances"
-        return
+    for n in dict.fromkeys(stack.positions.n for stack in spec.stacks.values() if stack.positions is not None):
+        yield f"a table of {n} positions"
     parts = [part for part in (layer.attention for layer in layers) if part is not None]
     kinds = [part for part in parts if part.rope is not None]
     for part in dict.fromkeys(kinds):

@@ -222,7 +222,8 @@ def _tokens(engine: Engine, texts: Sequence[str], new_tokens: int) -> list[list[
 
     most = _TEXT_TOKENS
     if engine.spec.max_positions is not None:
-        most = max(1, min(most, engine.spec.max_positions - new_tokens))
+        others = new_tokens if engine.spec.encoder is None else 0
+        most = max(1, min(most, engine.spec.max_positions - others))
     try:
         return [engine.encode(text)[:most] for text in texts]
     except TokenizerMissing:

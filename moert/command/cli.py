@@ -17,6 +17,7 @@ from moert.command.options import (
     CacheOption,
     Eviction,
     EvictionOption,
+    FirstTokenOption,
     InputOption,
     IoOption,
     KernelsOption,
@@ -108,6 +109,7 @@ def run(
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
     stop: StopOption = None,
+    first_token: FirstTokenOption = None,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
@@ -132,7 +134,7 @@ def run(
         )
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin)
-    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(first_token=first_token)
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
     chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
     from moert.engine import Engine

@@ -117,6 +117,15 @@ StopOption = Annotated[
     list[str] | None,
     typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
 ]
+FirstTokenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKEN",
+        help="Begin each answer with this token of the tokenizer's: of a model that translates, the language, as in "
+        "fra_Latn. By default what the pack says, if anything.",
+        show_default=False,
+    ),
+]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]
 SystemOption = Annotated[
     str | None, typer.Option("--system", help="What to tell the model first: how to answer.", show_default=False)

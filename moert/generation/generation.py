@@ -52,11 +52,13 @@ class Generation:
     def __init__(
         self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
     ) -> None:
-        """Raises InputInvalid for a prompt that can't be run, and SettingInvalid: stop strings need a detokenizer."""
+        """Raises InputInvalid for a prompt that can't be run, and SettingInvalid: stop strings need a detokenizer, and
+        a first token, which is an id here, should be one of the model's."""
         if settings.stop_strings and detokenizer is None:
             raise SettingInvalid("stop_strings", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
         self.settings, self.detokenizer, self._eos = settings, detokenizer, frozenset(spec.tokens.eos)
+        self._spec, self._first = spec, _first_token(spec, settings)
         self.prompt_ids = prompt_ids
         self.tokens: list[int] = []
         self.text = ""  # what has been handed out
@@ -70,8 +72,12 @@ class Generation:
         return GenerationResult(list(self.tokens), self.text, self.stop_reason)
 
     def fork(self, settings: GenerationSettings) -> Generation:
-        """Another that goes on from here, with these settings. Its draws begin anew with another seed, or go on."""
+        """Another that goes on from here, with these settings. Its draws begin anew with another seed, or go on. Raises
+        SettingInvalid for another first token where the first is written."""
+        if self.tokens and settings.first_token != self.settings.first_token:
+            raise SettingInvalid("first_token", "comes too late: the request has written its first token")
         twin = copy.copy(self)
+        twin._first = _first_token(self._spec, settings)
         twin.tokens, twin.settings = list(self.tokens), settings
         twin.detokenizer = copy.copy(self.detokenizer)
         same = settings.seed == self.settings.seed
@@ -97,6 +103,8 @@ class Generation:
         return Piece(token, text)
 
     def _choose(self, logits: F32) -> int:
+        if self._first is not None and not self.tokens:
+            return self._first
         if self.settings.temperature == 0.0:
             return greedy.choose(logits)
         if self._generator is None:
@@ -125,6 +133,15 @@ class Generation:
         return held[: len(held) - keep], False
 
 
+def _first_token(spec: ModelSpec, settings: GenerationSettings) -> int | None:
+    token = settings.first_token
+    if token is None:
+        return spec.tokens.first
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < spec.vocab_size:
+        raise SettingInvalid("first_token", f"is {token!r}: it should be an id below {spec.vocab_size}")
+    return token
+
+
 def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
     """Tokens that the model can still write after this prompt; None for no limit. Raises InputInvalid."""
     if not prompt_ids:
@@ -132,12 +149,10 @@ def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
     vocab = spec.vocab_size
     if not all(0 <= token < vocab for token in prompt_ids):
         raise InputInvalid(f"the prompt has token ids outside the model's vocabulary of {vocab}: wrong tokenizer?")
-    limit = spec.max_positions
-    if limit is None:
-        return None
-    if len(prompt_ids) >= limit:
-        raise PromptTooLong(f"the prompt has {len(prompt_ids)} tokens, the model can take {limit - 1}: shorten it")
-    return limit - len(prompt_ids)
+    longest = spec.longest_prompt
+    if longest is not None and len(prompt_ids) > longest:
+        raise PromptTooLong(f"the prompt has {len(prompt_ids)} tokens, the model can take {longest}: shorten it")
+    return spec.room(len(prompt_ids))
 
 
 def longest_beginning(text: str, stops: Collection[str]) -> int:

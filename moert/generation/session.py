@@ -160,7 +160,7 @@ class Session:
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
         for what could not run alone.
         """
-        generation = self._generation(prompt, (settings or GenerationSettings()).but(**changes))
+        generation = self._generation(prompt, self._resolved((settings or GenerationSettings()).but(**changes)))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.encoder is None else None
         with self._open():
             request = Request(prompt, generation, prefix)
@@ -202,7 +202,7 @@ class Session:
 
         Raises SettingInvalid for a request that has ended, and BudgetTooSmall where there is no room beside the others.
         """
-        settings = request._generation.settings.but(**changes)
+        settings = self._resolved(request._generation.settings.but(**changes))
         with self._open():
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork one that is still to write")
@@ -304,6 +304,11 @@ class Session:
     @property
     def _loads(self) -> list[Load]:
         return [each._held for each in self._running]
+
+    def _resolved(self, settings: GenerationSettings) -> GenerationSettings:
+        """With the first token as an id."""
+        first = settings.first_token
+        return settings.but(first_token=self._text.token(first)) if isinstance(first, str) else settings
 
     def _generation(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
         if isinstance(prompt, Continued):

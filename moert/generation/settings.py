@@ -15,7 +15,9 @@ class GenerationSettings(Adjustable):
 
     `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set that holds this much probability (1: all),
     `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before the first of
-    `stop_strings`, and after an end token unless `ignore_eos`. Raises SettingInvalid.
+    `stop_strings`, and after an end token unless `ignore_eos`. The first token is `first_token`, an id or what the
+    tokenizer calls it, if one is given, else what the pack says, if anything: of a model that translates, the language.
+    Raises SettingInvalid.
     """
 
     max_new_tokens: int = 256
@@ -26,6 +28,7 @@ class GenerationSettings(Adjustable):
     seed: int = 0
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
+    first_token: int | str | None = None
 
     @property
     def without_effect(self) -> list[str]:

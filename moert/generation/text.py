@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from moert.errors import InputInvalid, TokenizerMissing
+from moert.errors import InputInvalid, SettingInvalid, TokenizerMissing
 from moert.generation.detokenize import Detokenizer
 from moert.machine.memory import return_freed
 from moert.pack.reader import Pack
@@ -58,6 +58,13 @@ class Text:
         except Exception as error:  # the library raises plain Exception
             reason = " ".join(str(error).split())
             raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
+
+    def token(self, name: str) -> int:
+        """The id of a token by what the tokenizer calls it. Raises SettingInvalid, too."""
+        found: int | None = self.tokenizer.token_to_id(name)
+        if found is None:
+            raise SettingInvalid("first_token", f"{name!r} is no token of the pack's {TOKENIZER}")
+        return found
 
     def detokenizer(self) -> Detokenizer:
         """Special tokens give no text."""

@@ -202,8 +202,8 @@ def rounded(tokens: int) -> int:
 
 def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int, bits: KvBits = 16) -> int:
     """Upper bound of the bytes that keys, values and states take while such a request runs."""
-    if spec.max_positions is not None:
-        max_new_tokens = max(1, min(max_new_tokens, spec.max_positions - prompt_tokens))
+    if (room := spec.room(prompt_tokens)) is not None:
+        max_new_tokens = max(1, min(max_new_tokens, room))
     per_token, largest = token_bytes(spec, bits)
     tokens = prompt_tokens + max_new_tokens if spec.encoder is None else 1 + max_new_tokens
     crossed = sum(_kept_bytes(kind.cross, bits) for kind in _layers(spec) if kind.cross is not None)

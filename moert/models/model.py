@@ -10,7 +10,7 @@ from moert.kernels.backend import ROWS, Backend, Positions
 from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
 from moert.models.kv import Kept, KvBits, Remembered, State, remembered
-from moert.models.positions import DistanceBias, Rotary, query_scales
+from moert.models.positions import AddedPositions, DistanceBias, Rotary, query_scales
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 from moert.pack.parts import Attention, FixedState, Layer, Stack
@@ -38,9 +38,13 @@ class _Tower:
 
     def __init__(
         self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: Builder, runner: ExpertRunner,
-        routers: Routers,
+        routers: Routers, pad: int | None,
     ) -> None:  # fmt: skip
         self.backend, self.ropes = builder.backend, ropes
+        self.positions = None
+        if (part := stack.positions) is not None:
+            table = builder.floats(f"{name}.positions.weight")
+            self.positions = AddedPositions(table, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
         self.bias = None
         if stack.buckets is not None:
@@ -109,7 +113,8 @@ class Model:
         self._head = self.embed if spec.head.tied else builder.matrix("head")
         ropes = [Rotary(rope, builder.floats(f"rope.{place}.frequencies")) for place, rope in enumerate(spec.ropes)]
         towers = {
-            name: _Tower(name, stack, ropes, builder, runner, self.routers) for name, stack in spec.stacks.items()
+            name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
+            for name, stack in spec.stacks.items()
         }
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
 
@@ -188,19 +193,25 @@ class Model:
     def _encode(self, encoder: _Tower, prompts: Sequence[Sequence[int]]) -> list[F32]:
         """Hidden states of each prompt, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
-        x = self._embedded(prompts)
+        x = self._embedded(encoder, prompts, [0] * len(prompts))
         own = [[remembered(layer.part, self.spec.d_model, n, 16) for layer in encoder.layers] for n in lengths]
         encoder.read(x, lengths, own, [])
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
-    def _embedded(self, sequences: Sequence[Sequence[int]]) -> F32:
-        """[all tokens, d_model]"""
+    def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
+        """What a tower reads of tokens from these positions on, [all tokens, d_model]."""
         x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
-        return x if self.spec.embed_scale == 1 else x * np.float32(self.spec.embed_scale)
+        if self.spec.embed_scale != 1:
+            x = x * np.float32(self.spec.embed_scale)
+        if tower.positions is not None:
+            ends = np.cumsum([len(ids) for ids in sequences])
+            for ids, start, end in zip(sequences, starts, ends, strict=True):
+                tower.positions.add(x[end - len(ids) : end], ids, start)
+        return x
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         """Runs the tokens of each sequence after those in its state → hidden states [all tokens, d_model]."""
-        x = self._embedded(sequences)
+        x = self._embedded(self._decoder, sequences, [state.length for state in states])
         lengths = [len(ids) for ids in sequences]
         self._decoder.read(x, lengths, [state.own for state in states], [state.cross for state in states])
         return x

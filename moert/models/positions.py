@@ -1,8 +1,10 @@
-"""Where tokens stand: angles by which heads turn, and biases by distance. Tables grow as positions are asked for."""
+"""Where tokens stand: angles by which heads turn, biases by distance, both in tables that grow as positions are asked
+for, and vectors that embeddings get added."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,6 +35,26 @@ def query_scales(stretch: Stretch, start: int, tokens: int) -> F32:
     passed = np.floor((np.arange(start, start + tokens, dtype=np.float32) + 1) / np.float32(stretch.every))
     scales: F32 = 1 + np.float32(stretch.by) * np.log1p(passed)
     return scales
+
+
+class AddedPositions:
+    """Vectors by position (see moert.pack.parts.PositionTable)."""
+
+    def __init__(self, table: F32, pad: int | None, counts_pad: bool) -> None:
+        """table [n, d_model]. `pad`: the token that gets none, if there is one; is it counted?"""
+        self._table, self._pad, self._counts_pad = table, pad, counts_pad
+
+    def add(self, x: F32, ids: Sequence[int], start: int) -> None:
+        """x [tokens, d_model] of a sequence's tokens from position `start` on gets theirs added. Raises ValueError for
+        positions past the table."""
+        if start + len(ids) > len(self._table):
+            raise ValueError(f"the model has positions for {len(self._table)} tokens, {start + len(ids)} are read")
+        if self._pad is None or self._pad not in ids:
+            x += self._table[start : start + len(ids)]
+            return
+        there = np.array(ids) != self._pad
+        places = start + (np.arange(len(ids)) if self._counts_pad else there.cumsum() - 1)
+        x[there] += self._table[places[there]]
 
 
 class DistanceBias:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
-from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, Role, Rope, Stack, Tensor
+from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, PositionTable, Role, Rope, Stack, Tensor
 from moert.pack.reading import MAX_COUNT, Above, Within
 
 StackName = Literal["encoder", "decoder"]
@@ -56,12 +56,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special tokens. `start` is what an encoder–decoder's decoder reads first."""
+    """Special tokens. `start` is what an encoder–decoder's decoder reads first; `first` what it then writes, whatever
+    is likeliest: of a model that translates, the language."""
 
     bos: Annotated[int | None, Within(0, MAX_COUNT)]
     eos: Annotated[tuple[int, ...], Within(0, MAX_COUNT)]
     pad: Annotated[int | None, Within(0, MAX_COUNT)]
     start: Annotated[int | None, Within(0, MAX_COUNT)]
+    first: Annotated[int | None, Within(0, MAX_COUNT)] = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class ModelSpec:
     tokens: Tokens
     max_positions: Annotated[int | None, Within(0, MAX_COUNT)]
     embed_scale: float = 1.0
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens after which there is room for one more; None for no limit. Behind an encoder, which reads the prompt,
+        the decoder has positions of its own."""
+        limit = self.max_positions
+        return limit if limit is None or self.encoder is not None else limit - 1
+
+    def room(self, prompt_tokens: int) -> int | None:
+        """Tokens that can be written after a prompt of so many, which is not too long; None for no limit."""
+        limit = self.max_positions
+        return limit if limit is None or self.encoder is not None else limit - prompt_tokens
 
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
@@ -168,6 +182,8 @@ class ModelSpec:
             for contradiction in rope.contradictions():
                 yield f"rope {place}: {contradiction}"
         for name, stack in self.stacks.items():
+            if stack.positions is not None:
+                yield from self._added(name, stack.positions)
             for attention in (kind.attention for kind in stack.kinds):
                 if attention is None or attention.rope is None:
                     continue
@@ -178,11 +194,20 @@ class ModelSpec:
                 ):
                     yield f"rope {attention.rope} turns {dims} features of {attention.turning}"
 
+    def _added(self, name: StackName, positions: PositionTable) -> Iterator[str]:
+        if self.max_positions is None or self.max_positions > positions.n:
+            most = "any number of" if self.max_positions is None else self.max_positions
+            yield f"the {name} has positions for {positions.n} tokens, the model takes {most}"
+        if positions.skips_pad and self.tokens.pad is None:
+            yield f"the positions of the {name} skip the pad token, and there is none"
+
     def _reading(self) -> Iterator[str]:
         crossing = {kind.cross is not None for kind in self.decoder.kinds}
         if self.encoder is None:
             if True in crossing:
                 yield "the decoder attends to an encoder's output, and there is no encoder"
+            if self.tokens.first is not None:
+                yield "a first token is given, which is for what a decoder writes behind an encoder, and there is none"
             return
         if False in crossing:
             yield "there is an encoder that not all layers of the decoder attend to"
@@ -191,6 +216,9 @@ class ModelSpec:
         start = self.tokens.start
         if start is None or start >= self.vocab_size:
             yield f"its start token is {start}, the decoder starts with a token below {self.vocab_size}"
+        first = self.tokens.first
+        if first is not None and first >= self.vocab_size:
+            yield f"its first token is {first}, the decoder writes tokens below {self.vocab_size}"
 
 
 def _unfit(encoder: Stack) -> str | None:

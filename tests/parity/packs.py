@@ -80,8 +80,9 @@ def greedy(model: Model, ids: list[int], max_new_tokens: int) -> list[int]:
     """New tokens, the end token included."""
     state, logits = model.prefill(ids)
     tokens: list[int] = []
+    first = model.spec.tokens.first
     while True:
-        tokens.append(int(logits.argmax()))
+        tokens.append(int(logits.argmax()) if tokens or first is None else first)
         if tokens[-1] in model.spec.tokens.eos or len(tokens) == max_new_tokens:
             return tokens
         logits = model.step(state, tokens[-1])

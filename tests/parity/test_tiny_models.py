@@ -36,7 +36,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
     prompts = [[chance.randrange(2, VOCAB) for _ in range(1 + 5 * prompt)] for prompt in range(PROMPTS)]
     expected = reference_greedy(reference, prompts, MAX_NEW)
     for ids, tokens in zip(prompts, expected, strict=True):
-        target = [0, *(chance.randrange(2, VOCAB) for _ in range(9))]
+        target = [model.spec.tokens.start or 0, *(chance.randrange(2, VOCAB) for _ in range(9))]
         np.testing.assert_allclose(*_all_logits(model, reference, ids, target), atol=1e-4, rtol=1e-4)
         assert greedy(model, ids, MAX_NEW) == tokens
     assert len({tuple(tokens) for tokens in expected}) > PROMPTS // 2, (
@@ -66,7 +66,7 @@ def test_keys_and_values_of_16_bits_are_off_by_their_rounding(
     chance, shares = random.Random(name), []
     for length in range(2, 42, 5):
         ids = [chance.randrange(2, VOCAB) for _ in range(length)]
-        target = None if exact.spec.encoder is None else [0, *ids[:10]]
+        target = None if exact.spec.encoder is None else [exact.spec.tokens.start or 0, *ids[:10]]
         expected = exact.forward_all(ids, target)
         follower.given, leader.decided = leader.decided, []
         found = model.forward_all(ids, target)
@@ -93,7 +93,7 @@ def test_steps_equal_one_pass_across_cache_blocks(family: str, kernels: str, tmp
     if model.spec.encoder is None:
         expected = model.forward_all(ids + more)[len(ids) - 1 :]
     else:
-        expected = model.forward_all(ids, [0, *more])
+        expected = model.forward_all(ids, [model.spec.tokens.start or 0, *more])
     close = 1e-3 if model.backend.widens else 0
     np.testing.assert_allclose(np.stack(rows), expected, atol=close, rtol=close)
     assert 0 < state.nbytes <= state_bytes(model.spec, len(ids), len(more))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "docs" / "models.md"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from published import MADE_UP, PUBLISHED, Config  # noqa: E402
+from published import CORRECTED, MADE_UP, PUBLISHED, Config  # noqa: E402
 from tiny import TINY  # noqa: E402
 
 from moeconv.plan.outlook import parameters  # noqa: E402
@@ -87,6 +87,11 @@ def _family(name: str, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
         f"{first} has {numbers.total / 1e9:.1f} billion parameters, {numbers.active / 1e9:.1f} of them for each token; "
         f"{experts.n} experts in each of {len(spec.experts)} layers, {experts.router.top_k} for each token.",
         f"Published shapes: {', '.join(each for each in _published(name) if each not in MADE_UP) or MADE_UP[first]}.",
+        *(
+            f"The config.json of {each} says {CORRECTED[each]}, which its weights are not: correct it first."
+            for each in _published(name)
+            if each in CORRECTED
+        ),
         f"Variants beside transformers: {', '.join(TINY[name][1])}.",
         *([f"Left out, with a note: {what}." for what in _left_out(found.left_out.values())]),
         *([f"Refused: {refused}."] if refused else []),

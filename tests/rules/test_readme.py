@@ -118,7 +118,7 @@ def test_the_python_of_the_readme_is_what_there_is() -> None:
 def test_every_family_is_named() -> None:
     section = TEXTS[README].partition("## Which models")[2].partition("\n## ")[0]
     lines = re.findall(r"^- (`.*`): ", section, re.MULTILINE)
-    assert {name for line in lines for name in re.findall(r"`(\w+)`", line)} == {*FAMILIES}
+    assert {name for line in lines for name in re.findall(r"`([\w-]+)`", line)} == {*FAMILIES}
 
 
 def test_what_is_said_of_families_is_what_they_say() -> None:

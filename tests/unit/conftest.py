@@ -10,7 +10,8 @@ from tiny import TINY, VOCAB
 
 TinyModel = Callable[[str, str], Path]
 
-MORE_SWITCH = {"many end marks": {"eos_token_id": list(range(1, VOCAB, 6))}}  # outputs end at different places
+_MANY = {"eos_token_id": list(range(1, VOCAB, 6))}  # outputs end at different places
+MORE = {"many end marks": _MANY, "many end marks, a first token": {**_MANY, "forced_bos_token_id": 8}}
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def model(family: str, variant: str) -> Path:
         if (family, variant) not in made:
             make, variants = TINY[family]
-            overrides = MORE_SWITCH[variant] if variant in MORE_SWITCH else variants[variant]
+            overrides = MORE[variant] if variant in MORE else variants[variant]
             made[family, variant] = make(tmp_path_factory.mktemp(family), **overrides)
         return made[family, variant]
 

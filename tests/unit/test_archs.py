@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import TINY, VOCAB, tiny_switch
+from tiny import TINY, VOCAB, tiny_switch, transformers_model
 
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
 from moeconv.source.checkpoint import Checkpoint
@@ -188,8 +188,26 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("switch_transformers", {"router_bias": True}, "router_bias"),
         ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype"),
         ("switch_transformers", {"dense_act_fn": "gated-gelu"}, "gated-gelu"),
+        ("switch_transformers", {"is_gated_act": True, "feed_forward_proj": "gelu"}, "is_gated_act True and feed"),
+        ("switch_transformers", {"feed_forward_proj": "gated-gelu"}, "is_gated_act False and feed_forward_proj 'gated"),
+        ("switch_transformers", {"num_selected_experts": 2}, "num_selected_experts 2"),
+        ("switch_transformers", {"router_type": "experts_masked"}, "router_type 'experts_masked'"),
+        ("switch_transformers", {"batch_prioritized_routing": True}, "batch_prioritized_routing True"),
+        ("switch_transformers", {"is_full_sparse": True, "decoder_sparse_step": 0}, "only 2 of 4 layers would have"),
+        ("nllb-moe", {"router_dtype": "float16"}, "router_dtype 'float16'"),
+        ("nllb-moe", {"second_expert_policy": "random"}, "second_expert_policy 'random'"),
+        ("nllb-moe", {"moe_eval_capacity_token_fraction": 0.5}, "moe_eval_capacity_token_fraction 0.5: an expert"),
+        ("nllb-moe", {"moe_eval_capacity_token_fraction": -1.0}, "moe_eval_capacity_token_fraction -1.0"),
+        ("nllb-moe", {"moe_token_dropout": 1.0}, "moe_token_dropout 1.0"),
+        ("nllb-moe", {"router_type": "experts_masked"}, "router_type 'experts_masked'"),
+        ("nllb-moe", {"num_experts": 1}, "num_experts 1: it should be a whole number from 2"),
+        ("nllb-moe", {"decoder_attention_heads": 5}, "decoder_attention_heads 5 for d_model 24"),
+        ("nllb-moe", {"pad_token_id": None}, "pad_token_id None"),
+        ("nllb-moe", {"pad_token_id": 96}, "pad_token_id 96"),
+        ("nllb-moe", {"max_position_embeddings": 65536}, "max_position_embeddings 65536"),
+        ("nllb-moe", {"activation_function": "mish"}, "mish"),
         ("switch_transformers", {"expert_capacity": 0}, "expert_capacity"),
-        ("switch_transformers", {"decoder_start_token_id": None}, "decoder_start_token_id"),
+        ("switch_transformers", {"decoder_start_token_id": None, "pad_token_id": None}, "decoder_start_token_id"),
         ("olmoe", {"attention_bias": True}, "attention_bias"),
         ("olmoe", {"hidden_act": "mish"}, "mish"),
         ("olmoe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
@@ -217,3 +235,51 @@ def test_generation_config_has_the_last_word_on_special_tokens(tmp_path: Path) -
         FAMILIES["switch_transformers"].description(config, {"eos_token_id": [4, 5], "decoder_start_token_id": 7}).spec
     )
     assert (spec.tokens.eos, spec.tokens.start, spec.tokens.pad) == ((4, 5), 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [({"decoder_start_token_id": 5}, 5), ({"bos_token_id": 4}, 4), ({}, 0), ({"decoder_start_token_id": 0}, 0)],
+)
+def test_a_decoder_begins_with_the_token_that_is_given_or_with_what_switch_was_trained_with(
+    given: dict[str, int], start: int, tmp_path: Path
+) -> None:
+    """Some published ones say nothing."""
+    config = json.loads((tiny_switch(tmp_path) / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    assert FAMILIES["switch_transformers"].description({**config, **given}, {}).spec.tokens.start == start
+
+
+def test_a_first_token_is_one_of_what_is_written_behind_an_encoder(tmp_path: Path) -> None:
+    forced = {"forced_bos_token_id": 11}
+    for family in ("switch_transformers", "nllb-moe"):
+        config = json.loads((MAKERS[family](tmp_path / family) / "config.json").read_text())
+        assert FAMILIES[family].description(config, {}).spec.tokens.first is None
+        assert FAMILIES[family].description(config, forced).spec.tokens.first == 11
+        assert FAMILIES[family].description({**config, **forced}, {"forced_bos_token_id": 12}).spec.tokens.first == 12
+    config = json.loads((MAKERS["olmoe"](tmp_path / "olmoe") / "config.json").read_text())
+    assert FAMILIES["olmoe"].description(config, forced).spec.tokens.first is None
+
+
+@pytest.mark.parametrize("overrides", [{}, {"d_model": 27, "encoder_attention_heads": 3, "decoder_attention_heads": 9}])
+def test_positions_are_those_of_the_model(overrides: dict[str, Any], tmp_path: Path) -> None:
+    path = MAKERS["nllb-moe"](tmp_path, pad_token_id=3, max_position_embeddings=70, **overrides)
+    described, model = description_of("nllb-moe", path), FAMILIES["nllb-moe"].empty(path)
+    for stack in ("encoder", "decoder"):
+        found, theirs = described.computed[f"{stack}.positions.weight"], model.get_submodule(f"model.{stack}")
+        assert torch.equal(found[:68], theirs.embed_positions.weights[4:])  # that grows when it is asked for more
+        ids = torch.tensor([[7, 3, 3, 8, 9]])
+        past = 5 if stack == "decoder" else 0
+        places = theirs.embed_positions(ids, past_key_values_length=past)[0]
+        expected = [0, None, None, 1, 2] if stack == "encoder" else [5, None, None, 8, 9]
+        rows = [torch.zeros(found.shape[1]) if place is None else found[place] for place in expected]
+        assert torch.equal(places, torch.stack(rows))
+
+
+def test_experts_of_nllb_moe_are_those_that_the_router_says(tmp_path: Path) -> None:
+    path = MAKERS["nllb-moe"](tmp_path)
+    ours, theirs = Checkpoint.open(path).model(torch.float32), transformers_model(path)
+    ids = torch.arange(2, 32).view(3, 10)
+    with torch.inference_mode():
+        expected = theirs(ids, decoder_input_ids=ids[:, :4]).logits
+        assert torch.allclose(ours(ids, decoder_input_ids=ids[:, :4]).logits, expected, atol=1e-5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_packs import DECODER_SHAPE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moert.errors import InputInvalid, SettingInvalid
@@ -22,7 +23,7 @@ from moert.generation.settings import GenerationSettings
 from moert.models.footprint import Loads
 from moert.models.kv import State
 from moert.pack.codec import F32
-from moert.pack.model_spec import Tokens
+from moert.pack.model_spec import ModelSpec
 from moert.stats import RequestTimes
 
 EOS, VOCAB = 256, 257
@@ -39,9 +40,6 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-TOKENS = Tokens(None, (EOS,), None, None)
-
-
 @dataclass
 class Script:
     """A model that writes the tokens it is given, whatever the prompt."""
@@ -49,16 +47,10 @@ class Script:
     tokens: list[int]
     max_positions: int | None = None
     steps: int = -1
-    spec: Any = field(init=False)
+    spec: ModelSpec = field(init=False)
 
     def __post_init__(self) -> None:
-        @dataclass
-        class Spec:
-            tokens: Tokens = TOKENS
-            vocab_size: int = VOCAB
-            max_positions: int | None = self.max_positions
-
-        self.spec = Spec()
+        self.spec = DECODER_SHAPE.but(vocab_size=VOCAB, eos=(EOS,), max_positions=self.max_positions).spec
 
     def begin(self, prompts: list[list[int]]) -> Any:
         return [(State([]), ids) for ids in prompts]

@@ -92,7 +92,7 @@ FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("crc32",)}
 NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
-    "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "mixer", "ffn", "norm",
+    "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "positions", "first", "mixer", "ffn", "norm",
     "dt_high",
 }  # fmt: skip
 
@@ -277,8 +277,8 @@ def test_what_has_a_default_need_not_be_there(document: dict[str, Any]) -> None:
 def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
     roles = {name: spec.tensors[name].role for name in shapes_of(spec)}
     for name, role in roles.items():
-        apart = ("norm", "bias", "rope", "after", "sinks", "shared_gate", "scale", "conv", "a_log", "mixer.d")
-        apart = (*apart, "mixer.a.", "mixer.b.")
+        apart = ("norm", "bias", "rope", "positions", "after", "sinks", "shared_gate", "scale", "conv", "a_log")
+        apart = (*apart, "mixer.a.", "mixer.b.", "mixer.d")
         plain = any(each in name for each in apart)
         assert (role is None) == plain, name
     assert roles["embed.weight"] == ("head" if spec.head.tied else "embed")

@@ -14,7 +14,7 @@ from moeconv.calibration import Sample, Splits
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.measure.metrics import Metric
 from moeconv.measure.scorers import Subject
-from moeconv.measure.scorers.generated import LENGTH_SPREAD, SPARE_TOKENS, GeneratedScorer
+from moeconv.measure.scorers.generated import LENGTH_SPREAD, SPARE_TOKENS, GeneratedScorer, targets_of
 from moeconv.measure.scorers.items import I64, documents_of, texts_of
 from moeconv.measure.scorers.text import TextScorer, choices_of, windows_of
 from moert.pack.model_spec import ModelSpec
@@ -50,7 +50,8 @@ def build_scorers(
     spec, limit = subject.spec, extent.limit
     if spec.encoder is not None:
         chosen = [samples[at] for at in spread(len(samples), limit)]
-        most = extent.max_new_tokens or _longest_target(chosen, tokenizer) + SPARE_TOKENS
+        most = extent.max_new_tokens or _longest_target(chosen, tokenizer, spec) + SPARE_TOKENS
+        most = min(most, spec.room(1) or most)
         return [GeneratedScorer(subject, part, tokenizer, metric, most) for part in dealt(chosen, blocks)]
     context = extent.window(spec)
     if samples[0].choices:
@@ -98,13 +99,12 @@ def volume(
     context = extent.window(spec)
     if spec.encoder is not None or samples[0].choices:
         (texts, owner, _), documents = texts_of(chosen), documents_of(chosen)
-        read, scored = (
-            [encoding.ids for encoding in tokenizer.encode_batch(part)]
-            for part in ([sample.source for sample in chosen], texts)
-        )
+        read = [encoding.ids for encoding in tokenizer.encode_batch([sample.source for sample in chosen])]
+        scored = targets_of(texts, tokenizer, spec)
         sources, targets = (np.array([_length(ids, spec) for ids in part]) for part in (read, scored))
         entropy = entropy_of([token for ids in scored for token in ids])
         if spec.encoder is not None:
+            _check_lengths(int(max(sources.max(), targets.max())), spec)
             widest = max(targets.max(), extent.max_new_tokens or targets.max() + SPARE_TOKENS)
             filled_up = (sources * LENGTH_SPREAD).astype(int) + 2
             return Volume(
@@ -136,6 +136,14 @@ def _check_ids(largest: int, spec: ModelSpec) -> None:
         raise SettingsError(
             f"tokenizer.json makes token {largest:,} of the text, the model's vocabulary (vocab_size in config.json) "
             f"has {spec.vocab_size:,}: save the model's own tokenizer beside it"
+        )
+
+
+def _check_lengths(longest: int, spec: ModelSpec) -> None:
+    if spec.max_positions is not None and longest > spec.max_positions:
+        raise CalibrationError(
+            f"a text has {longest:,} tokens, the model takes at most {spec.max_positions:,} (its config.json): give "
+            "shorter ones"
         )
 
 
@@ -181,6 +189,6 @@ def check_fit(spec: ModelSpec, splits: Splits, metric: Metric, max_new_tokens: i
         raise SettingsError(f"--metric {metric.name} needs {needs}: {splits.name} has other ones")
 
 
-def _longest_target(samples: Sequence[Sample], tokenizer: Tokenizer) -> int:
+def _longest_target(samples: Sequence[Sample], tokenizer: Tokenizer, spec: ModelSpec) -> int:
     texts = [text for sample in samples for text in (sample.choices or (sample.target,))]
-    return max(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
+    return max(len(ids) for ids in targets_of(texts, tokenizer, spec))

@@ -124,7 +124,7 @@ class GeneratedScorer:
         """Samples by length into buckets; the tokenizer adds its own end-of-text marks."""
         sources = [encoding.ids for encoding in self.tokenizer.encode_batch([sample.source for sample in self.samples])]
         texts, owner, right = texts_of(self.samples)
-        targets = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        targets = targets_of(texts, self.tokenizer, self.subject.spec)
         of_sample: list[list[int]] = [[] for _ in self.samples]
         for item, sample in enumerate(owner.tolist()):
             of_sample[sample].append(item)
@@ -160,6 +160,17 @@ def _like_lengths(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
             stop += 1
         yield order[start:stop]
         start = stop
+
+
+def targets_of(texts: Sequence[str], tokenizer: Tokenizer, spec: ModelSpec) -> list[list[int]]:
+    """Token ids of texts as the model is to write them. One that begins with a token of its own does so in place of the
+    special tokens that the tokenizer puts before an input."""
+    found, first = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))], spec.tokens.first
+    if first is None:
+        return found
+    added = tokenizer.encode("a").special_tokens_mask
+    before = added.index(0) if 0 in added else 0
+    return [[first, *ids[before:]] for ids in found]
 
 
 def _pad(spec: ModelSpec) -> int:

@@ -47,6 +47,11 @@ class Seq2Seq:
         with self.calls.only(active, substitute):
             return self.decoder.run({**inputs, **attended}, start, after)
 
+    def chosen(self, best: Tensor, position: Tensor) -> Tensor:
+        """What is written where these tokens [rows] are the likeliest: at position 0 what the model begins with."""
+        first = self.spec.tokens.first
+        return best if first is None else best.where(position > 0, first)
+
     def fed(self, outputs: Tensor) -> Tensor:
         """What the decoder reads in order to predict `outputs` [rows, tokens] (below 0: nothing)."""
         start = torch.full((len(outputs), 1), self.start_token)
@@ -75,7 +80,7 @@ class Seq2Seq:
                 busy[:, None].expand_as(tokens), encoded, mask, substitute=substitute,
             )  # fmt: skip
             known = written[rows, step]
-            token = torch.where(known >= 0, known, self.head.best(hidden[:, -1]))
+            token = torch.where(known >= 0, known, self.chosen(self.head.best(hidden[:, -1]), torch.tensor(step)))
             written[rows, step] = token.masked_fill(~busy, -1)
             busy = busy & ~torch.isin(token, stops)
             if not busy.any():

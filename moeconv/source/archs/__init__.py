@@ -23,6 +23,7 @@ from moeconv.source.archs.lfm2_moe import Lfm2Moe
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.minimax_m2 import MiniMaxM2
 from moeconv.source.archs.mixtral import Mixtral
+from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.olmoe import Olmoe
 from moeconv.source.archs.phimoe import Phimoe
 from moeconv.source.archs.qwen2_moe import Qwen2Moe
@@ -39,7 +40,7 @@ FAMILIES: Mapping[str, Family] = {
         SwitchTransformers(), Olmoe(), Qwen3Moe(), Mixtral(), Qwen2Moe(), GptOss(), DeepseekV2(), DeepseekV3(),
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
-        Lfm2Moe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(),
+        Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

@@ -174,7 +174,7 @@ def decoder(
         decoder=stack_of(layers, norm),
         ropes=tuple(rope for rope, _ in ropes),
         head=Head(bool(config.get("tie_word_embeddings")), 1.0),
-        tokens=tokens,
+        tokens=replace(tokens, first=None),  # after a prompt nothing is forced
         max_positions=config.get("max_position_embeddings"),
     )
     spec = replace(spec, **spec_fields)  # type: ignore[arg-type]

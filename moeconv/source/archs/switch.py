@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moeconv.source.archs.config import Config
@@ -13,13 +16,15 @@ from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
+from moeconv.source.archs.tokens import checked_start
 from moert.pack.model_spec import STACKS, ExpertKey, Head, ModelSpec, StackName, Tokens
 from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Layer, Norm, Router, Stack, stack_of
 
 _PROJECTIONS = {"up": "wi", "down": "wo"}
+_GATED = {"gate": "wi_0", "up": "wi_1", "down": "wo"}
 _FFN_PLACE: Mapping[StackName, int] = {"encoder": 1, "decoder": 2}
 _SAID_ELSEWHERE = (
-    "feed_forward_proj", "is_gated_act", "num_sparse_encoder_layers", "num_sparse_decoder_layers", "add_router_probs",
+    "feed_forward_proj", "num_sparse_encoder_layers", "num_sparse_decoder_layers", "add_router_probs",
     "router_ignore_padding_tokens", "is_decoder", "add_cross_attention",
 )  # fmt: skip
 _ATTENTION = {"attn": ("0", "SelfAttention"), "cross": ("1", "EncDecAttention")}
@@ -37,7 +42,8 @@ class SwitchTransformers(Family):
     }
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        _refuse(config, tokens)
+        _refuse(config)
+        gated, tokens = _is_gated(config), checked_start(config, tokens)
         norm, tied = Norm(config.get("layer_norm_epsilon")), config.get("tie_word_embeddings")
         heads = config.count("num_heads")
         cross = Attention(
@@ -45,7 +51,7 @@ class SwitchTransformers(Family):
         )
         buckets = Buckets(config.get("relative_attention_num_buckets"), config.get("relative_attention_max_distance"))
         act: Any = config.one_of("dense_act_fn", ("relu", "silu", "gelu", "gelu_new"))
-        attention, ffn = replace(cross, buckets=buckets), Ffn(config.count("d_ff"), Act(act), gated=False)
+        attention, ffn = replace(cross, buckets=buckets), Ffn(config.count("d_ff"), Act(act), gated)
         router = Router(1, renormalise=False, capacity=config.get("expert_capacity"))
         experts = Experts(config.count("num_experts"), ffn, router)
         encoder, decoder = (
@@ -64,14 +70,50 @@ class SwitchTransformers(Family):
             tokens=tokens,
             max_positions=None,
         )
+        if config.get("is_full_sparse") and len(spec.experts) < sum(map(len, spec.stacks.values())):
+            raise UnsupportedModel(
+                f"config.json sets is_full_sparse True, and only {len(spec.experts)} of "
+                f"{sum(map(len, spec.stacks.values()))} layers would have experts: set num_decoder_layers, "
+                "encoder_sparse_step and decoder_sparse_step to what the weights are"
+            )
         names, others = _names(spec), ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
         copies = tuple(("shared.weight", other) for other in (*others, *(["lm_head.weight"] if tied else [])))
         backbone = {canonical: Source(name) for canonical, name in names.items()}
-        return Description(spec, backbone, self._expert, backbone, copies=copies, repeated=copies)
 
-    def _expert(self, key: ExpertKey, projection: str) -> Source:
-        experts = self.experts[key.stack].format(layer=key.layer)
-        return Source(f"{experts}.expert_{key.expert}.{_PROJECTIONS[projection]}.weight")
+        def of_expert(key: ExpertKey, projection: str) -> Source:
+            return Source(f"{self._expert(key)}.{_modules(gated)[projection]}.weight")
+
+        return Description(spec, backbone, of_expert, backbone, copies=copies, repeated=copies)
+
+    def _expert(self, key: ExpertKey) -> str:
+        return f"{self.experts[key.stack].format(layer=key.layer)}.expert_{key.expert}"
+
+    def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
+        with self._networks(path):
+            return super().load(path, dtype)
+
+    def empty(self, config_dir: Path) -> nn.Module:
+        with self._networks(config_dir):
+            return super().empty(config_dir)
+
+    @contextmanager
+    def _networks(self, path: Path) -> Iterator[None]:
+        """Inside, transformers builds networks with gates for a model that has them. By itself it builds none for any
+        Switch, as if the setting were not there; those of T5 are such networks."""
+        from transformers.models.switch_transformers import modeling_switch_transformers as switch
+        from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
+
+        class Gated(T5DenseGatedActDense):
+            wi = property(lambda self: self.wi_0)  # asked for when weights are drawn that are never used
+
+        config = self._class.config_class.from_pretrained(path, local_files_only=True)
+        before = switch.SwitchTransformersDenseActDense
+        if getattr(config, "is_gated_act", False):
+            switch.SwitchTransformersDenseActDense = Gated  # type: ignore[assignment, misc]
+        try:
+            yield
+        finally:
+            switch.SwitchTransformersDenseActDense = before  # type: ignore[misc]
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Only a tower's first layer makes the position bias that all its layers use. Here every layer can, so that a
@@ -94,7 +136,8 @@ class SwitchTransformers(Family):
         return chosen[:, None], weights
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        return model.get_parameter(self._expert(key, projection).name).detach()
+        modules = model.get_submodule(self._expert(key))
+        return modules.get_parameter(f"{_modules(hasattr(modules, 'wi_1'))[projection]}.weight").detach()
 
 
 def _names(spec: ModelSpec) -> dict[str, str]:
@@ -107,19 +150,35 @@ def _names(spec: ModelSpec) -> dict[str, str]:
         first = f"{name}.block.0.layer.0.SelfAttention"
         names[f"{name}.relative_bias.weight"] = f"{first}.relative_attention_bias.weight"
         for layer in range(len(stack)):
-            names |= _layer_names(name, layer, isinstance(stack[layer].ffn, Experts))
+            part = stack[layer].ffn
+            assert part is not None
+            names |= _layer_names(name, layer, part)
     return names
 
 
-def _refuse(config: Config, tokens: Tokens) -> None:
-    """`is_gated_act` and `feed_forward_proj` repeat what dense_act_fn says; `num_sparse_…` the steps. What a stack is,
-    `is_decoder` and `add_cross_attention`, the model says to each itself."""
+def _modules(gated: bool) -> Mapping[str, str]:
+    """Projections → modules of a network."""
+    return _GATED if gated else _PROJECTIONS
+
+
+def _is_gated(config: Config) -> bool:
+    """`feed_forward_proj` repeats what is_gated_act and dense_act_fn say. Raises UnsupportedModel."""
+    gated, said = config.get("is_gated_act") or False, config.get("feed_forward_proj")
+    if not isinstance(gated, bool) or (isinstance(said, str) and said.startswith("gated-") != gated):
+        raise UnsupportedModel(
+            f"config.json sets is_gated_act {gated!r} and feed_forward_proj {said!r}: they should say the same"
+        )
+    return gated
+
+
+def _refuse(config: Config) -> None:
+    """`num_sparse_…` repeat what the steps say. What a stack is, `is_decoder` and `add_cross_attention`, the model says
+    to each itself."""
+    config.only(router_type=("tokens_masked",), num_selected_experts=(1,), batch_prioritized_routing=(False,))
     config.must_be("router_bias", False, "routers with a bias can't be packed")
     config.must_be("router_dtype", "float32", "only float32 routers can be packed")
     if (capacity := config.get("expert_capacity")) < 1:
         raise UnsupportedModel(f"config.json sets expert_capacity {capacity}: it should be at least 1")
-    if tokens.start is None:
-        raise UnsupportedModel("config.json has no decoder_start_token_id: an encoder–decoder model needs one")
     config.without_effect(*_SAID_ELSEWHERE)
 
 
@@ -130,19 +189,19 @@ def _stack(kinds: Sequence[Layer], n_layers: int, sparse_step: int, norm: Norm) 
     return stack_of([kinds[kind] for kind in layers], norm)
 
 
-def _layer_names(stack: StackName, layer: int, has_experts: bool) -> dict[str, str]:
+def _layer_names(stack: StackName, layer: int, part: Ffn | Experts) -> dict[str, str]:
     at, block = f"{stack}.{layer}", f"{stack}.block.{layer}.layer"
     names: dict[str, str] = {}
-    for part in ("attn", "cross") if stack == "decoder" else ("attn",):
-        place, module = _ATTENTION[part]
-        names[f"{at}.{'mixer' if part == 'attn' else part}_norm.weight"] = f"{block}.{place}.layer_norm.weight"
+    for each in ("attn", "cross") if stack == "decoder" else ("attn",):
+        place, module = _ATTENTION[each]
+        names[f"{at}.{'mixer' if each == 'attn' else each}_norm.weight"] = f"{block}.{place}.layer_norm.weight"
         for matrix in "qkvo":
-            names[f"{at}.{part}.{matrix}.weight"] = f"{block}.{place}.{module}.{matrix}.weight"
+            names[f"{at}.{each}.{matrix}.weight"] = f"{block}.{place}.{module}.{matrix}.weight"
     ffn = f"{block}.{_FFN_PLACE[stack]}"
     names[f"{at}.ffn_norm.weight"] = f"{ffn}.layer_norm.weight"
-    if has_experts:
+    if isinstance(part, Experts):
         names[f"{at}.router.weight"] = f"{ffn}.mlp.router.classifier.weight"
     else:
-        for projection, module in _PROJECTIONS.items():
+        for projection, module in _modules(part.gated).items():
             names[f"{at}.ffn.{projection}.weight"] = f"{ffn}.mlp.{module}.weight"
     return names

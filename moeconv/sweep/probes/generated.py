@@ -164,7 +164,7 @@ class Seq2SeqProber:
             rows = self._reference_start[base.item[sequence].clamp(min=0)] + position
             reference = reference[rows.clamp(max=last)]
         nats, kls, best, lead = self.model.head.judge_with_best(hidden, base.tokens[sequence, position], reference)
-        return nats.double(), kls.double(), best, lead
+        return nats.double(), kls.double(), self.model.chosen(best, position), lead
 
     # Probes -----------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from moert.pack.parts.attention import Attention, Buckets, Latent
 from moert.pack.parts.base import MOST, Norm, Tensor
 from moert.pack.parts.feed_forward import Experts, Ffn
 from moert.pack.parts.mixers import FixedState
+from moert.pack.parts.positions import PositionTable
 from moert.pack.reading import Within
 
 MOST_LAYERS = 4096
@@ -92,11 +93,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tower: `layers` says for each layer which of `kinds` it is; a norm ends it."""
+    """A tower: `layers` says for each layer which of `kinds` it is; a norm ends it. `positions` are added to what it
+    reads."""
 
     kinds: tuple[Layer, ...]
     layers: Annotated[tuple[int, ...], Within(0, MOST)]
     norm: Norm
+    positions: PositionTable | None = None
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -111,6 +114,8 @@ class Stack:
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         yield from self.norm.tensors(f"{at}.norm", d_model)
+        if self.positions is not None:
+            yield from self.positions.tensors(at, d_model)
         if (buckets := self.buckets) is not None:
             heads = next(kind.attention.n for kind in self.kinds if kind.buckets is not None and kind.attention)
             yield Tensor(f"{at}.relative_bias.weight", (buckets.n, heads))
