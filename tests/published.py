@@ -918,6 +918,96 @@ LFM2_8B_A1B: Config = {
     "vocab_size": 65536,
 }
 
+QWEN3_NEXT_80B_A3B: Config = {
+    **_PLAIN,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_QWEN3_5_TEXT: Config = {
+    "model_type": "qwen3_5_moe_text",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+QWEN3_5_35B_A3B: Config = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "image_token_id": 248056,
+    "text_config": _QWEN3_5_TEXT,
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_config": {"model_type": "qwen3_5_moe"},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+
 PUBLISHED: dict[str, Config] = {
     "switch-base-8": SWITCH_BASE_8,
     "OLMoE-1B-7B": OLMOE_1B_7B,
@@ -948,6 +1038,9 @@ PUBLISHED: dict[str, Config] = {
     "Gemma-4-26B-A4B": GEMMA_4_26B_A4B,
     "Gemma-4-26B-A4B, text": _GEMMA_4_TEXT,
     "LFM2-8B-A1B": LFM2_8B_A1B,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
+    "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B,
+    "Qwen3.5-35B-A3B, text": _QWEN3_5_TEXT,
 }
 """By their names; the first of a family stands for it in docs/models.md."""
 
@@ -956,8 +1049,10 @@ MADE_UP = {
 }
 """Not published, but written by hand for a family of which nothing else is known."""
 
-PARAMETERS: dict[str, tuple[float, float]] = {
+PARAMETERS: dict[str, tuple[float, float | None]] = {
     "LFM2-8B-A1B": (8.3, 1.5),
+    "Qwen3-Next-80B-A3B": (80, None),
+    "Qwen3.5-35B-A3B": (35, None),
     "OLMoE-1B-7B": (6.9, 1.3),
     "Qwen3-30B-A3B": (30.5, 3.3),
     "Mixtral-8x7B": (46.7, 12.9),
@@ -982,4 +1077,4 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "Llama-4-Scout": (107.8, 17),
     "Gemma-4-26B-A4B": (25.2, 3.8),
 }
-"""Thousand millions in all and for each token, as their makers say."""
+"""Thousand millions in all and for each token, as their makers say; None where they say no more than one digit."""
