@@ -28,7 +28,7 @@ MOST = 400
 
 AnyBackend = BackendOf[Any, Any]
 Raw = npt.NDArray[np.unsignedinteger[Any]]
-Biases = Literal["qkv", "qkvo"]
+Biases = Literal["qkv", "qkvo", "qkvog"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def make(
     """`shared`: heads of queries for each of keys; `turning`: the share of a head's features that turn; `biased`: by
     distance; `layer`: the kind of the norms before and after; `scaled`: queries by their position."""
     rng, n = np.random.default_rng(seed), kv * shared
+    gate = gate or "g" in (biases or "")
     part = Attention(
         n, kv, dim, scale, qk_norm, clip, None, None, window=window, softcap=softcap, sinks=sinks, biases=biases,
         norm_turned=norm_turned, v_norm=v_norm, chunk=chunk if causal and own else None, gate=gate,
@@ -113,7 +114,7 @@ def make(
         kind, part, own, causal,
         int(turning * dim / 2) * 2 if own else 0, norms,
         {name: random_stored(rng, kind, *shape, 16, 1.5 * shape[1] ** -0.5) for name, shape in shapes.items()},
-        {name: normal(rng, shape[0]) for name, shape in shapes.items() if name in (biases or "")},
+        {name: normal(rng, shape[0]) for name, shape in shapes.items() if name[0] in (biases or "")},
         normal(rng, n) if sinks else None, normal(rng, n, 2 * MOST + 1) if biased and own else None,
         rng.uniform(0.5, 1.5, MOST).astype(np.float32) if scaled and own else None, add, bits,
     )  # fmt: skip
@@ -148,9 +149,9 @@ def problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStrategy[P
         "clip": st.sampled_from([None, 0.7]), "scale": st.sampled_from([1.0, 0.3]),
         "softcap": st.sampled_from([None, None, 3.0]), "sinks": st.booleans(),
         "turning": st.sampled_from([0, 0.4, 1]), "biased": st.booleans(), "bits": st.sampled_from([16, 16, 8]),
-        "biases": st.sampled_from([None, "qkv", "qkvo"]), "norm_turned": st.booleans(), "v_norm": st.booleans(),
-        "chunk": st.sampled_from([None, None, 1, 7, 64]), "gate": st.booleans(), "layer": st.booleans(),
-        "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]), "scaled": st.booleans(),
+        "biases": st.sampled_from([None, "qkv", "qkvo", "qkvog"]), "norm_turned": st.booleans(),
+        "v_norm": st.booleans(), "chunk": st.sampled_from([None, None, 1, 7, 64]), "gate": st.booleans(),
+        "layer": st.booleans(), "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]), "scaled": st.booleans(),
     }  # fmt: skip
     return st.builds(make, **drawn | {name: st.just(value) for name, value in fixed.items()})
 

@@ -29,6 +29,8 @@ INT4 = {
 SIZES = {
     "kimi_k2": {"hidden_size": 64, "moe_intermediate_size": 32},
     "deepseek_v3": {"hidden_size": 136, "moe_intermediate_size": 132},  # more than a block each way
+    "qwen3_next": {"hidden_size": 136, "moe_intermediate_size": 132},
+    "qwen3_5_moe": {"hidden_size": 136, "moe_intermediate_size": 132},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
 }
 
@@ -37,7 +39,7 @@ def in_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
     """Experts and the matrices of attention in FP8 with a scale for each block; and what these are."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(5)
     for name, weight in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_qkvz.weight", "in_proj_z.weight")):
             continue
         blocks = [-(-size // 128) for size in weight.shape]
         scale = 2.0 ** torch.randint(-3, 3, tuple(blocks), generator=chance)

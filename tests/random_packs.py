@@ -66,7 +66,7 @@ _EXPERTS = Experts(
     _WIDE, shared_gate=True, beside=Beside(_WIDE, _LAYER_NORM, _NORM, _NORM),
 )  # fmt: skip
 _HEADS = Attention(
-    4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvo", norm_turned=True,
+    4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvog", norm_turned=True,
     v_norm=True, chunk=8, gate=True, stretch=Stretch(4, 0.1),
 )  # fmt: skip
 _PLAIN_MAMBA = Mamba(6, 4, 5, 4, None, conv_bias=False)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_olmoe, tiny_switch
+from tiny import tiny_of, tiny_olmoe, tiny_switch
 
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
@@ -43,6 +43,53 @@ def shard(path: Path, files: int = 3) -> None:
 def change_config(path: Path, **changes: Any) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def join_experts(path: Path) -> None:
+    """Rewrites model.safetensors with one tensor for all experts of a layer, as Qwen3.5 is published."""
+    tensors, apart = dict[str, torch.Tensor](), dict[str, list[torch.Tensor]]()
+    for name, tensor in sorted(load_file(path / "model.safetensors").items()):
+        layer, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            tensors[name] = tensor
+            continue
+        apart.setdefault(f"{layer}{found}{rest.split('.')[1]}", []).append(tensor)
+    for name in [name for name in apart if name.endswith("gate_proj")]:
+        pairs = zip(apart.pop(name), apart.pop(name.replace("gate_proj", "up_proj")), strict=True)
+        tensors[name.replace("gate_proj", "gate_up_proj")] = torch.stack([torch.cat(pair) for pair in pairs])
+    save_file(tensors | {name: torch.stack(each) for name, each in apart.items()}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"])
+def test_experts_of_a_layer_may_lie_in_one_tensor(family: str, tmp_path: Path) -> None:
+    path = tiny_of(family)(tmp_path / "hf")
+    joined = Path(shutil.copytree(path, tmp_path / "joined"))
+    join_experts(joined)
+    one, other = Checkpoint.open(path), Checkpoint.open(joined)
+    assert len(other.files) < len(one.files)
+    assert other.source_dtype == "BF16"
+    for key in one.spec.expert_keys():
+        mine, theirs = one.expert(key), other.expert(key)
+        assert all(np.array_equal(mine[name], theirs[name]) for name in ("gate", "up", "down"))
+    ids = torch.arange(2, 30).view(2, 14)
+    with torch.inference_mode():
+        logits = [checkpoint.model(torch.float32)(ids).logits for checkpoint in (one, other)]
+    assert torch.equal(*logits)
+    tensors = load_file(joined / "model.safetensors")
+    missing = next(name for name in tensors if name.endswith("gate_up_proj"))
+    save_file({name: tensor for name, tensor in tensors.items() if name != missing}, joined / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor '.*experts\.gate_up_proj"):
+        Checkpoint.open(joined)
+
+
+def test_what_a_published_model_has_beside_its_text_is_left_out_with_a_note(tmp_path: Path) -> None:
+    path = tiny_of("qwen3_5_moe")(tmp_path / "hf")
+    assert Checkpoint.open(path).notes == ["images are left out: the pack holds the text model alone"]
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.ones(24, 48)}, path / "model.safetensors")
+    assert [note.partition(" are left out")[0] for note in Checkpoint.open(path).notes] == [
+        "the layers that predict several tokens at once", "images",
+    ]  # fmt: skip
 
 
 def test_reads_experts_and_backbone(source: Path) -> None:

@@ -36,8 +36,11 @@ def pack_of(path: Path, out: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("family", "code", "coding"),
-    [("deepseek_v3", in_fp8, FP8), ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4)],
-)
+    [
+        ("deepseek_v3", in_fp8, FP8), ("qwen3_next", in_fp8, FP8), ("qwen3_5_moe", in_fp8, FP8),
+        ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4),
+    ],
+)  # fmt: skip
 def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
     family: str, code: Callable[[Tensors], tuple[Tensors, Tensors]], coding: Any, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ VALUES: tuple[Any, ...] = (
 RESTING: dict[str, set[str]] = {
     "qwen3_moe": {"intermediate_size", "sliding_window", "use_sliding_window", "max_window_layers"},
     "qwen2_moe": {"intermediate_size", "sliding_window", "max_window_layers"},
+    "qwen3_next": {"intermediate_size"},
     "deepseek_v2": {"n_group", "topk_group"},
     "dots1": {"sliding_window", "max_window_layers"},
     "ernie4_5_moe": {"moe_layer_end_index", "moe_norm_min"},

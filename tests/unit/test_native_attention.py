@@ -41,7 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "norms of each head": {"qk_norm": "head"}, "one key head a head": {"kv": 4, "shared": 1},
     "four heads a key head": {"kv": 1, "shared": 4}, "heads of 128": {"dim": 128},
     "odd heads": {"dim": 33, "turning": 0.4}, "biases": {"biases": "qkvo", "layer": True},
-    "a gate": {"gate": True, "biases": "qkv"}, "chunks of 50": {"chunk": 50, "scaled": True},
+    "a gate": {"gate": True, "biases": "qkv"}, "a gate with a bias": {"biases": "qkvog"},
+    "chunks of 50": {"chunk": 50, "scaled": True},
     "normed after turning": {"qk_norm": "head", "norm_turned": True, "v_norm": True},
     "normed at the end": {"after": True, "add": 0.3},
 }  # fmt: skip

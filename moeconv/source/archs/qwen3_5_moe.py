@@ -23,10 +23,7 @@ class Qwen35MoeText(Qwen3Next):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
-        config.only(
-            attn_output_gate=(True,), output_gate_type=("swish",), norm_topk_prob=(True,), mlp_only_layers=([],),
-            decoder_sparse_step=(1,),
-        )  # fmt: skip
+        config.only(attn_output_gate=(True,), output_gate_type=("swish",), norm_topk_prob=(True,))
         config.without_effect_on_text("mrope_section", "mrope_interleaved")  # a word's place has one number, not three
         return super().describe(config, tokens)
 
