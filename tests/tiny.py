@@ -255,6 +255,8 @@ def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
                 weight.copy_(noise)
             elif name.endswith("shared.weight") or "embed" in name:
                 weight.copy_(0.2 * noise)  # small, or a tied head would repeat the last token
+            elif ".wi_" in name:  # of a gate and what it multiplies, in Switch, whose attention is not scaled
+                weight.copy_(0.8 * noise * weight.shape[-1] ** -0.5)
             elif "cross_attention" in name:  # large, or positions would say more than what was read
                 weight.copy_(4.0 * noise * weight.shape[-1] ** -0.5)
             else:

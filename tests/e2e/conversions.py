@@ -23,6 +23,8 @@ from moeconv.promise.judging import Judge
 from moeconv.sweep.sensitivity import Bar
 from moert.pack.manifest import Manifest
 
+ENCODERS = ("switch", "switch_transformers", "nllb-moe")
+"""What reads an input and writes another text."""
 WORDS = ["ab", "cde", "fghi", "kl", "mno", "pqrs", "tu", "vwx", "yz", "aeiou"]
 
 
@@ -39,8 +41,8 @@ def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **change
         changes["target"] = Target("loss", changes.pop("loss"))
     base: dict[str, Any] = {
         "model": str(sources[family]), "out": tmp_path / "m.pack", "work": tmp_path / "work", "confidence": None,
-        "calib": str(sources["pairs" if family == "switch" else "text"]), "metric": "perplexity", "context": 32,
-        "max_new_tokens": 6 if family == "switch" else None,
+        "calib": str(sources["pairs" if family in ENCODERS else "text"]), "metric": "perplexity", "context": 32,
+        "max_new_tokens": 6 if family in ENCODERS else None,
     }  # fmt: skip
     if changes.get("calib", "") is None:
         base |= {"metric": None, "max_new_tokens": None, "confidence": 0.95}

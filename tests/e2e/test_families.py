@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conversions import Done, settings_for
+from conversions import ENCODERS, Done, settings_for
 from tiny import TINY, VOCAB
 from tiny_families import FAMILIES
 from tiny_packs import record_routes
@@ -30,10 +30,10 @@ from moert.pack.writer import add_to_pack
 from tests.kept_keys import WideKeys
 from tests.parity.packs import open_model
 
-ALWAYS = ("deepseek_v3", "gpt_oss", "gemma4")
+ALWAYS = ("deepseek_v3", "gpt_oss", "gemma4", "nllb-moe")
 WIDTHS = (2, 4, 8, 16)
 NEW = 10
-NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *ENCODERS[1:])]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -66,9 +66,11 @@ def test_a_conversion_verifies_against_its_source(
         assert report.calibration is not None
         assert report.calibration.loss <= 0.05
     packed, ids = PackedModel.open(pack), list(range(2, 40))
-    found = open_model(pack, opaque(WideKeys()))[0].forward_all(ids)
+    fed = [pack.manifest.model.tokens.start or 0, *ids[:9]] if family in ENCODERS else None
+    found = open_model(pack, opaque(WideKeys()))[0].forward_all(ids, fed)
+    inputs = {} if fed is None else {"decoder_input_ids": torch.tensor([fed])}
     with torch.inference_mode():
-        expected = packed.model(torch.tensor([ids])).logits[0].numpy()
+        expected = packed.model(torch.tensor([ids]), **inputs).logits[0].numpy()
     apart = np.abs(found - expected).max() / np.abs(expected).max()
     assert apart < 1e-4
 

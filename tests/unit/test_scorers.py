@@ -14,12 +14,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import TINY, VOCAB, transformers_model
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError
 from moeconv.measure.scorers.build import Extent, dealt, load_tokenizer, spread, volume
+from moeconv.measure.scorers.generated import targets_of
 from moeconv.measure.scorers.head import Head
 from moeconv.measure.scorers.items import documents_of
 from moeconv.measure.scorers.seq2seq import Seq2Seq
@@ -528,3 +529,31 @@ def test_a_trial_gives_back_what_it_changed(tiny_model: TinyModel) -> None:
     trial.restore()
     for mine, name in zip(trial.calls.weights(key), trial.spec.moe.ffn.projections, strict=True):
         assert np.array_equal(mine.detach().numpy(), checkpoint.expert(key)[name])
+
+
+def test_what_is_to_be_written_begins_with_the_models_first_token(tiny_model: TinyModel) -> None:
+    """In place of what the tokenizer puts before inputs, as of NLLB the language that they are in."""
+    trial = trial_of(tiny_model("nllb-moe", "a first token"))
+    tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
+    letters, end = {letter: tokenizer.token_to_id(letter) for letter in "abc"}, trial.spec.tokens.eos[0]
+    assert targets_of(["ab", "c", ""], tokenizer, trial.spec) == [[7, letters["a"], letters["b"], end],
+                                                                  [7, letters["c"], end], [7, end]]  # fmt: skip
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<unk> $A </s>", special_tokens=[("<unk>", 2), ("</s>", end)]
+    )
+    assert tokenizer.encode("c").ids == [2, letters["c"], end]
+    assert targets_of(["c", ""], tokenizer, trial.spec) == [[7, letters["c"], end], [7, end]]
+    [scorer] = scorers(trial, pairs(3), "rouge1")
+    assert {int(first) for bucket in scorer.buckets for first in bucket.targets[:, 0]} == {7}
+
+
+def test_text_longer_than_there_are_positions_is_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(TINY["nllb-moe"][0](tmp_path, max_position_embeddings=12))
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+    extent, short = Extent(limit=None, context=16, max_new_tokens=None), Sample("a b c d", "c d e")
+    assert volume(checkpoint.spec, tokenizer, [short], extent).samples == 1
+    for sample in (Sample("a b c d e f g", "c d e"), Sample("a b", "c d e f g h i")):
+        with pytest.raises(CalibrationError, match="a text has 14 tokens, the model takes at most 12"):
+            volume(checkpoint.spec, tokenizer, [short, sample], extent)
+    scorer = scorers(trial_of(checkpoint.path), [short], "rouge1", max_new_tokens=None)[0]
+    assert scorer.max_new_tokens == 12
