@@ -49,7 +49,7 @@ class Shape:
     num_experts: int = 4
     top_k: int = 2
     d_ff: int = 16
-    activation: Literal["relu", "silu", "gelu", "gelu_new"] = "silu"
+    activation: Literal["relu", "silu", "gelu", "gelu_new", "relu2"] = "silu"
     activation_limit: float | None = None
     gated: bool = True
     renormalise: bool = False

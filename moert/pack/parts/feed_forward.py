@@ -12,10 +12,10 @@ from moert.pack.reading import MAX_COUNT, Above, Within
 
 @dataclass(frozen=True)
 class Act:
-    """The activation of a feed-forward; silu is x · sigmoid(slope · x). With a `limit` the gate is bounded to at most
+    """The activation of a feed-forward; silu is x · sigmoid(slope · x), relu2 the square of relu. With a `limit` the gate is bounded to at most
     the limit and up to ± the limit before it; without a gate, up to at most the limit. `plus` is added to up then."""
 
-    name: Literal["relu", "silu", "gelu", "gelu_new"]
+    name: Literal["relu", "silu", "gelu", "gelu_new", "relu2"]
     limit: Annotated[float | None, Above(0)] = None
     slope: Annotated[float, Above(0)] = 1.0
     plus: float = 0.0
