@@ -26,6 +26,7 @@ from moert.pack.parts import (
     Layer,
     Mamba,
     Mamba2,
+    Narrow,
     Norm,
     PositionTable,
     Rope,
@@ -63,7 +64,7 @@ _EXPERTS = Experts(
         2, True, None, "sigmoid", bias=True, choice_bias=True, groups=Groups(2, 1, 2), factor=2.5, own_norm=True,
         expert_scale=True,
     ),
-    _WIDE, shared_gate=True, beside=Beside(_WIDE, _LAYER_NORM, _NORM, _NORM),
+    _WIDE, shared_gate=True, beside=Beside(_WIDE, _LAYER_NORM, _NORM, _NORM), narrow=Narrow(8, bias=True),
 )  # fmt: skip
 _HEADS = Attention(
     4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvog", norm_turned=True,
@@ -78,7 +79,8 @@ RICH = ModelSpec(
             Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), scaled=True),
             Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5)),
             Layer(_NORM, replace(_LATENT, q_rank=None), None,
-                  Experts(4, _EXPERT, Router(2, False, None, "sparsemixer", jitter=0.01), _EXPERT)),
+                  replace(_EXPERTS, router=Router(2, False, None, "sparsemixer", jitter=0.01), shared=_EXPERT,
+                          shared_gate=False, beside=None)),
         ],
         _LAYER_NORM,
     ),
