@@ -31,12 +31,13 @@ class SwitchSettings:
     d_model: int
     d_ff: int
     d_kv: int
-    layers: int
+    layers: int  # of the encoder and of the decoder
     heads: int
     experts: int
     batch: int  # examples a step
     max_input: int
     max_target: int
+    sparse_every: int = 1  # 2: every second layer has experts, the others one network
     dropout: float = 0.0
     balance: float = 0.05
     z_loss: float = 1e-4
@@ -44,7 +45,7 @@ class SwitchSettings:
 
 
 def config_of(settings: SwitchSettings, vocab: int) -> SwitchTransformersConfig:
-    """Hugging Face configuration with every layer sparse, no router noise and room for all tokens."""
+    """Hugging Face configuration without router noise and with room for all tokens."""
     return SwitchTransformersConfig(
         vocab_size=vocab,
         d_model=settings.d_model,
@@ -52,8 +53,8 @@ def config_of(settings: SwitchSettings, vocab: int) -> SwitchTransformersConfig:
         d_kv=settings.d_kv,
         num_layers=settings.layers,
         num_decoder_layers=settings.layers,
-        num_sparse_encoder_layers=settings.layers,
-        num_sparse_decoder_layers=settings.layers,
+        num_sparse_encoder_layers=settings.layers // settings.sparse_every,
+        num_sparse_decoder_layers=settings.layers // settings.sparse_every,
         num_heads=settings.heads,
         num_experts=settings.experts,
         expert_capacity=512,
@@ -99,14 +100,13 @@ class TrainingBlock(nn.Module):
 def replace_blocks(
     model: SwitchTransformersForConditionalGeneration,
 ) -> tuple[list[TrainingBlock], list[TrainingBlock]]:
-    """Put training blocks into the model; returns those of the encoder and of the decoder."""
+    """Put training blocks into the sparse layers; returns those of the encoder and of the decoder."""
     stacks: list[list[TrainingBlock]] = []
     for stack in (model.encoder, model.decoder):
-        blocks = []
-        for layer in stack.block:
-            layer.layer[-1].mlp = TrainingBlock(layer.layer[-1].mlp)
-            blocks.append(layer.layer[-1].mlp)
-        stacks.append(blocks)
+        parts = [layer.layer[-1] for layer in stack.block if layer.is_sparse]
+        for part in parts:
+            part.mlp = TrainingBlock(part.mlp)
+        stacks.append([part.mlp for part in parts])
     return stacks[0], stacks[1]
 
 
