@@ -32,11 +32,9 @@ END_OF_LINE = "\n"
 
 def rouge2(targets: list[str], outputs: list[str]) -> float:
     """Mean ROUGE-2 F1."""
-    from rouge_score.rouge_scorer import RougeScorer
+    from recipes.train import switch
 
-    scorer = RougeScorer(["rouge2"])
-    scores = [scorer.score(t, o)["rouge2"].fmeasure for t, o in zip(targets, outputs, strict=True)]
-    return sum(scores) / len(scores)
+    return sum(switch.rouge2(o, t) for t, o in zip(targets, outputs, strict=True)) / len(targets)
 
 
 def scores(name: str, rows: Rows, outputs: list[str]) -> list[dict[str, Any]]:
