@@ -24,6 +24,7 @@ from recipes.train.cross import ChunkedCross
 from recipes.train.grouped import GroupedExperts, balance_loss
 
 PAD_ID, EOS_ID = 0, 1
+SHORT = 36  # tokens
 Ids = array  # of token ids, 16 bits each
 Pair = tuple[Ids, Ids]  # input and target
 
@@ -42,6 +43,7 @@ class SwitchSettings:
     max_input: int
     max_target: int
     sparse_every: int = 1  # 2: every second layer has experts, the others one network
+    short_steps: int = 0  # at first, whose examples have at most SHORT tokens: copying is learnt sooner on them
     dropout: float = 0.0
     balance: float = 0.05
     z_loss: float = 1e-4
@@ -155,6 +157,20 @@ class Buckets:
         return pad([pair[0] for pair in chosen]), pad([pair[1] for pair in chosen])
 
 
+class ShortFirst:
+    """For ``steps`` steps those pairs alone whose sides have at most SHORT tokens, then all: see Buckets."""
+
+    def __init__(self, pairs: list[Pair], batch: int, seed: int, steps: int):
+        self.steps, self.all = steps, Buckets(pairs, batch, seed)
+        self.short = Buckets([pair for pair in pairs if max(map(len, pair)) <= SHORT], batch, seed) if steps else None
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Padded inputs [batch, in] and targets [batch, out] of this step."""
+        if self.short is not None and step < self.steps:
+            return self.short.at(step)
+        return self.all.at(step - self.steps)
+
+
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
     """Rows of ids as one int64 tensor, filled with the pad id on the right."""
     width = max(len(row) for row in rows)
@@ -187,7 +203,7 @@ class SwitchTask:
         self.model = SwitchTransformersForConditionalGeneration(self.config)
         self.model.set_attn_implementation(attention.register())
         self.encoder_blocks, self.decoder_blocks = replace_blocks(self.model)
-        self.buckets = Buckets(self._encode(train), settings.batch, seed)
+        self.batches = ShortFirst(self._encode(train), settings.batch, seed, settings.short_steps)
 
     def _encode(self, rows: list[dict[str, str]]) -> list[Pair]:
         """Token ids of all rows, cut to the longest lengths; the end token stays."""
@@ -223,7 +239,7 @@ class SwitchTask:
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """Smoothed cross-entropy plus balance and z losses; the log gets the plain parts and the busiest share."""
-        cross = self._cross(*self.buckets.at(step), self.settings.smoothing)
+        cross = self._cross(*self.batches.at(step), self.settings.smoothing)
         blocks = self.encoder_blocks + self.decoder_blocks
         balance = torch.stack([block.balance for block in blocks]).mean()
         z_loss = torch.stack([block.z_loss for block in blocks]).mean()

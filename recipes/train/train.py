@@ -119,7 +119,7 @@ def marks(seed: int) -> loop.Task:
 
     settings = SwitchSettings(
         d_model=192, d_ff=160, d_kv=32, layers=6, heads=6, experts=64, batch=64, max_input=112, max_target=128,
-        sparse_every=2, smoothing=0.0,
+        sparse_every=2, short_steps=600, smoothing=0.0,
     )  # fmt: skip
     train = rows_of("marks", "train")
     texts = (row[side] for row in train for side in ("input", "target"))

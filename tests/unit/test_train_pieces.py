@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +192,7 @@ def test_switch_computes_what_transformers_computes_from_its_export(sparse_every
     assert len(task.encoder_blocks) == len(task.decoder_blocks) == 4 // sparse_every
     task.export(tmp_path)
     plain = transformers.SwitchTransformersForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
-    source, target = task.buckets.at(0)
+    source, target = task.batches.at(0)
     shifted = F.pad(target[:, :-1], (1, 0), value=switch.PAD_ID)
     with torch.no_grad():
         logits = plain.eval()(source, attention_mask=(source != 0).long(), decoder_input_ids=shifted).logits
@@ -199,6 +200,15 @@ def test_switch_computes_what_transformers_computes_from_its_export(sparse_every
     task.model.eval()
     with torch.no_grad():
         assert float(task._cross(source, target, 0.0)) == pytest.approx(float(expected), rel=0.01)
+
+
+def test_short_examples_come_first_and_then_all() -> None:
+    pairs = [(array("H", [2] * n), array("H", [3] * (n + 1))) for n in range(10, 60)]
+    batches = switch.ShortFirst(pairs, 10, 0, steps=5)
+    widths = [[side.shape[1] for side in batches.at(step)] for step in range(10)]
+    assert max(max(pair) for pair in widths[:5]) <= switch.SHORT
+    lengths = [n for step in range(5, 10) for n in (batches.at(step)[0] != 0).sum(1).tolist()]
+    assert sorted(lengths) == list(range(10, 60))
 
 
 def test_a_stopped_training_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
