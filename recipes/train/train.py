@@ -146,7 +146,7 @@ PLANS = {
     "wiki": Plan("wiki", wiki, 90, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
     "wikids": Plan("wiki", wikids, 100, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
     "docline": Plan("docline", docline, 80, 2e-3, 2e-2, ("shared",), muon=True),
-    "marks": Plan("marks", marks, 100, 2e-3, 2e-2, ("shared",), muon=True),
+    "marks": Plan("marks", marks, 100, 4e-3, 2e-2, ("shared",), muon=True),
 }
 
 
