@@ -41,7 +41,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train. Times in minutes of all threads' processor time; rates are those of AdamW at the schedule's peak."""
+    """How to train. Times in minutes of every thread's processor time; rates are AdamW's at the schedule's peak."""
 
     minutes: float
     threads: int
