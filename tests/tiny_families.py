@@ -467,7 +467,7 @@ FAMILIES: dict[str, Tiny] = {
             "another activation": {"mlp_hidden_act": "silu"},
             "one group of heads": {"n_groups": 1, "use_conv_bias": False, "conv_kernel": 2},
             "convolutions of one token": {"conv_kernel": 1},
-            "steps of any length": {"time_step_min": 1e-9},
+            "long steps of new weights": {"time_step_min": 0.5, "time_step_max": 0.9},
             "other order": {"layers_block_type": ["moe", "linear_attention", "moe", "full_attention"]},
             "all attend": {"layers_block_type": ["full_attention", "moe"] * 2},
         },

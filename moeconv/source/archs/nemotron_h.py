@@ -1,5 +1,5 @@
-"""Nemotron-H with experts: each layer is one norm and one part, which is Mamba-2, attention without positions, a network
-or experts without gates, which may be narrower than the stream."""
+"""Nemotron-H with experts: each layer is a norm and one part, which is Mamba-2, attention without positions, a network
+or experts; these have no gates, and may be narrower than the stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.views import rows
 from moert.pack.model_spec import ExpertKey, StackName, Tokens
-from moert.pack.parts import Experts, Ffn, Layer, Mamba2, Narrow, Norm, Router
+from moert.pack.parts import Experts, Ffn, Layer, Mamba2, Narrow, Norm
 
 _INSIDE: Inside = {
     "mixer_norm": "norm", "ffn_norm": "norm", "router": "mixer.gate",
@@ -30,9 +30,10 @@ _IDLE = (
     "attention_bias", "expand", "mamba_expand", "chunk_size", "mamba_chunk_size", "mamba_proj_bias", "n_shared_experts",
     "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
     "norm_eps", "num_hidden_layers", "num_logits_to_keep", "partial_rotary_factor", "rescale_prenorm_residual",
-    "residual_in_fp32", "rope_theta", "sliding_window", "time_step_floor", "mamba_dt_init_floor", "time_step_limit",
-    "mamba_dt_limit", "time_step_max", "mamba_dt_max", "use_mamba_kernels",
+    "residual_in_fp32", "rope_theta", "sliding_window", "time_step_floor", "mamba_dt_init_floor", "time_step_max",
+    "mamba_dt_max", "time_step_min", "mamba_dt_min", "use_mamba_kernels",
 )  # fmt: skip
+_UNBOUNDED = (0.0, math.inf)
 
 
 class NemotronH(Family):
@@ -68,6 +69,15 @@ class NemotronH(Family):
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, ropes=[])
 
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Transformers 5.23 lets no step of a text be shorter than time_step_min, which is for weights not trained yet
+        (its pull request 48989), but those of a token that it reads alone. Here no step has bounds, as in the model
+        that was published and in its training."""
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = _UNBOUNDED  # type: ignore[assignment]
+        return model
+
     def resumed(self, layers: Sequence[nn.Module], start: int) -> list[nn.Module]:
         found = super().resumed(layers, start)
         for stand_in, layer in zip(found, layers, strict=True):
@@ -79,16 +89,18 @@ class NemotronH(Family):
 
 
 def _mamba(config: Config, norm: Norm) -> Mamba2:
-    """Steps are as long as transformers makes them where it reads several tokens at once, which is also how a model is
-    measured; where it reads one token after others, it forgets the least length. Raises UnsupportedModel."""
+    """Raises UnsupportedModel."""
     config.one_of("mamba_hidden_act", ("silu", "swish"))
-    least = config.get("time_step_min", "mamba_dt_min")
-    if isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least < math.inf:
-        raise UnsupportedModel(f"config.json sets time_step_min {least!r}: it should be a number from 0 on")
+    limit, config.allowed["time_step_limit"] = config.get("time_step_limit", "mamba_dt_limit"), (_UNBOUNDED,)
+    if tuple(limit) != _UNBOUNDED:
+        raise UnsupportedModel(
+            f"config.json sets time_step_limit {limit!r}: transformers bounds no step of a token that it reads alone, "
+            "so that what it computes of a text depends on the pieces in which that came"
+        )
     return Mamba2(
         config.count("mamba_num_heads"), config.count("mamba_head_dim"), config.count("n_groups", "mamba_n_groups"),
         config.count("ssm_state_size"), config.count("conv_kernel", "mamba_d_conv"), norm,
-        bool(config.get("use_conv_bias", "mamba_conv_bias")), bool(config.get("use_bias")), float(least),
+        bool(config.get("use_conv_bias", "mamba_conv_bias")), bool(config.get("use_bias")),
     )  # fmt: skip
 
 
