@@ -1,5 +1,6 @@
 """Nemotron-H with experts: each layer is a norm and one part, which is Mamba-2, attention without positions, a network
-or experts; these have no gates, and may be narrower than the stream."""
+or experts; these have no gates, and may be narrower than the stream. It is compared with transformers less a bound on
+steps that the published model has not."""
 
 from __future__ import annotations
 
