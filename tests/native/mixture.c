@@ -135,7 +135,7 @@ static void run(mixture *m) {
 static void mix(int number, int d_model, int d_ff, int tokens, const int *allowed, int count) {
     mixture m = {.gated = number / 4 % 2, .experts = 1 + number % MOST_EXPERTS, .d_model = d_model, .d_ff = d_ff,
                  .tokens = tokens};
-    m.act.kind = number % 4, m.act.limit = (float[]){INFINITY, 0.5f, 7, INFINITY}[number / 8 % 4];
+    m.act.kind = number % 5, m.act.limit = (float[]){INFINITY, 0.5f, 7, INFINITY}[number / 8 % 4];
     m.act.slope = draw(2) ? 1.702f : 1, m.act.plus = draw(2) ? 0 : 1;
     m.style = number % 16 == 15 ? EXTREME : PLAIN;
     make(&m, allowed, count);
@@ -162,6 +162,6 @@ void mixture_cases(void) {
     }
     for (int i = 0; i < 4; i++) {
         seed(4000 + (uint64_t)i);
-        mix(i * 5, 64, 96, 200, kinds, 6);
+        mix(i * 7, 64, 96, 200, kinds, 6);
     }
 }

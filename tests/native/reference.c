@@ -148,6 +148,7 @@ void plain_halves(const estimate *x, int length, estimate *y) {
 
 static double activation_of(const moert_act *act, double x) {
     if (act->kind == MOERT_RELU) return x > 0 ? x : 0;
+    if (act->kind == MOERT_RELU_SQUARED) return x > 0 ? x * x : 0;
     if (act->kind == MOERT_SILU) return x / (1 + exp(-act->slope * x));
     if (act->kind == MOERT_GELU) return 0.5 * x * (1 + erf(x * sqrt(0.5)));
     return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
@@ -158,8 +159,9 @@ void plain_activate(const moert_act *act, const estimate *gate, const estimate *
     for (int i = 0; i < length; i++) {
         const estimate *bent = gate ? gate : up;
         double input = fmin(bent->value[i], limit), u = 1, u_error = 0;
-        double a = activation_of(act, input);
-        double a_error = 1.2 * bent->error[i] + 3e-7 * fabs(input) + INNER * fabs(a); /* slopes are below 1.2 */
+        double a = activation_of(act, input), off = bent->error[i];
+        double slope = act->kind == MOERT_RELU_SQUARED ? 2 * fabs(input) + off : 1.2; /* at most */
+        double a_error = slope * off + 3e-7 * fabs(input) + INNER * fabs(a);
         if (gate) {
             u = fmax(fmin(up->value[i], limit), -limit) + act->plus;
             u_error = up->error[i] + INNER * fabs(act->plus);
