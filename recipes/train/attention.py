@@ -31,7 +31,7 @@ def _of(extra: Tensor | None, part: slice) -> Tensor | None:
 class SlicedAttention(torch.autograd.Function):
     """softmax(q·kᵀ·scale + bias + mask)·v.
 
-    q, k, v [batch, heads, length, width] → [batch, heads, queries, width].
+    q, k [batch, heads, length, width], v [batch, heads, keys, its own width] → [batch, heads, queries, that width].
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class SlicedAttention(torch.autograd.Function):
         q, k, v = ((t * scale if i == 0 else t).bfloat16().contiguous() for i, t in enumerate((q, k, v)))
         low_bias = None if bias is None else bias.bfloat16()
         low_mask = None if mask is None else mask.bfloat16()
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         weights = []
         for part in _pieces(q, k):
             scores = q[part] @ k[part].mT

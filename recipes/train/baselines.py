@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from calib_data import manifest
+from calib_data.marks import plain
 from recipes.train import loop, report, train
 from recipes.train.kneser_ney import KneserNey
 
@@ -30,11 +32,9 @@ END_OF_LINE = "\n"
 
 def rouge2(targets: list[str], outputs: list[str]) -> float:
     """Mean ROUGE-2 F1."""
-    from rouge_score.rouge_scorer import RougeScorer
+    from recipes.train import switch
 
-    scorer = RougeScorer(["rouge2"])
-    scores = [scorer.score(t, o)["rouge2"].fmeasure for t, o in zip(targets, outputs, strict=True)]
-    return sum(scores) / len(scores)
+    return sum(switch.rouge2(o, t) for t, o in zip(targets, outputs, strict=True)) / len(targets)
 
 
 def scores(name: str, rows: Rows, outputs: list[str]) -> list[dict[str, Any]]:
@@ -51,12 +51,12 @@ def generate(name: str, inputs: list[str], batch: int = 128) -> list[str]:
     """Greedy outputs of the exported model, loaded in fp32, in the order of the inputs."""
     from transformers import SwitchTransformersForConditionalGeneration
 
-    from recipes.train.switch import EOS_ID, PAD_ID, pad
+    from recipes.train.switch import PAD_ID, pad
 
     folder = report.model_folder(name)
     model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = [[*item.ids[:-1][: report.SOURCE_LIMIT - 1], EOS_ID] for item in tokenizer.encode_batch(inputs)]
+    ids = [item.ids for item in tokenizer.encode_batch(inputs)]  # cut where the model's tokenizer.json says so
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     outputs = [""] * len(ids)
     for start in range(0, len(order), batch):
@@ -159,6 +159,51 @@ def docline(sample: int) -> list[dict[str, Any]]:
     ]
 
 
+def finished(text: str) -> str:
+    """Text with its first letter in upper case and a full stop at its end."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.,;:!?')}."
+
+
+def commonest_forms(known: Rows) -> dict[str, str]:
+    """The most frequent form, with its case and marks, of each plain word of the training targets."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in known:
+        for word in row["target"].split():
+            counts[plain(word)][word] += 1
+    return {word: forms.most_common(1)[0][0] for word, forms in counts.items()}
+
+
+def restored(rows: Rows, outputs: list[str]) -> dict[str, float]:
+    """F1 of the words with capitals or marks, share of exact outputs, and share in which all words are the input's."""
+    from calib_data.marked_words import f1
+
+    pairs = list(zip(rows, outputs, strict=True))
+    return {
+        "f1": sum(f1(output, row["target"]) for row, output in pairs) / len(pairs),
+        "exact": sum(output == row["target"] for row, output in pairs) / len(pairs),
+        "same words": sum(plain(output) == row["input"] for row, output in pairs) / len(pairs),
+    }
+
+
+def marks(sample: int) -> list[dict[str, Any]]:
+    """Model, first letter and full stop alone, and the commonest form of each word as well, on rows of all articles."""
+    rows = train.rows_of("marks", "heldout")
+    rows = rows[:: max(1, len(rows) // sample)]
+    inputs = [row["input"] for row in rows]
+    forms = commonest_forms(train.rows_of("marks", "train"))
+    likely = [" ".join(forms.get(word, word) for word in text.split()) for text in inputs]
+    ways = {
+        "model": generate("marks", inputs),
+        "first letter and full stop": [finished(text) for text in inputs],
+        "commonest forms": [finished(text) for text in likely],
+    }
+    return [
+        {"name": f"{way} {figure}", "value": value}
+        for way, outputs in ways.items()
+        for figure, value in restored(rows, outputs).items()
+    ]
+
+
 def spellings(words: list[str]) -> np.ndarray:
     """Characters of the words as one stream of codes; each word begins after a 0 and ends with one."""
     return np.array([0] + [code for word in words for code in [*map(ord, word), 0]], dtype=np.int64)
@@ -218,16 +263,16 @@ def kept_five_gram() -> tuple[float, dict[str, Any]]:
     return kept["perplexity"], kept["facts"]
 
 
-def model_perplexity(stride: int = 128) -> float:
+def model_perplexity(name: str, stride: int = 128) -> float:
     """Word-level perplexity of the exported model (fp32) on the whole held-out text.
 
     Windows of the context length advance by ``stride`` tokens; only tokens not scored before count, so that all but
     the first have at least context − stride tokens before them. exp(total negative log-likelihood / words).
     """
-    from transformers import OlmoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    folder = report.model_folder("wiki")
-    model = OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    folder = report.model_folder(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text = "".join(row["text"] for row in train.rows_of("wiki", "heldout"))
     ids = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
     span, total, scored = model.config.max_position_embeddings, math.log(model.config.vocab_size), 1
@@ -246,15 +291,21 @@ def model_perplexity(stride: int = 128) -> float:
     return math.exp(total / len(text.split()))
 
 
-def wiki(sample: int) -> list[dict[str, Any]]:
-    """Model and 5-gram on the WikiText-2 test text, both per whitespace-separated word."""
+def wiki(name: str, sample: int) -> list[dict[str, Any]]:
+    """A model of the wiki data and the 5-gram on the WikiText-2 test text, both per whitespace-separated word."""
     perplexity, facts = kept_five_gram()
     rows = [{"name": "kneser-ney 5-gram word perplexity", "value": perplexity}]
     rows += [{"name": name, "value": value} for name, value in facts.items()]
-    return [{"name": "model word perplexity", "value": model_perplexity()}, *rows]
+    return [{"name": "model word perplexity", "value": model_perplexity(name)}, *rows]
 
 
-BASELINES = {"g2p": (g2p, 400), "docline": (docline, 2000), "wiki": (wiki, 0)}
+BASELINES = {
+    "g2p": (g2p, 400),
+    "docline": (docline, 2000),
+    "marks": (marks, 1000),
+    "wiki": (partial(wiki, "wiki"), 0),
+    "wikids": (partial(wiki, "wikids"), 0),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,7 +41,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train. Times in minutes; rates are those of AdamW at the peak of the schedule."""
+    """How to train. Times in minutes of every thread's processor time; rates are AdamW's at the schedule's peak."""
 
     minutes: float
     threads: int
@@ -162,6 +162,11 @@ def update(task: Task, optimizers: Optimizers, step: int, factor: float, clip: f
     return {"loss": float(loss.detach()), **figures, "norm": float(norm)}
 
 
+def _worked(settings: Settings) -> float:
+    """Seconds of processor time that a thread has had: other work on the machine costs a training nothing but time."""
+    return time.process_time() / settings.threads
+
+
 def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
     """Train until the time budget is spent; resumes from the last checkpoint when there is one."""
     folder = TRAIN_DIR / task.name
@@ -169,10 +174,10 @@ def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
     log, checkpoint = folder / "log.jsonl", folder / "checkpoint.pt"
     optimizers = make_optimizers(task.model, settings, embeddings)
     step, spent = load_checkpoint(checkpoint, task, optimizers)
-    budget, begun = settings.minutes * 60, time.monotonic() - spent
+    budget, begun = settings.minutes * 60, _worked(settings) - spent
     next_log, next_snapshot, last_step, last_time = spent, spent + settings.snapshot_minutes * 60, step, spent
     task.model.train()
-    while (elapsed := time.monotonic() - begun) < budget:
+    while (elapsed := _worked(settings) - begun) < budget:
         factor = rate_factor(step, elapsed / budget, settings)
         figures = update(task, optimizers, step, factor, settings.clip)
         step += 1

@@ -14,7 +14,6 @@ from tests.bench.result import Row, context, write
 
 MODELS = ("g2p", "wiki", "docline")
 TABLES = ("baselines", "routing")
-SOURCE_LIMIT = 96  # tokens of an encoder's input that are read
 
 
 def model_folder(name: str) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +86,28 @@ def describe(fit: Choices, choices: Choices, experts: int) -> dict[str, Any]:
     }
 
 
-class Recorder:
-    """Collects router logits of a model's MoE layers through forward hooks."""
+def likeliest(logits: Tensor, k: int) -> Tensor:
+    """The ``k`` experts of the largest logits [..., experts] for each token: [tokens, k]."""
+    return logits.reshape(-1, logits.shape[-1]).topk(k, dim=-1).indices
 
-    def __init__(self, routers: list[nn.Module], pick: Any, k: int):
-        self.k, self.rows = k, [[] for _ in routers]  # type: list[list[np.ndarray]]
+
+def by_weight(weights: Tensor, index: Tensor) -> Tensor:
+    """Chosen experts [tokens, k] in descending order of their weights [tokens, k]."""
+    return index.gather(1, weights.argsort(dim=-1, descending=True))
+
+
+class Recorder:
+    """Collects the choices of a model's MoE layers through forward hooks; ``chosen`` takes a router's output."""
+
+    def __init__(self, routers: list[nn.Module], chosen: Callable[[Any], Tensor]):
+        self.rows: list[list[np.ndarray]] = [[] for _ in routers]
         self.mask: Tensor | None = None
         for number, router in enumerate(routers):
-            router.register_forward_hook(self._hook(number, pick))
+            router.register_forward_hook(self._hook(number, chosen))
 
-    def _hook(self, number: int, pick: Any) -> Any:
+    def _hook(self, number: int, chosen: Callable[[Any], Tensor]) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            logits = pick(output).reshape(-1, pick(output).shape[-1])
-            index = logits.topk(self.k, dim=-1).indices
+            index = chosen(output)
             self.rows[number].append(index[self.mask.reshape(-1)].numpy() if self.mask is not None else index.numpy())
 
         return keep
@@ -118,7 +128,10 @@ def trace_switch(folder: Path, rows: list[dict[str, str]]) -> tuple[dict[str, Ch
     limit = model.generation_config.max_new_tokens
     stacks = {"encoder": model.encoder, "decoder": model.decoder}
     recorders = {
-        name: Recorder([block.layer[-1].mlp.router for block in stack.block], lambda output: output[2], 1)
+        name: Recorder(
+            [block.layer[-1].mlp.router for block in stack.block if block.is_sparse],
+            lambda output: likeliest(output[2], 1),
+        )
         for name, stack in stacks.items()
     }
     for start in range(0, len(rows), 100):
@@ -132,28 +145,25 @@ def trace_switch(folder: Path, rows: list[dict[str, str]]) -> tuple[dict[str, Ch
     return {name: recorder.choices() for name, recorder in recorders.items()}, model.config.num_experts
 
 
-def trace_olmoe(folder: Path, text: str, tokens: int) -> tuple[dict[str, Choices], int]:
+def trace_decoder(folder: Path, text: str, tokens: int) -> tuple[dict[str, Choices], int]:
     """Choices of the decoder on the first ``tokens`` tokens of a text, in windows of the context length."""
-    from transformers import OlmoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:tokens])
     span = model.config.max_position_embeddings
-    recorder = Recorder(
-        [layer.mlp.gate for layer in model.model.layers],
-        lambda output: output[0],
-        model.config.num_experts_per_tok,
-    )
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    recorder = Recorder(routers, lambda output: by_weight(output[1], output[2]))
     for window in ids[: len(ids) // span * span].view(-1, span).split(8):
         with torch.no_grad():
             model.model(window)
-    return {"decoder": recorder.choices()}, model.config.num_experts
+    return {"decoder": recorder.choices()}, routers[0].num_experts
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trace one model, print the table and write the report."""
     parser = argparse.ArgumentParser(description="Routing skew of one trained reference model.")
-    parser.add_argument("name", choices=sorted(train.TASKS))
+    parser.add_argument("name", choices=sorted(train.PLANS))
     parser.add_argument("--rows", type=int, default=4000, help="rows a split (encoder–decoder models)")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a split (language model)")
     args = parser.parse_args(argv)
@@ -161,9 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = report.model_folder(args.name)
     traces = {}
     for split in ("calibration", "heldout"):
-        rows = train.rows_of(args.name, split)
-        if args.name == "wiki":
-            traces[split], experts = trace_olmoe(folder, "".join(row["text"] for row in rows), args.tokens)
+        rows = train.rows_of(train.PLANS[args.name].data, split)
+        if "text" in rows[0]:
+            traces[split], experts = trace_decoder(folder, "".join(row["text"] for row in rows), args.tokens)
         else:
             traces[split], experts = trace_switch(folder, rows[: args.rows])
     stacks = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from recipes.train.cross import ChunkedCross
 from recipes.train.grouped import GroupedExperts, balance_loss
 
 PAD_ID, EOS_ID = 0, 1
+SHORT = 36  # tokens
+Ids = array  # of token ids, 16 bits each
+Pair = tuple[Ids, Ids]  # input and target
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,14 @@ class SwitchSettings:
     d_model: int
     d_ff: int
     d_kv: int
-    layers: int
+    layers: int  # of the encoder and of the decoder
     heads: int
     experts: int
     batch: int  # examples a step
     max_input: int
     max_target: int
+    sparse_every: int = 1  # 2: every second layer has experts, the others one network
+    short_steps: int = 0  # at first, whose examples have at most SHORT tokens: copying is learnt sooner on them
     dropout: float = 0.0
     balance: float = 0.05
     z_loss: float = 1e-4
@@ -44,7 +51,7 @@ class SwitchSettings:
 
 
 def config_of(settings: SwitchSettings, vocab: int) -> SwitchTransformersConfig:
-    """Hugging Face configuration with every layer sparse, no router noise and room for all tokens."""
+    """Hugging Face configuration without router noise and with room for all tokens."""
     return SwitchTransformersConfig(
         vocab_size=vocab,
         d_model=settings.d_model,
@@ -52,8 +59,8 @@ def config_of(settings: SwitchSettings, vocab: int) -> SwitchTransformersConfig:
         d_kv=settings.d_kv,
         num_layers=settings.layers,
         num_decoder_layers=settings.layers,
-        num_sparse_encoder_layers=settings.layers,
-        num_sparse_decoder_layers=settings.layers,
+        num_sparse_encoder_layers=settings.layers // settings.sparse_every,
+        num_sparse_decoder_layers=settings.layers // settings.sparse_every,
         num_heads=settings.heads,
         num_experts=settings.experts,
         expert_capacity=512,
@@ -99,14 +106,13 @@ class TrainingBlock(nn.Module):
 def replace_blocks(
     model: SwitchTransformersForConditionalGeneration,
 ) -> tuple[list[TrainingBlock], list[TrainingBlock]]:
-    """Put training blocks into the model; returns those of the encoder and of the decoder."""
+    """Put training blocks into the sparse layers; returns those of the encoder and of the decoder."""
     stacks: list[list[TrainingBlock]] = []
     for stack in (model.encoder, model.decoder):
-        blocks = []
-        for layer in stack.block:
-            layer.layer[-1].mlp = TrainingBlock(layer.layer[-1].mlp)
-            blocks.append(layer.layer[-1].mlp)
-        stacks.append(blocks)
+        parts = [layer.layer[-1] for layer in stack.block if layer.is_sparse]
+        for part in parts:
+            part.mlp = TrainingBlock(part.mlp)
+        stacks.append([part.mlp for part in parts])
     return stacks[0], stacks[1]
 
 
@@ -129,7 +135,7 @@ def plain_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 class Buckets:
     """Batches of examples of like length, in an order that depends on the seed and the epoch only."""
 
-    def __init__(self, pairs: list[tuple[list[int], list[int]]], batch: int, seed: int):
+    def __init__(self, pairs: list[Pair], batch: int, seed: int):
         self.pairs, self.batch, self.seed = pairs, batch, seed
         self.epoch, self.batches = -1, self._deal(0)
 
@@ -151,14 +157,35 @@ class Buckets:
         return pad([pair[0] for pair in chosen]), pad([pair[1] for pair in chosen])
 
 
-def pad(rows: list[list[int]]) -> Tensor:
+class ShortFirst:
+    """For ``steps`` steps those pairs alone whose sides have at most SHORT tokens, then all: see Buckets."""
+
+    def __init__(self, pairs: list[Pair], batch: int, seed: int, steps: int):
+        self.steps, self.all = steps, Buckets(pairs, batch, seed)
+        self.short = Buckets([pair for pair in pairs if max(map(len, pair)) <= SHORT], batch, seed) if steps else None
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Padded inputs [batch, in] and targets [batch, out] of this step."""
+        if self.short is not None and step < self.steps:
+            return self.short.at(step)
+        return self.all.at(step - self.steps)
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
     """Rows of ids as one int64 tensor, filled with the pad id on the right."""
     width = max(len(row) for row in rows)
-    return torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])
+    return torch.tensor([[*row, *[PAD_ID] * (width - len(row))] for row in rows])
+
+
+def rouge2(prediction: str, target: str) -> float:
+    """ROUGE-2 (F1): of pairs of words, whatever their case and marks."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge2"]).score(target, prediction)["rouge2"].fmeasure
 
 
 class SwitchTask:
-    """A Switch model, its training pairs and its held-out rows."""
+    """A Switch model, its training pairs and its held-out rows, whose outputs are judged by ``metric``."""
 
     def __init__(
         self,
@@ -168,21 +195,25 @@ class SwitchTask:
         train: list[dict[str, str]],
         heldout: list[dict[str, str]],
         seed: int,
+        metric: Callable[[str, str], float] = rouge2,
     ):
         self.name, self.settings, self.tokenizer, self.heldout = name, settings, tokenizer, heldout
+        self.metric = metric
         self.config = config_of(settings, tokenizer.get_vocab_size())
         self.model = SwitchTransformersForConditionalGeneration(self.config)
         self.model.set_attn_implementation(attention.register())
         self.encoder_blocks, self.decoder_blocks = replace_blocks(self.model)
-        self.buckets = Buckets(self._encode(train), settings.batch, seed)
+        self.batches = ShortFirst(self._encode(train), settings.batch, seed, settings.short_steps)
 
-    def _encode(self, rows: list[dict[str, str]]) -> list[tuple[list[int], list[int]]]:
+    def _encode(self, rows: list[dict[str, str]]) -> list[Pair]:
         """Token ids of all rows, cut to the longest lengths; the end token stays."""
-        sides = []
-        for key, limit in (("input", self.settings.max_input), ("target", self.settings.max_target)):
-            encoded = self.tokenizer.encode_batch([row[key] for row in rows])
-            sides.append([[*item.ids[:-1][: limit - 1], EOS_ID] for item in encoded])
-        return list(zip(*sides, strict=True))
+        sources = self._ids([row["input"] for row in rows], self.settings.max_input)
+        return list(zip(sources, self._ids([row["target"] for row in rows], self.settings.max_target), strict=True))
+
+    def _ids(self, texts: list[str], limit: int) -> list[Ids]:
+        """A thousand texts at a time: what the tokenizer says of them takes a hundred times the memory of the ids."""
+        parts = (self.tokenizer.encode_batch(texts[start : start + 1000]) for start in range(0, len(texts), 1000))
+        return [array("H", [*item.ids[:-1][: limit - 1], EOS_ID]) for part in parts for item in part]
 
     def _states(self, source: Tensor, target: Tensor) -> Tensor:
         """Scaled decoder states under teacher forcing at the positions that count: [tokens, d_model]."""
@@ -208,7 +239,7 @@ class SwitchTask:
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """Smoothed cross-entropy plus balance and z losses; the log gets the plain parts and the busiest share."""
-        cross = self._cross(*self.buckets.at(step), self.settings.smoothing)
+        cross = self._cross(*self.batches.at(step), self.settings.smoothing)
         blocks = self.encoder_blocks + self.decoder_blocks
         balance = torch.stack([block.balance for block in blocks]).mean()
         z_loss = torch.stack([block.z_loss for block in blocks]).mean()
@@ -237,17 +268,14 @@ class SwitchTask:
         return outputs
 
     def evaluate(self) -> dict[str, Any]:
-        """Share of exact outputs, ROUGE-2 (F1) and cross-entropy per token on the held-out rows; three samples."""
-        from rouge_score.rouge_scorer import RougeScorer
-
+        """Share of exact outputs, metric and cross-entropy per token on the held-out rows; three samples."""
         outputs = self.generate([row["input"] for row in self.heldout])
         targets = [row["target"] for row in self.heldout]
-        scorer = RougeScorer(["rouge2"])
-        rouge = [scorer.score(t, o)["rouge2"].fmeasure for t, o in zip(targets, outputs, strict=True)]
+        scores = [self.metric(o, t) for t, o in zip(targets, outputs, strict=True)]
         exact = [t == o for t, o in zip(targets, outputs, strict=True)]
         return {
             "heldout_exact": sum(exact) / len(exact),
-            "heldout_rouge2": sum(rouge) / len(rouge),
+            f"heldout_{self.metric.__name__}": sum(scores) / len(scores),
             "heldout_cross": self._heldout_cross(),
             "samples": outputs[:3],
         }

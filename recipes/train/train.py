@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,25 +18,27 @@ from tokenizers import Tokenizer
 
 from recipes.train import loop, vocabulary
 
+if TYPE_CHECKING:
+    from recipes.train.decoder import Text
+
 DATA_DIR = loop.ROOT / "build" / "data"
-MINUTES = {"g2p": 16.0, "wiki": 90.0, "docline": 80.0}
 
 
-def rows_of(name: str, split: str, limit: int | None = None) -> list[dict[str, str]]:
+def rows_of(data: str, split: str, limit: int | None = None) -> list[dict[str, str]]:
     """Rows of one built split, at most ``limit``; ends with a clear line when it was not built."""
-    path = DATA_DIR / name / f"{split}.jsonl"
+    path = DATA_DIR / data / f"{split}.jsonl"
     if not path.is_file():
-        command = f"python calib_data/{name}.py --splits train calibration heldout"
+        command = f"python calib_data/{data}.py --splits train calibration heldout"
         raise SystemExit(f"error: {path} is missing; build it with: {command}")
     return list(vocabulary.read_rows(path))[:limit]
 
 
-def kept_tokenizer(name: str, make: object) -> Tokenizer:
-    """The tokenizer under build/train/NAME, made on first use, so that a resumed run has the same one."""
-    path: Path = loop.TRAIN_DIR / name / "tokenizer.json"
+def kept_tokenizer(data: str, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """The tokenizer under build/train/DATA, made on first use, so that a resumed run has the same one."""
+    path: Path = loop.TRAIN_DIR / data / "tokenizer.json"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        make().save(str(path))  # type: ignore[operator]
+        make().save(str(path))
     return Tokenizer.from_file(str(path))
 
 
@@ -63,16 +68,35 @@ def wiki_streams(rows: list[dict[str, str]], tokenizer: Tokenizer) -> list[tuple
     return [(long, 2), (short, 1)]
 
 
+def wiki_text() -> Text:
+    """What wiki and wikids are trained on: the same tokens."""
+    from recipes.train.decoder import Text
+
+    train = rows_of("wiki", "train")
+    tokenizer = kept_tokenizer("wiki", lambda: vocabulary.byte_pairs((row["text"] for row in train), 8192, eos=False))
+    heldout = "".join(row["text"] for row in rows_of("wiki", "heldout"))
+    return Text(tokenizer, wiki_streams(train, tokenizer), heldout)
+
+
 def wiki(seed: int) -> loop.Task:
     """Wikipedia text: 8 layers of 32 experts, 4 a token."""
-    from recipes.train.olmoe import OlmoeSettings, OlmoeTask
+    from recipes.train import olmoe
 
-    settings = OlmoeSettings(d_model=192, d_expert=96, layers=8, heads=6, experts=32, top_k=4, context=256, batch=12)
-    train = rows_of("wiki", "train")
-    texts = (row["text"] for row in train)
-    tokenizer = kept_tokenizer("wiki", lambda: vocabulary.byte_pairs(texts, 8192, eos=False))
-    heldout = "".join(row["text"] for row in rows_of("wiki", "heldout"))
-    return OlmoeTask("wiki", settings, tokenizer, wiki_streams(train, tokenizer), heldout, seed)
+    settings = olmoe.OlmoeSettings(
+        d_model=192, d_expert=96, layers=8, heads=6, experts=32, top_k=4, context=256, batch=12
+    )
+    return olmoe.task("wiki", settings, wiki_text(), seed)
+
+
+def wikids(seed: int) -> loop.Task:
+    """Wikipedia text: a dense layer, then 6 of 64 experts, 6 a token beside a shared one."""
+    from recipes.train import deepseek
+
+    settings = deepseek.DeepseekSettings(
+        d_model=192, d_expert=64, d_dense=512, layers=7, dense_layers=1, heads=6, query_rank=96, latent=64,
+        d_head=32, d_turn=16, experts=64, top_k=6, context=256, batch=12,
+    )  # fmt: skip
+    return deepseek.task("wikids", settings, wiki_text(), seed)
 
 
 def docline(seed: int) -> loop.Task:
@@ -88,35 +112,65 @@ def docline(seed: int) -> loop.Task:
     return SwitchTask("docline", settings, tokenizer, train, rows_of("docline", "heldout", 300), seed)
 
 
-TASKS = {"g2p": g2p, "wiki": wiki, "docline": docline}
-EMBEDDINGS = {"g2p": ["shared"], "docline": ["shared"], "wiki": ["embed_tokens", "lm_head"]}
-RATES = {"g2p": (2e-3, 2e-2), "docline": (2e-3, 2e-2), "wiki": (4e-3, 3e-3)}
+def marks(seed: int) -> loop.Task:
+    """Case and punctuation restored: 6 + 6 layers, 3 + 3 of them of 64 experts."""
+    from calib_data.marked_words import f1
+    from recipes.train.switch import SwitchSettings, SwitchTask
+
+    settings = SwitchSettings(
+        d_model=192, d_ff=160, d_kv=32, layers=6, heads=6, experts=64, batch=64, max_input=112, max_target=128,
+        sparse_every=2, short_steps=600, smoothing=0.0,
+    )  # fmt: skip
+    train = rows_of("marks", "train")
+    texts = (row[side] for row in train for side in ("input", "target"))
+    tokenizer = kept_tokenizer("marks", lambda: vocabulary.byte_pairs(texts, 4096, eos=True))
+    some = rows_of("marks", "heldout")[::25]  # of all articles
+    return SwitchTask("marks", settings, tokenizer, train, some, seed, f1)
 
 
-MUON = {"wiki", "docline"}
+@dataclass(frozen=True)
+class Plan:
+    """How one model is trained. Rates are those at the peak of the schedule, see ``loop.make_optimizers``."""
+
+    data: str  # its name in calib_data
+    task: Callable[[int], loop.Task]
+    minutes: float
+    rate: float
+    embedding_rate: float
+    embeddings: tuple[str, ...]
+    muon: bool
+
+
+PLANS = {
+    "g2p": Plan("g2p", g2p, 16, 2e-3, 2e-2, ("shared",), muon=False),
+    "wiki": Plan("wiki", wiki, 90, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
+    "wikids": Plan("wiki", wikids, 100, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
+    "docline": Plan("docline", docline, 80, 2e-3, 2e-2, ("shared",), muon=True),
+    "marks": Plan("marks", marks, 100, 4e-3, 2e-2, ("shared",), muon=True),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="Train one reference model; a second start resumes.")
-    parser.add_argument("name", choices=sorted(TASKS))
+    parser.add_argument("name", choices=sorted(PLANS))
     parser.add_argument("--minutes", type=float, help="time budget; the schedule is stretched over it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--snapshot-minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=2026)
     args = parser.parse_args(argv)
-    rate, embedding_rate = RATES[args.name]
+    plan = PLANS[args.name]
     settings = loop.Settings(
-        minutes=args.minutes or MINUTES[args.name],
+        minutes=args.minutes or plan.minutes,
         threads=args.threads,
-        rate=rate,
-        embedding_rate=embedding_rate,
+        rate=plan.rate,
+        embedding_rate=plan.embedding_rate,
         snapshot_minutes=args.snapshot_minutes,
-        muon=args.name in MUON,
+        muon=plan.muon,
         seed=args.seed,
     )
     loop.prepare(args.threads, args.seed)
-    loop.run(TASKS[args.name](args.seed), settings, EMBEDDINGS[args.name])
+    loop.run(plan.task(args.seed), settings, plan.embeddings)
     return 0
 
 

@@ -48,10 +48,14 @@ def forward(model: Model, ids: list[int], target: list[int]) -> F32:
     return model.forward_all(ids) if model.spec.encoder is None else model.forward_all(ids, target)
 
 
-def stepped(model: Model, ids: list[int], target: list[int]) -> F32:
-    """The logits after each of the target's tokens, one step at a time."""
+def along(model: Model, ids: list[int], tokens: list[int]) -> F32:
+    """The logits behind the prompt and behind each of the tokens, one step at a time."""
     state, logits = model.prefill(ids)
-    return np.stack([logits] + [model.step(state, token) for token in target[1:]])
+    return np.stack([logits] + [model.step(state, token) for token in tokens])
+
+
+def stepped(model: Model, ids: list[int], target: list[int]) -> F32:
+    return along(model, ids, target[1:])
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=IDS)
@@ -92,7 +96,12 @@ def test_16_bits_are_the_reference(family: str, name: str, run: Callable[..., An
         off = np.abs(found - expected) / np.abs(expected).max()
         assert off.max() < 2e-3
         assert np.median(off) < 2e-4  # a twentieth of what rounding activations to 8 bits does
-        leader.decided = []
         written = greedy(reference, ids, 8)
+        leader.decided = []
+        expected = along(reference, ids, written[:-1])
         follower.given = leader.decided if jumps else []
-        assert greedy(native, ids, 8) == written
+        found = along(native, ids, written[:-1])
+        second, first = np.sort(expected, -1)[:, -2:].T
+        clear = first - second > 4e-3 * np.abs(expected).max()
+        assert clear.sum() >= len(written) // 2
+        assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])

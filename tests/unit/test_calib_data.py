@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from calib_data import docline, docstrings, g2p, manifest, wheels, wiki
+from calib_data import docline, docstrings, g2p, manifest, marks, wheels, wiki
 
 DICTIONARY = """abbey AE1 B IY0 # a comment
 abbey(2) AE1 B EY0
@@ -103,7 +103,7 @@ def test_command_line_mistake_has_no_traceback(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error: g2p: no split 'nowhere'; there are train, calibration, heldout\n"
 
 
-@pytest.mark.parametrize("name", ["g2p", "wiki", "docline"])
+@pytest.mark.parametrize("name", ["g2p", "wiki", "docline", "marks"])
 def test_manifests_are_complete(name: str) -> None:
     table = manifest.load(wheels.ROOT / "calib_data" / f"{name}.toml")
     assert {"name", "task", "metric", "licence", "description", "builder", "source", "splits"} <= set(table)
@@ -136,6 +136,54 @@ def test_paragraphs_drop_test_titles_short_ones_and_repeats() -> None:
     found = list(wiki.paragraphs([{"context": context}], {wiki.squeeze("Papa  stour (island)")}))
     assert len(found) == 1
     assert found[0].startswith(" \n = Kept = \n \n word word")
+
+
+def test_marks_undo_the_spacing_of_wikitext() -> None:
+    line = 'It cost 1 @,@ 000 @.@ 5 dollars ( in 1999 – 2000 ) , said Smith \'s well @-@ known " firm " . Was it ?'
+    expected = ['It cost 1,000.5 dollars (in 1999–2000), said Smith\'s well-known "firm".', "Was it?"]
+    assert list(marks.sentences(line)) == expected
+
+
+def test_sentences_end_behind_a_closing_quotation_mark_and_not_within() -> None:
+    line = 'He said " No . Never . " He left . ( She stayed . ) An unfinished one'
+    assert list(marks.sentences(line)) == ['He said "No. Never."', "He left.", "(She stayed.)"]
+
+
+def test_plain_text_keeps_marks_inside_words_only() -> None:
+    target = 'In 3.5 years – "it\'s" over (well-known, U.S.)!'
+    assert marks.plain(target) == "in 3.5 years it's over well-known u.s"
+
+
+def test_pieces_are_whole_sentences_up_to_the_limit() -> None:
+    long = "Word " + "word " * (marks.LONGEST - 4) + "end."
+    found = list(
+        marks.pieces(["One two three.", long, "Cut off", "Left “as is”.", 'Half " open.', "Слово здесь.", long])
+    )
+    assert found == ["One two three.", long, 'Left "as is".', long]
+    assert list(marks.pieces(["One two.", "Three four."])) == ["One two. Three four."]
+
+
+def test_articles_give_pairs_without_headings() -> None:
+    text = " \n = Some @-@ where = \n \n The town lies north of Rome . \n = = Part = = \n Too short . \n"
+    assert marks.article(text) == [
+        {
+            "input": "the town lies north of rome",
+            "target": "The town lies north of Rome.",
+            "document": "Some-where",
+        }
+    ]
+
+
+def test_marked_words_are_compared_with_the_plain_word_before_them() -> None:
+    pytest.importorskip("evaluate")
+    from calib_data.marked_words import f1
+
+    right = "In Rome, all is well."
+    assert f1(right, right) == 1
+    assert f1("in rome all is well", right) == 0
+    assert f1("In Rome all is well.", right) == pytest.approx(2 / 3)  # "Rome" instead of "Rome,"
+    assert f1("In well.", right) == pytest.approx(2 / 5)  # "well." follows another word
+    assert f1("no marks", "none here") == 1
 
 
 SOURCE = '''

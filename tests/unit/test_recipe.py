@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from moeconv.artifacts import Target
 from moeconv.command.recipe import Expectations, Recipe
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
+from moeconv.measure.metrics import find_metric
 from moert.pack.manifest import LossEstimate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,3 +197,17 @@ def test_the_recipes_of_the_repository_load() -> None:
     assert all(recipe.settings.target == Target("loss", 0.05) for recipe in found)
     assert all((Path(recipe.settings.model) / "config.json").is_file() for recipe in found)
     assert [recipe.settings.calib for recipe in found] == ["docline", "g2p", "wiki"]
+
+
+def test_drafts_of_recipes_load_from_where_they_are_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(ROOT / "calib_data", tmp_path / "calib_data")
+    (tmp_path / "recipes").mkdir()
+    for path in sorted((ROOT / "recipes" / "train" / "drafts").glob("*.toml")):
+        (tmp_path / "recipes" / "models" / path.stem).mkdir(parents=True)
+        recipe = Recipe.load(Path(shutil.copy(path, tmp_path / "recipes")), Path("build"))
+        assert recipe.settings.target == Target("loss", 0.05)
+        assert recipe.settings.calib in ("marks", "wiki")
+        assert Path(recipe.settings.model) == tmp_path / "recipes" / "models" / path.stem
+        metric = find_metric(recipe.settings.metric)
+        assert metric.generates == (recipe.settings.calib == "marks")

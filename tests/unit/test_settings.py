@@ -120,7 +120,7 @@ def test_dense_bits() -> None:
         ("head=,embed=4", "--dense-bits 'head=,embed=4': 'head=' has no width"),
         ("head=8,embed=x", "--dense-bits 'head=8,embed=x': 'embed=x' has no whole number as its width"),
         ("head=8,router=5", "--dense-bits head=8,router=5: router can't have 5 bits: expected a width among 2, 3, 4"),
-        ("head=8,tail=4", "--dense-bits head=8,tail=4: there is no role tail: expected roles among attention, router"),
+        ("head=8,tail=4", "--dense-bits head=8,tail=4: there is no role tail: expected roles among attention, mixer"),
     ],
 )
 def test_dense_bits_say_which_piece_is_wrong(text: str, says: str) -> None:
@@ -165,7 +165,7 @@ def settings(**change: object) -> Settings:
         ({"calib": None, "bits": (16,), "dense_bits": 8}, "--calib is missing: what --dense-bits loses is measured"),
         ({"dense_bits": 5}, "--dense-bits 5: expected a width among 2, 3, 4, 8, 16"),
         ({"dense_bits": {"head": 12}}, "--dense-bits head=12: head can't have 12 bits: expected a width among"),
-        ({"dense_bits": {"tail": 8}}, "tail=8: there is no role tail: expected roles among attention, router, ffn"),
+        ({"dense_bits": {"tail": 8}}, "tail=8: there is no role tail: expected roles among attention, mixer"),
         ({"out": Path("/")}, "expected new directories"),
         ({"samples": 0}, "--samples 0"),
         ({"sweep_samples": 0}, "--sweep-samples 0"),
