@@ -51,6 +51,7 @@ class Config:
         """Raises ConfigInvalid for values that transformers can't take."""
         import transformers
 
+        raw = _with_floats(raw)
         self._raw, self._known = raw, set(_NO_MATTER)
         self.idle = set(_NO_MATTER)
         """Settings that this family's model in transformers never looks at."""
@@ -308,6 +309,15 @@ def text_settings(config: Mapping[str, Any], beside: Set[str]) -> Mapping[str, A
             )
     coding = {name: config[name] for name in ("quantization_config",) if name in config}
     return {**text, **coding}
+
+
+def _with_floats(found: Any) -> Any:
+    """The same with the numbers that JSON has not, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(found, dict):
+        if set(found) == {"__float__"} and found["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(found["__float__"])
+        return {name: _with_floats(value) for name, value in found.items()}
+    return [_with_floats(value) for value in found] if isinstance(found, list) else found
 
 
 def _checked_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
