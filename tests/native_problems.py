@@ -174,6 +174,7 @@ Projections = dict[str, Stored]
 Biases = dict[str, F32]
 ACTIVATION: dict[str, Callable[[F64], F64]] = {
     "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
     "gelu_new": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
@@ -186,7 +187,8 @@ def plain_expert(expert: Projections, x: F32, spec: Ffn, biases: Biases | None =
     up, up_terms = _biased(product(expert["up"], x), bias.get("up"))
     bent, bent_terms = _biased(product(expert["gate"], x), bias.get("gate")) if spec.gated else (up, up_terms)
     hidden = ACTIVATION[act.name](act.slope * np.minimum(bent, limit)) / act.slope
-    error = 1.2 * 1e-6 * bent_terms + 1e-6 * np.abs(hidden)  # the slopes are below 1.2
+    slope = 2 * np.abs(bent) if act.name == "relu2" else 1.2  # at most
+    error = 1e-6 * slope * bent_terms + 1e-6 * np.abs(hidden)
     if spec.gated:
         up = np.clip(up, -limit, limit) + act.plus
         error = error * np.abs(up) + 1e-6 * (up_terms + abs(act.plus)) * (np.abs(hidden) + error)

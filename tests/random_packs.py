@@ -26,6 +26,7 @@ from moert.pack.parts import (
     Layer,
     Mamba,
     Mamba2,
+    Narrow,
     Norm,
     PositionTable,
     Rope,
@@ -63,7 +64,7 @@ _EXPERTS = Experts(
         2, True, None, "sigmoid", bias=True, choice_bias=True, groups=Groups(2, 1, 2), factor=2.5, own_norm=True,
         expert_scale=True,
     ),
-    _WIDE, shared_gate=True, beside=Beside(_WIDE, _LAYER_NORM, _NORM, _NORM),
+    _WIDE, shared_gate=True, beside=Beside(_WIDE, _LAYER_NORM, _NORM, _NORM), narrow=Narrow(8, bias=True),
 )  # fmt: skip
 _HEADS = Attention(
     4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvog", norm_turned=True,
@@ -78,7 +79,8 @@ RICH = ModelSpec(
             Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), scaled=True),
             Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5)),
             Layer(_NORM, replace(_LATENT, q_rank=None), None,
-                  Experts(4, _EXPERT, Router(2, False, None, "sparsemixer", jitter=0.01), _EXPERT)),
+                  replace(_EXPERTS, router=Router(2, False, None, "sparsemixer", jitter=0.01), shared=_EXPERT,
+                          shared_gate=False, beside=None)),
         ],
         _LAYER_NORM,
     ),
@@ -87,6 +89,7 @@ RICH = ModelSpec(
 )  # fmt: skip
 """Every part with every field that it may have, but for what mixes tokens through a state of fixed size."""
 
+_SQUARED = Ffn(9, Act("relu2"), gated=False)
 _FEW = Experts(3, Ffn(7, Act("silu"), gated=True), Router(2, True, None, "sigmoid", choice_bias=True))
 MIXERS = ModelSpec(
     family="mixers", vocab_size=11, d_model=10, encoder=None,
@@ -94,7 +97,7 @@ MIXERS = ModelSpec(
         [
             Layer(_NORM, ShortConv(3, bias=True), None, _FEW, Join(None, 0.5)),
             Layer(_NORM, GatedDelta(4, 2, 5, 6, 4, _NORM), None, None, Join(_NORM)),
-            Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True, dt_low=0.01, dt_high=2.0), None, _WIDE),
+            Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True, dt_low=0.01, dt_high=2.0), None, _SQUARED),
             Layer(_NORM, None, None, _FEW, Join(), Join(_NORM, 0.5)),
             Layer(_NORM, Mamba(12, 5, 6, 4, _NORM, bias=True), None, _FEW, scaled=True),
             Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW),

@@ -17,6 +17,7 @@ from moert.pack.parts import (
     Ffn,
     FixedState,
     Layer,
+    Narrow,
     Norm,
     Rope,
     Router,
@@ -49,9 +50,10 @@ class Shape:
     num_experts: int = 4
     top_k: int = 2
     d_ff: int = 16
-    activation: Literal["relu", "silu", "gelu", "gelu_new"] = "silu"
+    activation: Literal["relu", "silu", "gelu", "gelu_new", "relu2"] = "silu"
     activation_limit: float | None = None
     gated: bool = True
+    narrow: Narrow | None = None
     renormalise: bool = False
     capacity: int | None = None
     d_ff_dense: int = 16
@@ -78,8 +80,9 @@ class Shape:
         cross = None if self.encoder is None else replace(attention, buckets=None)
         norm, act = Norm(self.eps), Act(self.activation, self.activation_limit)
         experts = Experts(
-            self.num_experts, Ffn(self.d_ff, act, self.gated), Router(self.top_k, self.renormalise, self.capacity)
-        )
+            self.num_experts, Ffn(self.d_ff, act, self.gated), Router(self.top_k, self.renormalise, self.capacity),
+            narrow=self.narrow,
+        )  # fmt: skip
 
         def stack(has: Has, crossing: Attention | None) -> Stack:
             dense = Ffn(self.d_ff_dense, act, self.gated)

@@ -215,7 +215,8 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
 def transformers_model(path: Path) -> Any:
     """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between.
 
-    The experts of NLLB-MoE, of which transformers 5 runs the wrong ones, are as they were in 4.57.6.
+    The experts of NLLB-MoE, of which transformers 5 runs the wrong ones, are as they were in 4.57.6. Steps of
+    Nemotron-H, which it bounds by a setting for new weights (pull request 48989), are bounded by time_step_limit.
     """
     import transformers
 
@@ -228,6 +229,8 @@ def transformers_model(path: Path) -> Any:
     for module in model.modules():
         if type(module).__name__ == "NllbMoeExperts":
             module.forward = partial(_nllb_experts, module)
+        if type(module).__name__ == "NemotronHMamba2Mixer":
+            module.time_step_limit = tuple(known.time_step_limit)
     return model
 
 

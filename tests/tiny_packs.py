@@ -108,9 +108,9 @@ def record_routes(root: Path, prompts: tuple[str, ...] = PROMPTS) -> dict[LayerK
     with Engine.open(root, predictor="none", kernels="reference") as engine:
         inner = engine.runner.run
 
-        def run(at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
+        def run(at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
             seen.setdefault(at, []).append(experts.copy())
-            inner(at, hidden, experts, weights, out)
+            inner(at, hidden, experts, weights, out, x)
 
         engine.runner.run = run  # type: ignore[method-assign]
         for prompt in prompts:

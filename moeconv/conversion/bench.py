@@ -66,6 +66,6 @@ class Bench:
 
     def _moment_samples(self) -> int:
         spec, ranked = self.spec, self.material.ranked
-        wanted = ROWS_AN_INPUT * max(spec.d_model, spec.moe.ffn.d_ff) * spec.moe.n / spec.moe.router.top_k
+        wanted = ROWS_AN_INPUT * max(spec.expert_width, spec.moe.ffn.d_ff) * spec.moe.n / spec.moe.router.top_k
         scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)
         return math.ceil(wanted * ranked.samples / scarcer)

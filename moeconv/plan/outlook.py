@@ -65,7 +65,7 @@ def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
     """`computed`: tensors of the pack that no checkpoint has."""
     beside = sum(math.prod(tensor.shape) for name, tensor in spec.tensors.items() if name not in computed)
     ffn = spec.moe.ffn
-    biases = sum(ffn.shape(name, spec.d_model)[0] for name in ffn.projections) if ffn.bias else 0
+    biases = sum(spec.projection_shape(name)[0] for name in ffn.projections) if ffn.bias else 0
     each, layers = spec.weights_per_expert() + biases, len(spec.experts)
     return Parameters(beside + layers * spec.moe.n * each, beside + layers * spec.moe.router.top_k * each)
 

@@ -105,7 +105,7 @@ class Moments:
 def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
     """Memory that `collect` takes beside the model and the batch that runs."""
     power = {"nothing": 0, "squares": 1, "products": 2}[wants]
-    an_expert = spec.d_model**power + spec.moe.ffn.d_ff**power if power else 0
+    an_expert = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
     return len(spec.moe_layers()) * spec.moe.n * 4 * an_expert
 
 
@@ -138,7 +138,7 @@ class _Layer:
         self.products = wants == "products"
         spec = calls.spec
         self.rows = torch.zeros(spec.moe.n, dtype=torch.int64)
-        sizes = {"in": spec.d_model, "mid": spec.moe.ffn.d_ff}
+        sizes = {"in": spec.expert_width, "mid": spec.moe.ffn.d_ff}
         self.sums = {
             side: torch.zeros(spec.moe.n, *([size] * (2 if self.products else 1))) for side, size in sizes.items()
         }

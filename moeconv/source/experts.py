@@ -23,6 +23,7 @@ Biases = tuple[Tensor, ...]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.functional.relu,
+    "relu2": lambda x: nn.functional.relu(x).square(),
     "gelu": nn.functional.gelu,
     "gelu_new": partial(nn.functional.gelu, approximate="tanh"),
 }

@@ -103,6 +103,8 @@ def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield from _router(part.router)
         if part.shared is not None:
             yield f"a shared expert of width {part.shared.d_ff}{' with a gate' if part.shared_gate else ''}"
+        if part.narrow is not None:
+            yield f"experts that see {part.narrow.features} features in place of {spec.d_model}"
         if part.beside is not None:
             yield f"a network of width {part.beside.ffn.d_ff} beside the experts"
         yield from _network(part.ffn)

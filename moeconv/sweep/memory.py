@@ -19,7 +19,7 @@ _FLOAT = 4
 def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
     """Bytes kept of a base run: for each token and layer what left the layer and what its experts were asked; and what
     is scored."""
-    a_layer = 2 * spec.d_model * _FLOAT + 16 * spec.moe.router.top_k
+    a_layer = (spec.d_model + spec.expert_width) * _FLOAT + 16 * spec.moe.router.top_k
     encoder_layers = len(spec.encoder) if spec.encoder else 0
     layers = volume.encoder_tokens * encoder_layers + volume.decoder_tokens * len(spec.decoder)
     scored = volume.decoder_tokens * (2 * spec.d_model * _FLOAT + 32)

@@ -40,14 +40,14 @@ class CachedExperts:
             at: [at.expert(number) for number in range(manifest.model.moe.n)] for at in manifest.model.moe_layers()
         }
 
-    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
         if len(hidden) == 1:
             needed, share = experts[0].tolist(), weights[0]
             if min(needed) < 0:
                 taken = experts[0] >= 0
                 needed, share = experts[0][taken].tolist(), share[taken]
-            self._run_one(at, hidden, needed, share, out)
+            self._run_one(at, hidden, needed, share, out, x)
             return
         chosen = experts.reshape(-1)
         order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]  # without those that were dropped
@@ -58,7 +58,7 @@ class CachedExperts:
         for stop in self._waves(keys, rows_of, len(hidden)):
             with self._cache.lease(keys[first:stop], keys[stop:]) as lease:
                 if self._ahead is not None and stop == len(keys):
-                    self._ahead.look(at, experts, out)
+                    self._ahead.look(at, experts, x)
                 for rows in _pieces(rows_of[first:stop]):
                     until = row + sum(rows)
                     self._backend.mixture(
@@ -80,11 +80,13 @@ class CachedExperts:
         if keys:
             yield len(keys)
 
-    def _run_one(self, at: LayerKey, hidden: F32, experts: list[int], weights: F32, out: F32) -> None:
+    def _run_one(
+        self, at: LayerKey, hidden: F32, experts: list[int], weights: F32, out: F32, x: F32
+    ) -> None:  # fmt: skip
         """The same for one token, whose experts are in memory all at once."""
         with self._cache.lease(self._begin(at, experts)) as lease:
             if self._ahead is not None:
-                self._ahead.look(at, np.array([experts]), out)
+                self._ahead.look(at, np.array([experts]), x)
             ready = lease.ready()
             if self._overlaps and len(ready) < len(experts):
                 self._run_as_they_come(lease, ready, hidden, weights, out)

@@ -51,8 +51,9 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     if not isinstance(kind.ffn, Experts):
         return 4 * 3 * d_model
     apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None else 0
-    weighed = 1 if kind.ffn.router.weigh == "input" else 0
-    return 4 * (3 + apart + weighed) * d_model + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
+    weighed, narrow = kind.ffn.router.weigh == "input", kind.ffn.narrow
+    made = (3 + apart + weighed) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
+    return 4 * made + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
 
 
 def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widened: bool) -> int:
@@ -61,17 +62,20 @@ def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widene
     if part is None:
         return 0
     if isinstance(part, Ffn):
-        return _network_bytes(d_model, part, min(tokens, ROWS), widened)
+        return _network_bytes((d_model, part.d_ff), min(tokens, ROWS), widened)
     beside = None if part.beside is None else part.beside.ffn
     rows = max(min(tokens, ROWS), part.router.top_k)
-    others = [
-        _network_bytes(d_model, ffn, min(tokens, ROWS), widened) for ffn in (part.shared, beside) if ffn is not None
-    ]
-    return max(_network_bytes(d_model, part.ffn, rows, widened), *others, 0)
+    others = [ffn.d_ff for ffn in (part.shared, beside) if ffn is not None]
+    others += [] if part.narrow is None else [part.narrow.features]
+    return max(
+        _network_bytes((part.width(d_model), part.ffn.d_ff), rows, widened),
+        *(_network_bytes((d_model, width), min(tokens, ROWS), widened) for width in others),
+        0,
+    )
 
 
-def _network_bytes(d_model: int, ffn: Ffn, rows: int, widened: bool) -> int:
-    widths = d_model, ffn.d_ff
+def _network_bytes(widths: tuple[int, int], rows: int, widened: bool) -> int:
+    """`widths`: what goes into its matrices, one after the other."""
     if widened:
         return rows * 4 * _REFERENCE_COPIES * sum(widths)
     return rows * _ROUNDED * sum(map(_padded, widths))

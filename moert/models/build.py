@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from moert.kernels.backend import AttentionWeights, Backend, Floats, Matrix, NormWeights, RouterWeights, Stored
-from moert.models.ffn import BesideExperts, DenseFfn, ExpertRunner, MoeFfn, MoeJoin, Network, Routers, SharedExpert
+from moert.models.ffn import (
+    BesideExperts,
+    DenseFfn,
+    ExpertRunner,
+    MoeFfn,
+    MoeJoin,
+    NarrowExperts,
+    Network,
+    Routers,
+    SharedExpert,
+)
 from moert.models.mixers import MIXES, FixedMixer
 from moert.models.router import LearnedRouter
 from moert.pack.codec import F32
@@ -68,11 +78,12 @@ class Builder:
         if isinstance(layer.ffn, Ffn):
             return DenseFfn(self._network(layer.ffn, f"{name}.ffn"), norm, after, join.add, self.backend)
         experts, weighs_input = layer.ffn, layer.ffn.router.weigh == "input"
-        apart = after is not None or experts.beside is not None or (weighs_input and join.add != 1)
+        scaled = (weighs_input or experts.narrow is not None) and join.add != 1
+        apart = after is not None or experts.beside is not None or scaled
         routers[at] = self._router(experts, name, norm, 1.0 if apart else join.add)
         joined = MoeJoin(after, join.add, apart, weighs_input)
-        shared, beside = self._shared(experts, name), self._beside(experts, name)
-        return MoeFfn(at, routers, runner, self.backend, joined, shared, beside)
+        shared, beside, narrow = self._shared(experts, name), self._beside(experts, name), self._narrow(experts, name)
+        return MoeFfn(at, routers, runner, self.backend, joined, shared, beside, narrow)
 
     def _network(self, part: Ffn, at: str) -> Network:
         gate, up, down = (self.matrix(f"{at}.{each}") if each in part.projections else None for each in _PROJECTIONS)
@@ -105,6 +116,11 @@ class Builder:
             )
         )  # fmt: skip
         return BesideExperts(self._network(part.ffn, f"{at}.beside"), norm, after, experts_after)
+
+    def _narrow(self, experts: Experts, at: str) -> NarrowExperts | None:
+        if experts.narrow is None:
+            return None
+        return NarrowExperts(experts.narrow.features, self.matrix(f"{at}.narrow"), self.matrix(f"{at}.widen"))
 
 
 _PROJECTIONS = ("gate", "up", "down")

@@ -21,8 +21,9 @@ Routers = MutableMapping[LayerKey, Router]
 class ExpertRunner(Protocol):
     """Runs the experts of a layer; how it comes by their weights is its own affair."""
 
-    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
-        """out [tokens, d_model] += for each token the sum of weight times expert(hidden); see Routed for the rest."""
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
+        """out += for each token the sum of weight times expert(hidden), both [tokens, features of an expert]; see
+        Routed for the rest. x [tokens, d_model] is the stream as the experts find it, which may be out itself."""
         ...
 
 
@@ -57,6 +58,15 @@ class BesideExperts:
 
 
 @dataclass(frozen=True)
+class NarrowExperts:
+    """See moert.pack.parts.Narrow."""
+
+    features: int
+    narrow: Matrix
+    widen: Matrix
+
+
+@dataclass(frozen=True)
 class MoeJoin:
     """See moert.pack.parts.Join and Router. `apart`: what is made is put together before it joins; else it joins at
     once, and `add` is in the router's weights. `weighs_input`: these multiply what experts get."""
@@ -72,10 +82,10 @@ class MoeFfn:
 
     def __init__(
         self, at: LayerKey, routers: Routers, runner: ExpertRunner, backend: Backend, join: MoeJoin,
-        shared: SharedExpert | None, beside: BesideExperts | None,
+        shared: SharedExpert | None, beside: BesideExperts | None, narrow: NarrowExperts | None,
     ) -> None:  # fmt: skip
         self._at, self._routers, self._runner, self._backend = at, routers, runner, backend
-        self._join, self._shared, self._beside = join, shared, beside
+        self._join, self._shared, self._beside, self._narrow = join, shared, beside, narrow
 
     def __call__(self, x: F32, lengths: Sequence[int]) -> None:
         """x [tokens, d_model], sequences of `lengths` tokens one after the other."""
@@ -84,11 +94,24 @@ class MoeFfn:
         if self._shared is not None:
             for rows in _pieces(len(x)):
                 self._add_shared(self._shared, hidden[rows], out[rows])
+        given, made = hidden, out
+        if self._narrow is not None:
+            given, made = self._narrowed(self._narrow, hidden)
         if self._join.weighs_input:
-            hidden, weights = hidden * weights, np.ones_like(weights)
-        self._runner.run(self._at, hidden, experts, weights, out)
+            given, weights = given * weights, np.ones_like(weights)
+        self._runner.run(self._at, given, experts, weights, made, x)
+        if self._narrow is not None:
+            for rows in _pieces(len(x)):
+                out[rows] += self._backend.linear(made[rows], self._narrow.widen)
         if self._join.apart:
             self._bring_in(x, out)
+
+    def _narrowed(self, narrow: NarrowExperts, hidden: F32) -> tuple[F32, F32]:
+        """What the experts get, and zeros for what they give, both [tokens, features]."""
+        given, made = np.zeros((2, len(hidden), narrow.features), np.float32)
+        for rows in _pieces(len(hidden)):
+            given[rows] = self._backend.linear(hidden[rows], narrow.narrow)
+        return given, made
 
     def _add_shared(self, shared: SharedExpert, hidden: F32, out: F32) -> None:
         add = 1.0 if self._join.apart else self._join.add

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
-from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, PositionTable, Role, Rope, Stack, Tensor
+from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, Narrow, PositionTable, Role, Rope, Stack, Tensor
 from moert.pack.reading import MAX_COUNT, Above, Within
 
 StackName = Literal["encoder", "decoder"]
@@ -125,12 +125,17 @@ class ModelSpec:
         """Every expert, in the order of execution."""
         return [at.expert(number) for at, experts in self.experts.items() for number in range(experts.n)]
 
+    @property
+    def expert_width(self) -> int:
+        """Features that an expert gets and gives."""
+        return self.moe.width(self.d_model)
+
     def projection_shape(self, projection: str) -> tuple[int, int]:
         """(out_features, in_features) of one projection of an expert."""
-        return self.moe.ffn.shape(projection, self.d_model)
+        return self.moe.ffn.shape(projection, self.expert_width)
 
     def weights_per_expert(self) -> int:
-        return len(self.moe.ffn.projections) * self.d_model * self.moe.ffn.d_ff
+        return len(self.moe.ffn.projections) * self.expert_width * self.moe.ffn.d_ff
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -238,6 +243,6 @@ def _called(mixer: object) -> str:
     return "no mixer" if mixer is None else "a mixer with a state of fixed size"
 
 
-def _alike(experts: Experts) -> tuple[int, Ffn, int]:
+def _alike(experts: Experts) -> tuple[int, Ffn, int, Narrow | None]:
     """What experts of all layers must share: caches, tables and budgets count on it."""
-    return experts.n, experts.ffn, experts.router.top_k
+    return experts.n, experts.ffn, experts.router.top_k, experts.narrow

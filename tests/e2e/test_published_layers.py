@@ -40,7 +40,9 @@ class SharedWeights:
         self.expert: Expert = backend.expert(ExpertView(self.buffer, views(spec)))
         self.chosen: set[int] = set()
 
-    def run(self, at: LayerKey, hidden: F32, experts: npt.NDArray[np.int64], weights: F32, out: F32) -> None:
+    def run(
+        self, at: LayerKey, hidden: F32, experts: npt.NDArray[np.int64], weights: F32, out: F32, x: F32
+    ) -> None:  # fmt: skip
         for number in sorted({*experts.ravel().tolist()} - {-1}):
             taken = experts == number
             tokens = np.flatnonzero(taken.any(1)).astype(np.int32)

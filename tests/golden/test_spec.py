@@ -103,9 +103,10 @@ def check_against_our_reader(root: Path) -> None:
         key = next(expert.key for expert in pack.manifest.experts if list(expert.key) == entry["key"])
         ours, biases = (read(key, pack.read_expert(key)) for read in (pack.projections, pack.biases))
         stack = model[entry["key"][0]]
-        ffn = stack["kinds"][stack["layers"][entry["key"][1]]]["ffn"]["ffn"]
+        experts = stack["kinds"][stack["layers"][entry["key"][1]]]["ffn"]
+        ffn, wide = experts["ffn"], (experts.get("narrow") or {"features": model["d_model"]})["features"]
         for name in ("gate", "up", "down") if ffn["gated"] else ("up", "down"):
-            inputs = ffn["d_ff"] if name == "down" else model["d_model"]
+            inputs = ffn["d_ff"] if name == "down" else wide
             group = min(size, inputs) if size else inputs
             found = weights_by_the_text(body[data_at:], table, name, entry["bits"][name], inputs, group)
             assert found == projection_weights(ours[name]).tolist(), (key, name)
@@ -144,6 +145,8 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
     if before and before[-1] == "mixer":
         return "mixer" if last in ("in", *"qkvz", "inner", "steps", "out") else None
     if before and before[-1] in ("ffn", "shared", "beside"):
+        return "ffn"
+    if last in ("narrow", "widen"):
         return "ffn"
     return last if last in ("head", "router") else None
 

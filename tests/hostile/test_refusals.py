@@ -420,6 +420,9 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("weighs what experts get", lambda d: router(d).update(weigh="input")),
         ("a gate for a shared expert, and", lambda d: layer(d)["ffn"].update(shared=None)),
         ("another number or shape", lambda d: layer(d, 2)["ffn"]["ffn"].update(bias=False)),
+        ("another number or shape", lambda d: layer(d, 2)["ffn"]["narrow"].update(features=10)),
+        ("features should be between 1", lambda d: layer(d)["ffn"]["narrow"].update(features=0)),
+        ("narrow should be a JSON object", lambda d: layer(d)["ffn"].update(narrow=8)),
         ("softcap should be above 0", lambda d: d["model"]["head"].update(softcap=0)),
     ],
     "mixers": [

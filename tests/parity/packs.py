@@ -39,7 +39,7 @@ class MemoryRunner:
         self.experts = experts_of(pack, backend)
         self.dropped = 0
 
-    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32) -> None:
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         if self.given:
             experts, weights = self.given.pop(0)
         self.decided.append((experts, weights))

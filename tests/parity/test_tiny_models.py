@@ -18,6 +18,7 @@ from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes
 from moert.models.model import Model
 from moert.pack.codec import F32
+from moert.pack.parts import FixedState
 from tests.kept_keys import WideKeys
 
 PROMPTS, MAX_NEW = 20, 12
@@ -49,7 +50,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
 def _only_attention(model: Model) -> bool:
     """Norms of what states give may lift the rounding of a row: of two models in float64, transformers was off by up to
     1.4e-4 and moert by up to 2.2e-4, where it was 1e-5 in other rows."""
-    return all(kind.attention is not None for stack in model.spec.stacks.values() for kind in stack.kinds)
+    return not any(isinstance(kind.mixer, FixedState) for stack in model.spec.stacks.values() for kind in stack.kinds)
 
 
 def _all_logits(model: Model, reference: Any, ids: list[int], target: list[int]) -> tuple[F32, F32]:

@@ -14,7 +14,7 @@ from moert.kernels import library
 from moert.models.activations import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
+from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Narrow, Norm, ShortConv
 from tests.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.shapes import every
 
@@ -56,12 +56,13 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
         "mamba2": Mamba2(heads, 64, heads // 4, 64, 4, norm), "mamba": Mamba(wide, 16, 64, 4, norm),
     }  # fmt: skip
     fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
-    return {"decoder": decoder.spec, "switch": switch.spec, **fixed}
+    narrow = decoder.but(narrow=Narrow(d_model // 2)).spec
+    return {"decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, **fixed}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be started anew")
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", ["decoder", "switch", "conv", "delta", "mamba2", "mamba"])
+@pytest.mark.parametrize("name", ["decoder", "switch", "narrow", "conv", "delta", "mamba2", "mamba"])
 @pytest.mark.parametrize(("d_model", "lengths"), [(768, [300, 1500]), (256, [5000])], ids=["wide", "long"])
 def test_the_bound_is_above_the_peak_and_not_far(
     tmp_path: Path, name: str, kernels: str, d_model: int, lengths: list[int]

@@ -120,7 +120,7 @@ def test_experts_are_called_in_order_and_say_what_was_chosen(tiny: tuple[str, Pa
         tokens = 2 * (3 if stack == "decoder" and spec.encoder else 5)
         assert experts.dtype == torch.int64
         assert experts.shape == weights.shape == (tokens, spec.moe.router.top_k)
-        assert x.shape == (tokens, spec.d_model)
+        assert x.shape == (tokens, spec.expert_width)
         assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.n
         assert (weights > 0).all()
 

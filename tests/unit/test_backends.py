@@ -119,7 +119,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
     hidden, before = normal(rng, n, DECODER.d_model), normal(rng, n, DECODER.d_model)
     share = rng.uniform(size=(n, 2)).astype(np.float32)
     found, expected, bound = before.copy(), before.astype(np.float64), np.full(before.shape, 1e-5)
-    runner.run(LayerKey("decoder", 1), hidden, experts, share, found)
+    runner.run(LayerKey("decoder", 1), hidden, experts, share, found, found)
     for row, places in enumerate(chosen):
         for expert, weight in zip(places, share[row], strict=True):
             if expert >= 0:
@@ -132,7 +132,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
     asked = sorted({expert for places in chosen for expert in places} - {-1})
     assert [expert for lent in cache.lent for expert in lent] == asked
     again = before.copy()
-    runner.run(LayerKey("decoder", 1), hidden, experts, share, again)  # now everything is there
+    runner.run(LayerKey("decoder", 1), hidden, experts, share, again, again)  # now everything is there
     assert np.array_equal(again, found)
     cache.close()
     backend.close()
@@ -158,9 +158,9 @@ def test_each_row_of_a_long_prompt_is_as_if_it_came_alone(pack: Pack, name: str,
     hidden, share = normal(rng, tokens, DECODER.d_model), rng.uniform(size=(tokens, 2)).astype(np.float32)
     experts = np.array([[0, 3 if token % 5 else 6] for token in range(tokens)])
     found, alone = np.zeros((2, tokens, DECODER.d_model), np.float32)
-    runner.run(LayerKey("decoder", 1), hidden, experts, share, found)
+    runner.run(LayerKey("decoder", 1), hidden, experts, share, found, found)
     for row in range(tokens):
-        runner.run(LayerKey("decoder", 1), *(part[row : row + 1] for part in (hidden, experts, share, alone)))
+        runner.run(LayerKey("decoder", 1), *(part[row : row + 1] for part in (hidden, experts, share, alone, alone)))
     if name == "reference":
         np.testing.assert_allclose(found, alone, atol=1e-5, rtol=1.3e-6)
     else:

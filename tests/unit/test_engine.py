@@ -272,9 +272,9 @@ def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name)
     with Engine(pack, open_backend(), settings, Listener(), weighed=False) as engine:
         run = engine.runner.run
 
-        def listened(at, hidden, experts, weights, out):
+        def listened(at, hidden, experts, weights, out, x):
             ran.append((at, experts.tolist()))
-            run(at, hidden, experts, weights, out)
+            run(at, hidden, experts, weights, out, x)
 
         engine.runner.run = listened  # type: ignore[method-assign]
         run_greedy(engine, engine.encode(PROMPTS[0]), 3)

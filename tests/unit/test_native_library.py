@@ -59,9 +59,9 @@ def test_structures_lie_as_in_c(tmp_path: Path, name: str) -> None:
 
 @needs_compiler
 def test_numbers_are_those_of_c(tmp_path: Path) -> None:
-    names = [f"MOERT_{name}" for name in ("F16", "BF16", "F32", "RELU", "SILU", "GELU", "GELU_TANH")]
+    names = [f"MOERT_{name}" for name in ("F16", "BF16", "F32", "RELU", "SILU", "GELU", "GELU_TANH", "RELU_SQUARED")]
     names += [f"MOERT_{name.upper()}" for name in SCORES]
-    acts = [ACTIVATIONS[name] for name in ("relu", "silu", "gelu", "gelu_new")]
+    acts = [ACTIVATIONS[name] for name in ("relu", "silu", "gelu", "gelu_new", "relu2")]
     assert said_in_c(tmp_path, names) == [KINDS["F16"], KINDS["BF16"], KINDS["F32"], *acts, *SCORES.values()]
 
 

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
     **{family: (family, "plain", running(6, 7), "perplexity") for family in FAMILIES},
     "deepseek_v2, groups": ("deepseek_v2", "groups", running(6, 8), "perplexity"),
     "granitemoeshared, choices": ("granitemoeshared", "plain", questions(8), "accuracy"),
+    "nemotron_h, choices": ("nemotron_h", "experts as wide as the stream", questions(8), "accuracy"),
     "phimoe, biases": ("phimoe", "biases", running(6, 9), "token_perplexity"),
     "qwen2_moe, windows": ("qwen2_moe", "windows", running(6, 10), "perplexity"),
 }

@@ -78,7 +78,8 @@ def test_silu_has_a_slope() -> None:
 def test_activations_of_very_large_numbers_stay_quiet(name: Any) -> None:
     with np.errstate(all="raise", under="ignore"):
         found = activated(Act(name), np.array([-1e4, -100, 100, 1e4], np.float32))
-    assert np.array_equal(found, np.array([0, 0, 100, 1e4], np.float32))
+    large = np.array([0, 0, 100, 1e4], np.float32)
+    assert np.array_equal(found, large * large if name == "relu2" else large)
 
 
 def test_rows_are_those_of_the_whole_matrix() -> None:

@@ -24,6 +24,7 @@ from moeconv.source.archs.lfm2_moe import Lfm2Moe
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.minimax_m2 import MiniMaxM2
 from moeconv.source.archs.mixtral import Mixtral
+from moeconv.source.archs.nemotron_h import NemotronH
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.olmoe import Olmoe
 from moeconv.source.archs.phimoe import Phimoe
@@ -42,6 +43,7 @@ FAMILIES: Mapping[str, Family] = {
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
+        NemotronH(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

@@ -25,7 +25,7 @@ _NO_MATTER = {
 }  # fmt: skip
 _ACTIVATIONS = {
     "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new", "relu2": "relu2",
 }  # fmt: skip
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 Coding = Literal["fp8", "int4", "mxfp4"]

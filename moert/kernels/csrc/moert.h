@@ -12,14 +12,14 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 8
+#define MOERT_ABI 9
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
  * 32 (or cols). */
 enum { MOERT_MXFP4 = 5, MOERT_F16 = 16, MOERT_BF16 = 17, MOERT_F32 = 32 };
 
-enum { MOERT_RELU, MOERT_SILU, MOERT_GELU, MOERT_GELU_TANH };
+enum { MOERT_RELU, MOERT_SILU, MOERT_GELU, MOERT_GELU_TANH, MOERT_RELU_SQUARED };
 enum { MOERT_SOFTMAX, MOERT_SIGMOID, MOERT_SIGMOID_OF_CHOSEN, MOERT_SPARSEMIXER };
 
 #pragma GCC visibility push(default)

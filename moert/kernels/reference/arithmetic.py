@@ -70,6 +70,7 @@ def _erf(x: F32) -> F32:
 
 _ACTIVATIONS: Mapping[str, Callable[[F32], F32]] = {
     "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.square(np.maximum(x, 0)),
     "gelu": lambda x: np.float32(0.5) * x * (1 + _erf(x * np.float32(0.5**0.5))),
     "gelu_new": lambda x: (
         np.float32(0.5) * x * (1 + np.tanh(np.float32((2 / math.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)))

@@ -7,13 +7,13 @@ they carry a kind. Each part says which tensors it has, and what about it contra
 
 from moert.pack.parts.attention import Attention, Buckets, Latent, Rope, Stretch
 from moert.pack.parts.base import ROLES, Norm, Role, Tensor
-from moert.pack.parts.feed_forward import Act, Beside, Experts, Ffn, Groups, Router
+from moert.pack.parts.feed_forward import Act, Beside, Experts, Ffn, Groups, Narrow, Router
 from moert.pack.parts.layers import MOST_LAYERS, Join, Layer, Stack, stack_of
 from moert.pack.parts.mixers import FixedState, GatedDelta, Mamba, Mamba2, ShortConv
 from moert.pack.parts.positions import PositionTable
 
 __all__ = [
     "MOST_LAYERS", "ROLES", "Act", "Attention", "Beside", "Buckets", "Experts", "Ffn", "FixedState", "GatedDelta",
-    "Groups", "Join", "Latent", "Layer", "Mamba", "Mamba2", "Norm", "PositionTable", "Role", "Rope", "Router",
+    "Groups", "Join", "Latent", "Layer", "Mamba", "Mamba2", "Narrow", "Norm", "PositionTable", "Role", "Rope", "Router",
     "ShortConv", "Stack", "Stretch", "Tensor", "stack_of",
 ]  # fmt: skip

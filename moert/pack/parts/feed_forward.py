@@ -12,10 +12,11 @@ from moert.pack.reading import MAX_COUNT, Above, Within
 
 @dataclass(frozen=True)
 class Act:
-    """The activation of a feed-forward; silu is x · sigmoid(slope · x). With a `limit` the gate is bounded to at most
-    the limit and up to ± the limit before it; without a gate, up to at most the limit. `plus` is added to up then."""
+    """The activation of a feed-forward; silu is x · sigmoid(slope · x), relu2 the square of relu. With a `limit` the
+    gate is bounded to at most the limit and up to ± the limit before it; without a gate, up to at most the limit.
+    `plus` is added to up then."""
 
-    name: Literal["relu", "silu", "gelu", "gelu_new"]
+    name: Literal["relu", "silu", "gelu", "gelu_new", "relu2"]
     limit: Annotated[float | None, Above(0)] = None
     slope: Annotated[float, Above(0)] = 1.0
     plus: float = 0.0
@@ -132,9 +133,23 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Narrow:
+    """Experts get narrow · x, of so many features, and what they give together is multiplied by `widen`. `bias`: both
+    matrices have one."""
+
+    features: Annotated[int, Within(1, MOST)]
+    bias: bool = False
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from matrix(f"{at}.narrow", (self.features, d_model), "ffn", self.bias)
+        yield from matrix(f"{at}.widen", (d_model, self.features), "ffn", self.bias)
+
+
+@dataclass(frozen=True)
 class Experts:
     """`n` networks of one shape, of which a router chooses some for each token. Every token passes the `shared` one
-    too; with a `shared_gate`, what that gives is multiplied with sigmoid(shared_gate · x)."""
+    too; with a `shared_gate`, what that gives is multiplied with sigmoid(shared_gate · x). `narrow` stands around the
+    others alone, which it makes as wide as it says."""
 
     KIND: ClassVar[str] = "experts"
     n: Annotated[int, Within(1, MOST)]
@@ -143,6 +158,11 @@ class Experts:
     shared: Ffn | None = None
     shared_gate: bool = False
     beside: Beside | None = None
+    narrow: Narrow | None = None
+
+    def width(self, d_model: int) -> int:
+        """Features that an expert gets and gives."""
+        return d_model if self.narrow is None else self.narrow.features
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         yield from self.router.tensors(at, self.n, d_model)
@@ -152,6 +172,8 @@ class Experts:
             yield Tensor(f"{at}.shared_gate.weight", (1, d_model))
         if self.beside is not None:
             yield from self.beside.tensors(at, d_model)
+        if self.narrow is not None:
+            yield from self.narrow.tensors(at, d_model)
 
     def contradictions(self) -> Iterator[str]:
         yield from self.router.contradictions(self.n)

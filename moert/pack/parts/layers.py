@@ -54,9 +54,9 @@ class Layer:
     def adds_experts(self) -> bool:
         """Whether what the experts give is added to the stream as it is, but for a factor."""
         experts = self.ffn
-        return (
-            isinstance(experts, Experts) and experts.beside is None and self.ffn_join.after is None and not self.scaled
-        )
+        if not isinstance(experts, Experts) or experts.beside is not None or experts.narrow is not None:
+            return False
+        return self.ffn_join.after is None and not self.scaled
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.mixer is not None:
