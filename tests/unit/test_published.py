@@ -37,6 +37,13 @@ FEATURES = {
     "Hunyuan-A13B": ["queries and keys normed by head, after they turn", "a shared expert of width 3072"],
     "Phi-3.5-MoE": ["a sparsemixer in place of routers", "LayerNorms with biases", "a head with a bias"],
     "granite-3.1-1b-a400m": ["factors of the stream", "a factor of the embedding", "a tied head"],
+    "granite-4.0-h-tiny": [
+        "Mamba-2 of 48 heads with 128 numbers a feature in place of attention in 36 of 40 layers",
+        "12 heads, 4 of keys",
+        "no positions in 4 of 40 layers",
+        "a shared expert of width 1024",
+        "factors of the stream",
+    ],
     "LFM2-8B-A1B": [
         "convolutions over 3 tokens in place of attention in 18 of 24 layers",
         "2 of 24 layers without experts",
@@ -130,6 +137,16 @@ def test_what_it_is_made_of_is_said(name: str) -> None:
         ("Jamba-1.5-Mini", {"num_hidden_layers": 4}, "no layer with attention"),
         ("Jamba-1.5-Mini", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms False"),
         ("Jamba-1.5-Mini", {"sliding_window": 512}, "sliding_window 512"),
+        ("granite-4.0-h-tiny", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("granite-4.0-h-tiny", {"num_local_experts": 0, "num_experts_per_tok": 0}, "num_local_experts 0"),
+        ("granite-4.0-h-tiny", {"layer_types": ["mamba"] * 40}, "no layer with attention"),
+        ("granite-4.0-h-tiny", {"layer_types": ["mamba", "sliding_attention"] * 20}, "with 'sliding_attention'"),
+        ("granite-4.0-h-tiny", {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+        ("granite-4.0-h-tiny", {"time_step_limit": [0.0, 10.0]}, "time_step_limit"),
+        ("granite-4.0-h-tiny", {"time_step_limit": [0.01, float("inf")]}, "time_step_limit"),
+        ("granite-4.0-h-tiny", {"mamba_n_groups": 5}, "48 heads are in 5 groups"),
+        ("granite-4.0-h-tiny", {"normalization_function": "layernorm"}, "normalization_function 'layernorm'"),
+        ("granite-4.0-h-tiny", {"shared_intermediate_size": 0}, "shared_intermediate_size 0"),
         ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "M*-M"}, "no layer with experts"),
         ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "MEME"}, "no layer with attention"),
         ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "ME?E"}, "is not a valid nemotron_h config"),
@@ -169,3 +186,15 @@ def test_a_setting_that_matters_is_refused_by_name(name: str, change: Config, na
     with pytest.raises(CheckpointError, match=named.replace("[", r"\[")) as caught:
         outline_of({**PUBLISHED[name], **change})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("infinite", [float("inf"), {"__float__": "Infinity"}])
+def test_numbers_that_json_has_not_are_read_however_they_are_written(infinite: object) -> None:
+    published = PUBLISHED["granite-4.0-h-tiny"]
+    assert outline_of({**published, "time_step_limit": [0.0, infinite]}).spec == outline_of(published).spec
+
+
+def test_layers_may_be_listed_by_an_older_name() -> None:
+    published = PUBLISHED["granite-4.0-h-tiny"]
+    older = {name: value for name, value in published.items() if name != "layer_types"}
+    assert outline_of({**older, "layers_block_type": published["layer_types"]}).spec == outline_of(published).spec

@@ -17,6 +17,7 @@ from moeconv.source.archs.glm4_moe import Glm4Moe
 from moeconv.source.archs.glm4_moe_lite import Glm4MoeLite
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.granitemoe import GraniteMoe, GraniteMoeShared
+from moeconv.source.archs.granitemoehybrid import GraniteMoeHybrid
 from moeconv.source.archs.hunyuan_v1_moe import HunyuanV1Moe
 from moeconv.source.archs.jamba import Jamba
 from moeconv.source.archs.lfm2_moe import Lfm2Moe
@@ -41,7 +42,7 @@ FAMILIES: Mapping[str, Family] = {
         SwitchTransformers(), Olmoe(), Qwen3Moe(), Mixtral(), Qwen2Moe(), GptOss(), DeepseekV2(), DeepseekV3(),
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
-        Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(),
+        Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(),
     )
 }  # fmt: skip

@@ -224,7 +224,8 @@ class Config:
         import torch
 
         parameters, self.allowed["rope_type"] = self.rope_parameters(), FIXED_ROPES
-        kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+        kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor")
+        share = 1.0 if share is None else share
         if share != 1 and not partial:
             raise UnsupportedModel(
                 f"config.json sets partial_rotary_factor {share!r}: this family turns whole heads in transformers"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Names, Place, decoder
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import rows
 from moert.pack.model_spec import Head, StackName, Tokens
-from moert.pack.parts import Experts, Ffn, Join, Layer, Norm, Router
+from moert.pack.parts import Attention, Experts, Ffn, FixedState, Join, Layer, Norm, Router
 
 
 class GraniteMoe(Family):
@@ -24,14 +24,13 @@ class GraniteMoe(Family):
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.block_sparse_moe.experts"}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        attention = config.attention(
-            biases=config.biases("attention_bias", "qkvo"), scale=config.number("attention_multiplier")
-        )
-        join, shared = Join(add=config.number("residual_multiplier")), self._shared(config)
+        norm, join = Norm(config.get("rms_norm_eps")), Join(add=config.number("residual_multiplier"))
+        mixers, of_mixers = self._mixers(config, norm)
+        shared = self._shared(config)
         network = config.network("intermediate_size")
         router = Router(config.count("num_experts_per_tok"), True, None)
         experts = Experts(config.count("num_local_experts"), network, router, shared)
-        layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts, join, join)
+        layers = [Layer(norm, mixer, None, experts, join, join) for mixer in mixers]
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:
             at, width, d_model = f"layers.{layer}.block_sparse_moe", network.d_ff, config.count("hidden_size")
@@ -48,12 +47,21 @@ class GraniteMoe(Family):
                 "shared.up": Place("shared_mlp.input_linear", rows(shared.d_ff), both),
                 "shared.down": "shared_mlp.output_linear",
             }
-        names = Names(inside, {"router": "block_sparse_moe.router"}, of_expert)
+        names = Names({**inside, **of_mixers}, {"router": "block_sparse_moe.router"}, of_expert)
         head = Head(bool(config.get("tie_word_embeddings")), 1 / config.number("logits_scaling"))
+        turned = any(layer.attention is not None and layer.attention.rope is not None for layer in layers)
         return decoder(
-            self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), names, head=head,
+            self.model_type, config, tokens, layers, names, None if turned else [], head=head,
             embed_scale=config.number("embedding_multiplier"),
         )  # fmt: skip
+
+    def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
+        """Of each layer, and where the tensors of those are that are not attention."""
+        return [self._attention(config)] * config.count("num_hidden_layers"), {}
+
+    def _attention(self, config: Config, rope: int | None = 0) -> Attention:
+        biases = config.biases("attention_bias", "qkvo")
+        return config.attention(biases=biases, scale=config.number("attention_multiplier"), rope=rope)
 
     def _shared(self, config: Config) -> Ffn | None:
         return None

@@ -122,8 +122,8 @@ class Attention:
             yield f"{self.n} heads share {self.kv} heads of keys, which does not divide them"
         if self.q_features > MOST_FEATURES:
             yield f"n times dim is {self.q_features}, it should be at most {MOST_FEATURES}"
-        if self.scale == 0:
-            yield "its scale is 0, so that nothing the model reads would matter"
+        if self.scale <= 0:
+            yield f"its scale is {self.scale:g}, it should be above 0"
         if "g" in (self.biases or "") and not self.gate:
             yield "its gate has a bias, and there is no gate"
         if self.buckets is not None:
@@ -191,5 +191,5 @@ class Latent:
         most = self.n * max(self.dim, self.nope, self.v)
         if most > MOST_FEATURES:
             yield f"its heads have {most} features together, it should be at most {MOST_FEATURES}"
-        if self.scale == 0:
-            yield "its scale is 0, so that nothing the model reads would matter"
+        if self.scale <= 0:
+            yield f"its scale is {self.scale:g}, it should be above 0"
