@@ -97,7 +97,7 @@ MIXERS = ModelSpec(
         [
             Layer(_NORM, ShortConv(3, bias=True), None, _FEW, Join(None, 0.5)),
             Layer(_NORM, GatedDelta(4, 2, 5, 6, 4, _NORM), None, None, Join(_NORM)),
-            Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True, dt_low=0.01, dt_high=2.0), None, _SQUARED),
+            Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True), None, _SQUARED),
             Layer(_NORM, None, None, _FEW, Join(), Join(_NORM, 0.5)),
             Layer(_NORM, Mamba(12, 5, 6, 4, _NORM, bias=True), None, _FEW, scaled=True),
             Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW),

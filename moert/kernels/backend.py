@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar, cast
@@ -260,7 +259,7 @@ class BackendOf(Protocol[M, E]):
         with the same b and c [tokens, groups, n] as there are heads for each group."""
         ...
 
-    def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
+    def softplus(self, x: F32, bias: F32) -> F32:
         """x [tokens, n] → log(1 + e^(x + bias [n])), at least `low` and at most `high`."""
         ...
 

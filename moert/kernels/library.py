@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 9
+ABI = 10
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -49,7 +49,7 @@ _FUNCTIONS = {
     "moert_convolve": (None, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
     "moert_delta_rule": (c_int, [_POOL, _DATA]),
     "moert_scan_tokens": (c_int, [_POOL, _DATA]),
-    "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, c_float, c_float, _DATA]),
+    "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_sigmoid": (None, [_POOL, c_int64, _DATA, _DATA]),
     "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),

@@ -224,10 +224,10 @@ class NativeBackend:
         check(self._call.moert_scan_tokens(self._pool, addressof(struct)))
         return out
 
-    def softplus(self, x: F32, bias: F32, low: float = 0.0, high: float = math.inf) -> F32:
+    def softplus(self, x: F32, bias: F32) -> F32:
         x = np.ascontiguousarray(x)
         out = np.empty_like(x)
-        self._call.moert_softplus(self._pool, *x.shape, _at(x), _at(bias), low, high, _at(out))
+        self._call.moert_softplus(self._pool, *x.shape, _at(x), _at(bias), _at(out))
         return out
 
     def sigmoid(self, x: F32) -> F32:

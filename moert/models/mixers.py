@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -111,7 +110,7 @@ class Mamba2Mix:
         z, inner = self._cut(wide)
         u, b, c = self._cut_mixed(self._conv(inner, state[0]))
         u, groups = u.reshape(tokens, part.n, part.dim), (tokens, part.groups, part.state)
-        steps = backend.softplus(dt, self._dt_bias, part.dt_low, math.inf if part.dt_high is None else part.dt_high)
+        steps = backend.softplus(dt, self._dt_bias)
         made = backend.scan(u, steps, self._a, b.reshape(groups), c.reshape(groups), self._d, state[1])
         made = backend.gated(made.reshape(tokens, -1), z, self._norm, part.groups, last=True)
         return backend.linear(made, self._out)

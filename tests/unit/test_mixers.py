@@ -98,12 +98,12 @@ def _mamba2(bias: bool, conv_bias: bool) -> Case:
     return Case(GraniteMoeHybridMambaLayer(config, 0, initialize_mixer_weights=False), part, _split_steps(6))
 
 
-def _mamba2_steps() -> Case:
+def _mamba2_nemotron() -> Case:
     config = NemotronHConfig(
         hidden_size=D_MODEL, mamba_num_heads=4, mamba_head_dim=7, n_groups=4, ssm_state_size=6, conv_kernel=3,
-        chunk_size=8, layer_norm_epsilon=_NORM.eps, time_step_min=0.7, layers_block_type=["linear_attention"],
+        chunk_size=8, layer_norm_epsilon=_NORM.eps, time_step_min=0.0, layers_block_type=["linear_attention"],
     )  # fmt: skip
-    part = Mamba2(4, 7, 4, 6, 3, _NORM, dt_low=0.7)
+    part = Mamba2(4, 7, 4, 6, 3, _NORM)
     return Case(NemotronHMamba2Mixer(config, 0, initialize_mixer_weights=False), part, _split_steps(4))
 
 
@@ -130,7 +130,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gated delta rule": _delta,
     "Mamba-2": lambda: _mamba2(bias=False, conv_bias=True),
     "Mamba-2, other biases": lambda: _mamba2(bias=True, conv_bias=False),
-    "Mamba-2, bounded steps": _mamba2_steps,
+    "Mamba-2 of Nemotron-H": _mamba2_nemotron,
     "Mamba": lambda: _mamba(bias=False, normed=True),
     "Mamba, other biases, no norms": lambda: _mamba(bias=True, normed=False),
 }

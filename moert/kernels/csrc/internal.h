@@ -126,8 +126,8 @@ typedef struct {
     void (*keep)(const float *key, int dim, const float *value, int value_dim, int at, const head_keys *kept);
     /* y [n] += weight * x [n] */
     void (*add)(float weight, const float *x, float *y, int n);
-    /* y = log(1 + e^(x + bias)), at least low and at most high */
-    void (*softplus)(const float *x, const float *bias, float low, float high, int n, float *y);
+    /* y = log(1 + e^(x + bias)) */
+    void (*softplus)(const float *x, const float *bias, int n, float *y);
     /* moert_convolve of channels first .. stop - 1 */
     void (*convolve)(const moert_taps *with, int first, int stop, int tokens, const float *x, float *state, float *y);
     /* What a delta_part has of one token's k and q: [2 * dk + 1]. */

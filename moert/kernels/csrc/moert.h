@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 9
+#define MOERT_ABI 10
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -237,8 +237,8 @@ void moert_convolve(moert_pool *pool, const moert_taps *with, int tokens, const 
 int moert_delta_rule(moert_pool *pool, const moert_delta *rule);
 int moert_scan_tokens(moert_pool *pool, const moert_scan *scan);
 
-/* y [rows, n] = log(1 + e^(x + bias)), at least low and at most high; bias [n] */
-void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float low, float high, float *y);
+/* y [rows, n] = log(1 + e^(x + bias)); bias [n] */
+void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float *y);
 
 /* y [n] = 1 / (1 + e^-x) */
 void moert_sigmoid(moert_pool *pool, int64_t n, const float *x, float *y);

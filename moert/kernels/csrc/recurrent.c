@@ -116,7 +116,7 @@ typedef struct {
     const operations *isa;
     const moert_norm *norm;
     const float *x, *with; /* bias or gate */
-    float *y, low, high;
+    float *y;
     int groups, last, rows, n;
 } row_job;
 
@@ -125,13 +125,11 @@ static void softplus_item(const void *job, int item, void *own) {
     const int each = rows_an_item(j->n), first = item * each;
     (void)own;
     for (int row = first; row < first + piece(j->rows, each, item); row++)
-        j->isa->softplus(j->x + (int64_t)row * j->n, j->with, j->low, j->high, j->n, j->y + (int64_t)row * j->n);
+        j->isa->softplus(j->x + (int64_t)row * j->n, j->with, j->n, j->y + (int64_t)row * j->n);
 }
 
-void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float low, float high, float *y) {
-    const row_job job = {
-        .isa = pool_operations(pool), .x = x, .with = bias, .y = y, .low = low, .high = high, .rows = rows, .n = n,
-    };
+void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float *y) {
+    const row_job job = {.isa = pool_operations(pool), .x = x, .with = bias, .y = y, .rows = rows, .n = n};
     run_items(pool, softplus_item, &job, pieces(rows, rows_an_item(n)), 32LL * rows * n);
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from moert.pack.parts.base import MOST, MOST_FEATURES, Norm, Tensor, matrix
-from moert.pack.reading import Above, Within
+from moert.pack.reading import Within
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the arrays of float32 that a sequence keeps of such a layer; the first holds the last inputs of its
@@ -98,10 +98,10 @@ class Mamba2:
     and c one after the other, of n · dim features twice and `groups` · state twice; as many heads that follow one
     another share a group's b and c.
 
-    u, b and c pass a causal convolution over the last `taps` tokens and silu. With t = softplus(dt · x + dt_bias),
-    which is at least `dt_low` and at most `dt_high`, a head's state decays by e^(-e^a_log · t) and gains t · u bᵀ; it
-    gives state · c + d · u. That times silu(z) is normed, each group's features by themselves, and multiplied by `out`.
-    `bias`: in, dt and out have one; `conv_bias`: the convolution has one.
+    u, b and c pass a causal convolution over the last `taps` tokens and silu. With t = softplus(dt · x + dt_bias) a
+    head's state decays by e^(-e^a_log · t) and gains t · u bᵀ; it gives state · c + d · u. That times silu(z) is
+    normed, each group's features by themselves, and multiplied by `out`. `bias`: in, dt and out have one; `conv_bias`:
+    the convolution has one.
     """
 
     KIND: ClassVar[str] = "mamba2"
@@ -113,8 +113,6 @@ class Mamba2:
     norm: Norm
     conv_bias: bool = True
     bias: bool = False
-    dt_low: float = 0.0
-    dt_high: Annotated[float | None, Above(0)] = None
 
     @property
     def features(self) -> int:
@@ -142,8 +140,6 @@ class Mamba2:
     def contradictions(self) -> Iterator[str]:
         if self.n % self.groups:
             yield f"{self.n} heads are in {self.groups} groups, which does not divide them"
-        if not 0 <= self.dt_low <= (self.dt_high or self.dt_low):
-            yield f"its steps lie between {self.dt_low} and {self.dt_high}, which no number does"
         yield from _too_many("features of its convolution", self.features + self.channels)
         yield from _too_many(_HELD, self.features * self.state)
         yield from _has_no_bias(self.norm)
