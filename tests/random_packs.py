@@ -109,7 +109,30 @@ MIXERS = ModelSpec(
 )  # fmt: skip
 """Every mixer with a state of fixed size, and layers that lack a half."""
 
-SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS}
+_LATE = Join(_LAYER_NORM)
+_PLAIN_HEADS = Attention(2, 2, 5, 0.447, None, None, None, None)
+_FULL = Experts(
+    3, Ffn(7, Act("relu"), gated=False), Router(1, False, 4, bias=True, overflow="itself"), bypass=True
+)  # fmt: skip
+LATE = ModelSpec(
+    family="late", vocab_size=11, d_model=10, encoder=None,
+    decoder=replace(
+        stack_of(
+            [
+                Layer(None, _PLAIN_HEADS, None, _FULL, _LATE, _LATE),
+                Layer(None, _PLAIN_HEADS, None, _WIDE, _LATE, _LATE, positions=PositionTable(70)),
+                Layer(None, _PLAIN_HEADS, None, _FULL, _LATE, _LATE),
+            ],
+            None,
+        ),
+        positions=PositionTable(64),
+    ),
+    ropes=(), head=Head(True, 1.0, bias=True, projected=True), tokens=Tokens(None, (1,), 0, None, prefix_end=3),
+    max_positions=64,
+)  # fmt: skip
+"""Norms behind each half and none before it, and tokens at the beginning of a prompt that see each other."""
+
+SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS, "late": LATE}
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
     metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,23 @@ from moert.kernels.backend import I64
 from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16
 from moert.pack.layout import group_of
 from moert.pack.manifest import Quantization
-from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.parts import GatedDelta, Mamba, Mamba2, Norm, ShortConv
+from moert.pack.model_spec import ExpertKey, Head, LayerKey, ModelSpec
+from moert.pack.parts import (
+    Act,
+    Attention,
+    Experts,
+    Ffn,
+    GatedDelta,
+    Join,
+    Layer,
+    Mamba,
+    Mamba2,
+    Norm,
+    PositionTable,
+    Router,
+    ShortConv,
+    Stack,
+)
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
@@ -46,7 +62,37 @@ MIXERS_SHAPE = DECODER_SHAPE.but(
 """Every mixer with a state of fixed size, layers that lack a half, and one with attention."""
 SHAPES = {"decoder": DECODER_SHAPE, "switch": SWITCH_SHAPE, "mixers": MIXERS_SHAPE}
 DECODER, SWITCH, MIXERS = DECODER_SHAPE.spec, SWITCH_SHAPE.spec, MIXERS_SHAPE.spec
-SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS}
+_AFTER = Join(Norm(1e-5))
+_HEADS = Attention(4, 4, 6, 0.408, None, None, rope=None, buckets=None)
+_FULL = Experts(6, Ffn(28, Act("relu"), gated=False), Router(1, False, 5, overflow="itself"), bypass=True)
+_DENSE = Ffn(20, Act("silu"), gated=False, bias=True)
+LATE = replace(
+    DECODER, family="late", ropes=(), head=Head(True, 1.0, bias=True, projected=True),
+    decoder=Stack(
+        (
+            Layer(None, _HEADS, None, _FULL, _AFTER, _AFTER),
+            Layer(None, _HEADS, None, _DENSE, _AFTER, _AFTER, positions=PositionTable(400)),
+        ), (0, 0, 1), None, PositionTable(400),
+    ),
+    tokens=replace(DECODER.tokens, prefix_end=15),
+)  # fmt: skip
+"""Norms behind each half and none before it, and tokens before a prompt's first l that see each other."""
+SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE}
+
+
+def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
+    return replace(spec, tokens=replace(spec.tokens, eos=eos))
+
+
+def with_capacity(name: str, capacity: int | None) -> ModelSpec:
+    """One of SPECS, whose experts take so many tokens."""
+    if name != "late":
+        return SHAPES[name].but(capacity=capacity).spec
+    part = replace(_FULL, router=Router(1, False, capacity, overflow="nothing" if capacity is None else "itself"))
+    kinds = tuple(replace(kind, ffn=part) if kind.ffn == _FULL else kind for kind in LATE.decoder.kinds)
+    return replace(LATE, decoder=replace(LATE.decoder, kinds=kinds))
+
+
 PROMPTS = ("one small step", "hello world", "zigzag", "the quick brown fox jumps over the lazy dog")
 _GROUP = 8
 

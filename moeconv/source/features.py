@@ -84,6 +84,8 @@ def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "positions by buckets of distances"
     for n in dict.fromkeys(stack.positions.n for stack in spec.stacks.values() if stack.positions is not None):
         yield f"a table of {n} positions"
+    if any(layer.positions is not None for layer in layers):
+        yield "a table of positions of some layers' own"
     parts = [part for part in (layer.attention for layer in layers) if part is not None]
     kinds = [part for part in parts if part.rope is not None]
     for part in dict.fromkeys(kinds):
@@ -105,6 +107,8 @@ def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
             yield f"a shared expert of width {part.shared.d_ff}{' with a gate' if part.shared_gate else ''}"
         if part.narrow is not None:
             yield f"experts that see {part.narrow.features} features in place of {spec.d_model}"
+        if part.bypass:
+            yield "a projection beside the experts"
         if part.beside is not None:
             yield f"a network of width {part.beside.ffn.d_ff} beside the experts"
         yield from _network(part.ffn)
@@ -123,7 +127,8 @@ def _router(part: Router) -> Iterator[str]:
     if part.groups is not None and part.groups.n > 1:
         yield f"experts of {part.groups.best} of {part.groups.n} groups"
     if part.capacity is not None:
-        yield f"at most {part.capacity} tokens an expert"
+        kept = ", of which others keep what they are" if part.overflow == "itself" else ""
+        yield f"at most {part.capacity} tokens an expert{kept}"
     if part.own_norm:
         yield "a norm of the routers' own"
     if part.weigh == "input":
@@ -140,8 +145,11 @@ def _network(part: Ffn) -> Iterator[str]:
 def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if spec.encoder is not None:
         yield "an encoder"
-    if any(layer.norm.kind == "layer" for layer in layers):
+    norms = [layer.norm or layer.mixer_join.after or layer.ffn_join.after for layer in layers]
+    if any(norm is not None and norm.kind == "layer" for norm in norms):
         yield "LayerNorms with biases"
+    if any(layer.norm is None for layer in layers):
+        yield "no norms before attention and experts"
     if any(layer.mixer_join.after is not None or layer.ffn_join.after is not None for layer in layers):
         yield "norms after attention and experts"
     if any(layer.scaled or (layer.mixer_join.add, layer.ffn_join.add) != (1, 1) for layer in layers):
@@ -152,5 +160,9 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "a tied head"
     if spec.head.bias:
         yield "a head with a bias"
+    if spec.head.projected:
+        yield "a projection before the head"
+    if spec.tokens.prefix_end is not None:
+        yield f"a prompt's beginning, up to token {spec.tokens.prefix_end}, that sees itself whole"
     if spec.head.softcap is not None:
         yield f"logits within {spec.head.softcap:g}"

@@ -155,13 +155,13 @@ class Session:
 
     def add(self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Any) -> Request:
         """`prompt`: text, or token ids, whose answer has token ids and no text, or what goes on from a prefix (which
-        nothing does behind an encoder). `changes`: settings by name.
+        only models do of which all that was read stays as it is when more comes). `changes`: settings by name.
 
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
         for what could not run alone.
         """
         generation = self._generation(prompt, self._resolved((settings or GenerationSettings()).but(**changes)))
-        prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.encoder is None else None
+        prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
         with self._open():
             request = Request(prompt, generation, prefix)
             request._take_prefix()

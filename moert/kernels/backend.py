@@ -96,11 +96,15 @@ class ProjectionView(NamedTuple):
 
 @dataclass(frozen=True)
 class NormWeights:
-    """See moert.pack.parts.Norm: weight [n], and the bias [n] of one of the kind layer."""
+    """See moert.pack.parts.Norm: weight [n], and the bias [n] of one of the kind layer. Without a weight there is no
+    norm, and what would be normed stays as it is."""
 
-    weight: F32
+    weight: F32 | None
     bias: F32 | None
     eps: float
+
+
+NO_NORM = NormWeights(None, None, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +173,10 @@ class BackendOf(Protocol[M, E]):
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> M:
         """A copy: `stored` may lie in a mapped file. bias [out] is added to what the matrix gives."""
+        ...
+
+    def biased(self, matrix: M, bias: F32) -> M:
+        """The same matrix, not copied, with this bias [out]."""
         ...
 
     def rows(self, matrix: M, ids: Sequence[int]) -> F32:

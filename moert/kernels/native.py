@@ -95,6 +95,11 @@ class NativeBackend:
         struct = Matrix(_at(data), None, None, place, KINDS[stored.dtype], rows, cols, cols)
         return NativeMatrix(Floats(stored.dtype, data), bias, struct)
 
+    def biased(self, matrix: NativeMatrix, bias: F32) -> NativeMatrix:
+        struct = Matrix.from_buffer_copy(matrix.struct)
+        struct.bias = _at(bias)
+        return NativeMatrix(matrix.stored, bias, struct)
+
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> F32:
         out = np.empty((len(ids), matrix.cols), np.float32)
         places = (c_int64 * len(ids))(*ids)
@@ -293,7 +298,8 @@ def _addresses(experts: Sequence[NativeExpert]) -> Any:
 
 
 def _norm(norm: NormWeights) -> structs.Norm:
-    return structs.Norm(_at(norm.weight), None if norm.bias is None else _at(norm.bias), norm.eps)
+    weight, bias = (None if each is None else _at(each) for each in (norm.weight, norm.bias))
+    return structs.Norm(weight, bias, norm.eps)
 
 
 def _heads(weights: AttentionWeights[NativeMatrix]) -> structs.Heads:

@@ -31,15 +31,17 @@ _DRAWN = 10  # the same numbers sorted, filtered and so on, of one sequence
 def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int = 1) -> int:
     """Upper bound for `tokens` tokens of `sequences` that are read in one pass, and for what is done with the logits.
     `widened`: as of Backend.widens."""
-    return _layer_bytes(spec, tokens, widened) + 4 * spec.vocab_size * (_LOGITS * sequences + _DRAWN)
+    projected = sequences * 2 * _ROUNDED * _padded(spec.d_model) if spec.head.projected else 0
+    return _layer_bytes(spec, tokens, widened) + projected + 4 * spec.vocab_size * (_LOGITS * sequences + _DRAWN)
 
 
 def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
-    """Of the layer that takes the most."""
+    """Of the layer that takes the most. Tokens that see each other are read at once."""
+    whole = spec.tokens.prefix_end is not None
     return max(
         tokens * _whole_row_bytes(spec.d_model, kind)
         + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
-        + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder", widened)
+        + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened)
         for name, stack in spec.stacks.items()
         for kind in stack.kinds
     )
@@ -50,9 +52,10 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     make where that does not go into the stream at once."""
     if not isinstance(kind.ffn, Experts):
         return 4 * 3 * d_model
-    apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None else 0
-    weighed, narrow = kind.ffn.router.weigh == "input", kind.ffn.narrow
-    made = (3 + apart + weighed) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
+    apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None or kind.ffn.bypass else 0
+    router, narrow = kind.ffn.router, kind.ffn.narrow
+    apart += (router.weigh == "input") + (router.overflow == "itself")
+    made = (3 + apart) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
     return 4 * made + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
 
 
@@ -67,6 +70,7 @@ def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widene
     rows = max(min(tokens, ROWS), part.router.top_k)
     others = [ffn.d_ff for ffn in (part.shared, beside) if ffn is not None]
     others += [] if part.narrow is None else [part.narrow.features]
+    others += [3 * d_model] if part.bypass else []  # with the steps to its tanh
     return max(
         _network_bytes((part.width(d_model), part.ffn.d_ff), rows, widened),
         *(_network_bytes((d_model, width), min(tokens, ROWS), widened) for width in others),

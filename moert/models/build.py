@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moert.kernels.backend import AttentionWeights, Backend, Floats, Matrix, NormWeights, RouterWeights, Stored
+from moert.kernels.backend import (
+    NO_NORM,
+    AttentionWeights,
+    Backend,
+    Floats,
+    Matrix,
+    NormWeights,
+    RouterWeights,
+    Stored,
+)
 from moert.models.ffn import (
     BesideExperts,
     DenseFfn,
@@ -43,19 +52,21 @@ class Builder:
         assert isinstance(stored, Floats), f"{name} is no tensor of floats"
         return stored.widened()
 
-    def norm(self, part: Norm, name: str) -> NormWeights:
+    def norm(self, part: Norm | None, name: str) -> NormWeights:
+        if part is None:
+            return NO_NORM
         weight = self.floats(f"{name}.weight")
         return NormWeights(weight, self.floats(f"{name}.bias") if part.kind == "layer" else None, part.eps)
 
     def attention(self, layer: Layer, name: str, crossing: bool, causal: bool) -> AttentionWeights[Matrix]:
         part, join = (layer.cross, None) if crossing else (layer.attention, layer.mixer_join)
         assert part is not None
-        at, eps = f"{name}.{'cross' if crossing else 'attn'}", layer.norm.eps
+        at = f"{name}.{'cross' if crossing else 'attn'}"
         norms = {"before": self.norm(layer.norm, f"{name}.{'cross' if crossing else 'mixer'}_norm")}
         if join is not None and join.after is not None:
             norms["after"] = self.norm(join.after, f"{name}.mixer_after")
         tensors = list(part.tensors(at, 1))
-        inner = part.norm if isinstance(part, Latent) else Norm(eps)
+        inner = part.norm if isinstance(part, Latent) else _like(layer.norm)
         norms |= {each: self.norm(inner, f"{at}.{each}_norm") for each in _named(tensors, at, "_norm.weight")}
         matrices = {each: self.matrix(f"{at}.{each}") for each in _named(tensors, at, ".weight") if "_norm" not in each}
         sinks = self.floats(f"{at}.sinks") if isinstance(part, Attention) and part.sinks else None
@@ -79,11 +90,12 @@ class Builder:
             return DenseFfn(self._network(layer.ffn, f"{name}.ffn"), norm, after, join.add, self.backend)
         experts, weighs_input = layer.ffn, layer.ffn.router.weigh == "input"
         scaled = (weighs_input or experts.narrow is not None) and join.add != 1
-        apart = after is not None or experts.beside is not None or scaled
+        apart = after is not None or experts.beside is not None or experts.bypass or scaled
         routers[at] = self._router(experts, name, norm, 1.0 if apart else join.add)
-        joined = MoeJoin(after, join.add, apart, weighs_input)
+        joined = MoeJoin(after, join.add, apart, weighs_input, experts.router.overflow == "itself")
         shared, beside, narrow = self._shared(experts, name), self._beside(experts, name), self._narrow(experts, name)
-        return MoeFfn(at, routers, runner, self.backend, joined, shared, beside, narrow)
+        bypass = self.matrix(f"{name}.bypass") if experts.bypass else None
+        return MoeFfn(at, routers, runner, self.backend, joined, shared, beside, narrow, bypass)
 
     def _network(self, part: Ffn, at: str) -> Network:
         gate, up, down = (self.matrix(f"{at}.{each}") if each in part.projections else None for each in _PROJECTIONS)
@@ -124,6 +136,11 @@ class Builder:
 
 
 _PROJECTIONS = ("gate", "up", "down")
+
+
+def _like(norm: Norm | None) -> Norm | None:
+    """Of the kind rms, with its eps."""
+    return None if norm is None else Norm(norm.eps)
 
 
 def _named(tensors: Iterable[Tensor], at: str, suffix: str) -> list[str]:

@@ -69,12 +69,14 @@ class NarrowExperts:
 @dataclass(frozen=True)
 class MoeJoin:
     """See moert.pack.parts.Join and Router. `apart`: what is made is put together before it joins; else it joins at
-    once, and `add` is in the router's weights. `weighs_input`: these multiply what experts get."""
+    once, and `add` is in the router's weights. `weighs_input`: these multiply what experts get. `keeps_overflow`: a
+    token whose expert is full keeps what that would have got, times its weight."""
 
     after: NormWeights | None
     add: float
     apart: bool
     weighs_input: bool
+    keeps_overflow: bool = False
 
 
 class MoeFfn:
@@ -83,9 +85,11 @@ class MoeFfn:
     def __init__(
         self, at: LayerKey, routers: Routers, runner: ExpertRunner, backend: Backend, join: MoeJoin,
         shared: SharedExpert | None, beside: BesideExperts | None, narrow: NarrowExperts | None,
+        bypass: Matrix | None = None,
     ) -> None:  # fmt: skip
         self._at, self._routers, self._runner, self._backend = at, routers, runner, backend
         self._join, self._shared, self._beside, self._narrow = join, shared, beside, narrow
+        self._bypass = bypass
 
     def __call__(self, x: F32, lengths: Sequence[int]) -> None:
         """x [tokens, d_model], sequences of `lengths` tokens one after the other."""
@@ -94,17 +98,26 @@ class MoeFfn:
         if self._shared is not None:
             for rows in _pieces(len(x)):
                 self._add_shared(self._shared, hidden[rows], out[rows])
+        if self._bypass is not None:
+            for rows in _pieces(len(x)):
+                out[rows] += self._tanh(self._backend.linear(hidden[rows], self._bypass))
         given, made = hidden, out
         if self._narrow is not None:
             given, made = self._narrowed(self._narrow, hidden)
         if self._join.weighs_input:
             given, weights = given * weights, np.ones_like(weights)
         self._runner.run(self._at, given, experts, weights, made, x)
+        if self._join.keeps_overflow and experts.min() < 0:
+            made += np.where(experts < 0, weights, 0).sum(axis=1, keepdims=True, dtype=np.float32) * given
         if self._narrow is not None:
             for rows in _pieces(len(x)):
                 out[rows] += self._backend.linear(made[rows], self._narrow.widen)
         if self._join.apart:
             self._bring_in(x, out)
+
+    def _tanh(self, x: F32) -> F32:
+        made: F32 = 2 * self._backend.sigmoid(2 * x) - 1
+        return made
 
     def _narrowed(self, narrow: NarrowExperts, hidden: F32) -> tuple[F32, F32]:
         """What the experts get, and zeros for what they give, both [tokens, features]."""

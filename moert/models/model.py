@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from moert.kernels.backend import ROWS, Backend, Positions
+from moert.kernels.backend import NO_NORM, ROWS, AttentionWeights, Backend, Matrix, Positions
 from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
 from moert.models.kv import Kept, KvBits, Remembered, State, remembered
@@ -17,7 +18,7 @@ from moert.pack.parts import Attention, FixedState, Layer, Stack
 
 
 class _Layer:
-    """`attention` and `mixer`: one of them, or none."""
+    """`attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that see each other."""
 
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding, mixer = f"{at.stack}.{at.layer}", at.stack == "decoder", part.mixer
@@ -28,6 +29,10 @@ class _Layer:
         self.attention = None
         if part.attention is not None:
             self.attention = builder.attention(part, name, crossing=False, causal=decoding)
+        self.mutual = None if self.attention is None else replace(self.attention, causal=False)
+        self.positions = None
+        if part.positions is not None:
+            self.positions = AddedPositions(builder.floats(f"{name}.positions.weight"), None, counts_pad=True)
         self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         self.ffn = builder.ffn(part, at, runner, routers)
@@ -55,15 +60,19 @@ class _Tower:
         ]
 
     def read(
-        self, x: F32, lengths: Sequence[int], own: Sequence[Sequence[Remembered]], cross: Sequence[Sequence[Kept]]
-    ) -> None:
+        self, x: F32, lengths: Sequence[int], own: Sequence[Sequence[Remembered]], cross: Sequence[Sequence[Kept]],
+        prefixes: Sequence[int],
+    ) -> None:  # fmt: skip
         """x [tokens, d_model], sequences of `lengths` tokens one after the other, goes through all layers in place.
-        `own` and `cross`: for each sequence those of its layers."""
+        `own` and `cross`: for each sequence those of its layers; `prefixes`: how many of its first tokens see each
+        other, where nothing was read before."""
         starts = np.cumsum([0, *lengths])
         sequences = [x[start : start + n] for start, n in zip(starts, lengths, strict=False)]
         for place, layer in enumerate(self.layers):
             for number, rows in enumerate(sequences):
-                self._mix(layer, rows, own[number][place])
+                if layer.positions is not None:
+                    layer.positions.add_from(rows, own[number][place].length)
+                self._mix(layer, rows, own[number][place], prefixes[number])
                 if layer.cross is not None:
                     for piece in _pieces(rows):
                         self.backend.attend(layer.cross, piece, cross[number][place], 0, Positions())
@@ -72,20 +81,29 @@ class _Tower:
             if layer.scale is not None:
                 x *= layer.scale
 
-    def _mix(self, layer: _Layer, rows: F32, kept: Remembered) -> None:
+    def _mix(self, layer: _Layer, rows: F32, kept: Remembered, prefix: int) -> None:
         if isinstance(kept, Kept):
-            self._attend(layer, rows, kept)
+            self._attend(layer, rows, kept, prefix)
         elif layer.mixer is not None:
             layer.mixer.read(rows, kept)
         else:
             kept.extend(len(rows))
 
-    def _attend(self, layer: _Layer, rows: F32, kept: Kept) -> None:
-        weights = layer.attention
-        assert weights is not None
-        if not weights.causal:  # all keys are there before the first query looks
-            assert len(rows) <= ROWS or kept.length == 0
-        for piece in _pieces(rows) if weights.causal else (rows,):
+    def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int) -> None:
+        """Of tokens that see each other, all keys are there before the first query looks."""
+        assert layer.attention is not None
+        assert layer.mutual is not None
+        if not layer.attention.causal:
+            prefix = len(rows)
+        if prefix:
+            assert kept.length == 0
+            self._attend_at_once(layer, layer.mutual, [rows[:prefix]], kept)
+        self._attend_at_once(layer, layer.attention, _pieces(rows[prefix:]), kept)
+
+    def _attend_at_once(
+        self, layer: _Layer, weights: AttentionWeights[Matrix], pieces: Sequence[F32], kept: Kept
+    ) -> None:
+        for piece in pieces:
             start = kept.extend(len(piece))
             turns = None if layer.rope is None else self.ropes[layer.rope].turns(start, len(piece))
             bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(kept.length)
@@ -111,6 +129,9 @@ class Model:
         """Those of all layers with experts; put another in one's place, and the layer asks that."""
         self.embed = builder.matrix("embed")
         self._head = self.embed if spec.head.tied else builder.matrix("head")
+        if spec.head.tied and spec.head.bias:
+            self._head = backend.biased(self.embed, builder.floats("head.bias"))
+        self._project = builder.matrix("head.project") if spec.head.projected else None
         ropes = [Rotary(rope, builder.floats(f"rope.{place}.frequencies")) for place, rope in enumerate(spec.ropes)]
         towers = {
             name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
@@ -139,7 +160,8 @@ class Model:
 
     def read(self, states: Sequence[State], sequences: Sequence[Sequence[int]]) -> F32:
         """Appends to each state the tokens of its sequence, one or many; returns the logits [sequences, vocab] after
-        the last of each."""
+        the last of each. Tokens that see each other (see Tokens.prefix_end) have to come at once, with that behind
+        them."""
         ends = np.cumsum([len(ids) for ids in sequences]) - 1
         return self._logits(self._decode(sequences, states)[ends])
 
@@ -195,7 +217,7 @@ class Model:
         lengths = [len(ids) for ids in prompts]
         x = self._embedded(encoder, prompts, [0] * len(prompts))
         own = [[remembered(layer.part, self.spec.d_model, n, 16) for layer in encoder.layers] for n in lengths]
-        encoder.read(x, lengths, own, [])
+        encoder.read(x, lengths, own, [], [0] * len(prompts))
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
@@ -213,9 +235,19 @@ class Model:
         """Runs the tokens of each sequence after those in its state → hidden states [all tokens, d_model]."""
         x = self._embedded(self._decoder, sequences, [state.length for state in states])
         lengths = [len(ids) for ids in sequences]
-        self._decoder.read(x, lengths, [state.own for state in states], [state.cross for state in states])
+        prefixes = [0 if state.length else self._prefix(ids) for ids, state in zip(sequences, states, strict=True)]
+        own, cross = [state.own for state in states], [state.cross for state in states]
+        self._decoder.read(x, lengths, own, cross, prefixes)
         return x
 
+    def _prefix(self, ids: Sequence[int]) -> int:
+        """How many of a prompt's first tokens see each other."""
+        end = self.spec.tokens.prefix_end
+        return ids.index(end) if end is not None and end in ids else 0
+
     def _logits(self, x: F32) -> F32:
-        head = self.spec.head
-        return self.backend.head(np.ascontiguousarray(x), self._decoder.norm, head.scale, head.softcap, self._head)
+        head, norm, x = self.spec.head, self._decoder.norm, np.ascontiguousarray(x)
+        if self._project is not None:
+            made = self.backend.linear(self.backend.norm(x, norm), self._project)
+            x, norm = self.backend.gated(np.ones_like(made), made), NO_NORM
+        return self.backend.head(x, norm, head.scale, head.softcap, self._head)

@@ -47,14 +47,22 @@ class AddedPositions:
     def add(self, x: F32, ids: Sequence[int], start: int) -> None:
         """x [tokens, d_model] of a sequence's tokens from position `start` on gets theirs added. Raises ValueError for
         positions past the table."""
-        if start + len(ids) > len(self._table):
-            raise ValueError(f"the model has positions for {len(self._table)} tokens, {start + len(ids)} are read")
         if self._pad is None or self._pad not in ids:
-            x += self._table[start : start + len(ids)]
+            self.add_from(x, start)
             return
+        self._check(start + len(ids))
         there = np.array(ids) != self._pad
         places = start + (np.arange(len(ids)) if self._counts_pad else there.cumsum() - 1)
         x[there] += self._table[places[there]]
+
+    def add_from(self, x: F32, start: int) -> None:
+        """The same for tokens of which none is the pad token."""
+        self._check(start + len(x))
+        x += self._table[start : start + len(x)]
+
+    def _check(self, end: int) -> None:
+        if end > len(self._table):
+            raise ValueError(f"the model has positions for {len(self._table)} tokens, {end} are read")
 
 
 class DistanceBias:

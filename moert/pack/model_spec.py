@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, Narrow, PositionTable, Role, Rope, Stack, Tensor
+from moert.pack.parts.base import matrix
 from moert.pack.reading import MAX_COUNT, Above, Within
 
 StackName = Literal["encoder", "decoder"]
@@ -46,24 +47,28 @@ class ExpertKey(NamedTuple):
 @dataclass(frozen=True)
 class Head:
     """From the last norm to logits: hidden · scale, times a matrix of its own or, if `tied`, the embedding; plus a
-    bias. Logits become softcap · tanh(logit / softcap)."""
+    bias. Logits become softcap · tanh(logit / softcap). If it is `projected`, hidden becomes
+    silu(project · hidden + its bias) first."""
 
     tied: bool
     scale: float
     softcap: Annotated[float | None, Above(0)] = None
     bias: bool = False
+    projected: bool = False
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Special tokens. `start` is what an encoder–decoder's decoder reads first; `first` what it then writes, whatever
-    is likeliest: of a model that translates, the language."""
+    is likeliest: of a model that translates, the language. Of a prompt that has `prefix_end`, the tokens before the
+    first such see each other, those after themselves as well; all else sees what is before it."""
 
     bos: Annotated[int | None, Within(0, MAX_COUNT)]
     eos: Annotated[tuple[int, ...], Within(0, MAX_COUNT)]
     pad: Annotated[int | None, Within(0, MAX_COUNT)]
     start: Annotated[int | None, Within(0, MAX_COUNT)]
     first: Annotated[int | None, Within(0, MAX_COUNT)] = None
+    prefix_end: Annotated[int | None, Within(0, MAX_COUNT)] = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,12 @@ class ModelSpec:
         """Tokens that can be written after a prompt of so many, which is not too long; None for no limit."""
         limit = self.max_positions
         return limit if limit is None or self.encoder is not None else limit - prompt_tokens
+
+    @property
+    def continues(self) -> bool:
+        """Whether what it has read stays as it is when more comes: not behind an encoder, and not where the tokens of
+        a prompt see each other."""
+        return self.encoder is None and self.tokens.prefix_end is None
 
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
@@ -149,6 +160,8 @@ class ModelSpec:
             yield Tensor("head.weight", (self.vocab_size, self.d_model), "head")
         if self.head.bias:
             yield Tensor("head.bias", (self.vocab_size,))
+        if self.head.projected:
+            yield from matrix("head.project", (self.d_model, self.d_model), "head", bias=True)
         for place, rope in enumerate(self.ropes):
             yield from rope.tensors(f"rope.{place}")
         for name, stack in self.stacks.items():
@@ -166,7 +179,7 @@ class ModelSpec:
                 yield f"in the {name}, {contradiction}"
                 return
         if self.encoder is not None and (why := _unfit(self.encoder)) is not None:
-            yield f"in the encoder, a layer has {why}"
+            yield f"in the encoder, a layer has {why}, which only decoders have"
             return
         if not self.experts:
             yield "it has no layer with experts: such a pack can't exist"
@@ -175,8 +188,6 @@ class ModelSpec:
             if experts != self.moe and _alike(experts) != _alike(self.moe):
                 yield f"the experts of layer {at} have another number or shape than those of the first such layer"
                 return
-        if self.head.tied and self.head.bias:
-            yield "its head has a bias and no matrix of its own"
         if self.head.scale == 0 or self.embed_scale == 0:
             yield "the scale of its head or embedding is 0, so that nothing the model reads would matter"
         yield from self._positions()
@@ -187,8 +198,9 @@ class ModelSpec:
             for contradiction in rope.contradictions():
                 yield f"rope {place}: {contradiction}"
         for name, stack in self.stacks.items():
-            if stack.positions is not None:
-                yield from self._added(name, stack.positions)
+            for positions in (stack.positions, *(kind.positions for kind in stack.kinds)):
+                if positions is not None:
+                    yield from self._added(name, positions)
             for attention in (kind.attention for kind in stack.kinds):
                 if attention is None or attention.rope is None:
                     continue
@@ -208,6 +220,8 @@ class ModelSpec:
 
     def _reading(self) -> Iterator[str]:
         crossing = {kind.cross is not None for kind in self.decoder.kinds}
+        if self.tokens.prefix_end is not None and (why := self._unfit_for_prefix()) is not None:
+            yield f"the tokens of a prompt's beginning see each other, and {why}"
         if self.encoder is None:
             if True in crossing:
                 yield "the decoder attends to an encoder's output, and there is no encoder"
@@ -225,19 +239,26 @@ class ModelSpec:
         if first is not None and first >= self.vocab_size:
             yield f"its first token is {first}, the decoder writes tokens below {self.vocab_size}"
 
+    def _unfit_for_prefix(self) -> str | None:
+        if self.encoder is not None:
+            return "there is an encoder, which reads the prompt"
+        if (why := _unfit(self.decoder)) is not None:
+            return f"a layer has {why}"
+        return None if self.decoder.buckets is None else "a bias by distance is for keys before the query alone"
 
-def _unfit(encoder: Stack) -> str | None:
-    """What a layer of an encoder can't have."""
-    for attention in (kind.mixer for kind in encoder.kinds):
+
+def _unfit(stack: Stack) -> str | None:
+    """What a layer can't have whose tokens see those after them."""
+    for attention in (kind.mixer for kind in stack.kinds):
         if not isinstance(attention, Attention):
-            return f"{_called(attention)}, which only decoders have"
+            return _called(attention)
         if attention.window is not None or attention.chunk is not None:
-            return "a window, which is one of tokens before"
+            return "a window"
     return None
 
 
 def _called(mixer: object) -> str:
-    """Of those that an encoder can't have."""
+    """Of those that are no attention to keys of their own."""
     if isinstance(mixer, Latent):
         return "latent attention"
     return "no mixer" if mixer is None else "a mixer with a state of fixed size"

@@ -146,8 +146,10 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
         return "mixer" if last in ("in", *"qkvz", "inner", "steps", "out") else None
     if before and before[-1] in ("ffn", "shared", "beside"):
         return "ffn"
-    if last in ("narrow", "widen"):
+    if last in ("narrow", "widen", "bypass"):
         return "ffn"
+    if last == "project":
+        return "head"
     return last if last in ("head", "router") else None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_packs import SHAPES, SPECS, VOCAB, write_pack
+from tiny_packs import SHAPES, SPECS, VOCAB, with_capacity, with_ends, write_pack
 
 from moert.budget.regulator import Regulator
 from moert.command import cli
@@ -38,9 +38,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Answers end at different places."""
     root = tmp_path_factory.mktemp("batch")
     ends = tuple(range(1, VOCAB, 11))
-    return {
-        name: write_pack(root / f"{name}.pack", shape.but(eos=ends).spec, paths=False) for name, shape in SHAPES.items()
-    }
+    return {name: write_pack(root / f"{name}.pack", with_ends(spec, ends), paths=False) for name, spec in SPECS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def smallest(packs: dict[str, Path]) -> dict[str, int]:
 @pytest.mark.parametrize("capacity", [None, 0, 1, 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels) -> None:
-    spec = SHAPES[name].but(capacity=capacity).spec
+    spec = with_capacity(name, capacity)
     path = write_pack(tmp_path / "some.pack", spec, paths=False, tokenizer=False)
     with Engine.open(path, predictor="none", kernels=kernels, threads=1) as engine:
         engine.reserve(40, 12)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_packs import SHAPES, SPECS, VOCAB, write_pack
+from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall, InputInvalid, OutOfMemory, SettingInvalid
@@ -27,9 +27,7 @@ NEW = 10
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, ends = tmp_path_factory.mktemp("sessions"), tuple(range(1, VOCAB, 11))
-    return {
-        name: write_pack(root / f"{name}.pack", shape.but(eos=ends).spec, paths=False) for name, shape in SHAPES.items()
-    }
+    return {name: write_pack(root / f"{name}.pack", with_ends(spec, ends), paths=False) for name, spec in SPECS.items()}
 
 
 @pytest.fixture(scope="module")

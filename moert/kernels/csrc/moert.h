@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 10
+#define MOERT_ABI 11
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -34,8 +34,8 @@ typedef struct {
     int32_t group;            /* inputs that share a scale; cols: one scale a row */
 } moert_matrix;
 
-/* x / sqrt(mean(x²) + eps) * weight; with a bias, the mean is taken from x before, and the bias added. Optional ones are
- * absent where the weight is NULL. */
+/* x / sqrt(mean(x²) + eps) * weight; with a bias, the mean is taken from x before, and the bias added. Where the weight is
+ * NULL there is no norm, and x stays as it is. */
 typedef struct {
     const float *weight, *bias; /* [n] */
     float eps;

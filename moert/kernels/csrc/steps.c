@@ -17,6 +17,10 @@ static void norm_item(const void *job, int token, void *own) {
     const norm_job *j = job;
     (void)own;
     const int64_t at = (int64_t)token * j->n;
+    if (!j->norm->weight) {
+        for (int i = 0; i < j->n; i++) j->y[at + i] = j->x[at + i] * j->factor;
+        return;
+    }
     j->isa->norm(j->x + at, j->norm, j->factor, j->n, j->y + at);
 }
 

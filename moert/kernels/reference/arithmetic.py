@@ -37,7 +37,10 @@ def ffn(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
 
 
 def normed(x: F32, norm: NormWeights) -> F32:
-    """x [..., n]; see moert.pack.parts.Norm."""
+    """x [..., n]; see moert.pack.parts.Norm, and NormWeights."""
+    if norm.weight is None:
+        same: F32 = x.copy()
+        return same
     if norm.bias is not None:
         x = x - x.mean(axis=-1, keepdims=True, dtype=np.float32)
     scale = np.sqrt((x * x).mean(axis=-1, keepdims=True, dtype=np.float32) + np.float32(norm.eps))

@@ -39,6 +39,9 @@ class ReferenceBackend:
     def matrix(self, stored: Stored, bias: F32 | None = None) -> Plain:
         return Plain(weights(stored), bias)
 
+    def biased(self, matrix: Plain, bias: F32) -> Plain:
+        return matrix._replace(bias=bias)
+
     def rows(self, matrix: Plain, ids: Sequence[int]) -> F32:
         found: F32 = matrix.weight[np.asarray(ids)]
         return found

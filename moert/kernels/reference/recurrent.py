@@ -76,5 +76,6 @@ def gated(x: F32, gate: F32, norm: NormWeights | None, groups: int, last: bool) 
 
 
 def _normed_parts(x: F32, norm: NormWeights, groups: int) -> F32:
+    assert norm.weight is not None
     parts = replace(norm, weight=norm.weight.reshape(groups, -1))
     return normed(x.reshape(len(x), groups, -1), parts).reshape(x.shape)

@@ -67,7 +67,8 @@ class Router:
     """Sends a token to the `top_k` experts with the largest scores, which are the softmax or sigmoid of weight · x, and
     their weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1). `renormalise` makes
     these sum to 1, `factor` multiplies them, and `expert_scale` has one more factor for each expert. `capacity` is the
-    most tokens of one sequence that one expert takes in one pass (later ones skip it); None: no limit.
+    most tokens of one sequence that one expert takes in one pass; None: no limit. Of later ones `overflow` says what
+    the expert gives: nothing, or what it would have got, itself.
 
     `choice_bias`: numbers that are added to scores for the choice alone. The sparsemixer (arXiv 2310.00811) chooses one
     expert after the other, each with its softmax among those no further than 2 · jitter below the best that is left.
@@ -87,6 +88,7 @@ class Router:
     own_norm: bool = False
     expert_scale: bool = False
     weigh: Literal["output", "input"] = "output"
+    overflow: Literal["nothing", "itself"] = "nothing"
 
     def tensors(self, at: str, experts: int, d_model: int) -> Iterator[Tensor]:
         yield from matrix(f"{at}.router", (experts, d_model), "router", self.bias)
@@ -113,6 +115,8 @@ class Router:
             yield "its router is a sparsemixer with groups or a bias for the choice, which that has not"
         if self.weigh == "input" and self.top_k > 1:
             yield "its router weighs what experts get, and a token goes to more than one"
+        if self.overflow == "itself" and self.capacity is None:
+            yield "its router says what a token gets whose expert is full, and experts have no capacity"
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class Narrow:
 class Experts:
     """`n` networks of one shape, of which a router chooses some for each token. Every token passes the `shared` one
     too; with a `shared_gate`, what that gives is multiplied with sigmoid(shared_gate · x). `narrow` stands around the
-    others alone, which it makes as wide as it says."""
+    others alone, which it makes as wide as it says. With a `bypass`, tanh(bypass · x) is added to what all give."""
 
     KIND: ClassVar[str] = "experts"
     n: Annotated[int, Within(1, MOST)]
@@ -159,6 +163,7 @@ class Experts:
     shared_gate: bool = False
     beside: Beside | None = None
     narrow: Narrow | None = None
+    bypass: bool = False
 
     def width(self, d_model: int) -> int:
         """Features that an expert gets and gives."""
@@ -174,6 +179,8 @@ class Experts:
             yield from self.beside.tensors(at, d_model)
         if self.narrow is not None:
             yield from self.narrow.tensors(at, d_model)
+        if self.bypass:
+            yield from matrix(f"{at}.bypass", (d_model, d_model), "ffn")
 
     def contradictions(self) -> Iterator[str]:
         yield from self.router.contradictions(self.n)

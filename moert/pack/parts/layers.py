@@ -31,15 +31,17 @@ class Join:
 @dataclass(frozen=True)
 class Layer:
     """x joins mixer(norm(x)), if it has one; in a decoder that reads an encoder's output x += cross(norm(x), output);
-    x joins ffn(norm(x)), if it has one; and if it is `scaled`, at the end x *= a number of its own."""
+    x joins ffn(norm(x)), if it has one; and if it is `scaled`, at the end x *= a number of its own. Without a norm all
+    get x as it is. `positions` are added to x before."""
 
-    norm: Norm
+    norm: Norm | None
     mixer: Attention | Latent | FixedState | None
     cross: Attention | None
     ffn: Ffn | Experts | None
     mixer_join: Join = Join()
     ffn_join: Join = Join()
     scaled: bool = False
+    positions: PositionTable | None = None
 
     @property
     def attention(self) -> Attention | Latent | None:
@@ -56,22 +58,30 @@ class Layer:
         experts = self.ffn
         if not isinstance(experts, Experts) or experts.beside is not None or experts.narrow is not None:
             return False
+        if experts.bypass or experts.router.overflow == "itself":
+            return False
         return self.ffn_join.after is None and not self.scaled
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        if self.positions is not None:
+            yield from self.positions.tensors(at, d_model)
         if self.mixer is not None:
-            yield from self.norm.tensors(f"{at}.mixer_norm", d_model)
+            yield from self._norm(f"{at}.mixer_norm", d_model)
             yield from self.mixer.tensors(f"{at}.{'mixer' if self.attention is None else 'attn'}", d_model)
             yield from self.mixer_join.tensors(f"{at}.mixer_after", d_model)
         if self.cross is not None:
-            yield from self.norm.tensors(f"{at}.cross_norm", d_model)
+            yield from self._norm(f"{at}.cross_norm", d_model)
             yield from self.cross.tensors(f"{at}.cross", d_model)
         if self.ffn is not None:
-            yield from self.norm.tensors(f"{at}.ffn_norm", d_model)
+            yield from self._norm(f"{at}.ffn_norm", d_model)
             yield from self.ffn.tensors(f"{at}.ffn" if isinstance(self.ffn, Ffn) else at, d_model)
             yield from self.ffn_join.tensors(f"{at}.ffn_after", d_model)
         if self.scaled:
             yield Tensor(f"{at}.scale", (1,))
+
+    def _norm(self, at: str, d_model: int) -> Iterator[Tensor]:
+        if self.norm is not None:
+            yield from self.norm.tensors(at, d_model)
 
     def contradictions(self) -> Iterator[str]:
         if self.mixer is None and self.ffn is None:
@@ -87,18 +97,29 @@ class Layer:
                 yield "attention to the encoder's output has positions, which that output has not"
             if self.cross.window is not None or self.cross.chunk is not None:
                 yield "attention to the encoder's output has a window, and all of it is before every token"
+        if self.norm is None and self._borrows:
+            yield "a part of a layer has norms with the eps of the layer's, which it has not"
+        if self.positions is not None and self.positions.skips_pad:
+            yield "the positions of a layer skip the pad token, which only those of a stack do"
         if 0 in (self.mixer_join.add, self.ffn_join.add):
             yield "a factor of its stream is 0, so that a part of it would not matter"
+
+    @property
+    def _borrows(self) -> bool:
+        """Whether a part has norms that take their eps from the layer's."""
+        heads = [each for each in (self.mixer, self.cross) if isinstance(each, Attention)]
+        own = isinstance(self.ffn, Experts) and self.ffn.router.own_norm
+        return own or any(each.qk_norm is not None or each.v_norm for each in heads)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A tower: `layers` says for each layer which of `kinds` it is; a norm ends it. `positions` are added to what it
-    reads."""
+    """A tower: `layers` says for each layer which of `kinds` it is; a norm ends it, if it has one. `positions` are
+    added to what it reads."""
 
     kinds: tuple[Layer, ...]
     layers: Annotated[tuple[int, ...], Within(0, MOST)]
-    norm: Norm
+    norm: Norm | None
     positions: PositionTable | None = None
 
     def __len__(self) -> int:
@@ -113,7 +134,8 @@ class Stack:
         return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        yield from self.norm.tensors(f"{at}.norm", d_model)
+        if self.norm is not None:
+            yield from self.norm.tensors(f"{at}.norm", d_model)
         if self.positions is not None:
             yield from self.positions.tensors(at, d_model)
         if (buckets := self.buckets) is not None:
@@ -136,7 +158,7 @@ class Stack:
             yield "its layers have distance biases of several sizes, but share one table"
 
 
-def stack_of(layers: Sequence[Layer], norm: Norm) -> Stack:
+def stack_of(layers: Sequence[Layer], norm: Norm | None) -> Stack:
     """A tower of these layers, each kind of which is said once."""
     kinds = list(dict.fromkeys(layers))
     return Stack(tuple(kinds), tuple(kinds.index(layer) for layer in layers), norm)
