@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gptsan
 import torch
 from tiny_families import FAMILIES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -152,6 +153,13 @@ def tiny_mixtral(path: Path, seed: int = 0, **overrides: Any) -> Path:
     return _save(MixtralForCausalLM(MixtralConfig(**{**settings, **overrides})), path, seed)
 
 
+def tiny_gptsan(path: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a GPTSAN-japanese checkpoint of 2 layers and 5 experts in bf16 to `path`."""
+    gptsan.write(path, seed, **overrides)
+    _save_tokenizer(path)
+    return path
+
+
 _SEES: dict[str, dict[str, Any]] = {
     "llama4": {
         "vision_config": {
@@ -207,6 +215,7 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
     "olmoe": (tiny_olmoe, OLMOE_VARIANTS),
     "qwen3_moe": (tiny_qwen3_moe, QWEN3_MOE_VARIANTS),
     "mixtral": (tiny_mixtral, MIXTRAL_VARIANTS),
+    "gptsan-japanese": (tiny_gptsan, gptsan.VARIANTS),
     **{name: (tiny_of(name), tiny.variants) for name, tiny in FAMILIES.items()},
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
@@ -216,11 +225,14 @@ def transformers_model(path: Path) -> Any:
     """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between.
 
     The experts of NLLB-MoE, of which transformers 5 runs the wrong ones, are as they were in 4.57.6. Steps of
-    Nemotron-H, which it bounds by a setting for new weights (pull request 48989), are bounded by time_step_limit.
+    Nemotron-H, which it bounds by a setting for new weights (pull request 48989), are bounded by time_step_limit. Of
+    GPTSAN-japanese, which transformers 5 has not, it is our module, which tests/golden compares with 4.57.6.
     """
     import transformers
 
     config = json.loads((path / "config.json").read_text())
+    if config["model_type"] == "gptsan-japanese":
+        return gptsan.Reference(path)
     found = getattr(transformers, config["architectures"][0])
     known = found.config_class.from_pretrained(path, local_files_only=True)
     known.model_type = found.config_class.model_type  # else weights of one by another name are not found

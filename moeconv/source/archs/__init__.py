@@ -16,6 +16,7 @@ from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
 from moeconv.source.archs.glm4_moe import Glm4Moe
 from moeconv.source.archs.glm4_moe_lite import Glm4MoeLite
 from moeconv.source.archs.gpt_oss import GptOss
+from moeconv.source.archs.gptsan_japanese import GptsanJapanese
 from moeconv.source.archs.granitemoe import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.granitemoehybrid import GraniteMoeHybrid
 from moeconv.source.archs.hunyuan_v1_moe import HunyuanV1Moe
@@ -43,7 +44,7 @@ FAMILIES: Mapping[str, Family] = {
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
-        NemotronH(),
+        NemotronH(), GptsanJapanese(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

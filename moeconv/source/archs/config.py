@@ -47,10 +47,8 @@ FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 class Config:
     """The settings as transformers understands them, old names and defaults among them."""
 
-    def __init__(self, raw: Mapping[str, Any], config_class: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], config_class: Any) -> None:
         """Raises ConfigInvalid for values that transformers can't take."""
-        import transformers
-
         raw = _with_floats(raw)
         self._raw, self._known = raw, set(_NO_MATTER)
         self.idle = set(_NO_MATTER)
@@ -60,7 +58,7 @@ class Config:
         """Settings that were asked for and may have few values → those."""
         _check_counts(raw)
         try:
-            self.parsed: Any = getattr(transformers, config_class).from_dict(dict(raw))
+            self.parsed: Any = config_class.from_dict(dict(raw))
         except Exception as error:
             raise ConfigInvalid(str(error) or type(error).__name__) from None
 

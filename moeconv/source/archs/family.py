@@ -54,7 +54,7 @@ class Family:
         self, config: Mapping[str, Any], generation_config: Mapping[str, Any]
     ) -> tuple[Description, Config]:  # fmt: skip
         """The same, and the settings as they were asked for."""
-        asked = Config(self.own(config), self._class.config_class.__name__)
+        asked = Config(self.own(config), self._class.config_class)
         coding = asked.coding()
         if coding == "mxfp4" and not self.reads_mxfp4:
             raise UnsupportedModel(
