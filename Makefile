@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -127,6 +127,11 @@ keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/result
 
 tables: setup  ## write the tables of README.md and docs/, and the picture, anew from docs/results
 	$(PY) -m tests.bench.blocks
+
+golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its own, and keep what it gives in tests/golden
+	$(PY) -m pip install --quiet --disable-pip-version-check --target build/transformers-4.57.6 transformers==4.57.6
+	$(PY) tests/golden/transformers_4_57.py checkpoints build/transformers-4.57.6.checkpoints
+	PYTHONPATH=build/transformers-4.57.6 $(PY) tests/golden/transformers_4_57.py outputs build/transformers-4.57.6.checkpoints
 
 readme: setup  ## write the help texts of docs/commands.md and the families of docs/models.md anew
 	$(PY) tests/rules/readme_help.py --write

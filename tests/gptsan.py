@@ -95,6 +95,8 @@ def write(path: Path, seed: int = 0, **overrides: Any) -> Path:
     config = {**SETTINGS, **overrides}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({**config, "num_layers": _layers(config)}))
+    ends = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
+    (path / "generation_config.json").write_text(json.dumps(ends))
     save_file(weights_of(config, seed), path / "model.safetensors", {"format": "pt"})
     return path
 
@@ -117,8 +119,9 @@ class Reference:
         decoder = SimpleNamespace(is_encoder_decoder=False, eos_token_id=self.model.config.eos_token_id)
         self.config = SimpleNamespace(get_text_config=lambda **_: decoder)
 
-    def __call__(self, ids: torch.Tensor, **more: Any) -> Any:
-        return self.model(ids, token_type_ids=token_types(ids, self.model.config.separator_token_id), **more)
+    def __call__(self, input_ids: torch.Tensor, **more: Any) -> Any:
+        types = token_types(input_ids, self.model.config.separator_token_id)
+        return self.model(input_ids, **{"token_type_ids": types, **more})
 
     def generate(self, ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
         """Greedy, one token after the other with what was kept: ids and answers [rows, tokens]."""

@@ -187,11 +187,13 @@ class Layers(nn.Module):
 
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-        token_type_ids: Tensor | None = None, past_key_values: Pasts | None = None, use_cache: bool = False,
+        attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
+        past_key_values: Pasts | None = None, use_cache: bool = False,
     ) -> Output:  # fmt: skip
         """`input_ids` [rows, tokens], or `inputs_embeds` [rows, tokens, d_model], which go into the first block as they
-        are. All tokens see those of which token_type_ids [rows, tokens] has 1. `past_key_values`: those of the tokens
-        before, which a list must be given for; nothing else is kept, whatever `use_cache` says."""
+        are. None sees those of which attention_mask [rows, keys] has 0, which stand at the end of a row; all see those
+        of which token_type_ids [rows, tokens] has 1. `past_key_values`: a list in which keys and values are kept; there
+        is no other, whatever `use_cache` says."""
         given = input_ids if inputs_embeds is None else inputs_embeds
         assert given is not None
         tokens, before = given.shape[1], past_key_values[0][0].shape[2] if past_key_values else 0
@@ -199,6 +201,8 @@ class Layers(nn.Module):
         mask = (torch.arange(before + tokens) <= places[:, None])[None, None]
         if token_type_ids is not None and not before:
             mask = mask | (token_type_ids == 1)[:, None, None]
+        if attention_mask is not None:
+            mask = mask & (attention_mask != 0)[:, None, None]
         x = inputs_embeds
         if x is None:
             x = self.embed_tokens(input_ids) + self.positions(places)

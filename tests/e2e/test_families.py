@@ -33,7 +33,8 @@ from tests.parity.packs import open_model
 ALWAYS = ("deepseek_v3", "gpt_oss", "gemma4", "nllb-moe")
 WIDTHS = (2, 4, 8, 16)
 NEW = 10
-NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *ENCODERS[1:])]
+_ALL = (*FAMILIES, *ENCODERS[1:], "gptsan-japanese")
+NAMES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in _ALL]
 
 
 @pytest.fixture(scope="module", params=NAMES)

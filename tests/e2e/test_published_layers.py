@@ -97,7 +97,7 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
     """Everything but the experts."""
     rng, found = np.random.default_rng(1), dict[str, Stored]()
     for name, (_, shape, role) in spec.tensors.items():
-        if name.startswith("rope.") or name.endswith(".positions.weight"):
+        if name.startswith("rope.") or (name.endswith(".positions.weight") and name in description.computed):
             found[name] = Floats("F32", description.computed[name].numpy())
         elif name in description.computed:  # norms without weights, whose layers have other numbers here
             found[name] = Floats("F32", np.ones(shape, np.float32))

@@ -1,6 +1,6 @@
 """What transformers 4.57.6 gives for tiny models that version 5 runs otherwise or not at all, kept beside this file.
 
-`make golden-4.57` writes it anew: `checkpoints DIR` with the present transformers, then `outputs DIR` with the old one.
+`make golden-old` writes it anew: `checkpoints DIR` with the present transformers, then `outputs DIR` with the old one.
 """
 
 from __future__ import annotations

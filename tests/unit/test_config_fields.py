@@ -38,6 +38,7 @@ RESTING: dict[str, set[str]] = {
     "kimi_k2": {"rope_interleave"},
     "nllb-moe": {"moe_eval_capacity_token_fraction"},
     "glm4_moe_lite": {"rope_interleave"},
+    "gptsan-japanese": {"d_ext"},
 }
 
 

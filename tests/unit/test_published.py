@@ -26,6 +26,14 @@ FEATURES = {
         "biases of q, k, v, o",
         "LayerNorms with biases",
     ],
+    "GPTSAN-japanese": [
+        "a table of 1280 positions",
+        "at most 128 tokens an expert, of which others keep what they are",
+        "a projection beside the experts",
+        "LayerNorms with biases",
+        "no norms before attention and experts",
+        "a prompt's beginning, up to token 35998, that sees itself whole",
+    ],
     "gpt-oss-20b": ["attention sinks", "windows of 128 tokens in 12 of 24 layers", "silu experts with biases"],
     "DeepSeek-V3": [
         "latent attention of 512 + 64 features a token",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gptsan import token_types
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import TINY, VOCAB, transformers_model
@@ -40,6 +41,9 @@ def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
     """Three rows of which two are filled up on the right; a decoder's inputs beside them."""
     ids = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(9) < torch.tensor([9, 7, 4])[:, None]).long()
+    if (end := trial.spec.tokens.prefix_end) is not None:
+        ids[:2, 4] = end
+        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": token_types(ids, end)}
     if trial.spec.encoder is None:
         return {"input_ids": ids, "attention_mask": mask}
     return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5].flip(0)}
