@@ -70,7 +70,7 @@ class Conversion:
             return self._measured(bench, job, work, conversion_of(subject, settings))
 
     def _unmeasured(self, coding: Coding) -> tuple[Manifest, ConversionReport]:
-        if not (coding.checkpoint.path / TOKENIZER).is_file():
+        if not (coding.checkpoint.path / TOKENIZER).is_file() and coding.checkpoint.spelled is None:
             self.account.say(f"note: {coding.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
         outcome = Outcome(uniform(coding.spec, 16))
         return deliver(

@@ -44,7 +44,7 @@ class Material:
         named = _absolute(settings.metric or splits.metric or default_metric(splits.seq2seq, splits.choices))
         metric = find_metric(named)
         check_fit(checkpoint.spec, splits, metric, settings.max_new_tokens)
-        tokenizer = load_tokenizer(checkpoint.path / TOKENIZER)
+        tokenizer = load_tokenizer(checkpoint.path / TOKENIZER, checkpoint.spelled)
         ranking, acceptance = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, settings.seed)
 
         def size(samples: Sequence[Sample], limit: int | None) -> Volume:

@@ -10,7 +10,6 @@ from typing import Any
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import Settings
-from moeconv.source.checkpoint import TOKENIZER
 
 MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 _ASKED = (
@@ -25,7 +24,7 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
     settings, checkpoint, quantizer, dense = material.settings, coding.checkpoint, coding.quantizer, coding.dense_widths
     return {
         "model_sha256": checkpoint.sha256,
-        "tokenizer_sha256": hashlib.sha256((checkpoint.path / TOKENIZER).read_bytes()).hexdigest(),
+        "tokenizer_sha256": checkpoint.tokenizer_sha256,
         "quantizer": quantizer.name,
         "group_size": quantizer.group_size,
         "metric": material.metric_name,

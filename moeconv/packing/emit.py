@@ -17,7 +17,7 @@ from moeconv.artifacts import Assignment
 from moeconv.packing.chat import chat_of
 from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.quantizers.dense import DenseCoder
-from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS, QuantizedMatrix
@@ -75,6 +75,8 @@ def emit(
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
                 writer.write_file(name, (checkpoint.path / name).read_bytes())
+        if checkpoint.spelled is not None:
+            writer.write_file(TOKENIZER, checkpoint.spelled.encode())
         if chat is not None:
             writer.write_file(CHAT, chat)
         profile = label.profile

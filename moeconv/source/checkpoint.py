@@ -66,11 +66,23 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """What the pack will leave out of what the checkpoint holds, a line each."""
-        return [
+        left_out = [
             what
             for pattern, what in self.description.left_out.items()
             if any(re.match(pattern, name) for name in self.files)
         ]
+        ids = f"there is no {TOKENIZER}: text is token ids, as numbers with spaces between"
+        return left_out if self.spelled is None else [*left_out, ids]
+
+    @cached_property
+    def spelled(self) -> str | None:
+        """What stands for tokenizer.json, if there is none and something can."""
+        return None if (self.path / TOKENIZER).is_file() else self.family.spelled(self.spec)
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        body = (self.path / TOKENIZER).read_bytes() if self.spelled is None else self.spelled.encode()
+        return hashlib.sha256(body).hexdigest()
 
     @cached_property
     def source_dtype(self) -> str:

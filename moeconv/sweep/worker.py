@@ -66,7 +66,8 @@ class SweepWorker:
     def __init__(self, job: SweepJob, trial: Trial | None = None) -> None:
         self.job = job
         self.trial = trial or _trial(job)
-        tokenizer = load_tokenizer(self.trial.checkpoint.path / TOKENIZER)
+        checkpoint = self.trial.checkpoint
+        tokenizer = load_tokenizer(checkpoint.path / TOKENIZER, checkpoint.spelled)
         self.scorers = build_scorers(
             self.trial, tokenizer, job.samples, find_metric(job.metric), job.extent, job.blocks
         )

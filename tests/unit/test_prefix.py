@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_packs import DECODER_SHAPE, MIXERS_SHAPE, SWITCH_SHAPE, VOCAB, write_pack
+from tiny_packs import DECODER_SHAPE, LATE, MIXERS_SHAPE, SWITCH_SHAPE, VOCAB, write_pack
 
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall
@@ -282,3 +282,33 @@ def test_only_what_is_read_takes_activations() -> None:
     assert footprint.written([whole]) == footprint.written([rest])
     assert footprint.prompt([rest]) - footprint._state(rest, 1) == footprint.prompt([new]) - footprint._state(new, 1)
     assert footprint.prompt([rest]) < footprint.prompt([whole])
+
+
+def test_a_prompt_whose_beginning_sees_itself_whole_is_read_anew(tmp_path: Path) -> None:
+    """What it is to those tokens changes with those behind them, up to the separator."""
+    path, end = write_pack(tmp_path / "late.pack", LATE, paths=False), LATE.tokens.prefix_end
+    assert end is not None
+    first, prefix = [5, 9, 31, end], Prefix()
+    with Engine.open(path, predictor="none", threads=1) as engine:
+        one = answered(engine, first, prefix, max_new_tokens=4, ignore_eos=True)
+        more = [*first[:-1], 12, 44, 6, end]
+        other = answered(engine, more, prefix, max_new_tokens=4, ignore_eos=True)
+        assert (one.kept_tokens, other.kept_tokens) == (0, 0)
+        assert other.result.tokens == fresh(engine, more, max_new_tokens=4, ignore_eos=True)
+
+
+def test_tokens_of_a_prefix_see_each_other_and_no_others_do(tmp_path: Path) -> None:
+    path, end = write_pack(tmp_path / "late.pack", LATE, paths=False), LATE.tokens.prefix_end
+    assert end is not None
+
+    def rows(ids: list[int]) -> Any:
+        with Engine.open(path, predictor="none", threads=1) as engine:
+            engine.reserve(len(ids), 1)
+            return engine.model.forward_all(ids)
+
+    prompt = [5, 9, 31, end, 20, end, 8]
+    base, inside, behind = rows(prompt), rows([5, 9, 32, *prompt[3:]]), rows([*prompt[:6], 10])
+    assert (base[:3] != inside[:3]).any(axis=1).all(), "those before see the changed one"
+    assert np.array_equal(base[:6], behind[:6])
+    without = rows([5, 9, 31, 20])
+    assert np.array_equal(without[:2], rows([5, 9, 30, 20])[:2]), "without a separator nothing sees what comes"

@@ -147,12 +147,13 @@ def _check_lengths(longest: int, spec: ModelSpec) -> None:
         )
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer, cutting and filling up nothing, whatever its file says. Raises SettingsError."""
-    if not path.is_file():
+def load_tokenizer(path: Path, spelled: str | None = None) -> Tokenizer:
+    """The tokenizer, cutting and filling up nothing, whatever its file says, or of what stands for it. Raises
+    SettingsError."""
+    if not path.is_file() and spelled is None:
         raise SettingsError(f"{path} is not there: save the model's fast tokenizer beside it")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path)) if spelled is None else Tokenizer.from_str(spelled)
     except Exception as error:  # the library raises nothing more precise
         raise SettingsError(f"{path} can't be used as a tokenizer ({str(error)[:100]})") from None
     tokenizer.no_truncation()

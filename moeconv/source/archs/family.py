@@ -14,7 +14,7 @@ from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.tokens import special_tokens
-from moert.pack.model_spec import ExpertKey, LayerKey, StackName, Tokens
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName, Tokens
 
 
 class Skipped(nn.Module):
@@ -117,6 +117,10 @@ class Family:
     def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         """A view [out] of the loaded parameter, of a family whose experts have biases."""
         raise NotImplementedError
+
+    def spelled(self, spec: ModelSpec) -> str | None:
+        """What stands in a pack for a tokenizer.json that a checkpoint has not; None: nothing can."""
+        return None
 
     @property
     def _class(self) -> Any:

@@ -1,7 +1,8 @@
 """GPTSAN-japanese (`GPTSanJapaneseForConditionalGeneration`): Switch experts with a projection beside them, norms
 behind each half, and prompts whose tokens before the first separator see each other: `prefix_text` in its tokenizer,
 all of whose rules follow from where the separator stands. It is compared with transformers 4.57.6, as version 5 has no
-such class. Its tokenizer is a program, which no tokenizer.json can stand for: packs run on token ids."""
+such class. Its tokenizer is a program, which no tokenizer.json can stand for: text is token ids, as numbers with spaces
+between, for conversions and packs alike."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ _STORED_OUTSIDE = {
     "embed.weight": "model.embed_tokens.weight", "decoder.positions.weight": "model.position_embeddings.weight",
     "head.project.weight": "model.last_project.weight", "head.project.bias": "model.last_project.bias",
 }  # fmt: skip
+_NO_ID = "a word that is no token id"
 _STORED_EXPERT = {"up": "wi", "down": "wo"}
 
 
@@ -102,6 +104,16 @@ class GptsanJapanese(Family):
         model.to_empty(device="cpu").tie()
         found: nn.Module = model.float().requires_grad_(False).eval()
         return found
+
+    def spelled(self, spec: ModelSpec) -> str:
+        """Text is token ids as numbers: its tokenizer follows rules that a tokenizer.json can't state. Other words get
+        an id that the model has not, with which text is refused."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        ids = {str(token): token for token in range(spec.vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel({**ids, _NO_ID: spec.vocab_size}, _NO_ID))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return str(tokenizer.to_str())
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         return self.experts_module(model, key.at).get_parameter(projection).detach()[key.expert]
