@@ -70,7 +70,7 @@ def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widene
     rows = max(min(tokens, ROWS), part.router.top_k)
     others = [ffn.d_ff for ffn in (part.shared, beside) if ffn is not None]
     others += [] if part.narrow is None else [part.narrow.features]
-    others += [3 * d_model] if part.bypass else []  # with the steps to its tanh
+    others += [d_model] if part.bypass else []
     return max(
         _network_bytes((part.width(d_model), part.ffn.d_ff), rows, widened),
         *(_network_bytes((d_model, width), min(tokens, ROWS), widened) for width in others),

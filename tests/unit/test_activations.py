@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,21 @@ from moert.kernels import library
 from moert.models.activations import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Narrow, Norm, ShortConv
+from moert.pack.parts import (
+    Attention,
+    Experts,
+    FixedState,
+    GatedDelta,
+    Join,
+    Layer,
+    Mamba,
+    Mamba2,
+    Narrow,
+    Norm,
+    Router,
+    ShortConv,
+    stack_of,
+)
 from tests.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.shapes import every
 
@@ -34,7 +49,7 @@ with Engine.open(sys.argv[1], predictor="none", kernels=sys.argv[2]) as engine:
             before = status("VmRSS")
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # the peak starts anew
-            held = engine.model.prefill([(7 * i) % 64 for i in range(tokens)])
+            held = engine.model.prefill([*((7 * i) % 63 for i in range(tokens - 1)), 63])
         peaks.append(status("VmHWM") - before)
 print(json.dumps(peaks))
 """
@@ -57,12 +72,23 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     }  # fmt: skip
     fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
     narrow = decoder.but(narrow=Narrow(d_model // 2)).spec
-    return {"decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, **fixed}
+    return {"decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec), **fixed}
+
+
+def _late(spec: ModelSpec) -> ModelSpec:
+    """Norms behind each half, and prompts up to token 63 whose tokens see each other."""
+    [kind], after = spec.decoder.kinds, Join(Norm(1e-5))
+    assert isinstance(kind.mixer, Attention)
+    assert isinstance(kind.ffn, Experts)
+    experts = replace(kind.ffn, bypass=True, router=Router(2, False, 100, overflow="itself"))
+    layer = Layer(None, replace(kind.mixer, qk_norm=None), None, experts, after, after)
+    head = replace(spec.head, projected=True)
+    return replace(spec, decoder=stack_of([layer], None), head=head, tokens=replace(spec.tokens, prefix_end=63))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be started anew")
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", ["decoder", "switch", "narrow", "conv", "delta", "mamba2", "mamba"])
+@pytest.mark.parametrize("name", ["decoder", "switch", "narrow", "late", "conv", "delta", "mamba2", "mamba"])
 @pytest.mark.parametrize(("d_model", "lengths"), [(768, [300, 1500]), (256, [5000])], ids=["wide", "long"])
 def test_the_bound_is_above_the_peak_and_not_far(
     tmp_path: Path, name: str, kernels: str, d_model: int, lengths: list[int]
