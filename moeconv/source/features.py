@@ -17,6 +17,7 @@ from moert.pack.parts import (
     Mamba2,
     Router,
     ShortConv,
+    Stack,
 )
 
 
@@ -84,15 +85,16 @@ def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "positions by buckets of distances"
     for n in dict.fromkeys(stack.positions.n for stack in spec.stacks.values() if stack.positions is not None):
         yield f"a table of {n} positions"
-    parts = [part for part in (layer.attention for layer in layers) if part is not None]
-    kinds = [part for part in parts if part.rope is not None]
-    for part in dict.fromkeys(kinds):
-        assert part.rope is not None
-        dims = spec.ropes[part.rope].dims
-        if dims < part.turning:
+    for part in dict.fromkeys(layer.attention for layer in layers):
+        if part is not None and part.rope is not None and (dims := spec.ropes[part.rope].dims) < part.turning:
             yield f"rotary positions of {dims} of {part.turning} features"
-    if without := len(parts) - len(kinds):
+    if without := sum(_has_no_positions(stack, at) for stack in spec.stacks.values() for at in range(len(stack))):
         yield f"no positions in {without} of {len(layers)} layers"
+
+
+def _has_no_positions(stack: Stack, layer: int) -> bool:
+    part = stack[layer].attention
+    return part is not None and part.rope is None and stack.positions is None and stack.buckets is None
 
 
 def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
