@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_families import FAMILIES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tests.tiny_families import FAMILIES
 
 VOCAB, PAD, EOS = 96, 0, 1
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
