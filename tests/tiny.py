@@ -11,8 +11,9 @@ from typing import Any
 
 import gptsan
 import torch
-from tiny_families import FAMILIES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tests.tiny_families import FAMILIES
 
 VOCAB, PAD, EOS = 96, 0, 1
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

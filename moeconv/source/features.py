@@ -17,6 +17,7 @@ from moert.pack.parts import (
     Mamba2,
     Router,
     ShortConv,
+    Stack,
 )
 
 
@@ -86,15 +87,17 @@ def _positions(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield f"a table of {n} positions"
     if any(layer.positions is not None for layer in layers):
         yield "a table of positions of some layers' own"
-    parts = [part for part in (layer.attention for layer in layers) if part is not None]
-    kinds = [part for part in parts if part.rope is not None]
-    for part in dict.fromkeys(kinds):
-        assert part.rope is not None
-        dims = spec.ropes[part.rope].dims
-        if dims < part.turning:
+    for part in dict.fromkeys(layer.attention for layer in layers):
+        if part is not None and part.rope is not None and (dims := spec.ropes[part.rope].dims) < part.turning:
             yield f"rotary positions of {dims} of {part.turning} features"
-    if without := len(parts) - len(kinds):
+    if without := sum(_has_no_positions(stack, at) for stack in spec.stacks.values() for at in range(len(stack))):
         yield f"no positions in {without} of {len(layers)} layers"
+
+
+def _has_no_positions(stack: Stack, layer: int) -> bool:
+    attention, own = stack[layer].attention, stack[layer].positions
+    unturned = attention is not None and attention.rope is None
+    return unturned and own is None and stack.positions is None and stack.buckets is None
 
 
 def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:

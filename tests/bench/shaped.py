@@ -6,6 +6,7 @@ Every tensor follows from the seed and its name alone, so any program makes the 
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import numpy as np
 
 from moert.pack.codec import F16, F32, QuantizedMatrix, pack_codes
 from moert.pack.dense import dense_width, part_names
+from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, Quantization
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, is_pack
@@ -65,6 +67,17 @@ def quantize(weights: F32, bits: int, group_size: int = GROUP) -> QuantizedMatri
     return QuantizedMatrix(bits, n, group_size, pack_codes(levels, bits), scale, minimum)
 
 
+def _is_there(out: Path, creator: str) -> bool:
+    """One of an older format is removed."""
+    if not is_pack(out):
+        return False
+    try:
+        return Pack.open(out).manifest.creator == creator
+    except PackError:
+        shutil.rmtree(out)
+        return False
+
+
 def write_pack(
     out: Path, bits: int | Mapping[ExpertKey, int], dense: Mapping[str, int], spec: ModelSpec = OLMOE
 ) -> None:
@@ -73,7 +86,7 @@ def write_pack(
     widths = dict.fromkeys(spec.expert_keys(), bits) if isinstance(bits, int) else bits
     stated = bits if isinstance(bits, int) else zlib.crc32(bytes(widths[key] for key in spec.expert_keys()))
     creator = json.dumps(["shaped", SEED, stated, dict(dense)])
-    if is_pack(out) and Pack.open(out).manifest.creator == creator:
+    if _is_there(out, creator):
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)))

@@ -3,14 +3,13 @@ Granite 3, and a shared expert."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Inside, Place
+from moeconv.source.archs.description import Description, Inside
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.granitemoe import GraniteMoe
-from moeconv.source.archs.views import rows
+from moeconv.source.archs.mamba2 import places, unbounded_steps
 from moert.pack.model_spec import Tokens
 from moert.pack.parts import Attention, Ffn, FixedState, Mamba2, Norm
 
@@ -33,11 +32,7 @@ class GraniteMoeHybrid(GraniteMoe):
         config.without_effect("mamba_chunk_size", "init_method")
         config.only(normalization_function=("rmsnorm",))
         config.one_of("hidden_act", ("silu", "swish"))  # also of convolutions, which have no other
-        config.must_be(
-            "time_step_limit", (0.0, math.inf),
-            "transformers bounds the steps of tokens that it reads together and not of one that it reads alone, so "
-            "that what it computes of a text depends on the pieces in which that came",
-        )  # fmt: skip
+        unbounded_steps(config, "time_step_limit")
         return super().describe(config, tokens)
 
     def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
@@ -46,7 +41,8 @@ class GraniteMoeHybrid(GraniteMoe):
             "mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention,
         }  # fmt: skip
         config.get("layer_types", "layers_block_type")
-        return config.of_layers("layer_types", kinds), _places(mamba, config.count("hidden_size"))
+        inside = {**_INSIDE, **places(mamba, config.count("hidden_size"), "mamba")}
+        return config.of_layers("layer_types", kinds), inside
 
     def _shared(self, config: Config) -> Ffn | None:
         return config.network("shared_intermediate_size")
@@ -68,15 +64,3 @@ def _turns(config: Config) -> bool:
     if not turns:
         config.without_effect(*_ROPE)
     return turns
-
-
-def _places(part: Mamba2, d_model: int) -> Inside:
-    """The steps of heads are the last rows of one matrix."""
-    wide = part.features + part.channels
-    whole = (wide + part.n, d_model)
-    return {
-        **_INSIDE,
-        "mixer.in": Place("mamba.in_proj", rows(0, wide), whole),
-        "mixer.dt": Place("mamba.in_proj", rows(wide), whole),
-        "mixer.conv": Place("mamba.conv1d", shape=(part.channels, 1, part.taps)),
-    }

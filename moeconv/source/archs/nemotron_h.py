@@ -4,17 +4,15 @@ steps that the published model has not."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.deepseek import MORE_PREDICTED, sigmoid_router
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named
-from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.description import Description, Inside, Names, decoder, named
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.views import rows
+from moeconv.source.archs.mamba2 import UNBOUNDED, places, unbounded_steps
 from moert.pack.model_spec import ExpertKey, StackName, Tokens
 from moert.pack.parts import Experts, Ffn, Layer, Mamba2, Narrow, Norm
 
@@ -34,7 +32,6 @@ _IDLE = (
     "residual_in_fp32", "rope_theta", "sliding_window", "time_step_floor", "mamba_dt_init_floor", "time_step_max",
     "mamba_dt_max", "time_step_min", "mamba_dt_min", "use_mamba_kernels",
 )  # fmt: skip
-_UNBOUNDED = (0.0, math.inf)
 
 
 class NemotronH(Family):
@@ -56,15 +53,9 @@ class NemotronH(Family):
             "mlp": Layer(norm, None, None, _network(config, "intermediate_size", bool(config.get("mlp_bias")))),
             "moe": Layer(norm, None, None, _experts(config)),
         }
-        layers, wide = config.of_layers("layers_block_type", kinds), mamba.features + mamba.channels
-        both = (wide + mamba.n, d_model)
-        places = {
-            "mixer.in": Place("mixer.in_proj", rows(0, wide), both),
-            "mixer.dt": Place("mixer.in_proj", rows(wide), both),
-            "mixer.conv": Place("mixer.conv1d", shape=(mamba.channels, 1, mamba.taps)),
-        }
+        layers = config.of_layers("layers_block_type", kinds)
         names = Names(
-            {**_INSIDE, **places}, expert=named("mixer.experts.{expert}.{projection}_proj"),
+            {**_INSIDE, **places(mamba, d_model, "mixer")}, expert=named("mixer.experts.{expert}.{projection}_proj"),
             left_out={r"mtp\.": MORE_PREDICTED}, root="backbone.",
             outside={"embed": "embeddings", "decoder.norm": "norm_f"},
         )  # fmt: skip
@@ -76,7 +67,7 @@ class NemotronH(Family):
         that was published and in its training."""
         for module in model.modules():
             if hasattr(module, "time_step_limit"):
-                module.time_step_limit = _UNBOUNDED  # type: ignore[assignment]
+                module.time_step_limit = UNBOUNDED  # type: ignore[assignment]
         return model
 
     def resumed(self, layers: Sequence[nn.Module], start: int) -> list[nn.Module]:
@@ -92,12 +83,7 @@ class NemotronH(Family):
 def _mamba(config: Config, norm: Norm) -> Mamba2:
     """Raises UnsupportedModel."""
     config.one_of("mamba_hidden_act", ("silu", "swish"))
-    limit, config.allowed["time_step_limit"] = config.get("time_step_limit", "mamba_dt_limit"), (_UNBOUNDED,)
-    if tuple(limit) != _UNBOUNDED:
-        raise UnsupportedModel(
-            f"config.json sets time_step_limit {limit!r}: transformers bounds no step of a token that it reads alone, "
-            "so that what it computes of a text depends on the pieces in which that came"
-        )
+    unbounded_steps(config, "time_step_limit", "mamba_dt_limit")
     return Mamba2(
         config.count("mamba_num_heads"), config.count("mamba_head_dim"), config.count("n_groups", "mamba_n_groups"),
         config.count("ssm_state_size"), config.count("conv_kernel", "mamba_d_conv"), norm,

@@ -1,0 +1,34 @@
+"""What families with Mamba-2 share: where its tensors lie, and that its steps have no bounds."""
+
+from __future__ import annotations
+
+import math
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Place
+from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.views import rows
+from moert.pack.parts import Mamba2
+
+UNBOUNDED = (0.0, math.inf)
+
+
+def unbounded_steps(config: Config, *names: str) -> None:
+    """Raises UnsupportedModel where the setting, which the class calls by the first of its names, bounds steps."""
+    limit, config.allowed[names[0]] = config.get(*names), (UNBOUNDED,)
+    if not isinstance(limit, (tuple, list)) or tuple(limit) != UNBOUNDED:
+        raise UnsupportedModel(
+            f"config.json sets {names[0]} {limit!r}: transformers bounds the steps of tokens that it reads together, "
+            "but not of one that it reads alone, so that its answer depends on the pieces in which a text came"
+        )
+
+
+def places(part: Mamba2, d_model: int, at: str) -> dict[str, Place]:
+    """The matrices of `in` and of steps are one after the other in a tensor of the module `at`."""
+    wide = part.features + part.channels
+    both = (wide + part.n, d_model)
+    return {
+        "mixer.in": Place(f"{at}.in_proj", rows(0, wide), both),
+        "mixer.dt": Place(f"{at}.in_proj", rows(wide), both),
+        "mixer.conv": Place(f"{at}.conv1d", shape=(part.channels, 1, part.taps)),
+    }
