@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gptsan
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tests import gptsan
 from tests.tiny_families import FAMILIES
 
 VOCAB, PAD, EOS = 96, 0, 1

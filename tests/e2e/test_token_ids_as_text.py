@@ -6,13 +6,13 @@ import json
 import random
 from pathlib import Path
 
-import gptsan
 import pytest
 from conversions import Done, settings_for
 
 from moeconv.errors import SettingsError
 from moert.engine import Engine
 from moert.errors import InputInvalid
+from tests import gptsan
 
 
 def numbers(chance: random.Random, lines: int) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gptsan import token_types
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import TINY, VOCAB, transformers_model
@@ -32,6 +31,7 @@ from moeconv.source.experts import Call, Substitute, expert_ffn
 from moert.kernels.reference import Plain, ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Act, Ffn
+from tests.gptsan import token_types
 
 TinyModel = Callable[[str, str], Path]
 VARIANTS = [(family, name) for family, (_, variants) in TINY.items() for name in variants]
