@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data data-docline recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -76,38 +76,39 @@ lint: setup  ## ruff (rules and format) and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-data: setup  ## build the calibration sets of g2p and wiki from their public sources, where they are not there
+data: setup  ## build the calibration sets from their public sources, where they are not there
 	$(PY) calib_data/g2p.py
 	$(PY) calib_data/wiki.py
+	$(PY) calib_data/marks.py
 
-data-docline: setup  ## the same for docline: some 130 MB of packages are downloaded
-	$(PY) calib_data/docline.py
-
-recipes: data data-docline  ## convert every recipe and check what must come out
-	$(VENV)/bin/moeconv recipe run $(RECIPES) recipes/docline.toml
+recipes: data  ## convert every recipe and check what must come out
+	$(VENV)/bin/moeconv recipe run $(RECIPES) recipes/marks.toml recipes/wikids.toml
 
 recipes-ci: data  ## the same for the recipes that continuous integration runs
 	$(VENV)/bin/moeconv recipe run $(RECIPES)
 
-report: setup  ## baselines and routing of the reference models
+report: setup  ## baselines and routing of the reference models, and a demo of those that `make demo` leaves out
 	$(PY) calib_data/g2p.py --splits train calibration heldout
 	$(PY) calib_data/wiki.py --splits train calibration heldout
-	$(PY) calib_data/docline.py --splits train calibration heldout
+	$(PY) calib_data/marks.py --splits train calibration heldout
 	$(PY) -m recipes.train.baselines g2p
 	$(PY) -m recipes.train.baselines wiki
-	$(PY) -m recipes.train.baselines docline
+	$(PY) -m recipes.train.baselines marks
+	$(PY) -m recipes.train.baselines wikids
 	$(PY) -m recipes.train.routing g2p
 	$(PY) -m recipes.train.routing wiki
-	$(PY) -m recipes.train.routing docline
+	$(PY) -m recipes.train.routing marks
+	$(PY) -m recipes.train.routing wikids
 	$(PY) -m recipes.train.report
+	$(PY) -m recipes.demo marks wikids --name references
 
-bench-sweep: data data-docline  ## the exact sweep beside full evaluations: the same result, at what share of the cost
+bench-sweep: data  ## the exact sweep beside full evaluations: the same result, at what share of the cost
 	$(PY) -m tests.bench.sweep
 
-bench-quant: data data-docline $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
+bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
 	$(PY) -m tests.bench.quant
 
-bench-promise: data data-docline  ## whole conversions over 20 random splits: how often the held-out loss met the target
+bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target
 	$(PY) -m tests.bench.promise
 
 bench-kernels: setup $(PEERS_DIR)/kernels/.built  ## the native kernels beside the bandwidth of memory, torch and onnxruntime

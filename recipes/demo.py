@@ -1,15 +1,18 @@
 """`make demo`: convert the g2p and wiki models at a 5% loss target and run the packs in little memory.
 
-Writes build/demo/summary.json, and build/bench/demo.json as benches do (tests/bench/result.py).
+Writes build/demo/summary.json, and build/bench/demo.json as benches do (tests/bench/result.py). `make report` has the
+other reference models in the same way, under another name.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,40 +27,61 @@ if TYPE_CHECKING:
     from moeconv.artifacts import ConversionReport
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = Path("build/demo")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One model of the demo: which recipe, how many prompts for the runs, how many new tokens for each."""
+    """One model of the demo: which recipe, of which data, how many prompts for the runs, how many new tokens for each,
+    and the folder of what is made."""
 
     name: str
+    data: str
     prompts: int
     new_tokens: int
     prompt_words: int | None  # of running text; None takes the whole input
+    out: Path
 
 
-PARTS = (Part("g2p", 30, 24, None), Part("wiki", 3, 32, 16))
+def parts(out: Path) -> dict[str, Part]:
+    """All that can be shown, by name."""
+    known = (
+        Part("g2p", "g2p", 30, 24, None, out), Part("wiki", "wiki", 3, 32, 16, out),
+        Part("marks", "marks", 5, 128, None, out), Part("wikids", "wiki", 3, 32, 16, out),
+    )  # fmt: skip
+    return {part.name: part for part in known}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Convert reference models and run the packs in little memory.")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="of recipes/ (default: g2p and wiki)")
+    parser.add_argument("--name", default="demo", help="of the folder in build/ and the result in build/bench/")
+    arguments = parser.parse_args(argv)
+    known = parts(Path("build") / arguments.name)
+    if unknown := [name for name in arguments.models if name not in known]:
+        parser.error(f"no model {unknown[0]!r}: there are {', '.join(known)}")
+    return show([known[name] for name in arguments.models or ("g2p", "wiki")], arguments.name)
+
+
+def show(chosen: Sequence[Part], name: str) -> int:
     os.chdir(ROOT)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; see recipes/LOG.md
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     started = time.monotonic()
-    OUT.mkdir(parents=True, exist_ok=True)
-    for part in PARTS:
-        subprocess.run([sys.executable, f"calib_data/{part.name}.py"], check=True)
-    summary = {"models": {part.name: run_part(part) for part in PARTS}}
-    write_atomically(OUT / "summary.json", f"{json.dumps(summary, indent=1)}\n".encode())
-    result = Result(context({"models": {part.name: asdict(part) for part in PARTS}}), result_rows(summary))
-    path = write("demo", result.context, result.rows)
+    out = chosen[0].out
+    out.mkdir(parents=True, exist_ok=True)
+    for data in dict.fromkeys(part.data for part in chosen):
+        subprocess.run([sys.executable, f"calib_data/{data}.py"], check=True)
+    summary = {"models": {part.name: run_part(part) for part in chosen}}
+    write_atomically(out / "summary.json", f"{json.dumps(summary, indent=1)}\n".encode())
+    settings = {part.name: {k: v for k, v in asdict(part).items() if k != "out"} for part in chosen}
+    result = Result(context({"models": settings}), result_rows(summary))
+    path = write(name, result.context, result.rows)
     print(rendered(table.parts(result), result))
-    print(f"\n{OUT}/summary.json and {path} written; the demo took {time.monotonic() - started:.0f} s")
-    missed = [name for name, model in summary["models"].items() if model["heldout"]["loss"] > model["target_loss"]]
-    for name in missed:
-        print(f"demo: the held-out loss of {name} is above its target", file=sys.stderr)
+    print(f"\n{out}/summary.json and {path} written; the {name} took {time.monotonic() - started:.0f} s")
+    missed = [model for model, found in summary["models"].items() if found["heldout"]["loss"] > found["target_loss"]]
+    for model in missed:
+        print(f"{name}: the held-out loss of {model} is above its target", file=sys.stderr)
     return 1 if missed else 0
 
 
@@ -70,7 +94,7 @@ def run_part(part: Part) -> dict[str, Any]:
     from moert.pack.reader import Pack
 
     print(f"\n== {part.name}: converting", file=sys.stderr, flush=True)
-    recipe = Recipe.load(Path(f"recipes/{part.name}.toml"), OUT)
+    recipe = Recipe.load(Path(f"recipes/{part.name}.toml"), part.out)
     _, report = Conversion(recipe.settings, say, bar, profiled_next=True).run()
     settings = recipe.settings
     figures, _ = profile_paths(
@@ -122,8 +146,8 @@ def measured(found: Any) -> dict[str, Any] | None:
 
 def write_prompts(part: Part) -> Path:
     """The first held-out samples as prompts, one JSON object a line."""
-    path = OUT / f"{part.name}-prompts.jsonl"
-    lines = Path(f"build/data/{part.name}/heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    path = part.out / f"{part.name}-prompts.jsonl"
+    lines = Path(f"build/data/{part.data}/heldout.jsonl").read_text(encoding="utf-8").splitlines()
     prompts: list[str] = []
     for row in map(json.loads, lines):
         text = row.get("input") or row["text"]
@@ -143,7 +167,7 @@ def run_pack(part: Part, pack: Path, prompts: Path, share: int, eviction: str, p
     """One `moert run` in a process of its own, with room for `share` percent of the experts."""
     command = [
         sys.executable, "-m", "moert", "run", str(pack), "--input", str(prompts),
-        "--output", str(OUT / f"{part.name}-outputs.jsonl"), "--cache", f"{share}%", "--eviction", eviction,
+        "--output", str(part.out / f"{part.name}-outputs.jsonl"), "--cache", f"{share}%", "--eviction", eviction,
         "--predict", predict, "--max-new-tokens", str(part.new_tokens), "--json", "--stats",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -179,7 +203,7 @@ def continuations(part: Part, prompts: Path) -> list[dict[str, str]]:
     checkpoint = Checkpoint.open(f"recipes/models/{part.name}")
     model = checkpoint.model(torch.float32)
     tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
-    outputs = (OUT / f"{part.name}-outputs.jsonl").read_text(encoding="utf-8").splitlines()
+    outputs = (part.out / f"{part.name}-outputs.jsonl").read_text(encoding="utf-8").splitlines()
     samples = []
     for line, output in zip(prompts.read_text(encoding="utf-8").splitlines(), outputs, strict=True):
         prompt = json.loads(line)["prompt"]

@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from functools import partial
 from typing import Any
@@ -102,60 +101,6 @@ def g2p(sample: int) -> list[dict[str, Any]]:
         *scores("model", rows, outputs),
         *scores(f"model, {len(some)} words", some, outputs[: len(some)]),
         *scores(f"nearest neighbour, {len(some)} words", some, nearest_words(some, known)),
-    ]
-
-
-def lead_sentence(text: str) -> str:
-    """First sentence of the body of a docline input (what follows the signature)."""
-    body = re.split(r"\)?: ", text, maxsplit=1)[-1]
-    return re.split(r"(?<=[.!?])\s", body, maxsplit=1)[0]
-
-
-def terms(text: str) -> list[str]:
-    """Lower-case words and the parts of identifiers."""
-    return re.findall(r"[a-z]+|\d+", re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower())
-
-
-def nearest_texts(rows: Rows, known: Rows) -> list[str]:
-    """For each row the target of the known input with the highest TF-IDF cosine."""
-    postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for i, row in enumerate(known):
-        for term, count in Counter(terms(row["input"])).items():
-            postings[term].append((i, 1 + math.log(count)))
-    weight = {term: math.log(len(known) / len(found)) for term, found in postings.items()}
-    lists = {
-        term: (
-            np.array([place for place, _ in found]),
-            np.array([value for _, value in found]) * weight[term],
-        )
-        for term, found in postings.items()
-    }
-    norms = np.zeros(len(known))
-    for places, values in lists.values():
-        norms[places] += values**2
-    norms = np.sqrt(np.maximum(norms, 1e-9))
-    outputs = []
-    for row in rows:
-        score = np.zeros(len(known))
-        for term, count in Counter(terms(row["input"])).items():
-            if term in lists:
-                places, values = lists[term]
-                score[places] += values * (1 + math.log(count)) * weight[term]
-        outputs.append(known[int((score / norms).argmax())]["target"])
-    return outputs
-
-
-def docline(sample: int) -> list[dict[str, Any]]:
-    """Model, lead sentence and nearest neighbour on the held-out packages."""
-    rows, known = train.rows_of("docline", "heldout")[:sample], train.rows_of("docline", "train")
-    inputs = [row["input"] for row in rows]
-    outputs = generate("docline", inputs)
-    for row, output in list(zip(rows, outputs, strict=True))[:8]:
-        print(f"{row['input'][:70]} | {row['target']} | {output}")
-    return [
-        *scores("model", rows, outputs),
-        *scores("lead sentence", rows, [lead_sentence(text) for text in inputs]),
-        *scores("nearest neighbour", rows, nearest_texts(rows, known)),
     ]
 
 
@@ -301,7 +246,6 @@ def wiki(name: str, sample: int) -> list[dict[str, Any]]:
 
 BASELINES = {
     "g2p": (g2p, 400),
-    "docline": (docline, 2000),
     "marks": (marks, 1000),
     "wiki": (partial(wiki, "wiki"), 0),
     "wikids": (partial(wiki, "wikids"), 0),

@@ -12,7 +12,7 @@ from typing import Any
 from recipes.train import loop
 from tests.bench.result import Row, context, write
 
-MODELS = ("g2p", "wiki", "docline")
+MODELS = ("g2p", "wiki", "marks", "wikids")
 TABLES = ("baselines", "routing")
 
 

@@ -99,19 +99,6 @@ def wikids(seed: int) -> loop.Task:
     return deepseek.task("wikids", settings, wiki_text(), seed)
 
 
-def docline(seed: int) -> loop.Task:
-    """Docstring to summary line: 4 + 4 layers of 8 experts."""
-    from recipes.train.switch import SwitchSettings, SwitchTask
-
-    settings = SwitchSettings(
-        d_model=192, d_ff=384, d_kv=32, layers=4, heads=6, experts=8, batch=48, max_input=96, max_target=28
-    )
-    train = rows_of("docline", "train")
-    texts = (text for row in train for text in row.values())
-    tokenizer = kept_tokenizer("docline", lambda: vocabulary.byte_pairs(texts, 8192, eos=True))
-    return SwitchTask("docline", settings, tokenizer, train, rows_of("docline", "heldout", 300), seed)
-
-
 def marks(seed: int) -> loop.Task:
     """Case and punctuation restored: 6 + 6 layers, 3 + 3 of them of 64 experts."""
     from calib_data.marked_words import f1
@@ -145,7 +132,6 @@ PLANS = {
     "g2p": Plan("g2p", g2p, 16, 2e-3, 2e-2, ("shared",), muon=False),
     "wiki": Plan("wiki", wiki, 90, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
     "wikids": Plan("wiki", wikids, 100, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
-    "docline": Plan("docline", docline, 80, 2e-3, 2e-2, ("shared",), muon=True),
     "marks": Plan("marks", marks, 100, 4e-3, 2e-2, ("shared",), muon=True),
 }
 

@@ -69,20 +69,27 @@ def windows(samples: Sequence[Sample], model_dir: Path, count: int) -> tuple[lis
     return batches, [number for number, _ in chosen]
 
 
-def pairs(samples: Sequence[Sample], model_dir: Path) -> list[Batch]:
-    """Inputs and targets of equal lengths share a batch, so that there is no padding."""
+def pairs(samples: Sequence[Sample], model_dir: Path) -> tuple[list[Batch], list[int]]:
+    """Inputs and targets, and which document each is from: a sample is one where it names none.
+
+    Those of equal lengths share a batch, so that there is no padding.
+    """
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    alike: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = defaultdict(list)
-    for sample in samples:
+    numbers: dict[object, int] = {}
+    alike: dict[tuple[int, int], list[tuple[list[int], list[int], int]]] = defaultdict(list)
+    for place, sample in enumerate(samples):
         source, target = tokenizer.encode(sample.source).ids, tokenizer.encode(sample.target).ids
-        alike[len(source), len(target)].append((source, target))
-    batches = []
+        document = numbers.setdefault(sample.document or place, len(numbers))
+        alike[len(source), len(target)].append((source, target, document))
+    batches: list[Batch] = []
+    found: list[int] = []
     for (length, _), rows in sorted(alike.items()):
         many = max(1, _BATCH_TOKENS // length)
         for start in range(0, len(rows), many):
-            sources, targets = zip(*rows[start : start + many], strict=True)
+            sources, targets, documents = zip(*rows[start : start + many], strict=True)
             batches.append({"input_ids": torch.tensor(sources), "labels": torch.tensor(targets)})
-    return batches
+            found += documents
+    return batches, found
 
 
 @torch.inference_mode()

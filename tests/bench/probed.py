@@ -9,6 +9,7 @@ import numpy as np
 
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import RANKING_SHARE, divide, load_splits
+from moeconv.command.recipe import Recipe
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import Metric, default_metric, find_metric
 from moeconv.measure.scorers import Scores
@@ -28,12 +29,14 @@ class Subject:
     """One reference model with all experts at the base's width, and the scorer and prober that both work on."""
 
     def __init__(self, name: str, samples: int) -> None:
-        path = Path("recipes/models") / name
+        settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build")).settings
+        path = Path(settings.model)
         self.name, checkpoint = name, Checkpoint.open(path)
         self.coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
         self.trial, self.spec = Trial(LoadedModel(checkpoint), self.coder), checkpoint.spec
-        splits = load_splits(name, None, seed=0)
-        self.metric: Metric = find_metric(splits.metric or default_metric(splits.seq2seq, splits.choices))
+        assert settings.calib is not None
+        splits = load_splits(settings.calib, None, seed=0)
+        self.metric: Metric = find_metric(settings.metric or default_metric(splits.seq2seq, splits.choices))
         text = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, seed=0)[0]
         tokenizer = load_tokenizer(path / "tokenizer.json")
         self.scorer = build_scorer(self.trial, tokenizer, text, self.metric, Extent(samples, 256, None))

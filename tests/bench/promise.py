@@ -1,11 +1,10 @@
 """`make bench-promise`: is the promise kept? Whole conversions, repeated over random splits of the reference data.
 
 The calibration and held-out samples of a model are pooled and divided anew by a seed: words of g2p, articles of wiki
-(as rows, or as the paragraphs of a .txt file), packages of docline. A conversion with the default quantizer and
+(as rows, or as the paragraphs of a .txt file). A conversion with the default quantizer and
 `--confidence 95%` then gets the two halves as files. Counted is how often the loss that it reports on its held-out
-half, which it used for nothing else, meets the target; of docline, whose five packages are too few documents for a
-promise, that none is printed. A conversion that is refused (TargetMissed) breaks no promise, but gives no pack either:
-it is counted apart.
+half, which it used for nothing else, meets the target. A conversion that is refused (TargetMissed) breaks no promise,
+but gives no pack either: it is counted apart.
 
 How to read it: a promise that is kept in exactly 95 of 100 cases passes "19 of 20" in three runs out of four, and the
 splits are drawn from one pool, so they are not independent. TIMID of the target is asked of the median held-out loss,
@@ -57,8 +56,7 @@ TIMID = 0.6  # of the target
 
 @dataclass(frozen=True)
 class Case:
-    """What is converted on each split, and how much of its text is used; the numbers are those of Settings. `promised`
-    is false where the text has too few documents for one."""
+    """What is converted on each split, and how much of its text is used; the numbers are those of Settings."""
 
     model: str
     metric: str
@@ -68,7 +66,6 @@ class Case:
     sweep_samples: int
     heldout_samples: int
     suffix: str = ".jsonl"
-    promised: bool = True
 
     @property
     def name(self) -> str:
@@ -80,7 +77,6 @@ CASES = (
     Case("g2p", "perplexity", 0.003, (2, 4), samples=3000, sweep_samples=16, heldout_samples=4000),
     Case("wiki", "perplexity", 0.05, (2, 4), samples=61, sweep_samples=2, heldout_samples=61),
     Case("wiki", "perplexity", 0.04, (2, 4), samples=61, sweep_samples=2, heldout_samples=61, suffix=".txt"),
-    Case("docline", "perplexity", 0.05, (2, 4), samples=120, sweep_samples=8, heldout_samples=160, promised=False),
 )
 
 
@@ -194,7 +190,7 @@ def summary(case: Case, splits: Sequence[Split]) -> list[Row]:
     target = Row(f"{case.name}: held-out loss met the target", kept, f"of {len(packs)} packs")
     rows = [
         Row(f"{case.name}: packs", len(packs), f"of {len(splits)} splits"),
-        promise_row(case, packs) or target.at_least(max(1, needed)),
+        target.at_least(max(1, needed)),
     ]
     if not packs:
         return rows
@@ -204,23 +200,11 @@ def summary(case: Case, splits: Sequence[Split]) -> list[Row]:
     return [
         *rows,
         Row(f"{case.name}: all experts at the narrowest width", narrowest, f"of {len(packs)} packs"),
-        loss if 2 * narrowest > len(packs) or not case.promised else loss.at_least(100 * TIMID * case.target),
-        row_of_runs(
-            f"{case.name}: median bound" + f" at {CONFIDENCE:.0%}" * case.promised,
-            [100 * value for value in bounds],
-            "%",
-        ),
+        loss if 2 * narrowest > len(packs) else loss.at_least(100 * TIMID * case.target),
+        row_of_runs(f"{case.name}: median bound at {CONFIDENCE:.0%}", [100 * value for value in bounds], "%"),
         row_of_runs(f"{case.name}: median size of all experts", sizes, "MB"),
         row_of_runs(f"{case.name}: median time of a split", [split.seconds for split in splits], "s"),
     ]
-
-
-def promise_row(case: Case, packs: Sequence[Split]) -> Row | None:
-    """Where the text has too few documents: how many packs were promised something all the same."""
-    if case.promised:
-        return None
-    stated = sum(split.confidence is not None for split in packs)
-    return Row(f"{case.name}: packs with a promise, on too few documents", stated, f"of {len(packs)} packs").at_most(0)
 
 
 def details(case: Case, split: Split) -> list[Row]:

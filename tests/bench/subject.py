@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from moeconv.calibration import load_splits
+from moeconv.command.recipe import Recipe
 from moeconv.quantizers import Inputs
 from moeconv.quantizers.moments import Moments, collect
 from moeconv.source.checkpoint import Checkpoint
@@ -21,9 +22,9 @@ from tests.bench.likelihood import Batch, Likelihoods, Text, judge, pairs, run, 
 from tests.bench.peers import BLOCK, Coded
 
 SPLITS = ("calibration", "heldout")
-SIZES = {"g2p": (1000, 800), "docline": (400, 200), "wiki": (64, 40)}
+SIZES = {"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40)}
 """Samples or windows whose inputs the quantisers see, and others, of each split, that the loss is measured on."""
-DOCUMENTS = {"g2p": "words", "docline": "docstrings", "wiki": "articles"}
+DOCUMENTS = {"g2p": "words", "marks": "articles", "wiki": "articles", "wikids": "articles"}
 """What is resampled whole."""
 FITTING = ", fitting rows"
 """Ends a subject's name where only the matrices are quantised whose rows are whole blocks of llama.cpp's formats."""
@@ -64,7 +65,7 @@ class Subject:
         checkpoint = Checkpoint.open(path)
         self.family, self.spec = checkpoint.family, checkpoint.spec
         self.model: Any = self.family.load(path, torch.float32)
-        seen, texts = _texts(model, path)
+        seen, texts = _texts(model, SIZES[model])
         calls = ExpertCalls(self.model, self.family, self.spec)
         self.moments: Moments = collect(calls, lambda: run(self.model, seen), "products")
         self.weights: dict[Matrices, F32] = {
@@ -136,14 +137,17 @@ class Subject:
         return 8 * experts * sum(nbytes.values()) / weights
 
 
-def _texts(name: str, path: Path) -> tuple[Sequence[Batch], dict[str, Text]]:
+def _texts(name: str, sizes: tuple[int, int]) -> tuple[Sequence[Batch], dict[str, Text]]:
     """What the quantisers see, and what each split is judged on."""
-    splits = load_splits(name, None, seed=0)
-    seen, judged = SIZES[name]
+    settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build")).settings
+    path = Path(settings.model)
+    assert settings.calib is not None
+    splits = load_splits(settings.calib, None, seed=0)
+    seen, judged = sizes
     if not splits.seq2seq:  # every other article to the quantisers
         first, _ = windows(splits.calibration[::2], path, seen)
         others = {"calibration": splits.calibration[1::2], "heldout": splits.heldout}
         return first, {split: Text(*windows(part, path, judged)) for split, part in others.items()}
     parts = {"calibration": splits.calibration[seen : seen + judged], "heldout": splits.heldout[:judged]}
-    judging = {split: Text(pairs(part, path), range(len(part))) for split, part in parts.items()}
-    return pairs(splits.calibration[:seen], path), judging
+    judging = {split: Text(*pairs(part, path)) for split, part in parts.items()}
+    return pairs(splits.calibration[:seen], path)[0], judging

@@ -41,8 +41,8 @@ from tests.bench.probed import Subject
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.signals import Signals
 
-SAMPLES = {"g2p": 240, "wiki": 8, "docline": 40}  # that are timed on; windows for wiki
-COMPARED = {"g2p": 48, "wiki": 3, "docline": 6}  # that results are compared on
+SAMPLES = {"g2p": 240, "wiki": 8, "marks": 40, "wikids": 8}  # that are timed on; windows for wiki and wikids
+COMPARED = {"g2p": 48, "wiki": 3, "marks": 6, "wikids": 3}  # that results are compared on
 LEAST_PROBES = 64  # that are compared at each width
 BITS = 2
 

@@ -137,17 +137,17 @@ def test_packages_and_kernels_are_there_before_anything_runs(clone: Path, target
 
 
 def test_the_benches_are_read_as_deeply_as_needed() -> None:
-    assert needs(".venv/bin/python -m tests.bench.quant") >= {"build/data/docline", "build/data/g2p", "build/peers"}
+    assert needs(".venv/bin/python -m tests.bench.quant") >= {"build/data/marks", "build/data/g2p", "build/peers"}
     assert needs(".venv/bin/python -m tests.bench.speed") >= {"build/demo", "build/peers/llama"}
     assert needs(".venv/bin/moeconv recipe run recipes/g2p.toml") == {"build/data/g2p"}
-    assert needs(".venv/bin/python calib_data/docline.py") == set()
+    assert needs(".venv/bin/python calib_data/marks.py") == set()
     assert {"bench-quant", "bench-peers", "recipes", "report"} <= {*TARGETS}
 
 
 def test_a_target_that_lacks_its_data_is_found(clone: Path) -> None:
-    commands = [command for command in steps(clone, "bench-quant") if "calib_data/docline.py" not in command]
+    commands = [command for command in steps(clone, "bench-quant") if "calib_data/marks.py" not in command]
     made = set[str]().union(*(made_by(command) for command in commands))
-    assert not covers(made, "build/data/docline")
+    assert not covers(made, "build/data/marks")
     assert covers(made, "build/data/wiki")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from calib_data import docline, docstrings, g2p, manifest, marks, wheels, wiki
+from calib_data import g2p, manifest, marks, wheels, wiki
 
 DICTIONARY = """abbey AE1 B IY0 # a comment
 abbey(2) AE1 B EY0
@@ -103,7 +103,7 @@ def test_command_line_mistake_has_no_traceback(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error: g2p: no split 'nowhere'; there are train, calibration, heldout\n"
 
 
-@pytest.mark.parametrize("name", ["g2p", "wiki", "docline", "marks"])
+@pytest.mark.parametrize("name", ["g2p", "wiki", "marks"])
 def test_manifests_are_complete(name: str) -> None:
     table = manifest.load(wheels.ROOT / "calib_data" / f"{name}.toml")
     assert {"name", "task", "metric", "licence", "description", "builder", "source", "splits"} <= set(table)
@@ -184,61 +184,3 @@ def test_marked_words_are_compared_with_the_plain_word_before_them() -> None:
     assert f1("In Rome all is well.", right) == pytest.approx(2 / 3)  # "Rome" instead of "Rome,"
     assert f1("In well.", right) == pytest.approx(2 / 5)  # "well." follows another word
     assert f1("no marks", "none here") == 1
-
-
-SOURCE = '''
-class Box:
-    """Hold things of one kind.
-
-    Things are kept in the order in which they came.
-    """
-
-    def put(self, thing, *, twice=False):
-        """Add one thing to the box.
-
-        The thing is put at the end, and it must be of the right kind.
-        """
-
-    def copy(self):
-        """Return a copy of the box.
-
-        Return a copy of the box, which shares nothing with it.
-        """
-
-    def short(self):
-        """Do nothing of note here."""
-'''
-
-
-def test_docstring_pairs_have_signature_body_and_summary() -> None:
-    assert list(docstrings.pairs(SOURCE)) == [
-        {
-            "input": "class Box: Things are kept in the order in which they came.",
-            "target": "Hold things of one kind.",
-        },
-        {
-            "input": "Box.put(thing, twice): The thing is put at the end, and it must be of the right kind.",
-            "target": "Add one thing to the box.",
-        },
-    ]
-
-
-def test_source_that_does_not_parse_gives_no_pairs() -> None:
-    assert list(docstrings.pairs("def broken(:\n")) == []
-
-
-def test_repeated_summaries_and_inputs_are_dropped_across_packages() -> None:
-    seen: set[str] = set()
-    first = [{"input": "a(): body one", "target": "Do it now."}]
-    assert docstrings.without_copies(first, seen) == first
-    again = [
-        {"input": "b(): body two", "target": "Do it NOW"},
-        {"input": "A() body one!", "target": "Other."},
-    ]
-    assert docstrings.without_copies(again, seen) == []
-
-
-def test_docline_reads_modules_but_not_tests(tmp_path: Path) -> None:
-    source = SOURCE.encode()
-    pin = make_wheel(tmp_path, {"pack/box.py": source, "pack/tests/test_box.py": source, "pack/box.txt": source})
-    assert len(docline.package_rows(wheels.fetch(pin, tmp_path))) == 2

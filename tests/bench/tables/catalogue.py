@@ -14,6 +14,7 @@ BLOCKS: Mapping[str, Block] = {
     "picture": Block("stream", front.beside_llama),
     "demo": Block("demo", demo.parts),
     "models": Block("models", models.parts),
+    "references": Block("references", demo.parts),
     "peers": Block("peers", peers.parts),
     "kernels": Block("kernels", kernels.parts),
     "rounding": Block("rounding", rounding.parts),

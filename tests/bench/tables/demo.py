@@ -9,19 +9,22 @@ from tests.bench.result import Result
 from tests.bench.tables import Line, Part
 
 MODELS = ("g2p", "wiki")
+"""Of the demo itself."""
 SHARES = (100, 50, 25)
 EVICTIONS = ("auto", "paper", "lru", "lfu", "fifo")
 
 
 def parts(result: Result) -> Sequence[Part]:
+    """All models that the result has."""
+    models = list(result.context["settings"]["models"])
     conversions: list[Line] = [
         ("model", "target", "metric", "reference", "pack", "promised at 95%",
          "held-out loss (95% interval)", "matrices × bits", "expert bytes", "of FP16", "of INT4"),
     ]  # fmt: skip
-    conversions += [conversion(name, result) for name in MODELS]
+    conversions += [conversion(name, result) for name in models]
     policies = [f"hit rate: {EVICTIONS[0]}", *EVICTIONS[1:]]
     runs: list[Line] = [("model", "room for experts", *policies, "knowing the future", "tokens/s", "process")]
-    runs += [run(f"{name}, {share}%", name, share) for name in MODELS for share in SHARES]
+    runs += [run(f"{name}, {share}%", name, share) for name in models for share in SHARES]
     return [conversions, runs]
 
 

@@ -27,16 +27,25 @@ def parts(result: Result) -> Sequence[Part]:
             "{wiki: decoder next_given_2|%}",
         ),
         (
-            "docline",
-            "docstring → summary line",
-            "ROUGE-2 {docline: model rouge2|.3f}",
-            "first sentence: {docline: lead sentence rouge2|.3f}",
-            "encoder {docline: encoder next_given_2|%}, decoder {docline: decoder next_given_2|%}",
+            "marks",
+            "case and punctuation restored, WikiText-2",
+            "F1 of marked words {marks: model f1|.3f}, {marks: model exact|.1%} of pieces exact",
+            "first letter and full stop: {marks: first letter and full stop f1|.2f}; "
+            "commonest form of each word: {marks: commonest forms f1|.2f}",
+            "encoder {marks: encoder next_given_2|%}, decoder {marks: decoder next_given_2|%}",
+        ),
+        (
+            "wikids",
+            "as wiki",
+            "word perplexity {wikids: model word perplexity|.0f}",
+            "as wiki",
+            "{wikids: decoder next_given_2|%}",
         ),
     ]
     paths = (
         "The 20% most frequent paths carry {g2p: encoder top20_share|%} of the tokens in g2p's encoder and "
-        "{g2p: decoder top20_share|%} in its decoder, {docline: encoder top20_share|%} and "
-        "{docline: decoder top20_share|%} in docline's, {wiki: decoder top20_share|%} in wiki."
+        "{g2p: decoder top20_share|%} in its decoder, {marks: encoder top20_share|%} and "
+        "{marks: decoder top20_share|%} in those of marks, {wiki: decoder top20_share|%} in wiki and "
+        "{wikids: decoder top20_share|%} in wikids."
     )
     return [lines, paths]

@@ -9,7 +9,6 @@ from tests.bench.result import Result
 from tests.bench.tables import Line, Part
 
 _CASE = re.compile(r"(?P<case>.+): held-out loss met the target")
-_FEW = re.compile(r"(?P<case>.+): packs with a promise, on too few documents")
 _SIMULATED = re.compile(
     r"(?P<documents>\d+) documents of (?P<sizes>\S+) sizes, .* (?P<confidence>\d+%)(?P<none>: no.*)?"
 )
@@ -28,17 +27,6 @@ def parts(result: Result) -> Sequence[Part]:
             f"{{{case}: median bound at 95%|.2%}}",
         )
         for case in cases
-    ]
-    few = [found["case"] for found in map(_FEW.fullmatch, result.by_name) if found]
-    lines += [
-        (
-            f"{case}, too few documents",
-            f"{{{case}: packs}} {{{case}: packs@unit}}",
-            f"{{{case}: packs with a promise, on too few documents}} with a promise",
-            f"{{{case}: median held-out loss|.2%}}",
-            f"{{{case}: median bound|.2%}}",
-        )
-        for case in few
     ]
     return [lines, *_simulation(result)]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tests.bench.result import Result
 from tests.bench.tables import Line, Part
 
-MODELS = ("g2p", "docline", "wiki")
+MODELS = ("g2p", "marks", "wiki", "wikids")
 SIGNALS = ("kl", "nll", "metric")
 _COMPARED = re.compile(r"(?P<model>.+), (?P<bits>\d+) bits: probes compared")
 
