@@ -13,6 +13,7 @@ from weakref import WeakSet
 from moert.budget.admission import Admission, Notify
 from moert.budget.budget import Budget, CacheLimit
 from moert.budget.regulator import Regulator
+from moert.budget.routing import EXACT_ROUTING, preference_for, share_text
 from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
@@ -35,13 +36,12 @@ from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.pack.chat import load_chat
-from moert.pack.manifest import BACKBONE
-from moert.pack.model_spec import ModelSpec
+from moert.pack.manifest import BACKBONE, Preference
 from moert.pack.reader import Pack
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.settings import EngineSettings
-from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats, size
+from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats, size
 from moert.wording import said
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class Engine:
         self.text = Text(pack)
         self._turns = Turns()
         self._streaming = Streaming(pack, backend, self.counters, settings.eviction, settings.reading)
-        self._regulator, note = _regulator(self.spec, self.budget, self.cache, settings, backend.widens)
+        footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences))
+        self._regulator, notes = _regulator(footprint, self.budget, self.cache, settings)
+        self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
         self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in self._prefixes)
         self._regulator.check_open()
@@ -83,9 +85,12 @@ class Engine:
             price = Worth() if weighed else None
             self.ahead = Lookahead(self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price)
         self._admission = Admission(self._regulator, self._streaming, self.ahead)
-        self._admission.notes += note
+        self._admission.notes += notes
+        if self.preference is not None:
+            self._streaming.prefers()
+            self._admission.notes.append(_preference_note(self.preference))
         self.runner = CachedExperts(pack, self.cache, backend, self.ahead, [self._streaming.recorder.add])
-        self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits)
+        self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
         del weights
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
@@ -279,9 +284,11 @@ class Engine:
         least = min(self._admission.smallest_room_bytes, cache_bytes)
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
+        routing = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
         return run_stats(
-            self.times, self.counters, ahead, given, streaming.eviction, streaming.io, streaming.headroom()
-        )
+            self.times, self.counters, ahead, given, Ways(streaming.eviction, streaming.io, routing),
+            streaming.headroom(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Waits for a session of another thread; one of this thread ends here."""
@@ -299,7 +306,7 @@ class Engine:
 
 
 def _regulator(
-    spec: ModelSpec, budget: Budget, cache: ExpertCache, settings: EngineSettings, widens: bool
+    footprint: Footprint, budget: Budget, cache: ExpertCache, settings: EngineSettings
 ) -> tuple[Regulator, list[str]]:
     """And a note if the limit is less than what was asked for."""
     asked, notes = settings.limit, list[str]()
@@ -311,8 +318,15 @@ def _regulator(
         name = asked.named(limit)
         if asked.nbytes is not None and limit < asked.nbytes:
             notes.append(f"{said('memory', size(asked.nbytes))} is more than {name}: that is used")
-    footprint = Footprint(spec, widens, settings.kv_bits)
     return Regulator(footprint, budget, cache, limit, room_bytes, limit_name=name), notes
+
+
+def _preference_note(preference: Preference) -> str:
+    loss = "" if preference.heldout is None else f", held-out loss {100 * preference.heldout.loss:.1f}%"
+    return (
+        f"routing prefers experts that were used lately, for room for {share_text(preference.share)} of them{loss}: "
+        f"{said('routing', EXACT_ROUTING)} turns that off"
+    )
 
 
 def _threads(threads: int | None) -> tuple[int, str | None]:

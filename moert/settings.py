@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moert.adjustable import Adjustable
 from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget.routing import AUTO_ROUTING, check_routing
 from moert.errors import SettingInvalid
 from moert.experts.drive.io import IoSettings, parse_io
 from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
@@ -30,7 +31,8 @@ class EngineSettings(Adjustable):
     takes it; with None or "auto", what lies in the page cache is taken from there if all experts fit into memory,
     otherwise what is best for the drive is measured, and remembered. `threads` compute; by default and at most one for
     each usable core.
-    `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8.
+    `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8. `routing`: see
+    moert.budget.routing.preference_for; it is the one setting beside `kernels` and `kv_bits` that answers depend on.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
     """
@@ -43,9 +45,11 @@ class EngineSettings(Adjustable):
     threads: int | None = None
     kernels: str = AUTO_KERNELS
     kv_bits: KvBits = 16
+    routing: str = AUTO_ROUTING
 
     def __post_init__(self) -> None:
         _ = self.limit, self.reading
+        check_routing(self.routing)
         if self.memory is not None and self.cache is not None:
             raise SettingInvalid(
                 "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"

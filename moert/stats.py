@@ -100,6 +100,15 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """How it was done: names of the eviction policy, of how experts are read, and of the routing."""
+
+    eviction: str
+    io: str
+    routing: str
+
+
+@dataclass(frozen=True)
 class RunStats:
     """One run in numbers. Bytes are bytes, times seconds; rates that nothing was measured for are 0.
 
@@ -111,7 +120,8 @@ class RunStats:
     were still being read ahead then, and were waited for. `hit_rate` counts both. `belady_hit_rate` is what evicting
     whoever is needed again last would have hit without reading ahead, over the first `belady_demands` requests, with
     the present room for experts: the most that eviction can where all experts have one size.
-    `io` says how experts are read, PAGE_CACHE where what lies in the system's page cache is taken from there.
+    `io` says how experts are read, PAGE_CACHE where what lies in the system's page cache is taken from there. `routing`
+    is exact, or the share of the experts that the preference in use is made for.
     """
 
     requests: int
@@ -141,6 +151,7 @@ class RunStats:
     expert_bytes: int
     eviction: str
     io: str
+    routing: str
     belady_demands: int
     belady_hit_rate: float
 
@@ -188,8 +199,7 @@ class RunStats:
 
 
 def run_stats(
-    times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, eviction: str, io: str,
-    best: tuple[int, float],
+    times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, ways: Ways, best: tuple[int, float],
 ) -> RunStats:  # fmt: skip
     """`best`: the requests that Belady's rule was tried on, and its hit rate."""
     later_tokens = times.new_tokens - times.requests
@@ -219,8 +229,9 @@ def run_stats(
         cache_bytes=room.cache_bytes,
         smallest_cache_bytes=room.cache_bytes if room.smallest_cache_bytes is None else room.smallest_cache_bytes,
         expert_bytes=room.expert_bytes,
-        eviction=eviction,
-        io=io,
+        eviction=ways.eviction,
+        io=ways.io,
+        routing=ways.routing,
         belady_demands=best[0],
         belady_hit_rate=best[1],
     )

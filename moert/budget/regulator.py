@@ -53,8 +53,10 @@ class Regulator:
         self._idle_at_first: int | None = None
         self.kept_bytes: Callable[[], int] = lambda: 0
         """Keys and values that conversations keep while none of their requests runs."""
-        self.tight = self._is_tight()
-        """Whether a usual request will leave no room for all experts, so that every megabyte is wanted."""
+        self.share = self._usual_share()
+        """Of all experts, what a usual request will leave room for."""
+        self.tight = limit_bytes is not None and self.share < 1
+        """Whether every megabyte is wanted."""
         if self.tight:
             memory.return_early()
 
@@ -150,11 +152,13 @@ class Regulator:
             memory.return_freed()
         self._resize(self._others_bytes(()), self._footprint.next_block(loads))
 
-    def _is_tight(self) -> bool:
+    def _usual_share(self) -> float:
         if self.limit_bytes is None:
-            return False
-        coming = self._budget.loading_bytes + FIRST_BYTES + self._footprint.request([TYPICAL])
-        return self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming) < self._budget.expert_bytes
+            room = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
+        else:
+            coming = self._budget.loading_bytes + FIRST_BYTES + self._footprint.request([TYPICAL])
+            room = self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming)
+        return room / self._budget.expert_bytes
 
     def _others_bytes(self, loads: Loads) -> int:
         """What the process holds beside the expert cache, and beside the keys and values of these."""

@@ -28,6 +28,7 @@ from moert.command.options import (
     PackArgument,
     Predict,
     PredictOption,
+    RoutingOption,
     SeedOption,
     StatsOption,
     StopOption,
@@ -113,6 +114,7 @@ def run(
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
+    routing: RoutingOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -136,7 +138,7 @@ def run(
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(first_token=first_token)
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
-    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv, routing)
     from moert.engine import Engine
 
     engine = Engine.open(pack, chosen)
@@ -172,12 +174,13 @@ def chat(
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
+    routing: RoutingOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
     stats: StatsOption = False,
 ) -> None:
     """Hold a conversation: each line of the input is a message. /help lists commands."""
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv, routing)
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 
@@ -204,6 +207,7 @@ def bench(
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
+    routing: RoutingOption = "auto",
     plot: Annotated[
         str | None,
         typer.Option(
@@ -215,7 +219,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
-    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv)
+    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv, routing)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 

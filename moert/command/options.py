@@ -17,6 +17,7 @@ class Eviction(str, Enum):
     expected = "expected"
     paper = "paper"
     lru = "lru"
+    layer_lru = "layer-lru"
     lfu = "lfu"
     fifo = "fifo"
     lifo = "lifo"
@@ -62,8 +63,9 @@ EvictionOption = Annotated[
     Eviction,
     typer.Option(
         help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
-        "(used seldom, in a layer that is far), lru (unused longest), lfu (used least), fifo (read first), lifo (read "
-        "last); auto: what does best on the pack's recorded trace with this room for experts."
+        "(used seldom, in a layer that is far), lru (unused longest), layer-lru (furthest back in its layer's order of use), "
+        "lfu (used least), fifo (read first), lifo (read last); auto: what does best on the pack's recorded trace with "
+        "this room for experts."
     ),
 ]
 PredictOption = Annotated[
@@ -107,6 +109,15 @@ KvOption = Annotated[
 ]
 
 
+RoutingOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|exact|SHARE",
+        help="Which experts a token goes to: exact, as the model says; 25%: nearly as good ones that were used lately "
+        "are preferred, as the pack has it for room for that share of the experts, with a promise of its own (moeconv "
+        "quantize --resident); auto: what the pack has for the room that there is. Answers depend on this.",
+    ),
+]
 MaxNewTokensOption = Annotated[int, typer.Option(help="The most tokens to write.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
 TopKOption = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")]
@@ -137,11 +148,13 @@ ThinkingOption = Annotated[
 
 def engine_settings(
     memory: str | None, cache: str | None, eviction: Eviction, predict: Predict, io: str, threads: int | None,
-    kernels: str, kv: str,
+    kernels: str, kv: str, routing: str,
 ) -> EngineSettings:  # fmt: skip
     """What was said on the command line. Raises SettingInvalid, InvalidMemory or IoInvalid."""
     from moert.settings import EngineSettings
 
     bits = int(kv) if kv.strip() in ("8", "16") else kv
     limit = "auto" if memory is None and cache is None else memory
-    return EngineSettings(limit, cache, eviction.value, predict.value, io, threads, kernels, bits)  # type: ignore[arg-type]
+    return EngineSettings(
+        limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip()  # type: ignore[arg-type]
+    )  # fmt: skip

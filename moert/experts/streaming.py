@@ -11,7 +11,7 @@ from moert.experts.drive.store import ExpertStore
 from moert.experts.policy.belady import Recorder, headroom
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import eviction_for
-from moert.experts.policy.selection import DEFAULT
+from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
 from moert.kernels.backend import Backend
 from moert.pack.reader import Pack
 from moert.stats import PAGE_CACHE, ExpertCounters
@@ -33,6 +33,11 @@ class Streaming:
         self._store = ExpertStore(pack, backend, counters, io or IoSettings(True, DEFAULT_THREADS))
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
         self.cache = ExpertCache(self._store, policy, 0, counters, self._store.io.threads)
+
+    def prefers(self) -> None:
+        """Routers prefer what a sequence has used lately: that is kept, where the user does not say what is."""
+        if self.eviction == AUTO_EVICTION:
+            self.eviction = OF_PREFERENCES
 
     def expects(self) -> None:
         """A request is about to begin: what is read once may stay in the system's page cache for the next start, unless

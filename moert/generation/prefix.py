@@ -29,7 +29,10 @@ class Prefix:
         if state is None:
             return None, 0
         length = state.reach(min(_alike(self.ids, prompt_ids), len(prompt_ids) - 1))
-        return (state, length) if length and state.cut(length, expected) else (None, 0)
+        if not length or not state.cut(length, expected):
+            return None, 0
+        state.exact_until(len(prompt_ids))
+        return state, length
 
     def give(self, state: State | None, ids: Sequence[int]) -> None:
         """A state that has read these ids, and perhaps something that an interruption left half read."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from moert.pack.codec import F32, MX_GROUP, U8, Form16, Mxfp4Matrix, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
 from moert.pack.parts import Attention, Ffn, Latent, Router
 
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 ROWS = 256
@@ -210,8 +211,14 @@ class BackendOf(Protocol[M, E]):
         ...
 
     def choose(self, scores: F32, router: RouterWeights[M]) -> tuple[I64, F32]:
-        """scores [tokens, experts], which are spoiled → the chosen experts [tokens, top_k], ascending by number, the
-        first of equal ones; and their weights."""
+        """scores [tokens, experts] → the chosen experts [tokens, top_k], ascending by number, the first of equal ones;
+        and their weights."""
+        ...
+
+    def prefer(self, scores: F32, router: RouterWeights[M], bonus: float, sure: int, recent: I32) -> tuple[I64, F32]:
+        """The same for one token, which prefers the experts in `recent` [k], the latest first and -1 behind the last:
+        `bonus` is added to what they are chosen by, once the `sure` best are taken. Weights are as they would be. Those
+        that are chosen come first in `recent` then."""
         ...
 
     def gate(self, hidden: F32, matrix: M, factor: float) -> F32:
@@ -268,7 +275,7 @@ class BackendOf(Protocol[M, E]):
         ...
 
     def softplus(self, x: F32, bias: F32) -> F32:
-        """x [tokens, n] → log(1 + e^(x + bias [n])), at least `low` and at most `high`."""
+        """x [tokens, n] → log(1 + e^(x + bias [n]))"""
         ...
 
     def sigmoid(self, x: F32) -> F32:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from moert.kernels import structs
 from moert.kernels.arena import Arena
 from moert.kernels.backend import (
+    I32,
     I64,
     AttentionWeights,
     ExpertView,
@@ -150,6 +151,16 @@ class NativeBackend:
         chosen, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
         place = self._place(router, "router", _router)
         check(self._call.moert_choose(place, _at(scores), len(scores), _at(chosen), _at(weights)))
+        return chosen, weights
+
+    def prefer(
+        self, scores: F32, router: RouterWeights[NativeMatrix], bonus: float, sure: int, recent: I32
+    ) -> tuple[I64, F32]:
+        chosen, weights = np.empty((1, router.part.top_k), np.int64), np.empty((1, router.part.top_k), np.float32)
+        place, k = self._place(router, "router", _router), len(recent)
+        check(
+            self._call.moert_prefer(place, _at(scores), bonus, sure, k, _at(recent), _at(chosen), _at(weights))
+        )  # fmt: skip
         return chosen, weights
 
     def gate(self, hidden: F32, matrix: NativeMatrix, factor: float) -> F32:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from moert.kernels.backend import I64, ROWS, Backend, Expert, Matrix, NormWeights
+from moert.models.recent import Recent
 from moert.models.router import Router
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
@@ -91,9 +92,9 @@ class MoeFfn:
         self._join, self._shared, self._beside, self._narrow = join, shared, beside, narrow
         self._bypass = bypass
 
-    def __call__(self, x: F32, lengths: Sequence[int]) -> None:
-        """x [tokens, d_model], sequences of `lengths` tokens one after the other."""
-        hidden, experts, weights = self._routers[self._at].route(x, lengths)
+    def __call__(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent]) -> None:
+        """x [tokens, d_model], sequences of `lengths` tokens one after the other; see Router for `recent`."""
+        hidden, experts, weights = self._routers[self._at].route(x, lengths, recent)
         out = np.zeros_like(x) if self._join.apart else x
         if self._shared is not None:
             for rows in _pieces(len(x)):
@@ -153,7 +154,7 @@ class DenseFfn:
     def __init__(self, network: Network, norm: NormWeights, after: NormWeights | None, add: float, backend: Backend):
         self._network, self._norm, self._after, self._add, self._backend = network, norm, after, add, backend
 
-    def __call__(self, x: F32, lengths: Sequence[int]) -> None:
+    def __call__(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent]) -> None:
         """x [tokens, d_model]; which sequence a token belongs to makes no difference."""
         for piece in _pieces(len(x)):
             rows = x[piece]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moert.models.activations import activation_bytes
 from moert.models.kv import KvBits, fixed_bytes, growth_bytes, state_bytes
+from moert.models.recent import recent_bytes
 from moert.pack.model_spec import ModelSpec
 
 
@@ -29,11 +30,12 @@ Loads = Sequence[Load]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens."""
+    """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens; `prefers`: see Recent."""
 
     spec: ModelSpec
     widened: bool
     kv_bits: KvBits = 16
+    prefers: bool = False
 
     def request(self, loads: Loads) -> int:
         """The most at one time, if all start or go on now and write all that they may."""
@@ -62,5 +64,7 @@ class Footprint:
         return activation_bytes(self.spec, sequences, self.widened, sequences)
 
     def _state(self, load: Load, written: int) -> int:
-        marked = fixed_bytes(self.spec) if load.marks else 0
-        return marked + state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)
+        extra = fixed_bytes(self.spec) if load.marks else 0
+        if self.prefers:
+            extra += recent_bytes(self.spec, load.prompt_tokens)
+        return extra + state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from moert.models.recent import Recent
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import Attention, FixedState, Latent, Layer
 
@@ -152,6 +153,8 @@ class State:
 
     own: list[Remembered]
     cross: list[Kept] = field(default_factory=list)
+    recent: list[Recent] = field(default_factory=list)
+    """Of each decoder layer with experts, where routers prefer some."""
 
     @property
     def length(self) -> int:
@@ -159,7 +162,13 @@ class State:
         return self.own[0].length
 
     def copy(self) -> State:
-        return State([kept.copy() for kept in self.own], [kept.copy() for kept in self.cross])
+        own, cross = [kept.copy() for kept in self.own], [kept.copy() for kept in self.cross]
+        return State(own, cross, [kept.copy() for kept in self.recent])
+
+    def exact_until(self, length: int) -> None:
+        """The first `length` tokens are a prompt, and routed exactly."""
+        for kept in self.recent:
+            kept.exact = length
 
     def mark(self) -> None:
         """Takes care that it can be cut to its present length later, whatever it remembers by."""
@@ -168,20 +177,24 @@ class State:
 
     def reach(self, length: int) -> int:
         """The most of the first `length` tokens that it can be cut to."""
+        length = min((kept.reach(length) for kept in self.recent), default=length)
         lengths = [kept.reaches() for kept in self._fixed]
         return max((each for each in set.intersection(*lengths) if each <= length), default=0) if lengths else length
 
     def cut(self, length: int, expected: int = 0) -> bool:
-        """The same for what the decoder has read; where it fails, all of it is to be thrown away."""
+        """Forgets all that the decoder has read but the first `length` tokens, as many as it reaches; where it fails,
+        all of it is to be thrown away."""
+        for kept in self.recent:
+            kept.cut(length)
         return all(kept.cut(length, expected) for kept in self.own)
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.nbytes for kept in (*self.own, *self.cross))
+        return sum(kept.nbytes for kept in (*self.own, *self.cross, *self.recent))
 
     @property
     def written_bytes(self) -> int:
-        return sum(kept.written_bytes for kept in (*self.own, *self.cross))
+        return sum(kept.written_bytes for kept in (*self.own, *self.cross)) + sum(kept.nbytes for kept in self.recent)
 
     @property
     def _fixed(self) -> list[Fixed]:

@@ -12,13 +12,17 @@ from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
 from moert.models.kv import Kept, KvBits, Remembered, State, remembered
 from moert.models.positions import AddedPositions, DistanceBias, Rotary, query_scales
+from moert.models.recent import Recent
+from moert.models.router import LearnedRouter, PreferringRouter
 from moert.pack.codec import F32
+from moert.pack.manifest import Preference
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 from moert.pack.parts import Attention, FixedState, Layer, Stack
 
 
 class _Layer:
-    """`attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that see each other."""
+    """`attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that see each other. `routed`:
+    how many layers with experts are below it."""
 
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding, mixer = f"{at.stack}.{at.layer}", at.stack == "decoder", part.mixer
@@ -35,6 +39,7 @@ class _Layer:
             self.positions = AddedPositions(builder.floats(f"{name}.positions.weight"), None, counts_pad=True)
         self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
+        self.routed = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
 
 
@@ -59,25 +64,22 @@ class _Tower:
             _Layer(stack[layer], LayerKey(name, layer), builder, runner, routers) for layer in range(len(stack))
         ]
 
-    def read(
-        self, x: F32, lengths: Sequence[int], own: Sequence[Sequence[Remembered]], cross: Sequence[Sequence[Kept]],
-        prefixes: Sequence[int],
-    ) -> None:  # fmt: skip
+    def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
         """x [tokens, d_model], sequences of `lengths` tokens one after the other, goes through all layers in place.
-        `own` and `cross`: for each sequence those of its layers; `prefixes`: how many of its first tokens see each
-        other, where nothing was read before."""
+        `prefixes`: of each sequence, how many of its first tokens see each other, where nothing was read before."""
         starts = np.cumsum([0, *lengths])
         sequences = [x[start : start + n] for start, n in zip(starts, lengths, strict=False)]
         for place, layer in enumerate(self.layers):
-            for number, rows in enumerate(sequences):
+            for rows, state, prefix in zip(sequences, states, prefixes, strict=True):
+                own = state.own[place]
                 if layer.positions is not None:
-                    layer.positions.add_from(rows, own[number][place].length)
-                self._mix(layer, rows, own[number][place], prefixes[number])
+                    layer.positions.add_from(rows, own.length)
+                self._mix(layer, rows, own, prefix)
                 if layer.cross is not None:
                     for piece in _pieces(rows):
-                        self.backend.attend(layer.cross, piece, cross[number][place], 0, Positions())
+                        self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
             if layer.ffn is not None:
-                layer.ffn(x, lengths)
+                layer.ffn(x, lengths, _recent(states, layer.routed))
             if layer.scale is not None:
                 x *= layer.scale
 
@@ -111,6 +113,11 @@ class _Tower:
             self.backend.attend(weights, piece, kept, start, Positions(turns, bias, zero, scales))
 
 
+def _recent(states: Sequence[State], place: int) -> list[Recent]:
+    """Of the layer at this place among those with experts."""
+    return [state.recent[place] for state in states] if states[0].recent else []
+
+
 def _pieces(rows: F32) -> list[F32]:
     return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
@@ -120,8 +127,9 @@ class Model:
     expert once per layer for all of them; what comes out is bit for bit what each alone gives."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16
-    ) -> None:
+        self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16,
+        preference: Preference | None = None,
+    ) -> None:  # fmt: skip
         """`weights` is emptied on the way. The model keeps copies, so that nothing holds the file that they lie in."""
         builder = Builder(weights, spec.ropes, backend)
         self.spec, self.backend, self.kv_bits = spec, backend, kv_bits
@@ -138,6 +146,17 @@ class Model:
             for name, stack in spec.stacks.items()
         }
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
+        self.preference: Preference | None = None
+        if preference is not None:
+            self.prefer(preference)
+
+    def prefer(self, preference: Preference) -> None:
+        """From now on, what begins is routed by this; to be said once."""
+        self.preference, places = preference, [at for at in self.spec.moe_layers() if at.stack == "decoder"]
+        for at, bonus in zip(places, preference.bonus, strict=True):
+            exact = self.routers[at]
+            assert isinstance(exact, LearnedRouter)
+            self.routers[at] = PreferringRouter(exact, self.backend, bonus, preference.sure)
 
     def prefill(self, ids: Sequence[int]) -> tuple[State, F32]:
         """Reads the prompt; returns the state after it and the logits [vocab] of the first token to write.
@@ -197,13 +216,24 @@ class Model:
             raise ValueError("the prompt has no tokens")
         lengths = [len(ids) if self._encoder is None else 0 for ids in prompts]
         states = [
-            State([remembered(layer.part, self.spec.d_model, expected, self.kv_bits) for layer in self._decoder.layers])
+            State(
+                [remembered(layer.part, self.spec.d_model, expected, self.kv_bits) for layer in self._decoder.layers],
+                recent=self._nothing_recent(),
+            )
             for expected in lengths
         ]
+        for state, length in zip(states, lengths, strict=True):
+            state.exact_until(length)
         if self._encoder is not None:
             for state, encoded in zip(states, self._encode(self._encoder, prompts), strict=True):
                 state.cross = [self._crossed(layer, encoded) for layer in self._decoder.layers]
         return states
+
+    def _nothing_recent(self) -> list[Recent]:
+        if self.preference is None:
+            return []
+        k, top_k, places = self.preference.recent, self.spec.moe.router.top_k, self.spec.moe_layers()
+        return [Recent(k, top_k) for at in places if at.stack == "decoder"]
 
     def _crossed(self, layer: _Layer, encoded: F32) -> Kept:
         assert layer.cross is not None
@@ -216,8 +246,10 @@ class Model:
         """Hidden states of each prompt, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
         x = self._embedded(encoder, prompts, [0] * len(prompts))
-        own = [[remembered(layer.part, self.spec.d_model, n, 16) for layer in encoder.layers] for n in lengths]
-        encoder.read(x, lengths, own, [], [0] * len(prompts))
+        states = [
+            State([remembered(layer.part, self.spec.d_model, n, 16) for layer in encoder.layers]) for n in lengths
+        ]
+        encoder.read(x, lengths, states, [0] * len(prompts))
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
@@ -236,8 +268,7 @@ class Model:
         x = self._embedded(self._decoder, sequences, [state.length for state in states])
         lengths = [len(ids) for ids in sequences]
         prefixes = [0 if state.length else self._prefix(ids) for ids, state in zip(sequences, states, strict=True)]
-        own, cross = [state.own for state in states], [state.cross for state in states]
-        self._decoder.read(x, lengths, own, cross, prefixes)
+        self._decoder.read(x, lengths, states, prefixes)
         return x
 
     def _prefix(self, ids: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from moert.kernels.backend import I64, Backend, Matrix, RouterWeights
+from moert.models.recent import Recent
 from moert.pack.codec import F32
 
 _GUESSED_FROM = 32  # tokens of a prompt that a guess looks at
@@ -25,8 +26,9 @@ class Routed(NamedTuple):
 class Router(Protocol):
     """What a layer with experts asks. x is the layer's input, and is not changed."""
 
-    def route(self, x: F32, lengths: Sequence[int]) -> Routed:
-        """x [tokens, d_model], sequences of `lengths` tokens one after the other."""
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        """x [tokens, d_model], sequences of `lengths` tokens one after the other. `recent`: what each of them remembers
+        of this layer, empty where nothing is remembered."""
         ...
 
     def guess(self, x: F32) -> F32:
@@ -39,22 +41,74 @@ class LearnedRouter:
     """The model's own."""
 
     def __init__(self, weights: RouterWeights[Matrix], backend: Backend) -> None:
-        self._weights, self._capacity, self._backend = weights, weights.part.capacity, backend
+        self.weights, self._capacity, self._backend = weights, weights.part.capacity, backend
 
-    def route(self, x: F32, lengths: Sequence[int]) -> Routed:
-        hidden, scores = self._backend.scores(x, self._weights)
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        hidden, scores = self.scores(x)
+        return Routed(hidden, *self.choose(scores, lengths))
+
+    def scores(self, x: F32) -> tuple[F32, F32]:
+        """See Backend."""
+        return self._backend.scores(x, self.weights)
+
+    def choose(self, scores: F32, lengths: Sequence[int]) -> tuple[I64, F32]:
+        """scores [tokens, experts] → experts and weights as in Routed."""
         n_experts = scores.shape[1]
-        experts, weights = self._backend.choose(scores, self._weights)
+        experts, weights = self._backend.choose(scores, self.weights)
         if self._capacity is not None and max(lengths) > self._capacity:
             parts = np.split(experts, np.cumsum(lengths)[:-1])
             experts = np.concatenate([without_overflow(part, n_experts, self._capacity) for part in parts])
-        return Routed(hidden, experts, weights)
+        return experts, weights
 
     def guess(self, x: F32) -> F32:
         if len(x) > _GUESSED_FROM:
             x = np.ascontiguousarray(x[np.linspace(0, len(x) - 1, _GUESSED_FROM).astype(np.int64)])
-        scores: F32 = self._backend.scores(x, self._weights)[1].mean(axis=0)
-        return scores if self._weights.choice_bias is None else scores + self._weights.choice_bias
+        scores: F32 = self.scores(x)[1].mean(axis=0)
+        return scores if self.weights.choice_bias is None else scores + self.weights.choice_bias
+
+
+class PreferringRouter:
+    """The model's own, which prefers what the sequence has used lately: a token that is written adds `bonus` to the
+    score of each expert in its Recent, but for the `sure` best, which it takes as they are; weights are those of the
+    scores without it. Prompts are routed exactly, since there each expert is read once for all tokens anyway.
+
+    So nearly as good experts that are likely to be in memory take the place of better ones that are not (cache-aware
+    routing: Skliar et al. 2024, arXiv 2412.00099, who add to the logits of what is in memory). What is in memory has no
+    say here: the same tokens go the same ways on every machine.
+    """
+
+    def __init__(self, exact: LearnedRouter, backend: Backend, bonus: float, sure: int) -> None:
+        self._exact, self._backend, self._bonus, self._sure = exact, backend, bonus, sure
+        self._latest: Sequence[Recent] = ()
+
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        self._latest = recent
+        hidden, scores = self._exact.scores(x)
+        parts, start = [], 0
+        for length, kept in zip(lengths, recent, strict=True):
+            rows = scores[start : start + length]
+            exact = min(max(kept.exact - kept.length, 0), length)
+            if exact:
+                found = self._exact.choose(rows[:exact], [exact])
+                kept.add(found[0])
+                parts.append(found)
+            for at in range(exact, length):
+                parts.append(
+                    self._backend.prefer(rows[at : at + 1], self._exact.weights, self._bonus, self._sure, kept.experts)
+                )
+                kept.went()
+            start += length
+        if len(parts) == 1:
+            return Routed(hidden, *parts[0])
+        experts, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return Routed(hidden, experts, weights)
+
+    def guess(self, x: F32) -> F32:
+        """As if each sequence were to write its next token."""
+        scores = self._exact.guess(x)
+        for kept in self._latest:
+            scores[kept.experts[kept.experts >= 0]] += np.float32(self._bonus / len(self._latest))
+        return scores
 
 
 def without_overflow(experts: I64, n_experts: int, capacity: int) -> I64:

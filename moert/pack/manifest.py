@@ -13,11 +13,11 @@ from moert.pack.codec import WIDTHS, Form16
 from moert.pack.errors import ManifestInvalid, UnsafePath
 from moert.pack.layout import ExpertLayout, expert_layout
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
-from moert.pack.reading import MAX_BYTES, MAX_COUNT, Read, Within, brief, mapping, plain, read
+from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief, mapping, plain, read
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 2, 1
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
@@ -144,6 +144,23 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Routing that prefers experts which a sequence has used lately, made for room for `share` of all experts.
+
+    In each layer of the decoder the last `recent` experts that tokens went to get the layer's `bonus` on what they are
+    chosen by, but for the `sure` best of all, which are taken as they are; `bonus` has a number for each layer with
+    experts. `calibration` and `heldout` say what this and the widths cost together.
+    """
+
+    share: Annotated[float, Above(0)]
+    recent: Annotated[int, Within(1, MAX_COUNT)]
+    sure: Annotated[int, Within(0, MAX_COUNT)]
+    bonus: tuple[float, ...]
+    calibration: LossEstimate | None = None
+    heldout: LossEstimate | None = None
+
+
+@dataclass(frozen=True)
 class ExpertEntry:
     """One expert: its file, its widths, and what proves the file is the right one.
 
@@ -170,6 +187,8 @@ class Manifest:
     quality: Quality | None
     files: Annotated[Mapping[str, FileEntry], Read(_files)]
     experts: tuple[ExpertEntry, ...]
+    preferences: tuple[Preference, ...] = ()
+    """Ascending by share."""
     minor: Annotated[int, Within(0, MAX_COUNT)] = MINOR
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:

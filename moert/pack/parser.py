@@ -76,6 +76,7 @@ def _check(manifest: Manifest) -> None:
         raise ManifestInvalid(f"the model in manifest.json can't be: {contradiction}")
     _check_dense(manifest)
     _check_keys(manifest)
+    _check_preferences(manifest)
     paths = {entry.path for entry in manifest.experts} | set(manifest.files)
     if len(paths) != len(manifest.experts) + len(manifest.files):
         raise ManifestInvalid("manifest.json names one file twice: each file of a pack has one purpose")
@@ -103,6 +104,23 @@ def _check_keys(manifest: Manifest) -> None:
             f"manifest.json lists {len(manifest.experts)} experts, the model has {expected}: each must be there once, "
             "in the order of execution"
         )
+
+
+def _check_preferences(manifest: Manifest) -> None:
+    moe, layers = manifest.model.moe, sum(at.stack == "decoder" for at in manifest.model.moe_layers())
+    for number, one in enumerate(manifest.preferences):
+        where = f"manifest.json: preferences: {number}"
+        if not moe.router.top_k <= one.recent <= moe.n:
+            raise ManifestInvalid(
+                f"{where} prefers {one.recent} experts of a layer, it should be {moe.router.top_k} to {moe.n} of them"
+            )
+        if one.sure > moe.router.top_k:
+            raise ManifestInvalid(f"{where} takes {one.sure} experts first, a token goes to {moe.router.top_k}")
+        if len(one.bonus) != layers or min(one.bonus, default=0) < 0:
+            raise ManifestInvalid(f"{where} should have a bonus of 0 or more for each of {layers} layers with experts")
+    shares = [one.share for one in manifest.preferences]
+    if shares != sorted(set(shares)) or max(shares, default=0) >= 1:
+        raise ManifestInvalid("manifest.json: preferences should be for shares below 1 of the experts, ascending")
 
 
 def _check_expert(manifest: Manifest, entry: ExpertEntry) -> None:

@@ -22,7 +22,7 @@ from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 from moert.pack.parts import Groups, Router
 
-Score = Literal["softmax", "sigmoid", "sparsemixer"]
+Score = Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer"]
 ONES = NormWeights(np.ones(1, np.float32), None, 1e-5)
 seeds = st.integers(0, 1 << 20)
 
@@ -213,3 +213,50 @@ def routed(backend: AnyBackend, stored: Stored, norm: NormWeights, part: Router,
     router = RouterWeights(part, 1.0, norm, None, backend.matrix(stored), None, None)
     hidden, scores = backend.scores(x, router)
     return hidden, scores, *backend.choose(scores.copy(), router)
+
+
+def preferred(deciding: F32, top_k: int, bonus: float, sure: int, recent: list[int]) -> list[int]:
+    """As `Backend.prefer` says, one expert after the other."""
+    numbers, taken = deciding.copy(), list[int]()
+    while len(taken) < top_k:
+        if len(taken) == sure:
+            numbers[recent] += np.float32(bonus)
+        left = [expert for expert in range(len(numbers)) if expert not in taken]
+        taken.append(max(left, key=lambda expert: (numbers[expert], -expert)))
+    return sorted(taken)
+
+
+@settings(max_examples=200)
+@given(
+    seed=seeds, experts=st.integers(1, 40), bonus=st.sampled_from([0.0, 0.05, 0.3, 10.0]), biased=st.booleans(),
+    score=st.sampled_from(["softmax", "sigmoid_of_chosen", "sparsemixer"]), ties=st.booleans(),
+)  # fmt: skip
+def test_recent_experts_are_preferred(
+    backends: list[AnyBackend], seed: int, experts: int, bonus: float, biased: bool, score: Score, ties: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    top_k = int(rng.integers(1, min(8, experts) + 1))
+    sure, k = int(rng.integers(0, top_k + 1)), int(rng.integers(top_k, experts + 1))
+    known = rng.permutation(experts)[: int(rng.integers(0, k + 1))]
+    before = np.full(k, -1, np.int32)
+    before[: len(known)] = known
+    scores = rng.integers(0, 4, (1, experts)).astype(np.float32) if ties else normal(rng, 1, experts)
+    bias = normal(rng, experts) if biased and score == "softmax" else None
+    expected = preferred(scores[0] if bias is None else scores[0] + bias, top_k, bonus, sure, known.tolist())
+    part = Router(top_k, False, None, score, choice_bias=bias is not None, jitter=0.2 if score == "sparsemixer" else 0)
+    found = []
+    for backend in backends:
+        recent, matrix = before.copy(), backend.matrix(floats("F32", np.zeros((experts, 1))))
+        router = RouterWeights(part, 1.0, ONES, None, matrix, bias, None)
+        chosen, weights = backend.prefer(scores, router, bonus, sure, recent)
+        assert chosen[0].tolist() == expected
+        others = [expert for expert in known.tolist() if expert not in expected]
+        assert recent.tolist() == [*expected, *others, *[-1] * k][:k]
+        found.append(weights)
+        if bonus == 0 or sure == top_k:
+            exact = backend.choose(scores, router)
+            assert all(map(np.array_equal, (chosen, weights), exact))
+    for weights in found:
+        np.testing.assert_allclose(weights, found[-1], rtol=1e-5)
+    if score == "softmax":
+        assert np.array_equal(found[0], scores[:, expected])

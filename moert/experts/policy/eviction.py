@@ -65,6 +65,18 @@ class LeastRecentlyUsed:
         return np.maximum(candidates.last_used, candidates.loaded_at)
 
 
+class LeastRecentOfLayer:
+    """Evicts what stands furthest back in the order in which the experts of its own layer were used, so that each layer
+    keeps about as many, the latest. Mixtral-offloading (Eliseev & Mazur 2023) keeps k of each."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        order = np.lexsort((candidates.expert, -candidates.last_used, candidates.place))
+        places = candidates.place[order]
+        worth = np.empty(len(order), np.int64)
+        worth[order] = np.searchsorted(places, places) - np.arange(len(order))
+        return worth
+
+
 class LeastFrequentlyUsed:
     """Evicts what was demanded least often since the start."""
 
@@ -135,6 +147,7 @@ class _Factory(Protocol):
 EVICTION: Mapping[str, _Factory] = {
     "paper": lambda order, succession=None: PaperEviction(order),
     "lru": lambda order, succession=None: LeastRecentlyUsed(),
+    "layer-lru": lambda order, succession=None: LeastRecentOfLayer(),
     "lfu": lambda order, succession=None: LeastFrequentlyUsed(),
     "fifo": lambda order, succession=None: FirstInFirstOut(),
     "lifo": lambda order, succession=None: LastInFirstOut(),

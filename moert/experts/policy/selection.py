@@ -19,6 +19,8 @@ from moert.pack.trace import DROPPED, Trace
 AUTO_EVICTION = "auto"
 DEFAULT = "expected"
 """Without a trace to judge by."""
+OF_PREFERENCES = "layer-lru"
+"""Where routers prefer what was used lately, which no trace in a pack shows."""
 CONTESTANTS = ("expected", "paper", "lfu", "lru")
 """Of equally good ones the first is taken. The others of EVICTION are baselines that these have always beaten."""
 MOST_LAYERS = 6000

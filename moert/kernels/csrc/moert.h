@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 11
+#define MOERT_ABI 12
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -108,8 +108,9 @@ typedef struct {
 /* Which experts a token goes to. Scores are the softmax or sigmoid of matrix · norm(x), or for MOERT_SPARSEMIXER these
  * numbers themselves. The best are chosen by score + choice_bias, of the best groups alone where there are groups, each
  * as good as the sum of its `group_top` best. Their scores are the weights: divided by their sum if renormalise, times
- * factor. MOERT_SIGMOID_OF_CHOSEN chooses by these numbers too, and their sigmoids are the weights. The sparse mixer (Liu et al. 2023) chooses one after the other, with the softmax over those that are no further
- * below the best left than 2 * jitter of it. */
+ * factor. MOERT_SIGMOID_OF_CHOSEN chooses by these numbers too, and their sigmoids are the weights. The sparse mixer
+ * (Liu et al. 2023) chooses one after the other, with the softmax over those that are no further below the best left than
+ * 2 * jitter of it. */
 typedef struct {
     moert_norm norm;
     moert_norm own;           /* optional: what the matrix gets is this norm of x, and not what the experts get */
@@ -218,9 +219,14 @@ void moert_normalise(moert_pool *pool, const moert_norm *norm, int tokens, int n
 /* hidden [tokens, d_model] = norm(x), what the experts get; scores [tokens, experts] */
 int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const float *x, float *hidden, float *scores);
 
-/* From scores [tokens, experts], which it spoils: experts [tokens, top_k], ascending by number, the first of equal ones,
- * with their weights. */
-int moert_choose(const moert_router *router, float *scores, int tokens, int64_t *chosen, float *weights);
+/* From scores [tokens, experts]: experts [tokens, top_k], ascending by number, the first of equal ones, with their
+ * weights. */
+int moert_choose(const moert_router *router, const float *scores, int tokens, int64_t *chosen, float *weights);
+
+/* The same for one token, which prefers the experts in `recent` [k], the latest first and -1 behind the last: `bonus` is
+ * added to what they are chosen by, once the `sure` best are taken. Those that are chosen come first in `recent` then. */
+int moert_prefer(const moert_router *router, const float *scores, float bonus, int sure, int k, int32_t *recent,
+                 int64_t *chosen, float *weights);
 
 /* y [tokens] = factor * sigmoid(matrix · hidden), for a matrix of one row */
 int moert_gate(moert_pool *pool, const moert_matrix *matrix, int tokens, const float *hidden, float factor, float *y);

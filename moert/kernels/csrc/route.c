@@ -1,6 +1,7 @@
 /* The router before the experts: scores, and which experts a token goes to. */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "products.h"
 
@@ -66,6 +67,19 @@ static void keep_groups(const moert_router *r, const decision *d, int n, float *
         for (int i = 0; i < size && d->groups[g] > -INFINITY; i++) d->deciding[g * size + i] = -INFINITY;
 }
 
+/* Experts that are to be preferred, and how much; see moert_prefer. NULL: none. */
+typedef struct {
+    float bonus;
+    int sure, k;
+    const int32_t *recent;
+} preference;
+
+/* Once the sure ones are taken, what decides is raised for the recent ones; what can't be chosen stays so. */
+static void prefer(float *deciding, const preference *p, int found) {
+    if (!p || found != p->sure) return;
+    for (int i = 0; i < p->k && p->recent[i] >= 0; i++) deciding[p->recent[i]] += p->bonus;
+}
+
 /* Puts a choice where it belongs: ascending by number. */
 static void put(int64_t expert, float weight, int found, int64_t *chosen, float *weights) {
     int place = found;
@@ -88,48 +102,87 @@ static int take_best(float *deciding, int n, const int64_t *chosen, int found) {
     return best;
 }
 
-static void choose_best(const moert_router *r, const float *scores, const decision *d, int n, int64_t *chosen, float *weights) {
+static void choose_best(const moert_router *r, const float *scores, const decision *d, int n, const preference *p,
+                        int64_t *chosen, float *weights) {
     for (int i = 0; i < n; i++) d->deciding[i] = scores[i] + (r->choice_bias ? r->choice_bias[i] : 0);
     if (r->groups) keep_groups(r, d, n, d->groups + r->groups);
     for (int found = 0; found < r->top_k; found++) {
+        prefer(d->deciding, p, found);
         const int best = take_best(d->deciding, n, chosen, found);
         put(best, scores[best], found, chosen, weights);
     }
 }
 
-static void choose_sparsely(const moert_router *r, const float *scores, const decision *d, int n, int64_t *chosen,
-                            float *weights) {
+static void choose_sparsely(const moert_router *r, const float *scores, const decision *d, int n, const preference *p,
+                            int64_t *chosen, float *weights) {
     for (int i = 0; i < n; i++) d->deciding[i] = scores[i];
     for (int found = 0; found < r->top_k; found++) {
+        prefer(d->deciding, p, found);
         const int best = take_best(d->deciding, n, chosen, found);
         const float most = scores[best];
         float sum = 1;
         for (int i = 0; i < n; i++) {
             const float magnitude = fabsf(scores[i]) > most ? fabsf(scores[i]) : most;
             const int far = (most - scores[i]) / magnitude > 2 * r->jitter; /* two zeros are not */
-            if (!far && d->deciding[i] > -INFINITY) sum += expf(d->deciding[i] - most);
+            if (!far && d->deciding[i] > -INFINITY) sum += expf(scores[i] - most);
         }
         put(best, 1 / sum, found, chosen, weights);
     }
 }
 
-int moert_choose(const moert_router *r, float *scores, int tokens, int64_t *chosen, float *weights) {
+/* One token's experts and their weights. `room`: 2 n + groups numbers. */
+static void choose(const moert_router *r, const float *scores, float *room, const preference *p, int64_t *chosen,
+                   float *weights) {
     const int n = r->matrix.rows, top_k = r->top_k;
-    float *room = malloc((size_t)(2 * n + r->groups) * sizeof *room);
-    if (!room) return -1;
     const decision d = {room, room + n};
-    for (int token = 0; token < tokens; token++, scores += n, chosen += top_k, weights += top_k) {
-        float sum = 0;
-        if (r->score == MOERT_SPARSEMIXER) choose_sparsely(r, scores, &d, n, chosen, weights);
-        else choose_best(r, scores, &d, n, chosen, weights);
-        if (r->score == MOERT_SIGMOID_OF_CHOSEN) sigmoids(weights, top_k);
-        for (int i = 0; i < top_k; i++) sum += weights[i];
-        for (int i = 0; i < top_k; i++) {
-            if (r->renormalise) weights[i] /= sum;
-            if (r->expert_scale) weights[i] *= r->expert_scale[chosen[i]];
-            weights[i] *= r->factor;
-        }
+    float sum = 0;
+    if (r->score == MOERT_SPARSEMIXER) choose_sparsely(r, scores, &d, n, p, chosen, weights);
+    else choose_best(r, scores, &d, n, p, chosen, weights);
+    if (r->score == MOERT_SIGMOID_OF_CHOSEN) sigmoids(weights, top_k);
+    for (int i = 0; i < top_k; i++) sum += weights[i];
+    for (int i = 0; i < top_k; i++) {
+        if (r->renormalise) weights[i] /= sum;
+        if (r->expert_scale) weights[i] *= r->expert_scale[chosen[i]];
+        weights[i] *= r->factor;
     }
+}
+
+static float *room_of(const moert_router *r) {
+    return malloc((size_t)(2 * r->matrix.rows + r->groups) * sizeof(float));
+}
+
+int moert_choose(const moert_router *r, const float *scores, int tokens, int64_t *chosen, float *weights) {
+    float *room = room_of(r);
+    if (!room) return -1;
+    for (int token = 0; token < tokens; token++, scores += r->matrix.rows, chosen += r->top_k, weights += r->top_k)
+        choose(r, scores, room, NULL, chosen, weights);
     free(room);
     return 0;
+}
+
+/* The chosen come first, and as many of the others behind them as there is room for. */
+static void remember(int top_k, const int64_t *chosen, int k, int32_t *recent, int32_t *before) {
+    int kept = 0;
+    memcpy(before, recent, (size_t)k * sizeof *recent);
+    for (; kept < top_k && kept < k; kept++) recent[kept] = (int32_t)chosen[kept];
+    for (int i = 0; i < k && kept < k && before[i] >= 0; i++) {
+        int again = 0;
+        for (int c = 0; c < top_k; c++) again |= chosen[c] == before[i];
+        if (!again) recent[kept++] = before[i];
+    }
+}
+
+int moert_prefer(const moert_router *r, const float *scores, float bonus, int sure, int k, int32_t *recent, int64_t *chosen,
+                 float *weights) {
+    const preference p = {bonus, sure, k, recent};
+    float *room = room_of(r);
+    int32_t *before = malloc((size_t)k * sizeof *before);
+    if (room && before) {
+        choose(r, scores, room, &p, chosen, weights);
+        remember(r->top_k, chosen, k, recent, before);
+    }
+    const int failed = !room || !before;
+    free(room);
+    free(before);
+    return failed ? -1 : 0;
 }

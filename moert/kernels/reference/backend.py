@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.backend import (
+    I32,
     I64,
     AttentionWeights,
     ExpertView,
@@ -22,7 +23,7 @@ from moert.kernels.reference.arithmetic import Plain, ffn, normed, product, sigm
 from moert.kernels.reference.attention import heads, keys_and_values, latent_kept, latent_queries, mixed
 from moert.kernels.reference.codes import weights
 from moert.kernels.reference.kept import read, write
-from moert.kernels.reference.routing import SCORES, of_best_groups, sparsely
+from moert.kernels.reference.routing import SCORES, Preferred, best, of_best_groups, sparsely
 from moert.pack.codec import F32
 from moert.pack.parts import Attention, Ffn, Latent
 
@@ -88,13 +89,13 @@ class ReferenceBackend:
         numbers = product(hidden if router.own is None else normed(x, router.own), router.matrix)
         return hidden, SCORES[router.part.score](numbers)
 
-    def choose(self, scores: F32, router: RouterWeights[Plain]) -> tuple[I64, F32]:
+    def choose(self, scores: F32, router: RouterWeights[Plain], preferred: Preferred | None = None) -> tuple[I64, F32]:
         part = router.part
         if part.score == "sparsemixer":
-            chosen, weights = sparsely(scores, part)
+            chosen, weights = sparsely(scores, part, preferred)
         else:
             deciding = scores if router.choice_bias is None else scores + router.choice_bias
-            chosen = np.argsort(-of_best_groups(deciding, part), axis=1, kind="stable")[:, : part.top_k]
+            chosen = best(of_best_groups(deciding, part), part.top_k, preferred)
             weights = np.take_along_axis(scores, chosen, axis=1)
             if part.score == "sigmoid_of_chosen":
                 weights = sigmoid(weights)
@@ -106,6 +107,14 @@ class ReferenceBackend:
         if router.expert_scale is not None:
             weights = weights * router.expert_scale[chosen]
         return chosen, weights * np.float32(part.factor * router.factor)
+
+    def prefer(
+        self, scores: F32, router: RouterWeights[Plain], bonus: float, sure: int, recent: I32
+    ) -> tuple[I64, F32]:
+        chosen, weights = self.choose(scores, router, Preferred(np.float32(bonus), sure, recent[recent >= 0]))
+        others = recent[~np.isin(recent, chosen)]
+        recent[:] = np.concatenate([chosen[0], others])[: len(recent)]
+        return chosen, weights
 
     def gate(self, hidden: F32, matrix: Plain, factor: float) -> F32:
         made: F32 = np.float32(factor) * sigmoid(product(hidden, matrix))[:, 0]
