@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,21 @@ class Substitute:
     weights: Sequence[Weights]  # [probes]
 
 
+class Rerouting(Protocol):
+    """See moeconv.source.preferring.Preferring."""
+
+    def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class ExpertCalls:
-    """Takes over the experts of all layers. `rows` counts rows computed, each by one expert."""
+    """Takes over the experts of all layers. `rows` counts rows computed, each by one expert. `rerouting`, if there is
+    one, may choose other experts than the routers did."""
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec) -> None:
         self.spec = spec
         self.family = family
         self.rows = 0
+        self.rerouting: Rerouting | None = None
         self._watch: Callable[[LayerKey, Call], None] | None = None
         self._active: Tensor | None = None
         self._substitute: Substitute | None = None
@@ -123,6 +131,9 @@ class ExpertCalls:
 
     def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
         chosen, weights = self.family.routed(selected, router_weights)
+        if self.rerouting is not None:
+            real = torch.ones((1, len(x)), dtype=torch.bool) if self._active is None else self._active
+            chosen, weights = self.rerouting.route(place, chosen, weights, real)
         if self.spec.moe.router.weigh == "input":
             x, weights = x * weights, torch.ones_like(weights)
         if self._active is not None:

@@ -22,7 +22,7 @@ from moert.pack.parts import Attention, FixedState, Layer, Stack
 
 class _Layer:
     """`attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that see each other. `routed`:
-    how many layers with experts are below it."""
+    its place among the layers with experts, if it has some."""
 
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding, mixer = f"{at.stack}.{at.layer}", at.stack == "decoder", part.mixer
@@ -39,8 +39,9 @@ class _Layer:
             self.positions = AddedPositions(builder.floats(f"{name}.positions.weight"), None, counts_pad=True)
         self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
-        self.routed = sum(other.stack == at.stack for other in routers)
+        below = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
+        self.routed = below if at in routers else None
 
 
 class _Tower:
@@ -113,9 +114,9 @@ class _Tower:
             self.backend.attend(weights, piece, kept, start, Positions(turns, bias, zero, scales))
 
 
-def _recent(states: Sequence[State], place: int) -> list[Recent]:
+def _recent(states: Sequence[State], place: int | None) -> list[Recent]:
     """Of the layer at this place among those with experts."""
-    return [state.recent[place] for state in states] if states[0].recent else []
+    return [state.recent[place] for state in states] if place is not None and states[0].recent else []
 
 
 def _pieces(rows: F32) -> list[F32]:

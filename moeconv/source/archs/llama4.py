@@ -129,7 +129,7 @@ def _attentions(config: Config) -> list[Attention]:
 def _mixture(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Llama4TextMoe.forward: hidden [..., d_model] → [tokens, d_model], and what the router says."""
     flat = hidden.reshape(-1, module.hidden_dim)
-    logits = nn.functional.linear(flat, module.router.weight)
+    logits = module.router(flat)[1]
     best, chosen = logits.topk(module.top_k, dim=1)
     return module.shared_expert(flat) + module.experts(flat, chosen, torch.sigmoid(best.float())), logits
 

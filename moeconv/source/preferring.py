@@ -1,0 +1,219 @@
+"""Routing that prefers experts which a sequence has used lately, in a loaded model: token after token as moert decides.
+
+What a layer's router reads is heard at the module that has its matrix, and scores are made of it as the pack will have
+them (moert.pack.parts.Router). Within a layer a decision depends on those for earlier tokens of the same sequence in
+that layer alone, so that a pass over whole texts decides as a run token by token does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moeconv.source.archs.description import Description
+from moeconv.source.archs.weights import tensor_of
+from moert.pack.manifest import Preference
+from moert.pack.model_spec import LayerKey
+from moert.pack.parts import Experts, Router
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+
+
+class _Layer(NamedTuple):
+    part: Router
+    weight: Tensor
+    bias: Tensor | None
+    choice_bias: F32 | None
+    expert_scale: Tensor | None
+
+
+class Recency:
+    """What some sequences have used of one layer: stamps [sequences, experts], the larger the later, below 0 never."""
+
+    def __init__(self, sequences: int, experts: int) -> None:
+        self.stamps: I64 = np.full((sequences, experts), -1, np.int64)
+        self._clock = 0
+
+    def among_last(self, k: int) -> npt.NDArray[np.bool_]:
+        """[sequences, experts]: the k used last; of one token, first those with smaller numbers."""
+        least = -np.partition(-self.stamps, k - 1, axis=1)[:, k - 1 : k]
+        return (self.stamps >= least) & (self.stamps >= 0)
+
+    def use(self, chosen: I64, going: npt.NDArray[np.bool_]) -> None:
+        """Each sequence that is `going` [sequences] has a token that goes to chosen [sequences, top_k]."""
+        self._clock += 1
+        n = self.stamps.shape[1]
+        stamps = self._clock * n + (n - 1 - chosen)
+        rows = np.flatnonzero(going)[:, None]
+        self.stamps[rows, chosen[going]] = stamps[going]
+
+
+class Preferring:
+    """Puts a preference in the place of the routers of a model's decoder while it is `on`.
+
+    `missed` counts, for each layer, how often each expert [experts] was asked for that was not among the preferred,
+    `asked` how often any was.
+    """
+
+    def __init__(self, model: Any, description: Description) -> None:
+        self._spec, self._heard = description.spec, dict[LayerKey, Tensor]()
+        self._modules: dict[LayerKey, Any] = {}
+        self._layers: dict[LayerKey, _Layer] = {}
+        for at in self.places:
+            self._layers[at] = _layer(model, description, at)
+            owner = description.parameters[f"{at.stack}.{at.layer}.router.weight"].name.rpartition(".")[0]
+            self._modules[at] = model.get_submodule(owner)
+        self._preference: Preference | None = None
+        self._going: dict[LayerKey, Recency] | None = None
+        self.missed: dict[LayerKey, I64] = {}
+        self.asked = 0
+
+    @property
+    def places(self) -> list[LayerKey]:
+        """The layers with experts of the decoder."""
+        return [at for at in self._spec.moe_layers() if at.stack == "decoder"]
+
+    @contextmanager
+    def on(self, preference: Preference | None) -> Iterator[None]:
+        """Inside the block routing prefers; None: it is exact."""
+        if preference is None:
+            yield
+            return
+        n = self._spec.moe.n
+        self._preference, self.asked = preference, 0
+        self.missed = {at: np.zeros(n, np.int64) for at in self.places}
+        with ExitStack() as hooks:
+            for at, module in self._modules.items():
+                hooks.callback(module.register_forward_pre_hook(partial(self._hear, at)).remove)
+            try:
+                yield
+            finally:
+                self._preference = None
+                self._heard.clear()
+
+    @contextmanager
+    def writing(self, sequences: int) -> Iterator[Preferring]:
+        """Inside the block calls go on with these sequences, of which `keep` leaves some."""
+        self._going = {at: Recency(sequences, self._spec.moe.n) for at in self.places}
+        try:
+            yield self
+        finally:
+            self._going = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these [sequences] go on."""
+        for recency in (self._going or {}).values():
+            recency.stamps = recency.stamps[rows.numpy()]
+
+    def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model's own router chose, and weighs [tokens, top_k], of sequences filled up on the right: real
+        [sequences, places] says where there is a token. Returns what is chosen instead."""
+        if self._preference is None or at not in self._layers:
+            return chosen, weights
+        layer, shape = self._layers[at], (*real.shape, self._spec.moe.n)
+        scores = _scores(self._heard[at], layer).reshape(shape).numpy()
+        deciding = _deciding(scores, layer)
+        recency = Recency(len(real), shape[-1]) if self._going is None else self._going[at]
+        mine = self._decide(at, deciding, recency, real.numpy())
+        found = torch.from_numpy(mine.reshape(-1, mine.shape[-1]))
+        return found, _weights(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
+
+    def _decide(self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_]) -> I64:
+        """deciding [sequences, places, experts] → chosen [sequences, places, top_k], ascending."""
+        preference, top_k = self._preference, self._layers[at].part.top_k
+        assert preference is not None
+        bonus = np.float32(preference.bonus[self.places.index(at)])
+        found = np.zeros((*deciding.shape[:2], top_k), np.int64)
+        for place in range(deciding.shape[1]):
+            going, numbers = real[:, place], deciding[:, place]
+            recent = recency.among_last(preference.recent)
+            chosen = _best(numbers, bonus * recent, top_k, preference.sure)
+            lacking = ~np.take_along_axis(recent, chosen, axis=1) & going[:, None]
+            self.missed[at] += np.bincount(chosen[lacking], minlength=deciding.shape[2])
+            self.asked += top_k * int(going.sum())
+            recency.use(chosen, going)
+            found[:, place] = chosen
+        return found
+
+    def _hear(self, at: LayerKey, module: Any, inputs: tuple[Any, ...]) -> None:
+        self._heard[at] = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
+
+
+def _layer(model: Any, description: Description, at: LayerKey) -> _Layer:
+    name = f"{at.stack}.{at.layer}.router"
+    part = description.spec.stacks[at.stack][at.layer].ffn
+    assert isinstance(part, Experts)
+
+    def tensor(suffix: str) -> Tensor | None:
+        canonical = f"{name}{suffix}"
+        if canonical not in description.parameters:
+            return None
+        shape = description.spec.tensors[canonical].shape
+        return description.parameters[canonical].read(partial(_fetch, model), shape).float()
+
+    weight, choice = tensor(".weight"), tensor(".choice_bias")
+    assert weight is not None
+    numbers = None if choice is None else choice.numpy()
+    return _Layer(part.router, weight, tensor(".bias"), numbers, tensor(".expert_scale"))
+
+
+def _fetch(model: Any, name: str, index: int | None) -> Tensor:
+    found = tensor_of(model, name)
+    return found if index is None else found[index]
+
+
+def _scores(x: Tensor, layer: _Layer) -> Tensor:
+    """x [tokens, d_model] → [tokens, experts]"""
+    numbers = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    if layer.part.score == "softmax":
+        return numbers.softmax(-1)
+    return numbers.sigmoid() if layer.part.score == "sigmoid" else numbers
+
+
+def _deciding(scores: F32, layer: _Layer) -> F32:
+    """scores [..., experts] → what experts are chosen by, -infinity for those of groups that are left out."""
+    deciding = scores if layer.choice_bias is None else scores + layer.choice_bias
+    if (groups := layer.part.groups) is None:
+        return deciding
+    split = torch.from_numpy(deciding).reshape(*deciding.shape[:-1], groups.n, -1)
+    worth = split.topk(min(groups.top, split.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(worth).scatter_(-1, worth.topk(groups.best, dim=-1).indices, 1).bool()
+    found: F32 = split.masked_fill(~kept[..., None], -torch.inf).flatten(-2).numpy()
+    return found
+
+
+def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
+    """numbers, raised [rows, experts] → [rows, top_k], ascending: the `sure` largest numbers, then the largest sums."""
+    first = np.argsort(-numbers, axis=1, kind="stable")[:, : min(sure, top_k)]
+    sums = numbers + raised
+    np.put_along_axis(sums, first, -np.inf, axis=1)
+    others = np.argsort(-sums, axis=1, kind="stable")[:, : top_k - first.shape[1]]
+    return np.sort(np.concatenate([first, others], axis=1), axis=1)
+
+
+def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
+    """scores [tokens, experts], chosen [tokens, top_k] → what chosen experts are weighed by."""
+    part = layer.part
+    weights = scores.gather(1, chosen)
+    if part.score == "sigmoid_of_chosen":
+        weights = weights.sigmoid()
+    if part.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if layer.expert_scale is not None:
+        weights = weights * layer.expert_scale[chosen]
+    return weights * part.factor
+
+
+def can_prefer(routers: Mapping[LayerKey, Router]) -> str | None:
+    """Why routers of these kinds can't prefer; None if they can."""
+    if any(router.score == "sparsemixer" for router in routers.values()):
+        return "its routers choose one expert after the other and weigh each among those that are left (sparsemixer)"
+    return None
