@@ -158,6 +158,26 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class Residence:
+    """Routing that was fitted to a `share` of the experts in memory; `recent`, `sure` and `bonus` as in
+    moert.pack.manifest.Preference. `exact_bytes` and `bytes` are what a token reads on the held-out text, all layers
+    together, where memory holds the last `recent` experts of each: with exact routing, and with this one. Widths and
+    routing together lose `calibration`, stay under `upper_bound`, and lose `heldout`. `judged` are bytes on the ranking
+    text, loss and bound of what was tried."""
+
+    share: float
+    recent: int
+    sure: int
+    bonus: tuple[float, ...]
+    exact_bytes: float
+    bytes: float
+    calibration: LossEstimate
+    upper_bound: float | None
+    heldout: LossEstimate
+    judged: tuple[tuple[int, float, float | None], ...]
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`.
 
@@ -199,6 +219,7 @@ class ConversionReport:
     samples: tuple[Mapping[str, str], ...]
     dense: DenseReport | None = None
     standing: Standing | None = None
+    residences: tuple[Residence, ...] = ()
 
 
 def to_json(artifact: Any) -> dict[str, Any]:

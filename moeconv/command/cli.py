@@ -70,6 +70,12 @@ def quantize(
         str, typer.Option(help="Share of --loss to keep in reserve: with --loss 5% --margin 20%, plans must stay under "
                                "4% on the calibration text.")
     ] = "0%",
+    resident: Annotated[
+        str | None, typer.Option(help="Share of the experts that memory will hold, such as 25%, or several, 12%,25%. "
+                                      "Routing is fitted to each: it prefers what was used lately, so that less is "
+                                      "read, as far as --loss leaves room for that; widths and routing keep it "
+                                      "together. Widths are fitted to the first. moert run takes what fits its memory.")
+    ] = None,
     calib: Calib = None,
     heldout: Heldout = None,
     fields: Annotated[
@@ -138,6 +144,7 @@ def quantize(
         parse_confidence,
         parse_dense_bits,
         parse_fields,
+        parse_resident,
         parse_share,
     )
     from moeconv.conversion.settings import parse_target as target
@@ -149,7 +156,7 @@ def quantize(
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
         heldout_samples, context, max_new_tokens, parse_bytes(memory, "--memory"),
         None if racing is None else parse_share(racing, "--racing"), cluster,
-        None if dense_bits is None else parse_dense_bits(dense_bits), strict,
+        None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident),
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)

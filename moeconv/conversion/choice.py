@@ -53,6 +53,10 @@ class Choice:
         self._judged(flat)
         return flat
 
+    def points(self) -> list[tuple[float, float]]:
+        """(predicted cost, measured loss) of all that was measured."""
+        return [*self._flat(), *((one.cost, one.loss) for one in self.judged)]
+
     def _flat(self) -> list[tuple[float, float]]:
         """(predicted cost, measured loss) of the uniform widths that were tried. Other plans that the journal may know
         are left out: the same command ends in the same plan, whatever was measured before."""

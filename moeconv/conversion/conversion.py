@@ -16,6 +16,7 @@ from moeconv.conversion.examples import side_by_side
 from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.references import References, evaluated, measured_references
+from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
@@ -53,6 +54,7 @@ class Conversion:
         if settings.calib is None:
             return self._unmeasured(coding)
         coding.check(settings)
+        check_resident(settings, coding.spec)
         material = Material.read(settings, coding.checkpoint)
         if note := vocabulary_note(material.tokenizer, coding.spec):
             say(note)
@@ -93,9 +95,10 @@ class Conversion:
         sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)
         work.save(INPUTS, sweep.inputs.to_json())
         choice = Choice(bench, sweep.inputs, widths, judge, account)
-        plan = choice.plan()
+        plan, residences = fitted(bench, references, choice, choice.plan(), account)
         outcome = replace(
             self._outcome(bench, references, plan, looks),
+            residences=residences,
             table=sweep.inputs.table,
             sweep_cost=sweep.cost,
             curve=choice.curve(plan),

@@ -22,6 +22,7 @@ from moeconv.artifacts import (
     SweepCost,
 )  # fmt: skip
 from moeconv.calibration import Splits
+from moeconv.conversion.residence import Fitted
 from moeconv.conversion.settings import Settings
 from moeconv.measure.evaluation import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
@@ -56,6 +57,7 @@ class Outcome:
     dense_alone: LossEstimate | None = None
     confidence: float | None = None
     standing: Standing | None = None
+    residences: tuple[Fitted, ...] = ()
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -83,8 +85,8 @@ def deliver(
     profile = _profile_in(settings.out)
     report = replace(_report(settings, coder, outcome, seconds), dense=_dense_report(dense, outcome.dense_alone))
     document = artifacts.to_json(report)
-    for name in ("dense", "standing"):
-        if document[name] is None:
+    for name in ("dense", "standing", "residences"):
+        if not document[name]:
             del document[name]
     quality = None
     if outcome.splits is not None:
@@ -94,7 +96,10 @@ def deliver(
             outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
         )  # fmt: skip
     body = (json.dumps(document, indent=1) + "\n").encode()
-    label = Label(f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile)
+    preferences = tuple(sorted((one.preference for one in outcome.residences), key=lambda one: one.share))
+    label = Label(
+        f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile, preferences
+    )
     manifest = emit(coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense)
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
@@ -151,6 +156,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         steps=outcome.steps,
         samples=outcome.samples,
         standing=outcome.standing,
+        residences=tuple(one.residence for one in outcome.residences),
     )
 
 

@@ -15,6 +15,7 @@ from moeconv.conversion.settings import (
     parse_bytes,
     parse_confidence,
     parse_dense_bits,
+    parse_resident,
     parse_share,
 )
 from moeconv.errors import SettingsError
@@ -50,6 +51,8 @@ def _parsed(values: dict[str, Any]) -> dict[str, Any]:
         values["memory_bytes"] = int(values.pop("memory"))
     if isinstance(values.get("bits"), list):
         values["bits"] = tuple(values["bits"])
+    if isinstance(values.get("resident"), str):
+        values["resident"] = parse_resident(values["resident"])
     return values
 
 

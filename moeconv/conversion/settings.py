@@ -25,7 +25,7 @@ _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weigh
 _OF_TEXT = (
     "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
     "per_projection", "samples", "sweep_samples", "heldout_samples", "max_new_tokens", "memory_bytes", "racing",
-    "cluster", "strict",
+    "cluster", "strict", "resident",
 )  # fmt: skip
 """What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
@@ -38,7 +38,8 @@ class Settings:
     measured on (None: all there is): samples of input and target, or windows of `context` tokens of running text.
     `memory_bytes` bounds what the sweep keeps beside the model. `dense_bits` is the width of all matrices outside
     the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
-    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep."""
+    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident` are
+    shares of the experts in memory that routing is fitted to; the widths are fitted to the first."""
 
     model: str
     out: Path
@@ -67,6 +68,7 @@ class Settings:
     cluster: str | None = None
     dense_bits: int | Mapping[str, int] | None = None
     strict: bool = False
+    resident: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("--quantizer", self.quantizer, QUANTIZERS)
@@ -116,6 +118,12 @@ class Settings:
             raise SettingsError("--strict has no effect with --confidence none: leave one of them out")
         if self.target.kind != "loss" and self.margin:
             raise SettingsError("--margin has no effect without --loss: leave it out")
+        if self.target.kind != "loss" and self.resident:
+            raise SettingsError("--resident divides a loss between widths and routing: give --loss")
+        if any(not 0 < share < 1 for share in self.resident) or len(set(self.resident)) < len(self.resident):
+            raise SettingsError(
+                f"--resident {resident_text(self.resident)}: expected different shares of the experts below 100%"
+            )
 
     @property
     def planned_loss(self) -> float:
@@ -202,6 +210,16 @@ def parse_share(text: str, option: str = "--loss") -> float:
         hint = f"; did you mean {match[1]}%?" if not match[2] and share < 100 else ""
         raise SettingsError(f"{option} {text!r}: expected less than 100%{hint}")
     return share
+
+
+def parse_resident(text: str | None) -> tuple[float, ...]:
+    """'25%,50%' → (0.25, 0.5). Raises SettingsError."""
+    return () if text is None else tuple(parse_share(part, "--resident") for part in text.split(","))
+
+
+def resident_text(shares: Iterable[float]) -> str:
+    """As it is written on the command line."""
+    return ",".join(f"{100 * share:g}%" for share in shares)
 
 
 def parse_confidence(text: str, option: str = "--confidence") -> float | None:

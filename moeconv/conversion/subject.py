@@ -48,4 +48,6 @@ def directory_of(subject: dict[str, Any]) -> str:
 def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
     """sha256 of all that a conversion is decided by: equal for the same command, resumed or repeated."""
     asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
+    if settings.resident:
+        asked["resident"] = list(settings.resident)
     return hashlib.sha256(json.dumps([subject, asked]).encode()).hexdigest()

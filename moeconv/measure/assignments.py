@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from moeconv.artifacts import Assignment, Summary
-from moeconv.measure.evaluation import Evaluation
+from moeconv.measure.evaluation import DECIMALS, Evaluation
 from moeconv.measure.journal import Journal, identity
 from moeconv.measure.metrics import Metric
 from moeconv.measure.scorers import Scorer
 from moeconv.measure.trial import Trial
 from moeconv.source.archs.errors import transformers_model
-from moert.pack.model_spec import ExpertKey
+from moert.pack.manifest import Preference
+from moert.pack.model_spec import ExpertKey, LayerKey
+
+
+class Preferred(NamedTuple):
+    """What an evaluation with a preference found: of each layer of the decoder how often each expert was asked for that
+    was not among the preferred [experts], tokens that were routed (those that were written among them), and of each
+    layer how much better the experts that a token takes are than as many that come next."""
+
+    evaluation: Evaluation
+    missed: Mapping[LayerKey, tuple[int, ...]]
+    tokens: int
+    gaps: tuple[float, ...]
 
 
 class Measure:
@@ -68,6 +80,26 @@ class Measure:
 
         self.used[name] = Evaluation.from_json(self._journal.remember(name, measured))
         return self.used[name]
+
+    def preferring(self, widths: Assignment, preference: Preference, what: str) -> Preferred:
+        """The same where routers prefer what was used lately, and what that asks for."""
+        rule = [preference.recent, preference.sure, list(preference.bonus)]
+        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], rule)
+
+        def measured() -> dict[str, Any]:
+            scorer, trial = self.scorer(), self._trial()
+            trial.assign(widths)
+            with trial.preferring.on(preference):
+                evaluation = self._scored(scorer, what)
+            heard = trial.preferring
+            missed = [[*at, counts.tolist()] for at, counts in heard.missed.items()]
+            gaps = [round(gap, DECIMALS) for gap in heard.gap.values()]
+            return {**evaluation.to_json(), "missed": missed, "routed_tokens": heard.tokens, "gaps": gaps}
+
+        found = self._journal.remember(name, measured)
+        self.used[name] = Evaluation.from_json(found)
+        missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
+        return Preferred(self.used[name], missed, found["routed_tokens"], tuple(found["gaps"]))
 
     def summary(self, evaluation: Evaluation) -> Summary:
         return evaluation.summary(self.metric, self.reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.archs import Family
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls, Weights
+from moeconv.source.preferring import Preferring
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 
@@ -52,6 +54,12 @@ class Trial:
     @property
     def stored_head(self) -> Tensor | None:
         return self.loaded.stored_head
+
+    @cached_property
+    def preferring(self) -> Preferring:
+        """Routes the model's decoder otherwise, while it is on."""
+        self.calls.rerouting = found = Preferring(self.model, self.checkpoint.description)
+        return found
 
     def assign(self, widths: Assignment) -> None:
         """Every expert in `widths` gets them (float32 weights, as the pack will give them back)."""

@@ -23,7 +23,7 @@ from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS, QuantizedMatrix
 from moert.pack.dense import part_names
 from moert.pack.errors import WriteFailed
-from moert.pack.manifest import BACKBONE, Manifest, Quality, Quantization
+from moert.pack.manifest import BACKBONE, Manifest, Preference, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
@@ -47,6 +47,7 @@ class Label:
     quality: Quality | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     profile: Profile | None = None
+    preferences: tuple[Preference, ...] = ()
 
 
 def emit(
@@ -83,7 +84,7 @@ def emit(
         kept = profile.files if profile is not None and writer.has_weights_of(profile.manifest) else {}
         for name, body in {**label.files, **kept}.items():
             writer.write_file(name, body)
-        return writer.finish(label.creator, label.quality)
+        return writer.finish(label.creator, label.quality, label.preferences)
     except WriteFailed as error:
         raise WriteFailed(
             f"{error}; the experts in {writer.partial} are kept: the same command goes on with them"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -59,6 +59,10 @@ class Rerouting(Protocol):
 
     def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]: ...
 
+    def writing(self, sequences: int) -> AbstractContextManager[object]: ...
+
+    def keep(self, rows: Tensor) -> None: ...
+
 
 class ExpertCalls:
     """Takes over the experts of all layers. `rows` counts rows computed, each by one expert. `rerouting`, if there is
@@ -102,6 +106,15 @@ class ExpertCalls:
             yield
         finally:
             self._watch = None
+
+    @contextmanager
+    def writing(self, sequences: int) -> Iterator[Callable[[Tensor], None]]:
+        """Inside the block calls go on with so many sequences; what it gives keeps some of them [sequences]."""
+        if self.rerouting is None:
+            yield lambda rows: None
+            return
+        with self.rerouting.writing(sequences):
+            yield self.rerouting.keep
 
     @contextmanager
     def recording(self) -> Iterator[dict[LayerKey, Call]]:

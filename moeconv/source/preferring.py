@@ -7,7 +7,7 @@ that layer alone, so that a pass over whole texts decides as a run token by toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.weights import tensor_of
 from moert.pack.manifest import Preference
-from moert.pack.model_spec import LayerKey
+from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.parts import Experts, Router
 
 F32 = npt.NDArray[np.float32]
@@ -59,8 +59,9 @@ class Recency:
 class Preferring:
     """Puts a preference in the place of the routers of a model's decoder while it is `on`.
 
-    `missed` counts, for each layer, how often each expert [experts] was asked for that was not among the preferred,
-    `asked` how often any was.
+    Of what was routed since: `missed` counts for each layer how often each expert [experts] was asked for that was not
+    among the preferred, `tokens` those that chose, and `gap` is how much better, on the mean, the experts that a token
+    takes are than as many that come next.
     """
 
     def __init__(self, model: Any, description: Description) -> None:
@@ -74,7 +75,8 @@ class Preferring:
         self._preference: Preference | None = None
         self._going: dict[LayerKey, Recency] | None = None
         self.missed: dict[LayerKey, I64] = {}
-        self.asked = 0
+        self.tokens = 0
+        self._gaps: dict[LayerKey, float] = {}
 
     @property
     def places(self) -> list[LayerKey]:
@@ -88,8 +90,9 @@ class Preferring:
             yield
             return
         n = self._spec.moe.n
-        self._preference, self.asked = preference, 0
+        self._preference, self.tokens = preference, 0
         self.missed = {at: np.zeros(n, np.int64) for at in self.places}
+        self._gaps = dict.fromkeys(self.places, 0.0)
         with ExitStack() as hooks:
             for at, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(partial(self._hear, at)).remove)
@@ -98,6 +101,10 @@ class Preferring:
             finally:
                 self._preference = None
                 self._heard.clear()
+
+    @property
+    def gap(self) -> dict[LayerKey, float]:
+        return {at: total / max(1, self.tokens) for at, total in self._gaps.items()}
 
     @contextmanager
     def writing(self, sequences: int) -> Iterator[Preferring]:
@@ -138,7 +145,9 @@ class Preferring:
             chosen = _best(numbers, bonus * recent, top_k, preference.sure)
             lacking = ~np.take_along_axis(recent, chosen, axis=1) & going[:, None]
             self.missed[at] += np.bincount(chosen[lacking], minlength=deciding.shape[2])
-            self.asked += top_k * int(going.sum())
+            self._gaps[at] += float(_gaps(numbers[going], top_k).sum())
+            if at == self.places[0]:
+                self.tokens += int(going.sum())
             recency.use(chosen, going)
             found[:, place] = chosen
         return found
@@ -199,6 +208,14 @@ def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
     return np.sort(np.concatenate([first, others], axis=1), axis=1)
 
 
+def _gaps(numbers: F32, top_k: int) -> F32:
+    """numbers [rows, experts] → [rows]: the mean of the top_k largest, less that of as many behind them."""
+    ordered = -np.sort(-np.where(np.isfinite(numbers), numbers, 0), axis=1)
+    behind = ordered[:, top_k : 2 * top_k]
+    gaps: F32 = ordered[:, :top_k].mean(axis=1) - (behind.mean(axis=1) if behind.shape[1] else 0)
+    return gaps
+
+
 def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
     """scores [tokens, experts], chosen [tokens, top_k] → what chosen experts are weighed by."""
     part = layer.part
@@ -212,8 +229,9 @@ def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
     return weights * part.factor
 
 
-def can_prefer(routers: Mapping[LayerKey, Router]) -> str | None:
-    """Why routers of these kinds can't prefer; None if they can."""
-    if any(router.score == "sparsemixer" for router in routers.values()):
-        return "its routers choose one expert after the other and weigh each among those that are left (sparsemixer)"
+def can_prefer(spec: ModelSpec) -> str | None:
+    """Why routers of a model can't prefer; None if they can."""
+    routers = [part.router for part in spec.experts.values()]
+    if any(router.score == "sparsemixer" for router in routers):
+        return "its routers choose one expert after the other, and weigh each among those that are left (sparsemixer)"
     return None

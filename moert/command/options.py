@@ -63,9 +63,9 @@ EvictionOption = Annotated[
     Eviction,
     typer.Option(
         help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
-        "(used seldom, in a layer that is far), lru (unused longest), layer-lru (unused longest in its layer), lfu (used "
-        "least), fifo (read first), lifo (read last); auto: what does best on the pack's recorded trace with "
-        "this room for experts."
+        "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
+        "least), fifo (read first), lifo (read last); auto: what does best on the pack's recorded trace with this room "
+        "for experts."
     ),
 ]
 PredictOption = Annotated[

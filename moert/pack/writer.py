@@ -27,6 +27,7 @@ from moert.pack.manifest import (
     ExpertEntry,
     FileEntry,
     Manifest,
+    Preference,
     Quality,
     Quantization,
     dump_manifest,
@@ -124,7 +125,9 @@ class PackWriter:
             and backbone.sha256 == theirs.sha256
         )
 
-    def finish(self, creator: str, quality: Quality | None) -> Manifest:
+    def finish(
+        self, creator: str, quality: Quality | None, preferences: tuple[Preference, ...] = ()
+    ) -> Manifest:  # fmt: skip
         """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""
         manifest = Manifest(
             creator=creator,
@@ -134,6 +137,7 @@ class PackWriter:
             quality=quality,
             files=self._files,
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
+            preferences=preferences,
         )
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())

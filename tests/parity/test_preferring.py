@@ -81,4 +81,5 @@ def test_converter_and_runtime_choose_the_same(
             expected = loaded.model(torch.tensor([ids]), decoder_input_ids=read).logits[0]
     assert mine == {at: chosen for at, chosen in theirs.items() if at.stack == "decoder"}
     np.testing.assert_allclose(logits, expected.numpy(), atol=3e-4, rtol=1e-3)
-    assert 0 < sum(map(np.sum, preferring.missed.values())) < preferring.asked
+    missed = sum(map(np.sum, preferring.missed.values()))
+    assert 0 < missed < preferring.tokens * len(mine) * model.spec.moe.router.top_k

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,13 @@ class Seq2Seq:
         substitute: Substitute | None = None,
     ) -> list[list[int]]:
         """Greedy output of each row after its prefix, which is part of what is returned; the end mark too."""
+        with self.calls.writing(len(prefixes)) as keep:
+            return self._write(encoded, mask, prefixes, max_new_tokens, substitute, keep)
+
+    def _write(
+        self, encoded: Tensor, mask: Tensor, prefixes: Sequence[Sequence[int]], max_new_tokens: int,
+        substitute: Substitute | None, keep: Callable[[Tensor], None],
+    ) -> list[list[int]]:  # fmt: skip
         from transformers import DynamicCache, EncoderDecoderCache
 
         count, begin = len(prefixes), min(map(len, prefixes))
@@ -88,6 +95,7 @@ class Seq2Seq:
             if busy.float().mean() <= CROWDED:
                 rows, token, encoded, mask = rows[busy], token[busy], encoded[busy], mask[busy]
                 cache.batch_select_indices(busy.nonzero()[:, 0])
+                keep(busy)
                 if substitute is not None:
                     substitute = replace(substitute, probe_of_row=substitute.probe_of_row[busy])
                 busy = busy[busy]
