@@ -17,7 +17,7 @@ from moert.engine import Engine
 from moert.kernels.backend import I64
 from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16
 from moert.pack.layout import group_of
-from moert.pack.manifest import Quantization
+from moert.pack.manifest import Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, LayerKey, ModelSpec
 from moert.pack.parts import (
     Act,
@@ -99,7 +99,7 @@ _GROUP = 8
 
 def write_pack(
     out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0,
-    bits: Sequence[int] = (2, 16, 3, 8, 4),
+    bits: Sequence[int] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (),
 ) -> Path:  # fmt: skip
     """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn."""
     writer = PackWriter(out, spec, Quantization("group", _GROUP, "BF16", seed), f"seed {seed}")
@@ -113,7 +113,7 @@ def write_pack(
     writer.write_file("config.json", b"{}\n")
     if tokenizer:
         writer.write_file("tokenizer.json", _tokenizer().to_str().encode())
-    manifest = writer.finish("tests", None)
+    manifest = writer.finish("tests", None, preferences)
     if paths:
         add_to_pack(out, manifest, PATHS, build(spec.moe.n, record_routes(out)).to_bytes())
     return out
