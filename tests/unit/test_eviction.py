@@ -175,10 +175,29 @@ RULES = {
 }
 
 
-@given(st.lists(ROWS, min_size=1, max_size=8), st.sampled_from(sorted(EVICTION)), st.sampled_from(BOTH))
+@given(st.lists(ROWS, min_size=1, max_size=8), st.sampled_from(sorted(RULES)), st.sampled_from(BOTH))
 def test_columns_give_what_each_rule_says_of_one_expert(rows, name, present) -> None:
     worth = EVICTION[name](BOTH).worth(candidates(*rows), present)
     assert worth.tolist() == pytest.approx([RULES[name](row, present) for row in rows])
+
+
+@given(st.lists(ROWS, max_size=8), st.sampled_from(BOTH), st.integers(0, 3))
+def test_layer_lru_counts_back_in_each_layer(rows, present, needed) -> None:
+    columns = candidates(*rows, latest={place_of(present): tuple(range(needed))})
+    worth = EVICTION["layer-lru"](BOTH).worth(columns, present)
+    stamps = [(-max(row["last_used"], row["loaded_at"]), row.get("expert", 1)) for row in rows]
+    for place in {row["place"] for row in rows}:
+        mine = [at for at, row in enumerate(rows) if row["place"] == place]
+        ranks = [sum(stamps[other] < stamps[at] for other in mine) for at in mine]
+        least = needed if place == place_of(present) else 0
+        assert sorted(-worth[mine]) == list(range(least, least + len(mine)))
+        for at, rank in zip(mine, ranks, strict=True):
+            ties = sum(stamps[other] == stamps[at] for other in mine)
+            assert least + rank <= -worth[at] < least + rank + ties
+
+
+def test_every_policy_is_looked_at() -> None:
+    assert {*RULES, "layer-lru"} == {*EVICTION}
 
 
 def test_usage_counts_demands_visits_and_intervals() -> None:

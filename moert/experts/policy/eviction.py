@@ -20,7 +20,7 @@ _RARELY = 1e-9  # stands for the probability of what was never demanded
 
 
 class EvictionPolicy(Protocol):
-    """Says what each candidate is worth by itself, whatever the others are."""
+    """Says what each candidate is worth."""
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
@@ -67,13 +67,19 @@ class LeastRecentlyUsed:
 
 class LeastRecentOfLayer:
     """Evicts what stands furthest back in the order in which the experts of its own layer were used, so that each layer
-    keeps about as many, the latest. Mixtral-offloading (Eliseev & Mazur 2023) keeps k of each."""
+    keeps about as many, the latest. Mixtral-offloading (Eliseev & Mazur 2023) keeps k of each.
+
+    In the present layer those that it needs stand before all candidates.
+    """
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
-        order = np.lexsort((candidates.expert, -candidates.last_used, candidates.place))
+        used = np.maximum(candidates.last_used, candidates.loaded_at)
+        order = np.lexsort((candidates.expert, -used, candidates.place))
         places = candidates.place[order]
         worth = np.empty(len(order), np.int64)
         worth[order] = np.searchsorted(places, places) - np.arange(len(order))
+        at = place_of(present)
+        worth[candidates.place == at] -= len(candidates.latest.get(at, ()))
         return worth
 
 
