@@ -18,6 +18,7 @@ from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief,
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR, MINOR = 2, 1
+PLAIN_MINOR = 0  # of a pack without preferences
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
@@ -189,7 +190,7 @@ class Manifest:
     experts: tuple[ExpertEntry, ...]
     preferences: tuple[Preference, ...] = ()
     """Ascending by share."""
-    minor: Annotated[int, Within(0, MAX_COUNT)] = MINOR
+    minor: Annotated[int, Within(0, MAX_COUNT)] = PLAIN_MINOR
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
@@ -215,6 +216,8 @@ def dump_manifest(manifest: Manifest) -> str:
     """The manifest as JSON text, one expert a line so that a diff can be read; its last field is its own checksum."""
     document = plain(manifest)
     minor, experts = document.pop("minor"), document.pop("experts")
+    if not manifest.preferences:
+        del document["preferences"]
     head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
     lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
     text = json.dumps(head, indent=1, allow_nan=False)

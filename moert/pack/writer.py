@@ -24,6 +24,8 @@ from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
     BACKBONE,
+    MINOR,
+    PLAIN_MINOR,
     ExpertEntry,
     FileEntry,
     Manifest,
@@ -138,6 +140,7 @@ class PackWriter:
             files=self._files,
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
             preferences=preferences,
+            minor=MINOR if preferences else PLAIN_MINOR,
         )
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())

@@ -322,6 +322,46 @@ def test_dense_layers_that_the_model_has_not(pack_dir: Path) -> None:
     lies(pack_dir, ManifestInvalid, "found 'ffn'", change)
 
 
+# Routing that no reader could follow: words of the refusal, and what is changed of one that it could.
+PREFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "of no share": ("share should be above 0", {"share": 0}),
+    "of all experts": ("for shares below 1", {"share": 1.0}),
+    "of a share that is no number": ("share should be a finite number", {"share": "25%"}),
+    "fewer recent ones than a token takes": ("prefers 1 experts of a layer, it should be 2 to 3", {"recent": 1}),
+    "more recent ones than there are": ("prefers 5 experts of a layer, it should be 2 to 3", {"recent": 5}),
+    "more sure ones than a token takes": ("takes 3 experts first, a token goes to 2", {"sure": 3}),
+    "sure ones below 0": ("sure should be between 0", {"sure": -1}),
+    "no bonus for a layer": ("a bonus of 0 or more for each of 2 layers", {"bonus": [0.1]}),
+    "a bonus below 0": ("a bonus of 0 or more for each of 2 layers", {"bonus": [0.1, -0.1]}),
+    "a bonus without end": ("bonus should be a finite number", {"bonus": [0.1, 1e31]}),
+    "a bonus that is no number": ("bonus should be a finite number", {"bonus": [0.1, None]}),
+    "bonuses that are no list": ("bonus should be a list", {"bonus": 0.1}),
+    "a loss without its interval": (
+        "heldout lacks the field 'low'",
+        {"heldout": {"reference": 1, "value": 1, "loss": 0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_that_can_not_be(pack_dir: Path, name: str) -> None:
+    words, changes = PREFERENCES[name]
+    sound = {"share": 0.5, "recent": 3, "sure": 1, "bonus": [0.1, 0.2]}
+
+    def change(document: dict[str, Any]) -> None:
+        document["preferences"] = [{**sound, **changes}]
+
+    lies(pack_dir, ManifestInvalid, words, change)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.25), (0.5, 0.5)])
+def test_preferences_out_of_order(pack_dir: Path, shares: tuple[float, ...]) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["preferences"] = [{"share": share, "recent": 2, "sure": 0, "bonus": [0, 0]} for share in shares]
+
+    lies(pack_dir, ManifestInvalid, "ascending", change)
+
+
 def router(document: dict[str, Any], kind: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = layer(document, kind)["ffn"]["router"]
     return found
