@@ -158,12 +158,21 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class ReadPoint:
+    """A plan that was measured: bytes that a token reads, its loss, and the bound of that."""
+
+    bytes: float
+    loss: float
+    upper: float | None
+
+
+@dataclass(frozen=True)
 class Residence:
     """Routing that was fitted to a `share` of the experts in memory; `recent`, `sure` and `bonus` as in
     moert.pack.manifest.Preference. `exact_bytes` and `bytes` are what a token reads on the held-out text, all layers
     together, where memory holds the last `recent` experts of each: with exact routing, and with this one. Widths and
-    routing together lose `calibration`, stay under `upper_bound`, and lose `heldout`. `judged` are bytes on the ranking
-    text, loss and bound of what was tried."""
+    routing together lose `calibration`, stay under `upper_bound`, and lose `heldout`. `alone` are the plans that were
+    tried of widths with exact routing, `together` those of this pack's widths with routing, on the calibration text."""
 
     share: float
     recent: int
@@ -174,7 +183,15 @@ class Residence:
     calibration: LossEstimate
     upper_bound: float | None
     heldout: LossEstimate
-    judged: tuple[tuple[int, float, float | None], ...]
+    alone: tuple[ReadPoint, ...]
+    together: tuple[ReadPoint, ...]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Residence:
+        """Raises KeyError or TypeError for what `to_json` does not write."""
+        curves = {name: tuple(ReadPoint(**point) for point in values[name]) for name in ("alone", "together")}
+        losses = {name: LossEstimate(**values[name]) for name in ("calibration", "heldout")}
+        return cls(**{**values, **curves, **losses, "bonus": tuple(map(float, values["bonus"]))})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moeconv.artifacts import ConversionReport, CurvePoint, Target
+from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
 from moeconv.conversion.planning import Planned
 from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
@@ -35,6 +35,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"  expert bytes: {sizes['pack']:,} = {_share(sizes, 'fp16')} of FP16, {_share(sizes, 'int8')} of uniform "
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
         *_dense(report),
+        *_residences(report.residences, report.confidence),
         *_sweep(report),
         f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s"
         f"{_reused(report)}",
@@ -87,7 +88,8 @@ def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
         f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
     ]
     if whole_curve:
-        return "\n".join([*lines, "", curve_table(planned.points, planned.weights, planned.int4_bytes)])
+        reads = ["", read_table(planned.residences)] if planned.residences else []
+        return "\n".join([*lines, "", curve_table(planned.points, planned.weights, planned.int4_bytes), *reads])
     return "\n".join([*lines, f"  --curve shows all {len(planned.points)} plans, size against loss"])
 
 
@@ -127,6 +129,32 @@ def _dense(report: ConversionReport) -> list[str]:
         f"  dense matrices: {width_text(dense.bits)}; by themselves they lose {alone}",
         f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
     ]
+
+
+def _residences(found: Sequence[Residence], confidence: float | None) -> list[str]:
+    lines = []
+    for one in found:
+        bound = one.upper_bound
+        under = "" if bound is None or not math.isfinite(bound) else f", to stay under {bound:.2%}"
+        stated = f" at {confidence:.0%}" if under and confidence is not None else ""
+        lines.append(
+            f"  with {one.share:.0%} of the experts in memory: {one.bytes / 1e3:,.1f} kB a token in place of "
+            f"{one.exact_bytes / 1e3:,.1f}; widths and routing lose {one.heldout.loss:.2%} (95% interval "
+            f"{one.heldout.low:+.2%} to {one.heldout.high:+.2%}){under}{stated}"
+        )
+    return lines
+
+
+def read_table(found: Sequence[Residence]) -> str:
+    """Bytes that a token reads against the loss, of widths alone and with routing."""
+    lines = []
+    for one in found:
+        lines += [f"  {one.share:.0%} in memory: kB a token, loss, upper bound"]
+        for what, points in (("widths alone", one.alone), ("widths and routing", one.together)):
+            for point in sorted(points, key=lambda point: point.bytes):
+                upper = _percent(point.upper, 2)
+                lines.append(f"    {what:18} {point.bytes / 1e3:>10,.1f} {point.loss:>8.2%} {upper:>8}")
+    return "\n".join(lines)
 
 
 def _sweep(report: ConversionReport) -> list[str]:

@@ -20,14 +20,18 @@ from moeconv.sweep.sensitivity import BASE_BITS
 
 
 class Choice:
-    """`judged` are the plans that were measured on the way, in that order."""
+    """`plans` were measured on the way, in that order."""
 
     def __init__(self, bench: Bench, inputs: Inputs, widths: Widths, judge: Judge, account: Account) -> None:
         self.settings, self.journal, self.spec = bench.settings, bench.journal, bench.spec
         self.tried, self.judge, self.account = widths.tried, judge, account
         allowed = sorted(set(self.settings.bits) & {*widths.probed, BASE_BITS})
         self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed)
-        self.judged: list[MeasuredPlan] = []
+        self.plans: list[tuple[Plan, MeasuredPlan]] = []
+
+    @property
+    def judged(self) -> list[MeasuredPlan]:
+        return [measured for _, measured in self.plans]
 
     def plan(self) -> Plan:
         """Raises TargetMissed."""
@@ -70,5 +74,6 @@ class Choice:
     def _judged(self, plan: Plan) -> MeasuredPlan:
         evaluation = evaluated(self.judge.measure, plan)
         self.account.say(f"a plan of {plan.nbytes / 1e6:,.2f} MB: {self.judge.text(evaluation)}")
-        self.judged.append(MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation)))
-        return self.judged[-1]
+        measured = MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation))
+        self.plans.append((plan, measured))
+        return measured

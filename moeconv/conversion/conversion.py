@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from moeconv.artifacts import ConversionReport, uniform
 from moeconv.conversion.account import Account, Progress
@@ -21,7 +21,7 @@ from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
 from moeconv.conversion.widths import dense_alone, widths_worth_probing
-from moeconv.measure.workdir import INPUTS, WorkDir
+from moeconv.measure.workdir import INPUTS, RESIDENCES, WorkDir
 from moeconv.plan.problem import Plan
 from moeconv.promise.judging import Judge, estimate
 from moeconv.promise.looks import look
@@ -96,6 +96,7 @@ class Conversion:
         work.save(INPUTS, sweep.inputs.to_json())
         choice = Choice(bench, sweep.inputs, widths, judge, account)
         plan, residences = fitted(bench, references, choice, choice.plan(), account)
+        work.save(RESIDENCES, {"residences": [asdict(one.residence) for one in residences]})
         outcome = replace(
             self._outcome(bench, references, plan, looks),
             residences=residences,

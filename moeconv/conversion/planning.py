@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moeconv.artifacts import CurvePoint, Probe, SensitivityTable, Summary, Target
+from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Summary, Target
 from moeconv.conversion.settings import check_ranking, check_target
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.assignments import known_plans, unquantised
@@ -95,6 +95,7 @@ class Planned:
     points: tuple[CurvePoint, ...]
     chosen: CurvePoint
     dense: Mapping[str, int]
+    residences: tuple[Residence, ...] = ()
 
 
 def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:
@@ -102,7 +103,7 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     TargetMissed."""
     check_ranking(allocation, signal)
     check_target(target)
-    inputs, journal = _finished(work)
+    inputs, journal, residences = _finished(work)
     checkpoint, metric = Checkpoint.open(inputs.model), find_metric(inputs.metric)
     spec, storage = checkpoint.spec, Storage(inputs.group_size, checkpoint.description.mxfp4)
     if not inputs.fits(spec):
@@ -124,14 +125,14 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     points = curve(frontier, measured, chosen)
     return Planned(
         Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
-        points, next(point for point in points if point.chosen), inputs.dense,
+        points, next(point for point in points if point.chosen), inputs.dense, residences,
     )  # fmt: skip
 
 
-def _finished(work: Path) -> tuple[Inputs, Journal]:
-    stored, journal = finished_work(work)
+def _finished(work: Path) -> tuple[Inputs, Journal, tuple[Residence, ...]]:
+    stored, journal, fitted = finished_work(work)
     try:
-        return Inputs.from_json(stored), journal
+        return Inputs.from_json(stored), journal, tuple(map(Residence.from_json, fitted))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SettingsError(
             f"{journal.path.with_name(INPUTS)} is not what a sweep writes ({type(error).__name__}: {error}): run "

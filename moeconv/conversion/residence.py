@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeconv.artifacts import Residence, uniform
+from moeconv.artifacts import ReadPoint, Residence, uniform
 from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.conversion.choice import Choice
@@ -60,6 +60,8 @@ class Fitting:
         self.sure = int(moe.router.top_k > 1)
         self.bytes_of = layout_bytes(bench.spec, bench.coding.storage)
         self.found: dict[tuple[LayerKey, int], Preferred] = {}
+        self.together: dict[int, list[ReadPoint]] = {}
+        """What was measured, by the bytes of its widths."""
 
     def widths(self, plan: Plan) -> Plan:
         """Those that leave as much of the loss to routing as it makes the better use of. `plan` is the smallest that
@@ -83,13 +85,7 @@ class Fitting:
         """Raises TargetMissed where not even exact routing holds with these widths."""
         self._measure_steps()
         frontier = self._frontier(plan)
-        judged: list[MeasuredPlan] = []
-
-        def judge(routing: Plan) -> MeasuredPlan:
-            judged.append(self._judged(plan, routing))
-            return judged[-1]
-
-        found = search(frontier, judge, self.judge.planned_loss)
+        found = search(frontier, lambda routing: self._judged(plan, routing), self.judge.planned_loss)
         preference = self._preference(found.plan)
         accepted = self.judge.measure.preferring(plan.assignment, preference, "the routing that was chosen")
         held = self.heldout.preferring(plan.assignment, preference, "the routing that was chosen")
@@ -102,9 +98,14 @@ class Fitting:
             self.share, self.recent, self.sure, preference.bonus,
             self._read(plan, exact), self._read(plan, held),
             calibration, self.judge.bound(accepted.evaluation), heldout,
-            tuple((one.nbytes, one.loss, one.upper) for one in judged),
+            self._alone(plan), tuple(self.together[plan.nbytes]),
         )  # fmt: skip
         return Fitted(plan, preference, residence)
+
+    def _alone(self, plan: Plan) -> tuple[ReadPoint, ...]:
+        """What was measured of widths, with what the routing of this plan misses where it is exact."""
+        exact = self.judge.measure.preferring(plan.assignment, self._exact(), "exact routing")
+        return tuple(ReadPoint(self._read(one, exact), found.loss, found.upper) for one, found in self.choice.plans)
 
     def _measure_steps(self) -> None:
         if self.found:
@@ -137,14 +138,13 @@ class Fitting:
 
     def _judged(self, plan: Plan, routing: Plan) -> MeasuredPlan:
         found = self.judge.measure.preferring(plan.assignment, self._preference(routing), "widths and routing")
-        evaluation = found.evaluation
+        evaluation, read = found.evaluation, self._read(plan, found)
         self.account.say(
-            f"routing for {self.share:.0%} in memory, {self._read(plan, found):,.0f} bytes a token: "
-            f"{self.judge.text(evaluation)}"
+            f"routing for {self.share:.0%} in memory, {read:,.0f} bytes a token: {self.judge.text(evaluation)}"
         )
-        return MeasuredPlan(
-            routing.nbytes, routing.cost, self.judge.loss(evaluation), self.judge.bound(evaluation)
-        )  # fmt: skip
+        loss, bound = self.judge.loss(evaluation), self.judge.bound(evaluation)
+        self.together.setdefault(plan.nbytes, []).append(ReadPoint(read, loss, bound))
+        return MeasuredPlan(routing.nbytes, routing.cost, loss, bound)
 
     def _preference(self, routing: Plan) -> Preference:
         numbers = steps_of(routing.assignment)

@@ -21,6 +21,8 @@ except ImportError:  # not on this system: two runs at once are the user's care
 
 
 INPUTS = "planning.json"
+RESIDENCES = "residences.json"
+"""Routing that was fitted beside the widths."""
 
 
 class WorkDir:
@@ -85,8 +87,9 @@ class WorkDir:
             ) from None
 
 
-def finished_work(path: Path) -> tuple[dict[str, Any], Journal]:
-    """What planning takes, and the journal: of this work directory, or of the latest one inside it. Only reads.
+def finished_work(path: Path) -> tuple[dict[str, Any], Journal, list[dict[str, Any]]]:
+    """What planning takes, the journal, and routing that was fitted: of this work directory, or of the latest one in
+    it. Only reads.
 
     Raises SettingsError where no sweep was finished, or by another version; ConversionError for a damaged file.
     """
@@ -101,4 +104,5 @@ def finished_work(path: Path) -> tuple[dict[str, Any], Journal]:
             f"{inner.path / INPUTS} has schema {inputs.get('schema')!r}, this version of moeconv reads {SCHEMA}: run "
             "`moeconv quantize` again"
         )
-    return inputs, inner.journal(inner.path.name)
+    fitted = (inner.load(RESIDENCES) or {}).get("residences", [])
+    return inputs, inner.journal(inner.path.name), fitted

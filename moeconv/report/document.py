@@ -15,6 +15,7 @@ from moeconv.artifacts import (
     CurvePoint,
     DenseReport,
     Probe,
+    Residence,
     SensitivityTable,
     Standing,
     Step,
@@ -28,7 +29,7 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 
 _EXPERT = re.compile(r"([ED])(\d{2,})/E(\d{3,})")
-_OPTIONAL = ("dense", "standing")
+_OPTIONAL = ("dense", "standing", "residences")
 _PROBE = re.compile(r"(\S+) at (\d+(?:/\d+)*)")
 
 
@@ -59,8 +60,8 @@ def read_report(pack: Pack) -> ConversionReport:
 
 
 def _report(document: dict[str, Any]) -> ConversionReport:
-    """Every field of the value must be there, but for `dense` and `standing`, which only some packs have; fields that
-    are not known are left out."""
+    """Every field of the value must be there, but for _OPTIONAL, which only some packs have; fields that are not known
+    are left out."""
     read: dict[str, Callable[[Any], Any]] = {
         "target": lambda value: Target(**value),
         "calibration": _measured,
@@ -74,6 +75,7 @@ def _report(document: dict[str, Any]) -> ConversionReport:
         "steps": lambda value: tuple(Step(**step) for step in value),
         "dense": lambda value: DenseReport(**{**value, "alone": _measured(value["alone"])}),
         "standing": lambda value: Standing(**{**value, "notes": tuple(map(str, value["notes"]))}),
+        "residences": lambda value: tuple(map(Residence.from_json, value)),
         "samples": lambda value: tuple({str(name): str(text) for name, text in sample.items()} for sample in value),
     }
     names = [name for name in ConversionReport.__dataclass_fields__ if name not in _OPTIONAL or document.get(name)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from moert.budget.budget import FIRST_BYTES, Budget
 from moert.budget.regulator import TYPICAL
+from moert.budget.routing import share_text
 from moert.errors import TokenizerMissing
 from moert.generation.text import Text
 from moert.kernels import library
@@ -56,6 +57,7 @@ def describe(pack: Pack) -> dict[str, Any]:
             "other": sum(nbytes for name, nbytes in files.items() if name not in known),
         },
         "quality": None if manifest.quality is None else asdict(manifest.quality),
+        "preferences": [asdict(one) for one in manifest.preferences],
         "has_paths": PATHS in files,
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "has_chat": _chat_fault(pack) is None,
@@ -94,6 +96,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
         f"trace {size(nbytes['trace'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),
+        *_preference_lines(pack),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
@@ -144,6 +147,15 @@ def _quality_lines(pack: Pack) -> list[str]:
     lines = [f"quality          {quality.metric}{aim}"]
     for name, measured in (("calibration", quality.calibration), ("held-out", quality.heldout)):
         lines.append(f"  {name:<14} {_measured(measured)}")
+    return lines
+
+
+def _preference_lines(pack: Pack) -> list[str]:
+    lines = ["routing          prefers what was used lately, in place of exact routing:"] * bool(
+        pack.manifest.preferences
+    )
+    for one in pack.manifest.preferences:
+        lines.append(f"  {share_text(one.share):>4} in memory {_measured(one.heldout)}")
     return lines
 
 
