@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeconv.artifacts import ConversionReport, CurvePoint
+from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
 from moeconv.report.chart import BLUE, INK, ORANGE, SOFT, Chart, draw
 from moeconv.report.routing import F64
 
@@ -46,6 +46,33 @@ def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) 
             top.xaxis.set_major_formatter(PercentFormatter(1.0))
             top.set_xlabel("share of FP16", color=SOFT)
             top.spines["top"].set_visible(False)
+        axes.legend(loc="upper right")
+
+    return draw(name, *_SIZE, paint)
+
+
+def read_curve(name: str, found: Residence, target: Target) -> Chart:
+    """Measured plans, bytes that a token reads against loss with its bound: widths alone, and with routing."""
+
+    def paint(figure: Any) -> None:
+        from matplotlib.ticker import PercentFormatter
+
+        axes = figure.subplots()
+        for points, colour, mark, label in (
+            (found.alone, BLUE, "s", "widths alone"), (found.together, ORANGE, "o", "widths and routing"),
+        ):  # fmt: skip
+            above = [0.0 if one.upper is None else max(0.0, one.upper - one.loss) for one in points]
+            axes.errorbar(
+                [one.bytes / 1e3 for one in points], [one.loss for one in points], yerr=[[0.0] * len(points), above],
+                fmt=mark, markersize=5, color=colour, elinewidth=1.2, capsize=4, label=label,
+            )  # fmt: skip
+        if target.kind == "loss":
+            axes.axhline(target.value, color=INK, linestyle="--", linewidth=1, label="target")
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set(xlabel="read for a token, kB", ylabel="loss, with upper bound")
+        axes.grid(axis="y", linewidth=0.8)
         axes.legend(loc="upper right")
 
     return draw(name, *_SIZE, paint)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moeconv.artifacts import SIGNALS, ConversionReport, SensitivityTable
 from moeconv.report.chart import Chart
-from moeconv.report.curves import loss_curve, path_curve, prediction_bars
+from moeconv.report.curves import loss_curve, path_curve, prediction_bars, read_curve
 from moeconv.report.maps import number_map, width_map
 from moeconv.report.page import Section, figure, paragraph
 from moeconv.report.routing import path_shares, prediction, top_share
@@ -101,6 +101,24 @@ def curve_section(report: ConversionReport, spec: ModelSpec) -> Section:
             f"{percent(chosen.loss, 2)}."
         )
     return Section(name, title, paragraph(how) + figure(chart, "size against loss") + text, (chart,))
+
+
+def read_section(report: ConversionReport) -> Section:
+    """For a report with residences."""
+    charts = [read_curve(f"read-{100 * one.share:g}", one, report.target) for one in report.residences]
+    how = (
+        "A token reads the experts that it needs and memory does not hold. Routing that prefers those used lately asks "
+        "for less, and costs a part of the loss that widths could have had; the points are plans whose loss was "
+        "measured, each with the bound that it stays under."
+    )
+    parts = [paragraph(how)]
+    for one, chart in zip(report.residences, charts, strict=True):
+        text = (
+            f"With {percent(one.share, 0)} of the experts in memory a token reads {size(int(one.bytes))} of held-out "
+            f"text, {size(int(one.exact_bytes))} where routing is exact; held-out loss {percent(one.heldout.loss, 2)}."
+        )
+        parts += [figure(chart, f"bytes a token against loss, {percent(one.share, 0)} in memory"), paragraph(text)]
+    return Section("read", "Bytes a token against loss", "".join(parts), tuple(charts))
 
 
 def path_section(table: TransitionTable | None, top_k: int) -> Section:

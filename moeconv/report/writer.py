@@ -12,7 +12,14 @@ from moeconv.errors import ConversionError
 from moeconv.report.chart import require_matplotlib
 from moeconv.report.document import read_report
 from moeconv.report.page import MARK, page
-from moeconv.report.sections import coverage_section, curve_section, importance_section, path_section, width_section
+from moeconv.report.sections import (
+    coverage_section,
+    curve_section,
+    importance_section,
+    path_section,
+    read_section,
+    width_section,
+)
 from moeconv.report.tables import dense_section, expert_section, sample_section, step_section
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
@@ -59,6 +66,7 @@ def _contents(pack: Pack) -> dict[str, bytes]:
         width_section(manifest),
         dense_section(report, manifest),
         curve_section(report, spec),
+        *([read_section(report)] if report.residences else []),
         path_section(table, spec.moe.router.top_k),
         coverage_section(report, spec),
         step_section(report),

@@ -151,12 +151,8 @@ def _quality_lines(pack: Pack) -> list[str]:
 
 
 def _preference_lines(pack: Pack) -> list[str]:
-    lines = ["routing          prefers what was used lately, in place of exact routing:"] * bool(
-        pack.manifest.preferences
-    )
-    for one in pack.manifest.preferences:
-        lines.append(f"  {share_text(one.share):>4} in memory {_measured(one.heldout)}")
-    return lines
+    found = [f"  {share_text(one.share):>4} in memory {_measured(one.heldout)}" for one in pack.manifest.preferences]
+    return ["routing          may prefer what was used lately, with room for so many experts:", *found] if found else []
 
 
 def _measured(measured: LossEstimate | None) -> str:
