@@ -124,7 +124,7 @@ class Conversion:
             shown = side_by_side(bench.material, lambda: bench.trial, bench.journal, plan.assignment)
         return Outcome(
             widths=plan.assignment,
-            metric=bench.material.metric_name,
+            metric=bench.material.metric.name,
             calibration=estimate(judge.measure, accepted, used.acceptance, seed),
             upper_bound=bound,
             confidence=judge.stated if bound is not None and math.isfinite(bound) else None,

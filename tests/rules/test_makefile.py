@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.train.report import MODELS
+from recipes.train.train import PLANS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -64,10 +65,10 @@ def test_the_report_builds_what_it_reads_and_covers_every_model() -> None:
     command = ["make", "-s", "-n", "-C", str(ROOT), "--old-file=setup", "report", "PY=python"]
     steps = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in MODELS:
-        data = steps.index(f"python calib_data/{name}.py --splits train calibration heldout")
+        data = steps.index(f"python calib_data/{PLANS[name].data}.py --splits train calibration heldout")
         for module in ("baselines", "routing"):
             assert steps.index(f"python -m recipes.train.{module} {name}") > data
-    assert steps[-1] == "python -m recipes.train.report"
+    assert steps[-2:] == ["python -m recipes.train.report", "python -m recipes.demo marks wikids --name references"]
 
 
 def test_torch_is_pinned_everywhere_alike() -> None:

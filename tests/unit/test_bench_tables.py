@@ -183,11 +183,23 @@ def complete(parts, rows, settings):
 
 
 SEEN = {  # rows and settings that a definition looks at before it names others
-    "demo": ["g2p: matrices at 2 bits", "wiki: matrices at 2 bits", "wiki: matrices at 3 bits"],
+    "demo": [
+        "g2p: target",
+        "wiki: target",
+        "g2p: matrices at 2 bits",
+        "wiki: matrices at 2 bits",
+        "wiki: matrices at 3 bits",
+    ],
+    "references": ["marks: target", "marks: matrices at 2 bits"],
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
-    "sweep": ["g2p, 2 bits: probes compared", "g2p, 2 bits: outputs that differ", "wiki, 3 bits: probes compared"],
+    "sweep": [
+        "wiki: wall time",
+        "g2p, 2 bits: probes compared",
+        "g2p, 2 bits: outputs that differ",
+        "wiki, 3 bits: probes compared",
+    ],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
 }
 SETTINGS = {"llama_cpp_options": ["NATIVE=OFF", "AVX2=ON", "AMX_INT8=OFF"], "llama_cpp_python": "0.3"}

@@ -48,7 +48,8 @@ class LocalJudge:
 
 
 def local_metric(named: str) -> Metric:
-    """`path.py`, `path.py:key`, or `path.py:-key` for a value that is better when lower; its mean over samples.
+    """`path.py`, `path.py:key`, or `path.py:-key` for a value that is better when lower; its mean over samples. It is
+    called by the file, without its folder.
 
     The module judges one text at once here, so that a missing key or a broken module is known before any work.
     """
@@ -58,7 +59,8 @@ def local_metric(named: str) -> Metric:
         raise SettingsError(f"--metric {named}: {path} is not there")
     judge = LocalJudge(path, key.removeprefix("-"))
     judge("one text", "one text")
-    return Metric(named, not key.startswith("-"), "output", 2, judge, mean)
+    called = f"{path.name}:{key}" if key else path.name
+    return Metric(called, not key.startswith("-"), "output", 2, judge, mean)
 
 
 @cache

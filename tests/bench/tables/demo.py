@@ -11,12 +11,13 @@ from tests.bench.tables import Line, Part
 MODELS = ("g2p", "wiki")
 """Of the demo itself."""
 SHARES = (100, 50, 25)
+_TARGET = ": target"
 EVICTIONS = ("auto", "paper", "lru", "lfu", "fifo")
 
 
 def parts(result: Result) -> Sequence[Part]:
     """All models that the result has."""
-    models = list(result.context["settings"]["models"])
+    models = [name.removesuffix(_TARGET) for name in result.by_name if name.endswith(_TARGET)]
     conversions: list[Line] = [
         ("model", "target", "metric", "reference", "pack", "promised at 95%",
          "held-out loss (95% interval)", "matrices × bits", "expert bytes", "of FP16", "of INT4"),

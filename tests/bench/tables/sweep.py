@@ -22,6 +22,7 @@ def parts(result: Result) -> Sequence[Part]:
             f"{{{name}: wall time|%}}", *(f"{{{name}: {signal} on other samples|.2f}}" for signal in SIGNALS),
         )
         for name in MODELS
+        if f"{name}: wall time" in result.by_name
     ]  # fmt: skip
     agreement: list[Line] = [
         ("", "bits", "probes compared", "largest difference, nats a token", "of the divergence", "outputs that differ")
@@ -29,7 +30,7 @@ def parts(result: Result) -> Sequence[Part]:
     agreement += [
         agreed(found["model"], found["bits"], result)
         for found in map(_COMPARED.fullmatch, result.by_name)
-        if found is not None
+        if found is not None and found["model"] in MODELS
     ]
     return [costs, agreement]
 
