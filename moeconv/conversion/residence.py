@@ -13,8 +13,7 @@ from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.conversion.choice import Choice
 from moeconv.conversion.references import References
-from moeconv.conversion.settings import Settings
-from moeconv.errors import SettingsError, TargetMissed
+from moeconv.errors import TargetMissed
 from moeconv.measure.assignments import Preferred
 from moeconv.plan import ALLOCATORS
 from moeconv.plan.frontier import Frontier
@@ -24,18 +23,11 @@ from moeconv.plan.residence import Step, ladder, read_more, split, steps_of
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.promise.judging import estimate
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.source.preferring import can_prefer
 from moert.pack.manifest import Preference
-from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 STEPS = (0.0, 0.2, 0.4, 0.6, 0.9, 1.3, 2.0)
 """Bonuses that each layer is tried with, times its gap (Preferring.gap)."""
-
-
-def check_resident(settings: Settings, spec: ModelSpec) -> None:
-    """Raises SettingsError for a model whose routers can't prefer."""
-    if settings.resident and (why := can_prefer(spec)) is not None:
-        raise SettingsError(f"--resident can't be had for this {spec.family} model: {why}; leave it out")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.weights import tensor_of
 from moert.pack.manifest import Preference
-from moert.pack.model_spec import LayerKey, ModelSpec
+from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Experts, Router
 
 F32 = npt.NDArray[np.float32]
@@ -134,7 +134,7 @@ class Preferring:
         return found, _weights(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
 
     def _decide(self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_]) -> I64:
-        """deciding [sequences, places, experts] → chosen [sequences, places, top_k], ascending."""
+        """deciding [sequences, places, experts] → chosen [sequences, places, top_k], the first choice first."""
         preference, top_k = self._preference, self._layers[at].part.top_k
         assert preference is not None
         bonus = np.float32(preference.bonus[self.places.index(at)])
@@ -200,12 +200,12 @@ def _deciding(scores: F32, layer: _Layer) -> F32:
 
 
 def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
-    """numbers, raised [rows, experts] → [rows, top_k], ascending: the `sure` largest numbers, then the largest sums."""
+    """numbers, raised [rows, experts] → [rows, top_k]: the `sure` largest numbers, then the largest sums."""
     first = np.argsort(-numbers, axis=1, kind="stable")[:, : min(sure, top_k)]
     sums = numbers + raised
     np.put_along_axis(sums, first, -np.inf, axis=1)
     others = np.argsort(-sums, axis=1, kind="stable")[:, : top_k - first.shape[1]]
-    return np.sort(np.concatenate([first, others], axis=1), axis=1)
+    return np.concatenate([first, others], axis=1)
 
 
 def _gaps(numbers: F32, top_k: int) -> F32:
@@ -217,9 +217,9 @@ def _gaps(numbers: F32, top_k: int) -> F32:
 
 
 def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
-    """scores [tokens, experts], chosen [tokens, top_k] → what chosen experts are weighed by."""
+    """scores [tokens, experts], chosen [tokens, top_k], the first choice first → what chosen experts are weighed by."""
     part = layer.part
-    weights = scores.gather(1, chosen)
+    weights = _mixed_sparsely(scores, chosen, part.jitter) if part.score == "sparsemixer" else scores.gather(1, chosen)
     if part.score == "sigmoid_of_chosen":
         weights = weights.sigmoid()
     if part.renormalise:
@@ -229,9 +229,12 @@ def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
     return weights * part.factor
 
 
-def can_prefer(spec: ModelSpec) -> str | None:
-    """Why routers of a model can't prefer; None if they can."""
-    routers = [part.router for part in spec.experts.values()]
-    if any(router.score == "sparsemixer" for router in routers):
-        return "its routers choose one expert after the other, and weigh each among those that are left (sparsemixer)"
-    return None
+def _mixed_sparsely(scores: Tensor, chosen: Tensor, jitter: float) -> Tensor:
+    """Of the sparse mixer: each choice has its share of the softmax over those that are left and near it."""
+    left, weights = scores.clone(), []
+    for best in chosen.split(1, dim=1):
+        most = scores.gather(1, best)
+        far = (most - scores) / torch.maximum(scores.abs(), most) > 2 * jitter  # two zeros are not
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(weights, dim=1)

@@ -1,4 +1,5 @@
-/* moert_scores: the norm and the scores of all experts; moert_choose: the best with their weights; moert_gate. */
+/* moert_scores: the norm and the scores of all experts; moert_choose: the best with their weights; moert_prefer: those that
+ * were used lately before others; moert_gate. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,30 +115,48 @@ static float worth(const float *deciding, int size, int top) {
     return sum;
 }
 
+/* What is preferred: once the `sure` best are taken, `bonus` for those that are `recent` [experts]. */
+typedef struct {
+    float bonus;
+    int sure;
+    const int *recent;
+} liking;
+
+static const liking nothing = {.sure = MOST_CHOSEN};
+
+static float raised(const liking *l, const float *numbers, int of) {
+    return l->recent && l->recent[of] ? numbers[of] + l->bonus : numbers[of];
+}
+
 /* Chosen experts of one token and their weights; gives how many. */
-static int choose_best(const moert_router *r, const float *p, int64_t *chosen, double *weights) {
+static int choose_best(const moert_router *r, const float *p, const liking *l, int64_t *chosen, double *weights) {
     int count = r->matrix.rows, found = 0, size = r->groups ? count / r->groups : count;
+    int sure = l->sure < r->top_k ? l->sure : r->top_k;
     float *deciding = claim((size_t)count * sizeof *deciding), *worths = claim((size_t)count * sizeof *worths);
-    int *allowed = claim((size_t)count * sizeof *allowed);
+    int *allowed = claim((size_t)count * sizeof *allowed), *taken = claim((size_t)count * sizeof *taken);
     for (int i = 0; i < count; i++) deciding[i] = r->choice_bias ? p[i] + r->choice_bias[i] : p[i];
     for (int g = 0; g < r->groups; g++) worths[g] = worth(deciding + g * size, size, r->group_top);
     for (int i = 0; i < count; i++) allowed[i] = !r->groups || rank(worths, NULL, r->groups, i / size) < r->best_groups;
+    for (int i = 0; i < count; i++) taken[i] = allowed[i] && rank(deciding, allowed, count, i) < sure;
+    for (int i = 0; i < count; i++) allowed[i] = allowed[i] && !taken[i], deciding[i] = raised(l, deciding, i);
     for (int i = 0; i < count && found < r->top_k; i++)
-        if (allowed[i] && rank(deciding, allowed, count, i) < r->top_k) chosen[found] = i, weights[found++] = p[i];
-    free(deciding), free(worths), free(allowed);
+        if (taken[i] || (allowed[i] && rank(deciding, allowed, count, i) < r->top_k - sure))
+            chosen[found] = i, weights[found++] = p[i];
+    free(deciding), free(worths), free(allowed), free(taken);
     return found;
 }
 
 /* One after the other; then ascending by number. */
-static int choose_sparsely(const moert_router *r, const float *p, int64_t *chosen, double *weights) {
+static int choose_sparsely(const moert_router *r, const float *p, const liking *l, int64_t *chosen, double *weights) {
     int count = r->matrix.rows, found = 0;
     double *of = claim((size_t)count * sizeof *of);
     for (int i = 0; i < count; i++) of[i] = -1;
     for (int round = 0; round < r->top_k; round++) {
+        const liking *now = round < l->sure ? &nothing : l;
         int best = -1;
         double sum = 0;
         for (int i = 0; i < count; i++)
-            if (of[i] < 0 && (best < 0 || p[i] > p[best])) best = i;
+            if (of[i] < 0 && (best < 0 || raised(now, p, i) > raised(now, p, best))) best = i;
         for (int i = 0; i < count; i++) {
             float below = p[best] - p[i];
             int near = below == 0 || below / fmaxf(fabsf(p[i]), p[best]) <= 2 * r->jitter;
@@ -151,12 +170,12 @@ static int choose_sparsely(const moert_router *r, const float *p, int64_t *chose
     return found;
 }
 
-static void check_choice(const moert_router *r, const float *p, const int64_t *chosen, const float *weights) {
+static void check_choice(const moert_router *r, const float *p, const liking *l, const int64_t *chosen, const float *weights) {
     int64_t experts[MOST_CHOSEN];
     double value[MOST_CHOSEN], error[MOST_CHOSEN], sum = 0;
     estimate expected = {value, error};
     int sparse = r->score == MOERT_SPARSEMIXER, after = r->score == MOERT_SIGMOID_OF_CHOSEN, top_k = r->top_k;
-    int found = sparse ? choose_sparsely(r, p, experts, value) : choose_best(r, p, experts, value);
+    int found = sparse ? choose_sparsely(r, p, l, experts, value) : choose_best(r, p, l, experts, value);
     require(engines, found == top_k && !memcmp(chosen, experts, (size_t)top_k * sizeof *chosen), "other experts");
     for (int i = 0; i < top_k && after; i++) value[i] = 1 / (1 + exp(-value[i]));
     for (int i = 0; i < top_k; i++) sum += value[i];
@@ -173,18 +192,51 @@ static void check_choice(const moert_router *r, const float *p, const int64_t *c
 static void one_choose(const moert_router *r, int tokens, int steps) {
     int count = r->matrix.rows, sparse = r->score == MOERT_SPARSEMIXER;
     size_t bytes = (size_t)(tokens * count) * sizeof(float);
-    float *p = claim(bytes), *spoilt = claim(bytes), *weights = claim((size_t)(tokens * r->top_k) * sizeof *weights);
+    float *p = claim(bytes), *weights = claim((size_t)(tokens * r->top_k) * sizeof *weights);
     int64_t *chosen = claim((size_t)(tokens * r->top_k) * sizeof *chosen);
     describe("choose: %d of %d, score %d, jitter %g, renormalise %d, %d of %d groups by %d, bias %d, scales %d, factor %g, "
              "%d tokens, %d steps", r->top_k, count, r->score, r->jitter, r->renormalise, r->best_groups, r->groups,
              r->group_top, r->choice_bias != NULL, r->expert_scale != NULL, r->factor, tokens, steps);
     for (int i = 0; i < tokens * count; i++) p[i] = (float)(draw(steps) - sparse * (steps / 2)) / (float)steps;
     for (int i = 0; i < tokens * count && !sparse; i++) p[i] += 0.001f; /* a sum of 0 does not happen */
-    memcpy(spoilt, p, bytes);
     fill(weights, tokens * r->top_k);
-    require(engines, !moert_choose(r, spoilt, tokens, chosen, weights), "no memory");
-    for (int t = 0; t < tokens; t++) check_choice(r, p + t * count, chosen + t * r->top_k, weights + t * r->top_k);
-    free(p), free(spoilt), free(weights), free(chosen);
+    require(engines, !moert_choose(r, p, tokens, chosen, weights), "no memory");
+    for (int t = 0; t < tokens; t++) check_choice(r, p + t * count, &nothing, chosen + t * r->top_k, weights + t * r->top_k);
+    free(p), free(weights), free(chosen);
+}
+
+/* Whether `after` [k] is what `before` [k] and the chosen make: these first, then the others in the order they were in. */
+static int follows(const int32_t *after, const int32_t *before, int k, const int64_t *chosen, int top_k) {
+    int place = 0, right = 1;
+    for (; place < top_k && place < k; place++) right &= after[place] == chosen[place];
+    for (int i = 0; i < k && place < k; i++) {
+        int again = 0;
+        for (int c = 0; c < top_k; c++) again |= chosen[c] == before[i];
+        if (!again) right &= after[place++] == before[i];
+    }
+    return right;
+}
+
+/* Tokens of one sequence, one after the other. */
+static void one_prefer(const moert_router *r, int tokens, int steps) {
+    int count = r->matrix.rows, top_k = r->top_k, k = top_k + draw(count - top_k + 1), *is_recent;
+    int32_t *recent = claim((size_t)k * sizeof *recent), *before = claim((size_t)k * sizeof *before);
+    float *p = claim((size_t)count * sizeof *p), weights[MOST_CHOSEN];
+    int64_t chosen[MOST_CHOSEN];
+    liking l = {.bonus = PICK(0, 1, 3) * 0.21f, .sure = draw(top_k + 2), .recent = NULL};
+    describe("prefer: %d of %d, score %d, %d of %d groups, bias %d, by %g behind %d, the last %d", top_k, count, r->score,
+             r->best_groups, r->groups, r->choice_bias != NULL, l.bonus, l.sure, k);
+    l.recent = is_recent = claim((size_t)count * sizeof *is_recent);
+    for (int i = 0; i < k; i++) recent[i] = -1;
+    for (int t = 0; t < tokens; t++) {
+        for (int i = 0; i < count; i++) p[i] = (float)(1 + draw(steps)) / (float)steps, is_recent[i] = 0;
+        for (int i = 0; i < k && recent[i] >= 0; i++) is_recent[recent[i]] = 1;
+        memcpy(before, recent, (size_t)k * sizeof *recent);
+        require(engines, !moert_prefer(r, p, l.bonus, l.sure, k, recent, chosen, weights), "no memory");
+        check_choice(r, p, &l, chosen, weights);
+        require(engines, follows(recent, before, k, chosen, top_k), "others are recent");
+    }
+    free(recent), free(before), free(is_recent), free(p);
 }
 
 static void draw_groups(moert_router *r) {
@@ -206,6 +258,7 @@ static void draw_choose(int number) {
     if (draw(3) == 0) r.expert_scale = scales = draw_floats(r.matrix.rows);
     int tokens = 1 + draw(9);
     one_choose(&r, tokens, PICK(2, 5, 1 << 20));
+    one_prefer(&r, 2 * tokens, PICK(2, 5, 1 << 20));
     free(bias), free(scales);
 }
 
