@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,14 +64,6 @@ def _opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
         return Outline.read(path / CONFIG), None
     checkpoint = Checkpoint.open(path, names_only=True)
     return checkpoint, checkpoint.notes
-
-
-def this_host() -> Host:
-    """As `moert info --system` says, run by itself: this process has libraries in it that moert never loads."""
-    command = [sys.executable, "-m", "moert", "info", "--system", "--json"]
-    facts = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    process, widened = facts["process"], facts["native_kernels"]["missing"] is not None
-    return Host(process["held_bytes"], process["thread_bytes"], widened)
 
 
 def as_json(found: Checked) -> dict[str, Any]:

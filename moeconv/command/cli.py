@@ -71,10 +71,11 @@ def quantize(
                                "4% on the calibration text.")
     ] = "0%",
     resident: Annotated[
-        str | None, typer.Option(help="Share of the experts that memory will hold, such as 25%, or several, 12%,25%. "
-                                      "Routing is fitted to each: it prefers what was used lately, so that less is "
-                                      "read, as far as --loss leaves room for that; widths and routing keep it "
-                                      "together. Widths are fitted to the first. moert run takes what fits its memory.")
+        str | None, typer.Option(help="Share of the experts that memory will hold, such as 25%, or what moert run will "
+                                      "get as --memory, such as 2GB, or several, 12%,25%. Routing is fitted to each: "
+                                      "it prefers what was used lately, so that less is read, as far as --loss leaves "
+                                      "room for that; widths and routing keep it together. Widths are fitted to the "
+                                      "first. moert run takes what fits its memory.")
     ] = None,
     calib: Calib = None,
     heldout: Heldout = None,
@@ -173,7 +174,8 @@ def check(
     """Say whether a model can be converted, and what its pack would take; reads no weights."""
     from moeconv.command.check import as_json as plain
     from moeconv.command.check import check as run
-    from moeconv.command.check import lines, this_host
+    from moeconv.command.check import lines
+    from moeconv.conversion.host import this_host
 
     found = run(model, this_host())
     print(json.dumps(plain(found)) if as_json else "\n".join(lines(found)))

@@ -16,7 +16,7 @@ from moeconv.conversion.examples import side_by_side
 from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.references import References, evaluated, measured_references
-from moeconv.conversion.residence import fitted
+from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
@@ -54,6 +54,7 @@ class Conversion:
         if settings.calib is None:
             return self._unmeasured(coding)
         coding.check(settings)
+        check_resident(settings, coding)
         material = Material.read(settings, coding.checkpoint)
         if note := vocabulary_note(material.tokenizer, coding.spec):
             say(note)

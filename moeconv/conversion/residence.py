@@ -8,22 +8,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeconv.artifacts import ReadPoint, Residence, uniform
+from moeconv.artifacts import Assignment, ReadPoint, Residence, uniform
 from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.conversion.choice import Choice
+from moeconv.conversion.coding import Coding
+from moeconv.conversion.host import this_host
 from moeconv.conversion.references import References
-from moeconv.errors import TargetMissed
+from moeconv.conversion.settings import LEAST_MEMORY, Settings, resident_text
+from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.assignments import Preferred
 from moeconv.plan import ALLOCATORS
 from moeconv.plan.frontier import Frontier
 from moeconv.plan.lossmap import LossMap
+from moeconv.plan.outlook import room_share
 from moeconv.plan.problem import Plan, layout_bytes
 from moeconv.plan.residence import Step, ladder, read_more, split, steps_of
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.promise.judging import estimate
 from moeconv.quantizers.coder import ORIGINAL
-from moert.pack.manifest import Preference
+from moert.pack.manifest import Preference, Quantization
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 STEPS = (0.0, 0.2, 0.4, 0.6, 0.9, 1.3, 2.0)
@@ -171,22 +175,63 @@ class Fitting:
         return sum(self.bytes_of(name, bits) for name, bits in zip(names, assignment[key], strict=True))
 
 
+def check_resident(settings: Settings, coding: Coding) -> None:
+    """Raises SettingsError for memory that moert could not run in, whatever the widths."""
+    least = min(settings.bits)
+    for asked in settings.resident:
+        if asked >= LEAST_MEMORY:
+            _room(coding, uniform(coding.spec, least), int(asked))
+
+
 def fitted(
     bench: Bench, references: References, choice: Choice, plan: Plan, account: Account
 ) -> tuple[Plan, tuple[Fitted, ...]]:
     """The widths, and routing for each share that was asked for; the widths are fitted to the first. `plan` is the
     smallest that holds by itself, which stays where routing needs all of the loss. Raises TargetMissed."""
-    made: list[Fitted] = []
+    made: dict[float, Fitted] = {}
     with account.step("routing", bench.journal):
-        for share in bench.settings.resident:
+        for number, asked in enumerate(bench.settings.resident):
+            share = _share(bench, plan, asked, account)
+            if share >= 1 or share in made:
+                account.say(f"routing for {share:.0%} in memory: {'exact' if share >= 1 else 'there is one already'}")
+                continue
             fitting = Fitting(bench, references, choice, share, account)
-            if made:
-                made.append(fitting.fit(plan))
+            if number:
+                made[share] = fitting.fit(plan)
                 continue
             try:
                 together = fitting.widths(plan)
-                made.append(fitting.fit(together))
+                if (left := _share(bench, together, asked, account)) != share:
+                    share, fitting = left, Fitting(bench, references, choice, left, account)
+                made[share] = fitting.fit(together)
                 plan = together
             except TargetMissed:
-                made.append(fitting.fit(plan))
-    return plan, tuple(made)
+                made[share] = fitting.fit(plan)
+    return plan, tuple(made.values())
+
+
+def _share(bench: Bench, plan: Plan, asked: float, account: Account) -> float:
+    """Of the experts, in whole percent where memory was asked for. Raises SettingsError."""
+    if asked < LEAST_MEMORY:
+        return asked
+    memory_bytes = int(asked)
+    name = f"room in {memory_bytes} for {plan.nbytes}"  # so that a run that goes on asks for the same
+    found = bench.journal.remember(name, lambda: {"room": _room(bench.coding, plan.assignment, memory_bytes)})
+    share = min(100, max(1, int(100 * found["room"]))) / 100
+    account.say(f"{resident_text([asked])} has room for {share:.0%} of the experts")
+    return share
+
+
+def _room(coding: Coding, widths: Assignment, memory_bytes: int) -> float:
+    spec, names = coding.spec, coding.spec.moe.ffn.projections
+    quantization = Quantization("", coding.storage.group_size, "BF16", 0, coding.dense_widths, coding.storage.mxfp4)
+    computed = coding.checkpoint.description.computed
+    try:
+        return room_share(
+            spec, quantization, lambda key: dict(zip(names, widths[key], strict=True)), computed, this_host(),
+            memory_bytes,
+        )  # fmt: skip
+    except ValueError as error:
+        raise SettingsError(
+            f"--resident {resident_text([memory_bytes])}: moert can't run this model in that: give {error} or more"
+        ) from None

@@ -22,6 +22,7 @@ DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
 DEFAULT_TARGET = Target("loss", 0.05)
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
+LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
 _OF_TEXT = (
     "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
     "per_projection", "samples", "sweep_samples", "heldout_samples", "max_new_tokens", "memory_bytes", "racing",
@@ -38,8 +39,9 @@ class Settings:
     measured on (None: all there is): samples of input and target, or windows of `context` tokens of running text.
     `memory_bytes` bounds what the sweep keeps beside the model. `dense_bits` is the width of all matrices outside
     the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
-    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident` are
-    shares of the experts in memory that routing is fitted to; the widths are fitted to the first."""
+    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
+    what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
+    widths are fitted to the first."""
 
     model: str
     out: Path
@@ -120,9 +122,11 @@ class Settings:
             raise SettingsError("--margin has no effect without --loss: leave it out")
         if self.target.kind != "loss" and self.resident:
             raise SettingsError("--resident divides a loss between widths and routing: give --loss")
-        if any(not 0 < share < 1 for share in self.resident) or len(set(self.resident)) < len(self.resident):
+        known = all(0 < one < 1 or one >= LEAST_MEMORY for one in self.resident)
+        if not known or len(set(self.resident)) < len(self.resident):
             raise SettingsError(
-                f"--resident {resident_text(self.resident)}: expected different shares of the experts below 100%"
+                f"--resident {resident_text(self.resident)}: expected different shares of the experts below 100%, or "
+                "sizes of memory such as 2GB"
             )
 
     @property
@@ -213,13 +217,18 @@ def parse_share(text: str, option: str = "--loss") -> float:
 
 
 def parse_resident(text: str | None) -> tuple[float, ...]:
-    """'25%,50%' → (0.25, 0.5). Raises SettingsError."""
-    return () if text is None else tuple(parse_share(part, "--resident") for part in text.split(","))
+    """'25%,2GB' → (0.25, 2e9). Raises SettingsError."""
+    return () if text is None else tuple(map(_resident, text.split(",")))
 
 
-def resident_text(shares: Iterable[float]) -> str:
+def _resident(text: str) -> float:
+    is_size = text.strip()[-1:].upper() in ("B", "K", "M", "G", "T")
+    return float(parse_bytes(text, "--resident")) if is_size else parse_share(text, "--resident")
+
+
+def resident_text(resident: Iterable[float]) -> str:
     """As it is written on the command line."""
-    return ",".join(f"{100 * share:g}%" for share in shares)
+    return ",".join(f"{100 * one:g}%" if one < LEAST_MEMORY else f"{one / 1e6:g}MB" for one in resident)
 
 
 def parse_confidence(text: str, option: str = "--confidence") -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeconv.plan.problem import Storage
@@ -16,7 +16,7 @@ from moert.models.footprint import Footprint, Load
 from moert.pack.dense import stored_tensors
 from moert.pack.layout import DTYPE_BYTES, choose_page_bytes, expert_layout
 from moert.pack.manifest import Dense, Quantization
-from moert.pack.model_spec import LayerKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 WIDTHS = (2, 3, 4, 8)
 MXFP4_WIDTHS = (2, 3, 4, 16)  # where 16 stands for the four bits and a quarter of the source
@@ -78,15 +78,29 @@ def outlooks(
     return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in widths]
 
 
+def room_share(
+    spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
+    computed: Collection[str], host: Host, memory_bytes: int,
+) -> float:  # fmt: skip
+    """Of all experts, each with its `widths`, what stays in memory where moert gets so much of it, beside a prompt of
+    PROMPT_TOKENS and NEW_TOKENS more. Raises ValueError where it could not run, with the least that it can run in."""
+    backbone, files = backbone_bytes(spec, quantization, computed), _files(spec, quantization, widths)
+    budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
+    coming = _coming_bytes(spec, budget, host)
+    if not budget.fits(memory_bytes, host.held_bytes, coming):
+        raise ValueError(f"{budget.smallest_bytes(host.held_bytes, coming) // 10**6}MB")
+    return budget.left_bytes(memory_bytes, host.held_bytes, coming) / budget.expert_bytes
+
+
 def _outlook(
     spec: ModelSpec, storage: Storage, bits: int, dense: Dense | None, computed: Collection[str], host: Host
 ) -> Outlook:
     quantization = Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4)
-    files = _files(spec, quantization, bits)
+    widths = dict.fromkeys(spec.moe.ffn.projections, bits)
+    files = _files(spec, quantization, lambda key: widths)
     backbone = backbone_bytes(spec, quantization, computed)
     budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
-    needed = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
-    coming = budget.loading_bytes + needed + FIRST_BYTES
+    coming = _coming_bytes(spec, budget, host)
     others = budget.expert_bytes - budget.layer_bytes
     return Outlook(
         bits=bits,
@@ -100,18 +114,23 @@ def _outlook(
     )
 
 
-def _files(spec: ModelSpec, quantization: Quantization, bits: int) -> dict[LayerKey, list[int]]:
-    """Bytes of each expert's file: with all projections at one width they differ at most by the length of its name."""
-    widths, page = dict.fromkeys(spec.moe.ffn.projections, bits), choose_page_bytes(spec)
-    known: dict[int, int] = {}
+def _coming_bytes(spec: ModelSpec, budget: Budget, host: Host) -> int:
+    """What the process will hold beside the experts and what it holds before it starts."""
+    return budget.loading_bytes + FIRST_BYTES + Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
+
+
+def _files(
+    spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]]
+) -> dict[LayerKey, list[int]]:
+    """Bytes of each expert's file: of the same widths they differ at most by the length of its name."""
+    page, known = choose_page_bytes(spec), dict[tuple[int, ...], int]()
     files: dict[LayerKey, list[int]] = {}
     for key in spec.expert_keys():
-        length = len(str(key))
-        if length not in known:
-            known[length] = expert_layout(
-                spec, key, widths, quantization.group_size, quantization.form16, page
-            ).file_bytes
-        files.setdefault(key.at, []).append(known[length])
+        bits = widths(key)
+        alike = (len(str(key)), *bits.values())
+        if alike not in known:
+            known[alike] = expert_layout(spec, key, bits, quantization.group_size, quantization.form16, page).file_bytes
+        files.setdefault(key.at, []).append(known[alike])
     return files
 
 

@@ -29,9 +29,9 @@ class Step:
 
 
 def ladder(layers: Mapping[LayerKey, Sequence[Step]]) -> Frontier:
-    """From each layer at the bonus that reads least to all with none, as `hulls` has it. Of each layer the first step is
-    that without a bonus; others that read more are left out. A plan's `nbytes` are those read, and its assignment has for
-    each layer, as its expert 0, the number of its step."""
+    """From each layer at the bonus that reads least to all with none, as `hulls` has it. Of each layer the first step
+    is that without a bonus; others that read more are left out. A plan's `nbytes` are those read, and its assignment
+    has for each layer, as its expert 0, the number of its step."""
     units = {
         Unit(at.expert(0), (0,)): options(
             Option(step.number, step.read_bytes, step.cost)

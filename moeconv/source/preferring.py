@@ -232,7 +232,8 @@ def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
 def _mixed_sparsely(scores: Tensor, chosen: Tensor, jitter: float) -> Tensor:
     """Of the sparse mixer: each choice has its share of the softmax over those that are left and near it."""
     left, weights = scores.clone(), []
-    for best in chosen.split(1, dim=1):
+    for place in range(chosen.shape[1]):
+        best = chosen[:, place : place + 1]
         most = scores.gather(1, best)
         far = (most - scores) / torch.maximum(scores.abs(), most) > 2 * jitter  # two zeros are not
         weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))

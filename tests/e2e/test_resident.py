@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conversions import Done, settings_for
 
-from moeconv.artifacts import Target, to_json
+from moeconv.artifacts import Assignment, Target, to_json, uniform
 from moeconv.command.present import conversion_table, plan_table
-from moeconv.conversion import bench
+from moeconv.conversion import bench, residence
+from moeconv.conversion.coding import Coding
 from moeconv.conversion.planning import plan
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
 from moeconv.measure.scorers.build import build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
+from moeconv.plan.outlook import Host
 from moeconv.plan.problem import layout_bytes
 from moeconv.report.document import read_report
 from moeconv.report.writer import write_report
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.preferring import Preferring
 from moert.command.description import description_lines
 from moert.engine import Engine
@@ -126,6 +130,32 @@ def test_without_it_nothing_is_different(sources: dict[str, Path], done: Done, t
     old, new = (json.loads((one.settings.out / "manifest.json").read_text()) for one in (plain, done))
     assert "preferences" not in old
     assert (old["minor"], new["minor"]) == (0, 1)
+
+
+def test_what_memory_has_room_for_is_found(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residence, "this_host", lambda: Host(held_bytes=0, thread_bytes=0, widened=False))
+    asked = settings_of(sources, "olmoe", tmp_path, resident=(1e6,))
+    with pytest.raises(SettingsError, match=r"--resident 1MB: moert can't run this model in that: give \d+MB or more"):
+        Done(asked)
+    assert not asked.work.exists()
+    coding, widths = Coding.open(asked), uniform(Checkpoint.open(asked.model).spec, 2)
+    some = next(size for size in range(10**7, 10**9, 20_000) if room(coding, widths, size) > 0.6)
+    done = Done(replace(asked, resident=(float(some), 1e9)))
+    (found,) = done.report.residences
+    assert f"{some / 1e6:g}MB has room for {found.share:.0%} of the experts" in done.said
+    assert "routing for 100% in memory: exact" in done.said
+    assert 0.2 < found.share < 1
+    again = Done(done.settings)
+    assert again.report.residences == (found,)
+
+
+def room(coding: Coding, widths: Assignment, memory_bytes: int) -> float:
+    try:
+        return residence._room(coding, widths, memory_bytes)
+    except SettingsError:
+        return 0.0
 
 
 @pytest.mark.parametrize(
