@@ -3,35 +3,26 @@ holds when it is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from moeconv.artifacts import Assignment, ReadPoint, Residence, uniform
 from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
+from moeconv.conversion.bonuses import Bonuses
 from moeconv.conversion.choice import Choice
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.host import this_host
 from moeconv.conversion.references import References
 from moeconv.conversion.settings import LEAST_MEMORY, Settings, resident_text
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.measure.assignments import Preferred
 from moeconv.plan import ALLOCATORS
-from moeconv.plan.frontier import Frontier
 from moeconv.plan.lossmap import LossMap
 from moeconv.plan.outlook import room_share
-from moeconv.plan.problem import Plan, layout_bytes
-from moeconv.plan.residence import Step, ladder, read_more, split, steps_of
+from moeconv.plan.problem import Plan
+from moeconv.plan.residence import read_more, split
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.promise.judging import estimate
-from moeconv.quantizers.coder import ORIGINAL
 from moert.pack.manifest import Preference, Quantization
-from moert.pack.model_spec import ExpertKey, LayerKey
-
-STEPS = (0.0, 0.2, 0.4, 0.6, 0.9, 1.3, 2.0)
-"""Bonuses that each layer is tried with, times its gap (Preferring.gap)."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +35,25 @@ class Fitted:
 
 
 class Fitting:
-    """Of routing for one share of the experts. The steps of each layer are measured alone, with unquantised experts, on
-    the ranking text, and plans of them together with widths on the acceptance text, as `search` asks for them."""
+    """Of routing for one share of the experts. The steps of each layer are measured alone (Bonuses), and plans of them
+    together with widths on the acceptance text, as `search` asks for them."""
 
     def __init__(self, bench: Bench, references: References, choice: Choice, share: float, account: Account) -> None:
         self.bench, self.judge, self.heldout, self.choice = bench, references.judge, references.heldout, choice
-        self.account, self.share, self.spec = account, share, bench.spec
-        moe = bench.spec.moe
-        self.places = [at for at in bench.spec.moe_layers() if at.stack == "decoder"]
-        self.recent = max(moe.router.top_k, int(share * moe.n + 1e-9))
-        self.sure = int(moe.router.top_k > 1)
-        self.bytes_of = layout_bytes(bench.spec, bench.coding.storage)
-        self.found: dict[tuple[LayerKey, int], Preferred] = {}
+        self.account, self.share = account, share
+        self.bonuses = Bonuses(bench, share, account)
         self.together: dict[int, list[ReadPoint]] = {}
         """What was measured, by the bytes of its widths."""
 
     def widths(self, plan: Plan) -> Plan:
         """Those that leave as much of the loss to routing as it makes the better use of. `plan` is the smallest that
         holds by itself."""
-        self._measure_steps()
-        frontier = self._frontier(plan)
+        frontier = self.bonuses.frontier(plan)
         middle = frontier[len(frontier) // 2]
         judged = self._judged(plan, middle)
         alone = min(self.choice.judged, key=lambda one: abs(one.nbytes - plan.nbytes))
         routing = LossMap([(0.0, 0.0), (middle.cost, max(0.0, judged.loss - alone.loss))], 0.0)(frontier.costs)
-        problem = read_more(self.choice.question.problem, self._missed(middle))
+        problem = read_more(self.choice.question.problem, self.bonuses.missed(middle))
         allocated = ALLOCATORS[self.bench.settings.allocation](problem)
         losses = LossMap(self.choice.points(), float(allocated.costs[-1]))(allocated.costs)
         margin = judged.decisive - judged.loss
@@ -79,20 +64,19 @@ class Fitting:
 
     def fit(self, plan: Plan) -> Fitted:
         """Raises TargetMissed where not even exact routing holds with these widths."""
-        self._measure_steps()
-        frontier = self._frontier(plan)
-        found = search(frontier, lambda routing: self._judged(plan, routing), self.judge.planned_loss)
-        preference = self._preference(found.plan)
-        accepted = self.judge.measure.preferring(plan.assignment, preference, "the routing that was chosen")
+        bonuses, measure = self.bonuses, self.judge.measure
+        found = search(bonuses.frontier(plan), lambda routing: self._judged(plan, routing), self.judge.planned_loss)
+        preference = bonuses.preference(found.plan)
+        accepted = measure.preferring(plan.assignment, preference, "the routing that was chosen")
         held = self.heldout.preferring(plan.assignment, preference, "the routing that was chosen")
         used, seed = self.judge.used, self.bench.settings.seed
-        calibration = estimate(self.judge.measure, accepted.evaluation, used.acceptance, seed)
+        calibration = estimate(measure, accepted.evaluation, used.acceptance, seed)
         heldout = estimate(self.heldout, held.evaluation, used.heldout, seed)
         preference = replace(preference, calibration=calibration, heldout=heldout)
-        exact = self.heldout.preferring(plan.assignment, self._exact(), "exact routing")
+        exact = self.heldout.preferring(plan.assignment, bonuses.exact, "exact routing")
         residence = Residence(
-            self.share, self.recent, self.sure, preference.bonus,
-            self._read(plan, exact), self._read(plan, held),
+            self.share, preference.recent, preference.sure, preference.bonus,
+            bonuses.read(plan, exact), bonuses.read(plan, held),
             calibration, self.judge.bound(accepted.evaluation), heldout,
             self._alone(plan), tuple(self.together[plan.nbytes]),
         )  # fmt: skip
@@ -100,79 +84,21 @@ class Fitting:
 
     def _alone(self, plan: Plan) -> tuple[ReadPoint, ...]:
         """What was measured of widths, with what the routing of this plan misses where it is exact."""
-        exact = self.judge.measure.preferring(plan.assignment, self._exact(), "exact routing")
-        return tuple(ReadPoint(self._read(one, exact), found.loss, found.upper) for one, found in self.choice.plans)
-
-    def _measure_steps(self) -> None:
-        if self.found:
-            return
-        settings, material = self.bench.settings, self.bench.material
-        measure = self.bench.measure("routing", material.ranking, settings.sweep_samples)
-        widths = uniform(self.spec, ORIGINAL)
-        exact = measure.preferring(widths, self._exact(), "exact routing")
-        with self.account.progress("routing", len(self.places) * (len(STEPS) - 1)) as bar:
-            for place, at in enumerate(self.places):
-                self.found[at, 0] = exact
-                for number, share in enumerate(STEPS[1:], 1):
-                    bonus = [0.0] * len(self.places)
-                    bonus[place] = share * exact.gaps[place]
-                    what = f"{at} prefers by {bonus[place]:.4g}"
-                    self.found[at, number] = measure.preferring(widths, self._with(bonus), what)
-                    bar.update(1)
-        self.kls = {key: measure.summary(one.evaluation).kl for key, one in self.found.items()}
-        self.gaps = exact.gaps
-
-    def _frontier(self, plan: Plan) -> Frontier:
-        layers = {
-            at: [
-                Step(number, self._layer_read(plan, at, self.found[at, number]), self.kls[at, number])
-                for number in range(len(STEPS))
-            ]
-            for at in self.places
-        }
-        return ladder(layers)
+        exact = self.judge.measure.preferring(plan.assignment, self.bonuses.exact, "exact routing")
+        return tuple(
+            ReadPoint(self.bonuses.read(one, exact), found.loss, found.upper) for one, found in self.choice.plans
+        )
 
     def _judged(self, plan: Plan, routing: Plan) -> MeasuredPlan:
-        found = self.judge.measure.preferring(plan.assignment, self._preference(routing), "widths and routing")
-        evaluation, read = found.evaluation, self._read(plan, found)
+        preference = self.bonuses.preference(routing)
+        found = self.judge.measure.preferring(plan.assignment, preference, "widths and routing")
+        evaluation, read = found.evaluation, self.bonuses.read(plan, found)
         self.account.say(
             f"routing for {self.share:.0%} in memory, {read:,.0f} bytes a token: {self.judge.text(evaluation)}"
         )
         loss, bound = self.judge.loss(evaluation), self.judge.bound(evaluation)
         self.together.setdefault(plan.nbytes, []).append(ReadPoint(read, loss, bound))
         return MeasuredPlan(routing.nbytes, routing.cost, loss, bound)
-
-    def _preference(self, routing: Plan) -> Preference:
-        numbers = steps_of(routing.assignment)
-        return self._with([STEPS[numbers[at]] * gap for at, gap in zip(self.places, self.gaps, strict=True)])
-
-    def _with(self, bonus: Sequence[float]) -> Preference:
-        return Preference(self.share, self.recent, self.sure, tuple(float(np.float32(one)) for one in bonus))
-
-    def _exact(self) -> Preference:
-        return self._with([0.0] * len(self.places))
-
-    def _missed(self, routing: Plan) -> dict[ExpertKey, int]:
-        """How often each expert of the decoder would be read, as far as layers were measured alone."""
-        numbers = steps_of(routing.assignment)
-        return {
-            at.expert(number): count
-            for at in self.places
-            for number, count in enumerate(self.found[at, numbers[at]].missed[at])
-        }
-
-    def _layer_read(self, plan: Plan, at: LayerKey, found: Preferred) -> int:
-        return sum(
-            count * self._nbytes(plan.assignment, at.expert(number)) for number, count in enumerate(found.missed[at])
-        )
-
-    def _read(self, plan: Plan, found: Preferred) -> float:
-        """Bytes that a token reads, all layers together, where memory holds what is preferred."""
-        return sum(self._layer_read(plan, at, found) for at in self.places) / max(1, found.tokens)
-
-    def _nbytes(self, assignment: Mapping[ExpertKey, Sequence[int]], key: ExpertKey) -> int:
-        names = self.spec.moe.ffn.projections
-        return sum(self.bytes_of(name, bits) for name, bits in zip(names, assignment[key], strict=True))
 
 
 def check_resident(settings: Settings, coding: Coding) -> None:

@@ -48,3 +48,6 @@ $(PEERS_DIR)/kernels/.built: tests/bench/peers-kernels.txt | $(STAMP)
 # The packs of the reference models, which `make bench-peers` compares with their sources.
 build/demo/summary.json: | setup
 	$(PY) -m recipes.demo
+
+build/references/summary.json: | setup
+	$(PY) -m recipes.demo marks wikids --name references

@@ -22,6 +22,7 @@ from moert.pack.model_spec import LayerKey
 if TYPE_CHECKING:
     from moert.kernels.backend import I64
     from moert.models.ffn import Routers
+    from moert.models.recent import Recent
     from moert.models.router import Routed, Router
 
 DATA = Path("build/data/wiki")
@@ -42,21 +43,22 @@ def join(first: Routing, second: Routing, num_experts: int) -> Routing:
     return np.concatenate([np.sort(first, 2), np.sort(second, 2) + np.uint8(num_experts)], 2)
 
 
-def record(pack: Path, windows: Sequence[Sequence[int]]) -> tuple[Routing, Guesses]:
-    """What the pack's own routers select, and guess, reading each window of tokens from its start."""
+def record(pack: Path, windows: Sequence[Sequence[int]], preference: str = "exact") -> tuple[Routing, Guesses]:
+    """What the pack's own routers select, and guess, reading each window of tokens from its start, as a prompt or where
+    they prefer experts (see moert.budget.routing) as if it were written."""
     from moert.engine import Engine
 
     seen: dict[LayerKey, list[I64]] = {}
     guessed: dict[LayerKey, list[F32]] = {}
-    with Engine.open(pack, predictor="none", threads=1) as engine:
+    with Engine.open(pack, predictor="none", threads=1, routing=preference) as engine:
         routers, layers = engine.model.routers, engine.spec.moe_layers()
         following = dict(itertools.pairwise(layers))
 
         class Heard(Replaced):
             """Writes down what a router says, and what the next one would say of the same tokens."""
 
-            def route(self, x: F32, lengths: Sequence[int]) -> Routed:
-                routed = self.router.route(x, lengths)
+            def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+                routed = self.router.route(x, lengths, recent)
                 seen.setdefault(self.at, []).append(routed.experts)
                 if (after := following.get(self.at)) is not None:
                     guess = routers[after].guess
@@ -67,8 +69,15 @@ def record(pack: Path, windows: Sequence[Sequence[int]]) -> tuple[Routing, Guess
         for at in layers:
             routers[at] = Heard(at, routers[at])
         for ids in windows:
-            engine.reserve(len(ids), 1)
-            engine.model.forward_all(list(ids))
+            if preference == "exact":
+                engine.reserve(len(ids), 1)
+                engine.model.forward_all(list(ids))
+                continue
+            engine.reserve(1, len(ids))
+            (state, first), *_ = engine.model.begin([ids[:1]])
+            engine.model.read([state], [first])
+            for token in ids[1:]:
+                engine.model.step(state, token)
     guessed[layers[0]] = [np.zeros_like(part) for part in guessed[layers[1]]]
     experts = np.stack([np.concatenate(seen[layer]) for layer in layers], 1)
     scores = np.stack([np.concatenate(guessed[layer]) for layer in layers], 1)
@@ -83,7 +92,7 @@ def windows_of(text: str, tokenizer: Any, count: int) -> list[list[int]]:
     return [ids[at : at + WINDOW] for at in range(0, count * WINDOW, WINDOW)]
 
 
-def joined(pack: Path, split: str, count: int) -> tuple[Routing, Guesses]:
+def joined(pack: Path, split: str, count: int, preference: str = "exact") -> tuple[Routing, Guesses]:
     """`count` windows of two streams of one split, joined, the first LAYERS layers: [count × WINDOW, LAYERS, ...]."""
     from tokenizers import Tokenizer
 
@@ -92,7 +101,7 @@ def joined(pack: Path, split: str, count: int) -> tuple[Routing, Guesses]:
     lines = (DATA / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     tokenizer = Tokenizer.from_file(str(pack / "tokenizer.json"))
     windows = windows_of("".join(json.loads(line)["text"] for line in lines), tokenizer, 2 * count)
-    routing, guesses = record(pack, windows)
+    routing, guesses = record(pack, windows, preference)
     routing, guesses, half = routing[:, :LAYERS], guesses[:, :LAYERS], count * WINDOW
     both = join(routing[:half], routing[half:], Pack.open(pack).manifest.model.moe.n)
     return both, np.concatenate([guesses[:half], guesses[half:]], 2) / np.float16(2)
@@ -104,8 +113,8 @@ class Replaced:
     def __init__(self, at: LayerKey, router: Router) -> None:
         self.at, self.router = at, router
 
-    def route(self, x: F32, lengths: Sequence[int]) -> Routed:
-        return self.router.route(x, lengths)
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        return self.router.route(x, lengths, recent)
 
     def guess(self, x: F32) -> F32:
         return self.router.guess(x)
@@ -147,9 +156,9 @@ class ReplayedRouter(Replaced):
         super().__init__(at, router)
         self._recorded, self._place = recorded, place
 
-    def route(self, x: F32, lengths: Sequence[int]) -> Routed:
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
         taken = self._recorded.take(self._place, len(x)).astype(np.int64)
-        return self.router.route(x, lengths)._replace(experts=taken)
+        return self.router.route(x, lengths, recent)._replace(experts=taken)
 
     def guess(self, x: F32) -> F32:
         return self._recorded.guessed(self._place)

@@ -30,7 +30,8 @@ class Setting:
 
     `cache_bytes`: room for experts; None: for all. `io`: None looks at the drive. `routing`: a file of
     tests/bench/routing.py to put in the place of the routers; None leaves them. `prompts`: lines of token ids to go on
-    from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
+    from, `new_tokens` each; None goes on from single tokens, of `beginnings`. `prefers`: which of the pack's
+    preferences, see moert.budget.routing.
     """
 
     pack: str
@@ -41,6 +42,7 @@ class Setting:
     routing: str | None = None
     prompts: str | None = None
     new_tokens: int = PIECE
+    prefers: str = "auto"
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.bench.streamed", json.dumps(asdict(self))]
@@ -96,7 +98,7 @@ class Streamed:
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
             io=parse_io(setting.io or "auto"), eviction=setting.eviction, predictor=setting.predictor, threads=THREADS,
-            trace=self._trace, notify=lambda line: print(line, file=sys.stderr),
+            routing=setting.prefers, trace=self._trace, notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
         self._new_tokens = setting.new_tokens
         self._prompts: Iterator[list[int]] = ([token] for token in beginnings(self._engine.spec.vocab_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.bench.tables import Block, demo, front, kernels, models, peers, promise, quant, rounding, stream, sweep
+from tests.bench.tables import Block, demo, front, kernels, less, models, peers, promise, quant, rounding, stream, sweep
 
 MISSED = "missed"
 """The block that lists the missed aims of all results."""
@@ -20,6 +20,7 @@ BLOCKS: Mapping[str, Block] = {
     "rounding": Block("rounding", rounding.parts),
     "stream": Block("stream", stream.shaped),
     "stream-trained": Block("stream", stream.trained),
+    "less": Block("less", less.parts),
     "sweep": Block("sweep", sweep.parts),
     "quant": Block("quant", quant.parts),
     "promise": Block("promise", promise.parts),
