@@ -44,7 +44,7 @@ def against_alone(name: str, report: ConversionReport) -> list[Row]:
             Row(f"{where}: reads", one.bytes / 1e3, "kB a token"),
             Row(f"{where}: the same widths routed exactly", one.exact_bytes / 1e3, "kB a token"),
             Row(f"{where}: held-out loss", 100 * one.heldout.loss, "%").within(
-                100 * one.heldout.low, 100 * one.heldout.high, one.heldout.n_samples
+                100 * one.heldout.low, 100 * one.heldout.high, one.heldout.samples
             ),
             Row(f"{where}: promised", 100 * bound, "%"),
             Row(f"{where}: to widths alone", together / alone, "of the bytes").at_most(ALONE_AIM),
