@@ -95,10 +95,12 @@ class Conversion:
         sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)
         work.save(INPUTS, sweep.inputs.to_json())
         choice = Choice(bench, sweep.inputs, widths, judge, account)
-        plan, residences = fitted(bench, references, choice, choice.plan(), account)
-        work.save(RESIDENCES, {"residences": [asdict(one.residence) for one in residences]})
+        plan, routings = fitted(bench, references, choice, choice.plan(), account)
+        residences = tuple(one.residence for one in routings)
+        work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]})
         outcome = replace(
             self._outcome(bench, references, plan, looks),
+            preferences=tuple(one.preference for one in routings),
             residences=residences,
             table=sweep.inputs.table,
             sweep_cost=sweep.cost,

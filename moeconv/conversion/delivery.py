@@ -16,13 +16,13 @@ from moeconv.artifacts import (
     ConversionReport,
     CurvePoint,
     DenseReport,
+    Residence,
     SensitivityTable,
     Standing,
     Step,
     SweepCost,
 )  # fmt: skip
 from moeconv.calibration import Splits
-from moeconv.conversion.residence import Fitted
 from moeconv.conversion.settings import Settings
 from moeconv.measure.evaluation import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
@@ -31,7 +31,7 @@ from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moert.pack.errors import PackError
-from moert.pack.manifest import LossEstimate, Manifest, Quality
+from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, is_pack
@@ -57,7 +57,8 @@ class Outcome:
     dense_alone: LossEstimate | None = None
     confidence: float | None = None
     standing: Standing | None = None
-    residences: tuple[Fitted, ...] = ()
+    preferences: tuple[Preference, ...] = ()
+    residences: tuple[Residence, ...] = ()
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -96,7 +97,7 @@ def deliver(
             outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
         )  # fmt: skip
     body = (json.dumps(document, indent=1) + "\n").encode()
-    preferences = tuple(sorted((one.preference for one in outcome.residences), key=lambda one: one.share))
+    preferences = tuple(sorted(outcome.preferences, key=lambda one: one.share))
     label = Label(
         f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile, preferences
     )
@@ -156,7 +157,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         steps=outcome.steps,
         samples=outcome.samples,
         standing=outcome.standing,
-        residences=tuple(one.residence for one in outcome.residences),
+        residences=outcome.residences,
     )
 
 
