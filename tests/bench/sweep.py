@@ -26,6 +26,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -125,23 +126,25 @@ def least_rows(prober: TextProber | Seq2SeqProber, top_k: int) -> int:
     anew is not counted."""
     if isinstance(prober, TextProber):
         real = prober.texts.real
-        return sum(
-            _causal(call.chosen, real, (prober.n_layers - layer - 1) * top_k)
-            for (_, layer), call in prober.calls.items()
-        )
-    spec, total = prober.trial.spec, 0
-    assert spec.encoder is not None
+        return sum(_causal(call.chosen, real, _later(prober.calls, at) * top_k) for at, call in prober.calls.items())
+    total = 0
     for base in prober.bases:
-        for (stack, layer), call in base.calls.items():
-            if stack == "decoder":
-                total += _causal(call.chosen, base.real, (len(spec.decoder) - layer - 1) * top_k)
+        decoders = sum(at.stack == "decoder" for at in base.calls)
+        for at, call in base.calls.items():
+            if at.stack == "decoder":
+                total += _causal(call.chosen, base.real, _later(base.calls, at) * top_k)
                 continue
             mask = base.bucket.mask.bool()
-            later = mask.sum(dim=1) * (len(spec.encoder) - layer - 1)
-            later = later.index_add(0, base.of_row, base.real.sum(dim=1) * len(spec.decoder))
+            later = mask.sum(dim=1) * _later(base.calls, at)
+            later = later.index_add(0, base.of_row, base.real.sum(dim=1) * decoders)
             for hits in _hits(call.chosen, mask):
                 total += int(hits.sum()) + int(later[hits.any(dim=1)].sum()) * top_k
     return total
+
+
+def _later(layers: Iterable[LayerKey], at: LayerKey) -> int:
+    """How many of these layers with experts come behind it in its stack."""
+    return sum(other.stack == at.stack and other.layer > at.layer for other in layers)
 
 
 def _causal(chosen: torch.Tensor, real: torch.Tensor, rows_a_token: int) -> int:
