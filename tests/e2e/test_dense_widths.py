@@ -41,7 +41,9 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     pack = Pack.open(settings.out)
     assert pack.manifest.quantization.dense is not None
     assert pack.manifest.quantization.dense.bits == ROLES[family]
-    assert json.loads((settings.out / "report.json").read_text()) == to_json(report)
+    told = to_json(report)
+    assert told.pop("residences") == []
+    assert json.loads((settings.out / "report.json").read_text()) == told
     assert read_report(pack).dense == report.dense
     found = verify(pack, Checkpoint.open(settings.model))
     assert found.worst is not None

@@ -53,7 +53,8 @@ INSIDE = {
     "moeconv.packing": [("emit", "paths", "verify")],
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("bench", "subject", "examples", "delivery"),
-        ("references", "widths", "sweeping", "bonuses"), ("choice", "profile"), ("residence",), ("conversion",), ("api",),
+        ("references", "widths", "sweeping", "bonuses"), ("choice", "profile"), ("residence",), ("conversion",),
+        ("api",),
     ],
     "moeconv.command": [("recipe", "check"), ("cli",)],
 }  # fmt: skip

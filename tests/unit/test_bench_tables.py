@@ -191,6 +191,11 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "wiki: matrices at 3 bits",
     ],
     "references": ["marks: target", "marks: matrices at 2 bits"],
+    "less": [
+        "wiki: 1% beyond, 25% in memory: asks for",
+        "wikids, nvme: --resident 50% to exact",
+        "olmoe-shaped (own routers), ssd, 8 MB: preferring 50% to llama.cpp",
+    ],
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],

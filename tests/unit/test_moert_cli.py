@@ -217,7 +217,7 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
         (["--memory", "-5MB"], "-5MB"),
         (["--memory", "120%"], "at most 100%"),
         (["--cache", "auto"], "--cache 'auto'"),
-        (["--eviction", "random"], "'paper', 'lru', 'lfu', 'fifo'"),
+        (["--eviction", "random"], "'paper', 'lru', 'layer-lru', 'lfu'"),
         (["--predict", "luck"], "'transitions'"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--max-new-tokens", "x"], "'x'"),

@@ -58,7 +58,7 @@ def test_a_layer_is_its_formula(
     runner, x = PlainExperts(chance, 3, features), chance.normal(size=(TOKENS, D_MODEL)).astype(np.float32)
     ffn, found = builder.ffn(layer, AT, runner, {}), x.copy()
     assert ffn is not None
-    ffn(found, [TOKENS])
+    ffn(found, [TOKENS], [])
     weights = {name.removeprefix("decoder.0."): data.astype(np.float64) for name, data in named.items()}
     expected = np.stack([x[token] + add * _made(weights, runner, part, x[token]) for token in range(TOKENS)])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)

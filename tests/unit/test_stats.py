@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moert import stats
-from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, run_stats
+from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = "from moert.stats import peak_rss_bytes; print(peak_rss_bytes())"
@@ -49,7 +49,7 @@ def figures(io: str = "direct,2", **room: int | None) -> RunStats:
     times = RequestTimes(requests=1, prompt_tokens=3, new_tokens=11, first_token_s=0.25, decode_s=2.0)
     ahead = ReadAhead(read=80, used=20, missed=60, tokens_on=1, tokens_off=3)
     held = Room(**{"memory_bytes": None, "cache_bytes": 3_000_000, "expert_bytes": 9_000_000, **room})  # type: ignore[arg-type]
-    return run_stats(times, counters, ahead, held, "lru", io, (100, 0.125))
+    return run_stats(times, counters, ahead, held, Ways("lru", io, "exact"), (100, 0.125))
 
 
 def test_the_figures_in_words() -> None:
@@ -79,7 +79,9 @@ def test_the_page_cache_is_named_in_words() -> None:
 
 
 def test_what_did_not_happen_is_not_said() -> None:
-    idle = run_stats(RequestTimes(), ExpertCounters(), ReadAhead(), Room(None, 9, 9), "auto", "direct,2", (0, 0.0))
+    idle = run_stats(
+        RequestTimes(), ExpertCounters(), ReadAhead(), Room(None, 9, 9), Ways("auto", "direct,2", "exact"), (0, 0.0)
+    )
     words = "\n".join(idle.lines())
     assert "read ahead" not in words
     assert "made room" not in words

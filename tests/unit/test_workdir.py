@@ -54,7 +54,7 @@ def test_finished_work_is_found_from_inside(tmp_path: Path, monkeypatch: pytest.
         work.journal("one").add("n", {"value": 1})
     monkeypatch.chdir(tmp_path / "one")
     for path in (".", "..", "../one"):
-        found, journal = finished_work(Path(path))
+        found, journal, _ = finished_work(Path(path))
         assert (found["name"], journal.get("n")) == ("one", {"value": 1})
 
 
@@ -94,7 +94,7 @@ def test_the_latest_finished_work_is_found(tmp_path: Path) -> None:
             work.journal(name).add("n", {"value": name})
         os.utime(tmp_path / name / INPUTS, (1000 - place, 1000 - place))
     (tmp_path / "three").mkdir()
-    found, journal = finished_work(tmp_path)
+    found, journal, _ = finished_work(tmp_path)
     assert found["name"] == "one"
     assert journal.get("n") == {"value": "one"}
     assert finished_work(tmp_path / "two")[0]["name"] == "two"
