@@ -2,7 +2,7 @@
 
 What a token reads is, summed over experts, how often one is asked for that is not in memory times its bytes. Routing
 that prefers what is in memory lowers the first, widths the second, and both cost. A layer's bonus is chosen like an
-expert's width: each step of it was measured alone, and `hulls` takes steps by what they save for what they cost.
+expert's width: each step of it was measured, and `hulls` takes steps by what they save for what they cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 
 @dataclass(frozen=True)
 class Step:
-    """A layer alone with its `number`-th bonus: bytes that all tokens read of it then, and the divergence it costs."""
+    """A layer with its `number`-th bonus: bytes that all tokens read of it then, and the divergence it costs."""
 
     number: int
     read_bytes: int
