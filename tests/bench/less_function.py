@@ -30,7 +30,8 @@ def rows(packs: Mapping[str, Path]) -> list[Row]:
     """`packs`: those of --resident."""
     found = [row for name, pack in packs.items() for row in same_rows(name, pack)]
     found += [row for name in ("wiki", "wikids") for row in decision_rows(name, packs[name])]
-    return [*found, *word_rows(packs["g2p"]), *text_rows(packs["wiki"])]
+    found += word_rows(packs["g2p"])
+    return [*found, *(row for name in ("wiki", "wikids") for row in text_rows(name, packs[name]))]
 
 
 def texts(name: str, count: int) -> list[str]:
@@ -101,24 +102,24 @@ def word_rows(pack: Path) -> list[Row]:
     return found
 
 
-def text_rows(pack: Path) -> list[Row]:
-    """Of a thousand tokens written freely by wiki: how likely the unquantised model finds them, and how many four in a
+def text_rows(name: str, pack: Path) -> list[Row]:
+    """Of a thousand tokens written freely: how likely the unquantised model finds them, and how many four in a
     row were there before in the same text."""
     from moeconv.measure.loaded import LoadedModel
     from moeconv.source.checkpoint import Checkpoint
 
-    model, found = LoadedModel(Checkpoint.open("recipes/models/wiki")).model, []
+    model, found = LoadedModel(Checkpoint.open(f"recipes/models/{name}")).model, []
     for routing in ROUTINGS:
         nats, again = [], []
         with Engine.open(pack, routing=routing) as engine:
-            for seed, prompt in enumerate(texts("wiki", TEXTS)):
+            for seed, prompt in enumerate(texts(name, TEXTS)):
                 settings = GenerationSettings(TEXT_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
                 before, written = engine.encode(prompt), engine.generate(prompt, settings).result.tokens
                 nats += nats_of(model, before, written)
                 again.append(repeated(written))
         found += [
-            Row(f"wiki, {routing}: perplexity of what it writes, unquantised", math.exp(statistics.mean(nats)), ""),
-            Row(f"wiki, {routing}: repeated", 100 * statistics.mean(again), "% of four in a row"),
+            Row(f"{name}, {routing}: perplexity of what it writes, unquantised", math.exp(statistics.mean(nats)), ""),
+            Row(f"{name}, {routing}: repeated", 100 * statistics.mean(again), "% of four in a row"),
         ]
     return found
 
