@@ -45,7 +45,7 @@ class Fitting:
         self.together: dict[int, list[ReadPoint]] = {}
         """What was measured, by the bytes of its widths."""
 
-    def widths(self, plan: Plan) -> Plan:
+    def widths(self, plan: Plan, memory_is_fixed: bool) -> Plan:
         """Those that leave as much of the loss to routing as it makes the better use of. `plan` is the smallest that
         holds by itself."""
         frontier = self.bonuses.frontier(plan)
@@ -57,7 +57,8 @@ class Fitting:
         allocated = ALLOCATORS[self.bench.settings.allocation](problem)
         losses = LossMap(self.choice.points(), float(allocated.costs[-1]))(allocated.costs)
         margin = judged.decisive - judged.loss
-        places = split(allocated.sizes, losses, frontier.sizes, routing, self.judge.planned_loss - margin)
+        target = self.judge.planned_loss - margin
+        places = split(allocated.sizes, losses, frontier.sizes, routing, target, memory_is_fixed)
         if places is None:
             return plan
         return self.choice.question.problem.priced(allocated[places[0]].assignment)
@@ -126,7 +127,7 @@ def fitted(
                 made[share] = fitting.fit(plan)
                 continue
             try:
-                together = fitting.widths(plan)
+                together = fitting.widths(plan, memory_is_fixed=asked >= LEAST_MEMORY)
                 if (left := _share(bench, together, asked, account)) != share:
                     share, fitting = left, Fitting(bench, references, choice, left, account)
                 made[share] = fitting.fit(together)

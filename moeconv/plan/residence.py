@@ -64,16 +64,20 @@ _LEAST = 0.1
 
 def split(
     sizes: npt.NDArray[np.int64], width_losses: npt.NDArray[np.float64], reads: npt.NDArray[np.int64],
-    routing_losses: npt.NDArray[np.float64], target: float,
+    routing_losses: npt.NDArray[np.float64], target: float, memory_is_fixed: bool = False,
 ) -> tuple[int, int] | None:  # fmt: skip
     """Places on both frontiers, sizes [plans] of widths and reads [plans] of routing, whose losses add up to no more
-    than the target, with the least product; None where no two do. Of equal ones the smaller loss of routing."""
+    than the target, with the least product; None where no two do. Of equal ones the smaller loss of routing.
+
+    Where memory is fixed, and not the share of the experts in it, wider experts are also missed more often, about as
+    often as they are larger: sizes count twice.
+    """
     best: tuple[float, float, int, int] | None = None
     for place, loss in enumerate(routing_losses.tolist()):
         holds = np.flatnonzero(width_losses + loss <= target)
         if not len(holds):
             continue
         size = int(holds[0])
-        found = (float(sizes[size]) * float(reads[place]), loss, size, place)
+        found = (float(sizes[size]) ** (2 if memory_is_fixed else 1) * float(reads[place]), loss, size, place)
         best = found if best is None or found < best else best
     return None if best is None else best[2:]

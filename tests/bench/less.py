@@ -30,19 +30,19 @@ from tests.cgroups import missing
 
 ASKED = ("wiki", "wikids")
 RACED = ("ssd", "nvme")
-SECONDS, ROUNDS, NEW_TOKENS = 1.0, 5, 32
+SECONDS, ROUNDS, NEW_TOKENS = 3.0, 5, 192
 
 
 def entries_of(name: str, packs: Mapping[float, Path], resident: Path) -> list[Entry]:
-    """The plain pack routed exactly and with each level, and that of --resident, with the same bytes for experts."""
-    plain, asked = PLAIN[name], str(prompts(name))
-    room = Packs(name, plain, plain, plain, None, None, NEW_TOKENS)
+    """The plain pack routed exactly and with each level, and that of --resident; each has room for that share of its
+    experts."""
+    plain, asked = PLAIN[name], str(prompts(PLAIN[name], "wiki"))
 
     def entry(what: str, pack: Path, share: float, prefers: str) -> Entry:
         setting = Setting(
-            str(pack), int(share * expert_bytes(plain)), prompts=asked, new_tokens=NEW_TOKENS, prefers=prefers
+            str(pack), int(share * expert_bytes(pack)), prompts=asked, new_tokens=NEW_TOKENS, prefers=prefers
         )
-        return of_setting(f"{what} {share:.0%}", setting, MOERT.warm_tokens, memory_bytes(room, share))
+        return of_setting(f"{what} {share:.0%}", setting, MOERT.warm_tokens, memory_bytes(alike(name, pack), share))
 
     entries = [
         of_setting(
@@ -57,12 +57,17 @@ def entries_of(name: str, packs: Mapping[float, Path], resident: Path) -> list[E
     return entries
 
 
+def alike(name: str, pack: Path) -> Packs:
+    """For what asks how much memory a pack gets."""
+    return Packs(name, pack, pack, pack, None, None, NEW_TOKENS)
+
+
 def raced_rows(
     name: str, found: Sequence[Level], resident: Path, devices: Sequence[str], failed: list[str]
 ) -> list[Row]:
-    packs = level_packs(name, found)
-    room = Packs(name, PLAIN[name], PLAIN[name], PLAIN[name], None, None, NEW_TOKENS)
-    rows = []
+    packs, room = level_packs(name, found), alike(name, PLAIN[name])
+    larger = expert_bytes(resident) / expert_bytes(PLAIN[name])
+    rows = [Row(f"{name}: experts of --resident to those of --loss alone", larger, "of their bytes")]
     for each in devices:
         device, where = DEVICES[each], f"{name}, {each}"
         disk = disk_bytes_per_s(room)

@@ -100,7 +100,7 @@ def add_paths(pack: Path, calibration: routing.Routing) -> None:
 def reference(name: str) -> Packs:
     """The demo's pack of a model, and the same model quantised alike throughout."""
     int4, half = (uniform_pack(name, bits) for bits in (4, 16))
-    return Packs(name, DEMO / f"{name}.pack", int4, half, None, prompts(name), REFERENCES[name])
+    return Packs(name, DEMO / f"{name}.pack", int4, half, None, prompts(DEMO / f"{name}.pack", name), REFERENCES[name])
 
 
 def uniform_pack(name: str, bits: int) -> Path:
@@ -118,15 +118,15 @@ def uniform_pack(name: str, bits: int) -> Path:
     return out
 
 
-def prompts(name: str) -> Path:
-    """Held-out inputs, or beginnings of held-out texts, as token ids, a line each."""
+def prompts(pack: Path, data: str) -> Path:
+    """Held-out inputs, or beginnings of held-out texts, of a set of calib_data/, as token ids of a pack, a line each."""
     from tokenizers import Tokenizer
 
-    out = FOLDER / f"{name}-prompts.jsonl"
+    out = FOLDER / f"{pack.stem}-prompts.jsonl"
     if not out.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        tokenizer = Tokenizer.from_file(str(DEMO / f"{name}.pack" / "tokenizer.json"))
-        lines = Path(f"build/data/{name}/heldout.jsonl").read_text(encoding="utf-8").splitlines()[:_PROMPTS]
+        tokenizer = Tokenizer.from_file(str(pack / "tokenizer.json"))
+        lines = Path(f"build/data/{data}/heldout.jsonl").read_text(encoding="utf-8").splitlines()[:_PROMPTS]
         rows = [json.loads(line) for line in lines]
         ids = [
             tokenizer.encode(row["input"]).ids

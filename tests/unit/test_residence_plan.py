@@ -58,22 +58,26 @@ def test_experts_that_nobody_counted_count_once() -> None:
 falls = st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 1)), min_size=1, max_size=12)
 
 
-@given(widths=falls, routing=falls, target=st.floats(0, 1.5))
+@given(widths=falls, routing=falls, target=st.floats(0, 1.5), memory_is_fixed=st.booleans())
 def test_the_pair_that_holds_with_the_least_product(
-    widths: list[tuple[int, float]], routing: list[tuple[int, float]], target: float
+    widths: list[tuple[int, float]], routing: list[tuple[int, float]], target: float, memory_is_fixed: bool
 ) -> None:
     sizes, reads = (np.array(sorted(size for size, _ in found), np.int64) for found in (widths, routing))
     losses, costs = (np.array(sorted((loss for _, loss in found), reverse=True)) for found in (widths, routing))
+
+    def product(one: int, two: int) -> float:
+        return float(sizes[one]) ** (2 if memory_is_fixed else 1) * float(reads[two])
+
     pairs = [
-        (float(sizes[one]) * float(reads[two]), float(costs[two]))
+        product(one, two)
         for one in range(len(sizes))
         for two in range(len(reads))
         if losses[one] + costs[two] <= target
     ]
-    found = split(sizes, losses, reads, costs, target)
+    found = split(sizes, losses, reads, costs, target, memory_is_fixed)
     if found is None:
         assert not pairs
     else:
         one, two = found
         assert losses[one] + costs[two] <= target
-        assert float(sizes[one]) * float(reads[two]) == pytest.approx(min(pairs)[0])
+        assert product(one, two) == pytest.approx(min(pairs))
