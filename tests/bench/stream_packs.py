@@ -119,7 +119,7 @@ def uniform_pack(name: str, bits: int) -> Path:
 
 
 def prompts(pack: Path, data: str) -> Path:
-    """Held-out inputs, or beginnings of held-out texts, of a set of calib_data/, as token ids of a pack, a line each."""
+    """Held-out inputs, or beginnings of held-out texts, of a set in calib_data/, as token ids of a pack."""
     from tokenizers import Tokenizer
 
     out = FOLDER / f"{pack.stem}-prompts.jsonl"

@@ -75,17 +75,24 @@ def sentences(result: Result) -> str:
     above = "decision of a layer above exact|.1f"
     same = "answers that differ over room, drive, batch and threads"
     words = over_routings("g2p, {}: words right|.1f", "%")
-    likely = over_routings("wiki, {}: perplexity of what it writes, unquantised|.0f")
-    again = over_routings("wiki, {}: repeated|.1f", "%")
+    written = ("wiki", "wikids")
+    likely = {name: over_routings(f"{name}, {{}}: perplexity of what it writes, unquantised|.0f") for name in written}
+    again = {name: over_routings(f"{name}, {{}}: repeated|.1f", "%") for name in written}
     said = [
         f"A layer's decision takes {{wiki: {above}}} µs more than exact routing's on wiki, {{wikids: {above}}} µs on "
         "wikids.",
         f"With exact routing, with that for half and with that for a quarter of the experts {words} of g2p's held-out "
-        f"words come out right; a thousand tokens that wiki writes freely have a perplexity of {likely} under the "
-        f"unquantised model, and repeat four tokens in a row in {again} of places.",
+        "words come out right. A thousand tokens that wiki writes freely have a perplexity of "
+        f"{likely['wiki']} under the unquantised model, wikids' {likely['wikids']}; four tokens in a row were there "
+        f"before in {again['wiki']} of places, {again['wikids']}.",
         "Answers that differ over room for experts, drive, batch and threads: "
         + ", ".join(f"{{{model}: {same}}} ({model})" for model in MODELS) + ".",
     ]  # fmt: skip
+    larger = "experts of --resident to those of --loss alone|.2f"
+    said.append(
+        f"Fitted to a quarter of the experts in memory, widths are larger: experts take {{wiki: {larger}}} times the "
+        f"bytes of those of --loss 5% alone on wiki, {{wikids: {larger}}} times on wikids."
+    )
     if llama is not None:
         exact = llama.replace("preferring", "exact")
         said.append(
