@@ -19,7 +19,7 @@ from pathlib import Path
 from moeconv.artifacts import ConversionReport
 from tests.bench import less_function, less_shaped
 from tests.bench.contenders import MOERT, RESIDENT
-from tests.bench.less_packs import BEYOND, PLAIN, SHARES, Level, converted, level_packs, levels
+from tests.bench.less_packs import BEYOND, PLAIN, SHARES, Level, converted, level_packs, levels, text_of
 from tests.bench.less_rows import against_alone, asked_rows, speed_rows
 from tests.bench.race import Device, Entry, of_setting, race
 from tests.bench.result import Row, context, table, write
@@ -36,7 +36,7 @@ SECONDS, ROUNDS, NEW_TOKENS = 3.0, 5, 192
 def entries_of(name: str, packs: Mapping[float, Path], resident: Path) -> list[Entry]:
     """The plain pack routed exactly and with each level, and that of --resident; each has room for that share of its
     experts."""
-    plain, asked = PLAIN[name], str(prompts(PLAIN[name], "wiki"))
+    plain, asked = PLAIN[name], str(prompts(PLAIN[name], text_of(name)))
 
     def entry(what: str, pack: Path, share: float, prefers: str) -> Entry:
         setting = Setting(

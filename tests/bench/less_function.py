@@ -17,6 +17,7 @@ from moert.generation.settings import GenerationSettings
 from moert.models.model import Model
 from moert.models.recent import Recent
 from moert.models.router import PreferringRouter
+from tests.bench.less_packs import text_of
 from tests.bench.result import Row, row_of_runs
 
 ROUTINGS = ("exact", "50%", "25%")
@@ -36,7 +37,7 @@ def rows(packs: Mapping[str, Path]) -> list[Row]:
 
 def texts(name: str, count: int) -> list[str]:
     """Held-out inputs, or beginnings of held-out texts."""
-    path = Path(f"build/data/{'wiki' if name == 'wikids' else name}/heldout.jsonl")
+    path = Path(f"build/data/{text_of(name)}/heldout.jsonl")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
     return [row["input"] if "input" in row else " ".join(row["text"].split()[:TEXT_WORDS]) for row in rows]
 

@@ -51,6 +51,13 @@ def settings_of(name: str) -> Settings:
     return replace(recipe.settings, out=FOLDER / f"{name}.pack", resident=SHARES)
 
 
+def text_of(name: str) -> str:
+    """The set in calib_data/ that a model's recipe names."""
+    named = settings_of(name).calib
+    assert named is not None
+    return named
+
+
 def converted(name: str) -> tuple[Path, ConversionReport]:
     """A pack whose widths and routing keep the loss together."""
     FOLDER.mkdir(parents=True, exist_ok=True)
