@@ -13,9 +13,10 @@ from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.dense import dense_of
 from moeconv.report.units import size
-from moeconv.source.checkpoint import Checkpoint, has_weights
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.features import features
 from moeconv.source.outline import CONFIG, Outline, find
+from moeconv.source.tensors import has_weights
 from moert.pack.model_spec import ModelSpec
 
 DENSE_BITS = (None, 8)

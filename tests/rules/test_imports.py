@@ -45,7 +45,7 @@ ASKS = {"moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"
 STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
 INSIDE = {
-    "moeconv.source": [("features", "outline"), ("checkpoint", "experts")],
+    "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts")],
     "moeconv.quantizers": [("moments",), ("coder",), ("dense",)],
     "moeconv.measure": [("scorers",), ("evaluation", "loaded", "workdir"), ("trial",), ("assignments",)],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
