@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
@@ -47,7 +47,7 @@ def check(model: str, host: Host) -> Checked:
     path = Path(model)
     outline, notes = _opened(path if path.is_file() else find(model, weights=False))
     spec, computed = outline.spec, outline.description.computed
-    quantizer = QUANTIZERS[Settings.quantizer](Settings.group_size)
+    quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
     storage = Storage(quantizer.group_size, outline.description.mxfp4)
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if notes is None else notes

@@ -24,6 +24,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 F32 = npt.NDArray[np.float32]
 
 TOKENIZER = "tokenizer.json"
+_PAGE = 4096  # bytes that come into memory together
 TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model", "chat_template.jinja",
@@ -112,6 +113,13 @@ class Checkpoint:
             found = self._shaped(source, self.spec.projection_shape(projection)).float()
             weights[projection] = found.contiguous().numpy()
         return weights
+
+    def touch(self, key: ExpertKey) -> None:
+        """Reads one expert and forgets it: the system keeps in memory what it can. Raises CheckpointError."""
+        for projection in self.spec.moe.ffn.projections:
+            source = self.description.experts(key, projection)
+            for name in source.names:
+                self.tensors.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
 
     def biases(self, key: ExpertKey) -> dict[str, F32]:
         """Projection → bias [out] of one expert; nothing where experts have none. Raises CheckpointError."""
