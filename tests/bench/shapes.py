@@ -23,6 +23,7 @@ from moeconv.source.tensors import INDEX
 from moert.pack.files import write_atomically
 from tests.bench.shape_list import MODELS, Stored, config_of
 from tests.bench.virtual import SEED, VirtualTensors
+from tests.bench.virtual_run import mark
 from tests.published import PUBLISHED
 
 TOKENIZER = Path("recipes/models/wiki")
@@ -128,6 +129,7 @@ def main() -> int:
         return _refused(f"{asked.out} is there already: name another folder with --out, or remove it")
     if asked.virtual:
         write_outline(asked.model, asked.layers, asked.out)
+        mark(asked.out, depth_of(asked.model), asked.seed)
         return 0
     tensors = VirtualTensors(config, depth_of(asked.model), asked.seed)
     if (lacks := _room(tensors.nbytes, asked.out)) is not None:

@@ -98,7 +98,8 @@ def test_the_converter_finds_all_it_needs(tmp_path: Path, model: str) -> None:
 def test_numbers_follow_from_the_seed_and_the_name(tmp_path: Path, model: str) -> None:
     config = small(model) | ({"first_k_dense_replace": 1} if model == "deepseek-v3" else {})
     one, same, other = (VirtualTensors(config, LAYERS, seed) for seed in (7, 7, 8))
-    cut = VirtualTensors(config | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, LAYERS, 7)
+    fewer = {"num_hidden_layers": 2} | {name: config[name][:2] for name in ("layer_types",) if name in config}
+    cut = VirtualTensors(config | fewer, LAYERS, 7)
     names = [name for name in one.names if ".layers.1." in name]
     for name in reversed(names):
         assert alike(one.fetch(name), same.fetch(name)), name
@@ -140,7 +141,7 @@ def test_a_name_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("model", sorted(set(MODELS) - CODED))
 def test_tokens_go_to_experts_as_in_trained_models(tmp_path: Path, model: str) -> None:
-    """What files hold is run by transformers: logits are spread like a trained model's, and no layer is lost in noise."""
+    """What files hold is run by transformers: logits are spread like a trained model's, no layer is lost."""
     config = small(model) | {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes.write_weights(VirtualTensors(config, LAYERS, 3), tmp_path, 40_000_000)
@@ -165,7 +166,7 @@ def test_files_hold_what_is_made_when_it_is_read(tmp_path: Path, model: str, mon
     monkeypatch.setattr(shapes, "AT_ONCE_BYTES", 100_000)
     config = small(model) | ({"n_routed_experts": 16} if model == "deepseek-v3" else {})
     tensors = VirtualTensors(config, LAYERS, 3)
-    shapes.write_weights(tensors, tmp_path, 20_000_000)
+    shapes.write_weights(tensors, tmp_path, 4_000_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == set(tensors.names)
     assert index["metadata"]["total_size"] == tensors.nbytes
