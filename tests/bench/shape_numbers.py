@@ -10,6 +10,7 @@ smaller again. Through them routers prefer some experts whatever the token is.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -68,13 +69,13 @@ class Numbers:
     @cached_property
     def fp8(self) -> torch.Tensor:
         """The pool's numbers in steps of 1/64, float8_e4m3fn [POOL]."""
-        return torch.cat([(part.float() * _FP8_STEP).to(torch.float8_e4m3fn) for part in self.pool.split(1 << 20)])
+        return torch.cat([(part.float() * _FP8_STEP).to(torch.float8_e4m3fn) for part in _pieces(self.pool)])
 
     @cached_property
     def fp4(self) -> torch.Tensor:
         """Pairs of the pool's numbers as two codes of E2M1 to a byte, uint8 [POOL // 2]."""
         edges, found = torch.tensor(_FP4_EDGES), []
-        for part in self.pool[: POOL // 2 * 2].split(1 << 20):
+        for part in _pieces(self.pool[: POOL // 2 * 2]):
             values = part.float() * _FP4_STEP
             codes = torch.bucketize(values.abs(), edges, out_int32=True) | (values < 0).int() << 3
             found.append((codes[0::2] | codes[1::2] << 4).to(torch.uint8))
@@ -109,7 +110,7 @@ class Numbers:
         size = prod(of.shape[1:])
         found = torch.empty((stop - start) * size, dtype=pool.dtype)
         if len(of.shape) > 2:
-            for row, into in zip(range(start, stop), found.split(size), strict=True):
+            for row, into in zip(range(start, stop), found.view(stop - start, size), strict=True):
                 _fill(into, pool, self._place(of.name, row), factor)
         else:
             _fill(found, pool, self._place(of.name) + start * size, factor)
@@ -174,6 +175,11 @@ def mixed(router: Router, num_experts: int) -> float:
     best = scores.topk(router.top_k, 1).values
     weights = best / best.sum(1, keepdim=True) if router.renormalise else best
     return float((weights * router.factor).square().sum(1).mean().sqrt())
+
+
+def _pieces(pool: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of a million numbers: what they become on the way takes more room than they do."""
+    return (pool[at : at + (1 << 20)] for at in range(0, len(pool), 1 << 20))
 
 
 def _fill(into: torch.Tensor, pool: torch.Tensor, place: int, factor: float | None) -> None:
