@@ -45,9 +45,11 @@ ASKS = {"moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"
 STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
 INSIDE = {
-    "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts")],
+    "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts", "skeleton")],
     "moeconv.quantizers": [("moments",), ("coder",), ("dense", "alone")],
-    "moeconv.measure": [("scorers",), ("evaluation", "loaded", "workdir"), ("trial",), ("assignments",)],
+    "moeconv.measure": [
+        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("trial", "layered"), ("assignments",),
+    ],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone",), ("emit", "paths", "verify")],
