@@ -66,7 +66,8 @@ class _Process:
         holds a reference of the job, which only the first task fetches."""
         import ray
 
-        self._worker = self._worker or make(ray.get(lent[0]))
+        if self._worker is None:
+            self._worker = make(ray.get(lent[0]))
         return self._worker.measure(task)
 
 
