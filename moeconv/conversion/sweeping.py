@@ -17,7 +17,7 @@ from moeconv.promise.standing import unreached_text
 from moeconv.sweep.memory import blocks_for
 from moeconv.sweep.runners import runner_for
 from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
-from moeconv.sweep.worker import SweepJob
+from moeconv.sweep.worker import SweepJob, SweepWorker
 
 RACING_BLOCKS, RACING_SPAN = 8, 0.1
 
@@ -53,7 +53,7 @@ def swept(bench: Bench, job: SweepJob, widths: Sequence[int], samples_id: str, a
     with (
         account.step("sweep", bench.journal),
         account.progress("sweep", sweep.missing()) as bar,
-        runner_for(settings.cluster, lambda: bench.trial, reads) as runner,
+        runner_for(settings.cluster, SweepWorker, reads, lambda job: SweepWorker(job, bench.trial)) as runner,
     ):
         sweep.run(runner, bar)
     if settings.signal == "metric":
