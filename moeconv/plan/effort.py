@@ -32,8 +32,8 @@ class Rules:
     passes: int = 12  # references on both texts, moments, 8 plans of the search, the chosen one on held-out text
     sweep_widths: int = 2  # those on both sides of the target
     sweep_share: float = 0.43  # operations of the sweep, of full evaluations: docs/results/sweep.json, wiki
-    codings: int = 3  # each weight at the two widths, and once more for the pack, where codes stay in memory
-    codings_anew: int = 12  # where they do not: for each of the passes that judges a plan, too
+    codings: int = 3  # each weight at the sweep's base and at the two widths, where codes stay in memory
+    codings_anew: int = 13  # where they do not: these, and again for 8 plans, the held-out text and the pack
     kept_bytes: int = 256 << 20  # of codes that stay: CACHE_BYTES of moeconv.quantizers.coder
     float32_bytes: int = 4  # a parameter in memory while it is measured
 
