@@ -34,6 +34,7 @@ OF_MODEL = {"memory", "drive"}
 _OPTIONS = {"whole_curve": "--curve"}
 _INDEX = "model.safetensors.index.json"
 _MXFP4_BITS = 4.25  # a weight, its share of a scale counted
+_SLOWEST = 1e6  # bytes a second; who writes less meant another unit
 _LARGE_BYTES = 1 << 20  # of a piece: a drive that was measured with less is faster than that says
 _HEADING = (
     ("experts", "bits a", "the", "pack", "smallest", "memory", "experts", "found", "a token", "tokens/s"),
@@ -103,11 +104,14 @@ def where(machine: Mapping[str, Any], memory: int | None, drive: str | None) -> 
 
 
 def parse_speed(text: str) -> float:
-    """'500MB/s' or '3GB/s' → bytes a second. Raises SettingsError."""
+    """'500MB/s' or '3GB/s' → bytes a second. Raises SettingsError, also for what no drive has been as slow as."""
     try:
-        return float(parse_size(text.strip().removesuffix("/s")))
+        speed = float(parse_size(text.strip().removesuffix("/s")))
     except NotASize:
-        raise SettingsError(f"--drive {text!r} is not a speed: expected one like 500MB/s or 3GB/s") from None
+        speed = 0.0
+    if speed < _SLOWEST:
+        raise SettingsError(f"--drive {text!r} is not the speed of a drive: expected one like 500MB/s or 3GB/s")
+    return speed
 
 
 def asked(model: str, memory: str | None, drive: str | None) -> Expected:

@@ -13,19 +13,21 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 
 @dataclass(frozen=True)
 class Mixture:
-    """A `share` of the experts at the width `high`, spread evenly over each layer, all others at `low`.
+    """A `share` of the experts at the width `high`, spread evenly over all layers, all others at `low`.
 
-    `bits_per_weight`: scales, minima and biases counted.
+    `bits_per_weight`: scales and minima counted. `per_layer`: experts in each layer.
     """
 
     low: int
     high: int
     share: float
     bits_per_weight: float
+    per_layer: int
 
     def width(self, key: ExpertKey) -> int:
-        """Of one expert: which of a layer get the higher one is of no account here, only how many."""
-        return self.high if int((key.expert + 1) * self.share) > int(key.expert * self.share) else self.low
+        """Of one expert: which of them get the higher one is of no account here, only how many."""
+        place = key.layer * self.per_layer + key.expert
+        return self.high if int((place + 1) * self.share) > int(place * self.share) else self.low
 
     def parts(self) -> Mapping[int, float]:
         """Width → share of the experts."""
@@ -42,7 +44,7 @@ def effective_bits(spec: ModelSpec, storage: Storage, bits: int) -> float:
 
 def uniform(spec: ModelSpec, storage: Storage, bits: int) -> Mixture:
     """All experts at one width."""
-    return Mixture(bits, bits, 0.0, effective_bits(spec, storage, bits))
+    return Mixture(bits, bits, 0.0, effective_bits(spec, storage, bits), spec.moe.n)
 
 
 def mixture(spec: ModelSpec, storage: Storage, widths: Sequence[int], bits_per_weight: float) -> Mixture | None:
@@ -51,5 +53,5 @@ def mixture(spec: ModelSpec, storage: Storage, widths: Sequence[int], bits_per_w
     found = sorted((effective_bits(spec, storage, bits), bits) for bits in widths)
     for (less, low), (more, high) in pairwise(found):
         if less <= bits_per_weight <= more:
-            return Mixture(low, high, (bits_per_weight - less) / (more - less), bits_per_weight)
+            return Mixture(low, high, (bits_per_weight - less) / (more - less), bits_per_weight, spec.moe.n)
     return None

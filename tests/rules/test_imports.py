@@ -56,7 +56,7 @@ INSIDE = {
         ("references", "widths", "sweeping", "bonuses"), ("choice", "profile"), ("residence",), ("conversion",),
         ("api",),
     ],
-    "moeconv.command": [("recipe", "check"), ("cli",)],
+    "moeconv.command": [("recipe", "check"), ("forecast",), ("cli",)],
 }  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [
