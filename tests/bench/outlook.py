@@ -1,4 +1,4 @@
-"""`python -m tests.bench.outlook`: how far off are the tokens a second that `moeconv plan` expects?
+"""`make bench-outlook`: how far off are the tokens a second that `moeconv plan` expects?
 
 What docs/results/stream.json and less.json measured, beside what is expected of a pack of that shape at that share of
 room and that speed of the drive. Nothing of a streamed run goes into what is expected of it but the speed of the drive;
@@ -21,8 +21,7 @@ from moeconv.plan.problem import Storage
 from moert.pack.manifest import Dense
 from tests.bench.outlook_machine import BITS_PER_WEIGHT, RESULTS, work_of
 from tests.bench.result import Result, Row, context, read, table, write
-from tests.bench.shaped import GROUP, OLMOE
-from tests.bench.stream_packs import DENSE
+from tests.bench.shaped import DENSE, GROUP, OLMOE
 
 AIM = 0.25
 DEVICES = {"board": 100e6, "ssd": 500e6, "nvme": None}
@@ -98,10 +97,26 @@ def known_rate(case: Case) -> float:
     return next(each for each in references() if each.name == name).hit_rate(case.share)
 
 
+def whole_rows(less: Result) -> list[Row]:
+    """With all experts in memory, on the machine that is stated. wiki and wikids say there what a layer costs."""
+    found = []
+    for model in ("wiki", "wikids", "olmoe-shaped"):
+        name = f"less, {model}, all in memory"
+        measured = less.by_name[f"{model}, ssd: moert, all in memory: decode"].value
+        said = 1 / token_s(work(model), stated().processor, Drive(1e12, 1e12), 1.0)
+        found += [
+            Row(f"{name}: measured", measured, "tokens/s"),
+            Row(f"{name}: expected", said, "tokens/s"),
+            Row(f"{name}: off by, all in memory", 100 * (said / measured - 1), "%"),
+        ]
+    return found
+
+
 def rows() -> list[Row]:
     """Of each run, and the medians of how far off, with hit rates as known before and as measured then."""
     found, errors = list[Row](), {"known": list[float](), "measured": list[float]()}
-    for case in cases(read(RESULTS / "stream.json"), read(RESULTS / "less.json")):
+    stream, less = read(RESULTS / "stream.json"), read(RESULTS / "less.json")
+    for case in cases(stream, less):
         said = {"known": expected(case, known_rate(case)), "measured": expected(case, case.hits)}
         off = {which: speed / case.measured - 1 for which, speed in said.items()}
         for which, each in off.items():
@@ -118,6 +133,7 @@ def rows() -> list[Row]:
         ]
     return [
         *found,
+        *whole_rows(less),
         Row("all: off by, median", 100 * median(errors["known"]), "%").at_most(100 * AIM),
         Row("all: off by, median, with the hits of those runs", 100 * median(errors["measured"]), "%"),
         Row("all: within the aim", sum(each <= AIM for each in errors["known"]), f"of {len(errors['known'])} runs"),
