@@ -140,7 +140,8 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     ]
     found = forecasts(prospects, like, place.processor, place.drive, place.memory_bytes)
     source = source_bytes(path, outline, numbers)
-    tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, place.memory_bytes)
+    room = machine["memory"]["free_bytes"] or place.memory_bytes  # of this machine, which converts
+    tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)
     subject = Subject(spec, numbers, source, _four_bits(found))
     efforts = {"without_text": without_text(subject, tools), "with_text": with_text(subject, tools)}
     return Expected(model, spec, numbers, source, place, like, found, efforts)
