@@ -130,14 +130,14 @@ class SweepCost:
 class DenseReport:
     """The matrices outside the experts, where some have widths: `bits` of each role that has one. `nbytes` are those of
     all tensors outside the experts, `source_nbytes` what they had in the source. `alone` is the loss with the experts
-    unquantised, on the text of `ConversionReport.calibration`."""
+    unquantised, on the text of `ConversionReport.calibration`; None where there was no text."""
 
     quantizer: str
     group_size: int
     bits: Mapping[str, int]
     nbytes: int
     source_nbytes: int
-    alone: LossEstimate
+    alone: LossEstimate | None
 
 
 @dataclass(frozen=True)

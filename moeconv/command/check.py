@@ -7,15 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.dense import dense_of
 from moeconv.report.units import size
-from moeconv.source.checkpoint import Checkpoint, has_weights
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.features import features
 from moeconv.source.outline import CONFIG, Outline, find
+from moeconv.source.tensors import has_weights
 from moert.pack.model_spec import ModelSpec
 
 DENSE_BITS = (None, 8)
@@ -45,7 +46,7 @@ def check(model: str, host: Host) -> Checked:
     """`model`: a directory, a config.json, or a hub id. Raises CheckpointError for what can't be converted."""
     outline, notes = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
-    quantizer = QUANTIZERS[Settings.quantizer](Settings.group_size)
+    quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
     storage = Storage(quantizer.group_size, outline.description.mxfp4)
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if notes is None else notes

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from moeconv.command.recipe import Recipe
     from moeconv.conversion.settings import Settings
-    from moeconv.sweep.sensitivity import Bar
+    from moeconv.progress import Bar
 
 app = typer.Typer(
     help="Turn a Mixture-of-Experts checkpoint into a model.pack at a loss that you choose.",
@@ -91,10 +91,11 @@ def quantize(
                                       "f1, or the path of an evaluate module. Default: what fits the text.")
     ] = None,
     quantizer: Annotated[
-        str, typer.Option(help="channel: even steps from the smallest to the largest weight of each output channel. "
-                               "group: scales fitted by least squares, for each group of inputs. gptq: codes chosen so "
-                               "that later weights make up for the rounding errors of earlier ones.")
-    ] = "gptq",
+        str | None, typer.Option(help="channel: even steps from the smallest to the largest weight of each output "
+                               "channel. group: scales fitted by least squares, for each group of inputs. gptq: codes "
+                               "chosen so that later weights make up for the rounding errors of earlier ones. Default: "
+                               "gptq; group without --calib.")
+    ] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Inputs per scale: 32, 64 or 128. Default: 64 for group, all of a channel for "
                                       "gptq.")
@@ -104,7 +105,8 @@ def quantize(
     per_projection: Annotated[
         bool, typer.Option("--per-projection", help="Measure gate, up and down apart, and give each its own width.")
     ] = False,
-    bits: Annotated[str, typer.Option(help="Widths that experts may get. 16 alone writes an unquantised pack.")]
+    bits: Annotated[str, typer.Option(help="Widths that experts may get. One alone needs no --calib; 16 alone writes "
+                                           "an unquantised pack.")]
     = "2,3,4,8,16",
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "
@@ -337,10 +339,10 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _progress(label: str, total: int) -> AbstractContextManager[Bar]:
+def _progress(label: str, total: int, unit: str = "probe") -> AbstractContextManager[Bar]:
     from moeconv.command.progress import bar
 
-    return bar(label, total)
+    return bar(label, total, unit)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,6 +19,8 @@ def conversion_table(report: ConversionReport, out: str) -> str:
     """The result of `moeconv quantize`."""
     sizes = report.expert_bytes
     lines = [f"{out}: {report.model}, quantizer {report.quantizer}", ""]
+    if report.calibration is None:
+        lines += ["  no text was given: what this pack loses was not measured", ""]
     if report.calibration and report.heldout:
         lines += [
             f"  loss is how much worse {report.metric} is than the unquantised model's, relative to it; "
@@ -37,8 +39,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         *_dense(report),
         *_residences(report.residences, report.confidence),
         *_sweep(report),
-        f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s"
-        f"{_reused(report)}",
+        _took(report),
     ]
     return "\n".join(lines)
 
@@ -124,9 +125,11 @@ def _dense(report: ConversionReport) -> list[str]:
     dense = report.dense
     if dense is None:
         return []
-    alone = f"{dense.alone.loss:.2%} (95% interval {dense.alone.low:+.2%} to {dense.alone.high:+.2%})"
+    lost, alone = dense.alone, ""
+    if lost is not None:
+        alone = f"; by themselves they lose {lost.loss:.2%} (95% interval {lost.low:+.2%} to {lost.high:+.2%})"
     return [
-        f"  dense matrices: {width_text(dense.bits)}; by themselves they lose {alone}",
+        f"  dense matrices: {width_text(dense.bits)}{alone}",
         f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
     ]
 
@@ -167,6 +170,15 @@ def _sweep(report: ConversionReport) -> list[str]:
         f"  sweep: {cost.probes} probes in {cost.seconds:.0f} s{stopped}, {cost.flops / cost.naive_flops:.0%} of the "
         f"operations in experts of full evaluations{ties}"
     ]
+
+
+def _took(report: ConversionReport) -> str:
+    if report.calibration is None:
+        return f"  this run {report.seconds:.0f} s until the pack was written"
+    return (
+        f"  {report.evaluations} plans measured, {report.evaluation_seconds:.0f} s; this run {report.seconds:.0f} s"
+        f"{_reused(report)}"
+    )
 
 
 def _reused(report: ConversionReport) -> str:

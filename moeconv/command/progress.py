@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from moeconv.sweep.sensitivity import Bar
+    from moeconv.progress import Bar
 
 LINE_EVERY_S = 30.0
 
 
 @contextmanager
-def bar(label: str, total: int) -> Iterator[Bar]:
-    """A bar over `total` measurements."""
+def bar(label: str, total: int, unit: str = "probe") -> Iterator[Bar]:
+    """A bar over `total` of what `unit` names."""
     if sys.stderr.isatty():
-        with tqdm(desc=label, total=total, unit="probe") as shown:
+        with tqdm(desc=label, total=total, unit=unit) as shown:
             yield shown
     else:
         yield _Lines(label, total)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from moeconv.artifacts import Step
 from moeconv.measure.journal import Journal
-from moeconv.sweep.sensitivity import Bar
-
-Progress = Callable[[str, int], AbstractContextManager[Bar]]
+from moeconv.progress import Progress
 
 
 class Account:

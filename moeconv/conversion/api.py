@@ -45,7 +45,7 @@ def quantize(
                 said[name] = parse(said[name])
         kept = Path(work) if work is not None else place.parent / f"{place.name}.work"
         settings = settings_of({"model": os.fspath(model), **said}, place, kept)
-        return Conversion(settings, say, lambda label, total: nullcontext(_Silent())).run()[1]
+        return Conversion(settings, say, lambda label, total, unit="probe": nullcontext(_Silent())).run()[1]
     except (ConversionError, PackError) as error:
         error.args = (as_entries(str(error)), *error.args[1:])
         raise

@@ -31,7 +31,7 @@ class Coding:
         """Raises CheckpointError, UnsupportedModel or SettingsError."""
         checkpoint = Checkpoint.open(settings.model)
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
-        quantizer = QUANTIZERS[settings.quantizer](settings.group_size)
+        quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
         return cls(checkpoint, quantizer, DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits)))
 
     @property

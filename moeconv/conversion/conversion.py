@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from moeconv.artifacts import ConversionReport, uniform
-from moeconv.conversion.account import Account, Progress
+from moeconv.artifacts import ConversionReport
+from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.conversion.choice import Choice
 from moeconv.conversion.coding import Coding
@@ -20,13 +20,14 @@ from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
+from moeconv.conversion.textless import textless_widths
 from moeconv.conversion.widths import dense_alone, widths_worth_probing
 from moeconv.measure.workdir import INPUTS, RESIDENCES, WorkDir
 from moeconv.plan.problem import Plan
+from moeconv.progress import Progress
 from moeconv.promise.judging import Judge, estimate
 from moeconv.promise.looks import look
 from moeconv.promise.standing import bound_doubt, looks_text, standing
-from moeconv.source.checkpoint import TOKENIZER
 from moeconv.sweep.worker import SweepJob
 from moert.pack.manifest import Manifest
 from moert.pack.reader import is_pack
@@ -72,12 +73,8 @@ class Conversion:
             return self._measured(bench, job, work, conversion_of(subject, settings))
 
     def _unmeasured(self, coding: Coding) -> tuple[Manifest, ConversionReport]:
-        if not (coding.checkpoint.path / TOKENIZER).is_file() and coding.checkpoint.spelled is None:
-            self.account.say(f"note: {coding.checkpoint.path} has no {TOKENIZER}: the pack can't be run on text")
-        outcome = Outcome(uniform(coding.spec, 16))
-        return deliver(
-            self.settings, coding.experts(None), coding.dense, outcome, self.account.seconds(), self._lost_paths
-        )
+        outcome = Outcome(textless_widths(self.settings, coding, self.account))
+        return deliver(self.settings, coding.experts(None), coding.dense, outcome, self.account, self._lost_paths)
 
     def _measured(
         self, bench: Bench, job: SweepJob, work: WorkDir, conversion: str
@@ -107,7 +104,7 @@ class Conversion:
             curve=choice.curve(plan),
             dense_alone=dense,
         )
-        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account.seconds(), self._lost_paths)
+        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost_paths)
 
     def _count_looks(self, bench: Bench, judge: Judge, conversion: str) -> int:
         texts = (f"{bench.coding.checkpoint.sha256} {text}" for text in bench.material.judged_texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,19 +24,24 @@ from moeconv.artifacts import (
     SweepCost,
 )  # fmt: skip
 from moeconv.calibration import Splits
+from moeconv.conversion.account import Account
 from moeconv.conversion.settings import Settings
+from moeconv.errors import ConversionError
 from moeconv.measure.evaluation import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
 from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
+from moeconv.report.units import size
 from moert.pack.errors import PackError
+from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, is_pack
 from moert.pack.trace import TRACE
+from moert.pack.writer import partial_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def deliver(
     coder: ExpertCoder,
     dense: DenseCoder,
     outcome: Outcome,
-    seconds: float,
+    account: Account,
     lost_paths: Callable[[], None],
 ) -> tuple[Manifest, ConversionReport]:
     """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
@@ -84,7 +90,9 @@ def deliver(
     `lost_paths` is called at the end.
     """
     profile = _profile_in(settings.out)
-    report = replace(_report(settings, coder, outcome, seconds), dense=_dense_report(dense, outcome.dense_alone))
+    report = replace(
+        _report(settings, coder, outcome, account.seconds()), dense=_dense_report(dense, outcome.dense_alone)
+    )
     document = artifacts.to_json(report)
     for name in ("dense", "standing", "residences"):
         if not document[name]:
@@ -101,10 +109,33 @@ def deliver(
     label = Label(
         f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile, preferences
     )
-    manifest = emit(coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense)
+    check_room(settings.out, _needed_bytes(coder, outcome.widths, dense))
+    with account.progress("writing", len(outcome.widths), "expert") as bar:
+        manifest = emit(coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar)
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
     return manifest, report
+
+
+def check_room(out: Path, needed_bytes: int) -> None:
+    """Raises ConversionError where the disk that `out` goes to has less room than that. What an interrupted run has
+    left there is used again, or removed."""
+    there = next(path for path in out.parents if path.exists())
+    left = (path for path in partial_of(out).rglob("*") if path.is_file())
+    free = shutil.disk_usage(there).free + sum(path.stat().st_size for path in left)
+    if free < needed_bytes:
+        raise ConversionError(
+            f"{out} needs {size(needed_bytes)}, and its disk has {size(free)} free: free some space, or choose another "
+            "place with --out"
+        )
+
+
+def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder) -> int:
+    """What a pack takes on the disk at most."""
+    spec = coder.checkpoint.spec
+    experts = _expert_bytes(spec, widths, Storage(coder.quantizer.group_size, coder.mxfp4))["pack"]
+    padding = len(widths) * choose_page_bytes(spec)
+    return experts + padding + dense.backbone_bytes()[0]
 
 
 def _profile_in(root: Path) -> Profile | None:
@@ -164,7 +195,6 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
 def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport | None:
     if coder.dense is None:
         return None
-    assert alone is not None, "what dense widths lose is always measured"
     stored, source = coder.backbone_bytes()
     return DenseReport(coder.dense.quantizer, coder.dense.group_size, coder.dense.bits, stored, source, alone)
 

@@ -21,12 +21,14 @@ from moert.pack.sizes import NotASize, parse_size
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
 DEFAULT_TARGET = Target("loss", 0.05)
+"""It stands for a target that was not said; one that was is another object, and may be equal."""
+DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
+DEFAULT_ALLOCATION = "knapsack"
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
 _OF_TEXT = (
-    "target", "margin", "confidence", "heldout", "fields", "metric", "quantizer", "group_size", "allocation", "signal",
-    "per_projection", "samples", "sweep_samples", "heldout_samples", "max_new_tokens", "memory_bytes", "racing",
-    "cluster", "strict", "resident",
+    "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
+    "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident",
 )  # fmt: skip
 """What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
@@ -41,7 +43,8 @@ class Settings:
     the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
     a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
-    widths are fitted to the first."""
+    widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
+    where there is no calibration text."""
 
     model: str
     out: Path
@@ -53,9 +56,9 @@ class Settings:
     heldout: str | None = None
     fields: Mapping[str, str] | None = None
     metric: str | None = None
-    quantizer: str = "gptq"
+    quantizer: str | None = None
     group_size: int | None = None
-    allocation: str = "knapsack"
+    allocation: str = DEFAULT_ALLOCATION
     signal: str = "kl"
     per_projection: bool = False
     bits: tuple[int, ...] = WIDTHS
@@ -73,7 +76,8 @@ class Settings:
     resident: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_choice("--quantizer", self.quantizer, QUANTIZERS)
+        if self.quantizer is not None:
+            check_choice("--quantizer", self.quantizer, QUANTIZERS)
         check_ranking(self.allocation, self.signal)
         if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
             find_metric(self.metric)
@@ -92,13 +96,27 @@ class Settings:
     def _check_text(self) -> None:
         if self.calib is not None:
             return
-        if self.bits != (16,):
-            raise SettingsError("--calib is missing: name a set in calib_data/ or a file; only --bits 16 goes without")
-        if self.dense_bits is not None:
+        if self.quantizer == DEFAULT_QUANTIZER:
             raise SettingsError(
-                "--calib is missing: what --dense-bits loses is measured; name a set in calib_data/ or a file"
+                f"--quantizer {DEFAULT_QUANTIZER} looks at text: give --calib, or take --quantizer {TEXTLESS_QUANTIZER}"
             )
-        options = {"target": _TARGET_OPTIONS[self.target.kind], "memory_bytes": "--memory"}
+        if self.target.kind == "loss" and self.target is not DEFAULT_TARGET:
+            raise SettingsError("--loss is measured on text: give --calib, or say --bits 4 or --bits-per-weight 3.2")
+        if self.target.kind == "loss" and len(set(self.bits)) > 1:
+            raise SettingsError(
+                "--calib is missing: name a set in calib_data/ or a file; or go without text, where no loss is "
+                "measured, by one width for all experts (--bits 4) or a size for all of them (--bits-per-weight 3.2)"
+            )
+        if self.target.kind != "loss" and len(set(self.bits)) == 1:
+            raise SettingsError(
+                f"{_TARGET_OPTIONS[self.target.kind]} has no effect on --bits {self.bits[0]}: leave one of them out"
+            )
+        if self.target.kind == "loss" and self.allocation != DEFAULT_ALLOCATION:
+            raise SettingsError("--allocation has no effect on one width for all experts: leave it out")
+        if self.bits == (16,) and (self.quantizer, self.group_size) != (None, None):
+            said = "--group-size" if self.quantizer is None else "--quantizer"
+            raise SettingsError(f"{said} has no effect on --bits 16: leave it out")
+        options = {"memory_bytes": "--memory"}
         for field in fields(self):
             if field.name in _OF_TEXT and getattr(self, field.name) != field.default:
                 option = options.get(field.name, f"--{field.name.replace('_', '-')}")
@@ -128,6 +146,12 @@ class Settings:
                 f"--resident {resident_text(self.resident)}: expected different shares of the experts below 100%, or "
                 "sizes of memory such as 2GB"
             )
+
+    @property
+    def coded_by(self) -> str:
+        """The quantizer that is used."""
+        usual = TEXTLESS_QUANTIZER if self.calib is None else DEFAULT_QUANTIZER
+        return usual if self.quantizer is None else self.quantizer
 
     @property
     def planned_loss(self) -> float:

@@ -37,7 +37,7 @@ def job_of(coding: Coding, material: Material, moments: Path | None) -> SweepJob
     if settings.racing is not None:
         blocks = min(max(blocks, RACING_BLOCKS), material.ranked.samples)
     return SweepJob(
-        coding.checkpoint.path.absolute(), settings.quantizer, settings.group_size, moments, material.ranking,
+        coding.checkpoint.path.absolute(), settings.coded_by, settings.group_size, moments, material.ranking,
         material.metric_name, material.extent(settings.sweep_samples), blocks, BASE_BITS,
         coding.dense_widths,
     )  # fmt: skip

@@ -8,24 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
 from moeconv.artifacts import Assignment
+from moeconv.packing.backbone import write_backbone
 from moeconv.packing.chat import chat_of
-from moeconv.quantizers.coder import ExpertCoder, batches
+from moeconv.progress import Bar
+from moeconv.quantizers.coder import ExpertCoder, Wanted, batches
 from moeconv.quantizers.dense import DenseCoder
+from moeconv.source.ahead import read_ahead
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
-from moeconv.source.outline import CheckpointError
 from moert.pack.chat import CHAT
-from moert.pack.codec import WIDTHS, QuantizedMatrix
-from moert.pack.dense import part_names
+from moert.pack.codec import WIDTHS
 from moert.pack.errors import WriteFailed
-from moert.pack.manifest import BACKBONE, Manifest, Preference, Quality, Quantization
+from moert.pack.manifest import Manifest, Preference, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
 
 
@@ -58,8 +53,10 @@ def emit(
     seed: int,
     label: Label,
     dense: DenseCoder | None = None,
+    bar: Bar | None = None,
 ) -> Manifest:
-    """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was.
+    """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was. `bar` hears
+    of each expert.
 
     Raises CheckpointError (unreadable source, values that 16 bits can't hold), WriteFailed, or ValueError for widths
     that don't cover the model's experts.
@@ -71,8 +68,8 @@ def emit(
     quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
     try:
-        _write_experts(coder, widths, label.importance, writer)
-        _write_backbone(dense, coder.dtype16, writer)
+        _write_experts(coder, widths, label.importance, writer, bar)
+        write_backbone(dense, coder.dtype16, writer)
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
                 writer.write_file(name, (checkpoint.path / name).read_bytes())
@@ -92,15 +89,27 @@ def emit(
 
 
 def _write_experts(
-    coder: ExpertCoder, widths: Assignment, importance: Mapping[ExpertKey, float], writer: PackWriter
+    coder: ExpertCoder,
+    widths: Assignment,
+    importance: Mapping[ExpertKey, float],
+    writer: PackWriter,
+    bar: Bar | None,
 ) -> None:
-    spec = coder.checkpoint.spec
-    left = [(key, widths[key]) for key in spec.expert_keys() if not writer.has(key)]
-    for batch in batches(spec, left):
+    checkpoint = coder.checkpoint
+    left = [(key, widths[key]) for key in checkpoint.spec.expert_keys() if not writer.has(key)]
+    if bar is not None:
+        bar.update(len(widths) - len(left))
+
+    def touch(batch: list[Wanted]) -> None:
+        for key, _ in batch:
+            checkpoint.touch(key)
+
+    for batch in read_ahead(batches(checkpoint.spec, left), touch):
         coder.prepare(batch)
         for key, bits in batch:
-            biases = coder.checkpoint.biases(key)
-            writer.write_expert(key, coder.code(key, bits), importance.get(key), biases)
+            writer.write_expert(key, coder.code(key, bits), importance.get(key), checkpoint.biases(key))
+        if bar is not None:
+            bar.update(len(batch))
 
 
 def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
@@ -117,31 +126,3 @@ def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantizat
     moments = None if coder.moments is None else coder.moments.digest
     what = [coder.checkpoint.sha256, plan, quantization.quantizer, quantization.group_size, quantization.seed, moments]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
-
-def _write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
-    tensors: dict[str, Tensor] = {}
-    for name, (_, shape, _) in dense.checkpoint.spec.tensors.items():
-        if dense.width(name) is not None:
-            tensors |= _stored(name, dense.code(name), dtype16)
-            continue
-        stored = dense.checkpoint.stored_tensor(name, shape)
-        tensors[name] = stored.contiguous().clone()  # two may be one in the checkpoint
-        if not torch.isfinite(tensors[name]).all():
-            raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
-    path = writer.add_file(BACKBONE)
-    try:
-        save_file(tensors, path)
-    except (SafetensorError, OSError) as error:
-        path.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
-        raise WriteFailed(f"can't write {path}: {reason}; free some space or choose another place") from None
-    writer.seal_file(BACKBONE)
-
-
-def _stored(name: str, coded: Projection, dtype16: str) -> dict[str, Tensor]:
-    """The tensors that stand for one matrix."""
-    if isinstance(coded, QuantizedMatrix):
-        parts = (coded.qweight, coded.scale, coded.minimum)
-        return {part: torch.from_numpy(values) for part, values in zip(part_names(name), parts, strict=True)}
-    return {name: torch.from_numpy(coded).to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}

@@ -26,11 +26,16 @@ def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
     rows = "".join(
         f'<tr><td>{escape(role)}</td><td class="number">{bits}</td></tr>' for role, bits in dense.bits.items()
     )
+    lost = ""
+    if dense.alone is not None:
+        lost = (
+            f" With unquantised experts these widths lose {interval_text(dense.alone)}; that is part of every loss on "
+            "this page."
+        )
     groups = f"in groups of {dense.group_size}" if dense.group_size else "one scale for each output channel"
     text = (
         f"Stored in {size(nbytes)}, {percent(dense.nbytes / dense.source_nbytes, 0)} of what they have in the source "
-        f"(quantizer {dense.quantizer}, {groups}); what has no width here is as it was. With unquantised experts these "
-        f"widths lose {interval_text(dense.alone)}; that is part of every loss on this page."
+        f"(quantizer {dense.quantizer}, {groups}); what has no width here is as it was.{lost}"
     )
     return Section(name, title, paragraph(text) + _table("dense", head, rows))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,42 +17,46 @@ import torch
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.source import ShapeDiffers, Source
 from moeconv.source.archs.weights import fill_backbone
-from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find, json_object, line
+from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
+from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 F32 = npt.NDArray[np.float32]
 
 TOKENIZER = "tokenizer.json"
+_PAGE = 4096  # bytes that come into memory together
 TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPUTED = (".rotary_emb.inv_freq",)  # what old versions of transformers stored, and compute now
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_CHUNK = 1 << 20
 
 
 @dataclass
 class Checkpoint:
-    """An open checkpoint. Make one with `Checkpoint.open`; its files are opened when they are first needed."""
+    """An open checkpoint. Make one with `Checkpoint.open` of what lies on disk, or `Checkpoint.of` other tensors."""
 
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     family: Family
     description: Description
-    files: Mapping[str, Path]  # name of a tensor → the file that holds it
-    _open: dict[Path, Any] = field(default_factory=dict, repr=False)
+    tensors: Tensors
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, names_only: bool = False) -> Checkpoint:
         """Opens a local directory, or fetches (or finds in the cache) a model of that id. `names_only`: of tensors that
         should be alike nothing is read. Raises CheckpointError."""
         path = find(str(path_or_hub_id))
-        outline, files = Outline.read(path / CONFIG), _tensor_files(path)
-        description = outline.description.as_stored(files)
-        checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, files)
+        return cls.of(path, FileTensors(path), names_only)
+
+    @classmethod
+    def of(cls, path: Path, tensors: Tensors, names_only: bool = False) -> Checkpoint:
+        """`path` has the config and the tokenizer. Raises CheckpointError."""
+        outline = Outline.read(path / CONFIG)
+        description = outline.description.as_stored(tensors.names)
+        checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, tensors)
         checkpoint._check_names()
         if not names_only:
             checkpoint._check_equal()
@@ -69,7 +72,7 @@ class Checkpoint:
         left_out = [
             what
             for pattern, what in self.description.left_out.items()
-            if any(re.match(pattern, name) for name in self.files)
+            if any(re.match(pattern, name) for name in self.tensors.names)
         ]
         ids = f"there is no {TOKENIZER}: text is token ids, as numbers with spaces between"
         return left_out if self.spelled is None else [*left_out, ids]
@@ -90,7 +93,7 @@ class Checkpoint:
         first = self.description.experts(self.spec.expert_keys()[0], "up")
         if first.form is not None:
             return "BF16"
-        dtype = self._fetch(first.name, first.index).dtype
+        dtype = self.tensors.fetch(first.name, first.index).dtype
         if dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self.path}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
@@ -102,35 +105,6 @@ class Checkpoint:
         """Names of the tokenizer's files, relative to `path`."""
         return [name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
-    def _fetch(self, name: str, index: int | None = None) -> torch.Tensor:
-        """One tensor by its name in the checkpoint, or one index of its first dimension, in its own dtype. Raises
-        CheckpointError."""
-        file = self.files.get(name)
-        if file is None:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}: the checkpoint is incomplete")
-        try:
-            return self._read(file, name, index)
-        except Exception as error:
-            if self._reads_well(file, name, index):  # Ctrl-C inside the library comes out as some error of its own
-                raise KeyboardInterrupt from None
-            raise CheckpointError(f"{file} is missing or damaged ({line(error)}): fetch the checkpoint again") from None
-
-    def _read(self, file: Path, name: str, index: int | None) -> torch.Tensor:
-        if file not in self._open:
-            from safetensors import safe_open
-
-            self._open[file] = safe_open(file, framework="pt")
-        opened = self._open[file]
-        tensor: torch.Tensor = opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
-        return tensor
-
-    def _reads_well(self, file: Path, name: str, index: int | None) -> bool:
-        self._open.pop(file, None)
-        with suppress(Exception):
-            self._read(file, name, index)
-            return True
-        return False
-
     def expert(self, key: ExpertKey) -> dict[str, F32]:
         """Projection → weights [out, in] of one expert."""
         weights = {}
@@ -139,6 +113,13 @@ class Checkpoint:
             found = self._shaped(source, self.spec.projection_shape(projection)).float()
             weights[projection] = found.contiguous().numpy()
         return weights
+
+    def touch(self, key: ExpertKey) -> None:
+        """Reads one expert and forgets it: the system keeps in memory what it can. Raises CheckpointError."""
+        for projection in self.spec.moe.ffn.projections:
+            source = self.description.experts(key, projection)
+            for name in source.names:
+                self.tensors.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
 
     def biases(self, key: ExpertKey) -> dict[str, F32]:
         """Projection → bias [out] of one expert; nothing where experts have none. Raises CheckpointError."""
@@ -194,16 +175,14 @@ class Checkpoint:
         """Hash of the configs and of every weight file, in order of name."""
         digest = hashlib.sha256()
         configs = [self.path / CONFIG, self.path / GENERATION_CONFIG]
-        for file in [path for path in configs if path.is_file()] + sorted(set(self.files.values())):
-            digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
-            with open(file, "rb") as handle:
-                while chunk := handle.read(_CHUNK):
-                    digest.update(chunk)
+        for file in (path for path in configs if path.is_file()):
+            add_file(digest, file)
+        self.tensors.digest(digest)
         return digest.hexdigest()
 
     def _shaped(self, source: Source, shape: tuple[int, ...]) -> torch.Tensor:
         try:
-            return source.read(self._fetch, shape)
+            return source.read(self.tensors.fetch, shape)
         except ShapeDiffers as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
@@ -219,7 +198,7 @@ class Checkpoint:
     def _check_names(self) -> None:
         described = self.description
         wanted = dict.fromkeys(name for source in self._sources() for name in source.names)
-        missing = [name for name in wanted if name not in self.files]
+        missing = [name for name in wanted if name not in self.tensors.names]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"{self.path} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
@@ -227,7 +206,7 @@ class Checkpoint:
         left_out = [re.compile(pattern) for pattern in described.left_out]
         unknown = [
             name
-            for name in self.files
+            for name in self.tensors.names
             if name not in known and not name.endswith(_COMPUTED) and not any(each.match(name) for each in left_out)
         ]
         if unknown:
@@ -238,34 +217,6 @@ class Checkpoint:
 
     def _check_equal(self) -> None:
         for one, other in self.description.copies:
-            both = one in self.files and other in self.files
-            if both and not torch.equal(self._fetch(one), self._fetch(other)):
+            both = one in self.tensors.names and other in self.tensors.names
+            if both and not torch.equal(self.tensors.fetch(one), self.tensors.fetch(other)):
                 raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
-
-
-def has_weights(path: Path) -> bool:
-    """Whether a directory has more than a config."""
-    return (path / _INDEX).is_file() or (path / _SINGLE).is_file()
-
-
-def _tensor_files(path: Path) -> dict[str, Path]:
-    index = json_object(path / _INDEX)
-    if index is not None:
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{path / _INDEX} lacks its weight_map: fetch the checkpoint again")
-        files = {name: path / file for name, file in weight_map.items()}
-        for file in sorted(set(files.values())):
-            if not file.is_file():
-                raise CheckpointError(f"{file} is named in {_INDEX} but missing: fetch the checkpoint again")
-        return files
-    single = path / _SINGLE
-    if not single.is_file():
-        raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read")
-    try:
-        from safetensors import safe_open
-
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single)
-    except Exception as error:
-        raise CheckpointError(f"{single} is damaged ({line(error)}): fetch the checkpoint again") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from moeconv.errors import SettingsError
 from moeconv.measure.evaluation import Evaluation, joined
 from moeconv.measure.journal import Journal, identity
 from moeconv.measure.metrics import F64, Metric
+from moeconv.progress import Bar
 from moeconv.sweep.racing import Race
 from moeconv.sweep.worker import SweepJob, Task
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -23,12 +24,6 @@ PROBES_A_TASK = 16
 
 Runner = Callable[[SweepJob, Sequence[Task]], Iterator[tuple[Task, list[dict[str, Any]]]]]
 """Does tasks, in any order, and yields each when it is done."""
-
-
-class Bar(Protocol):
-    """Shows how far a long work is."""
-
-    def update(self, n: int) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class PackWriter:
 
     def __init__(self, out: Path, spec: ModelSpec, quantization: Quantization, fingerprint: str) -> None:
         self.out = Path(os.path.abspath(out))
-        self.partial = _partial(self.out)
+        self.partial = partial_of(self.out)
         self.spec = spec
         self.quantization = quantization
         self.page_bytes = choose_page_bytes(spec)
@@ -245,7 +245,7 @@ def check_target(out: Path) -> None:
     those that one has left.
     """
     out = Path(os.path.abspath(out))
-    partial, replaced = _partial(out), _replaced(out)
+    partial, replaced = partial_of(out), _replaced(out)
     with _writing(out):
         above = next(path for path in out.parents if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -262,8 +262,9 @@ def check_target(out: Path) -> None:
                 raise WriteFailed(f"{path} holds files that are not a pack: they would be lost; choose another --out")
 
 
-def _partial(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")  # where a pack is collected
+def partial_of(out: Path) -> Path:
+    """Where a pack is collected that is to stand at `out`."""
+    return out.with_name(out.name + ".partial")
 
 
 def _replaced(out: Path) -> Path:

@@ -19,8 +19,8 @@ from moeconv.conversion.references import References
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import directory_of, subject_of
 from moeconv.measure.journal import Journal
+from moeconv.progress import Bar
 from moeconv.promise.judging import Judge
-from moeconv.sweep.sensitivity import Bar
 from moert.pack.manifest import Manifest
 
 ENCODERS = ("switch", "switch_transformers", "nllb-moe")
@@ -86,7 +86,7 @@ class Done:
         return [int(match[1]) for match in found if match]
 
     @contextmanager
-    def _progress(self, label: str, total: int) -> Iterator[Bar]:
+    def _progress(self, label: str, total: int, unit: str = "probe") -> Iterator[Bar]:
         self.said.append(f"{label} of {total}")
         yield Unseen()
 

@@ -29,7 +29,7 @@ MOERT = [
 ]
 # Here rooms of one floor do not import each other either.
 MOECONV = [
-    ("moert.pack", "moeconv.errors"),
+    ("moert.pack", "moeconv.errors", "moeconv.progress"),
     ("moeconv.artifacts",),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
@@ -45,16 +45,16 @@ ASKS = {"moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"
 STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
 INSIDE = {
-    "moeconv.source": [("features", "outline"), ("checkpoint", "experts")],
-    "moeconv.quantizers": [("moments",), ("coder",), ("dense",)],
+    "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts")],
+    "moeconv.quantizers": [("moments",), ("coder",), ("dense", "alone")],
     "moeconv.measure": [("scorers",), ("evaluation", "loaded", "workdir"), ("trial",), ("assignments",)],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
-    "moeconv.packing": [("emit", "paths", "verify")],
+    "moeconv.packing": [("backbone",), ("emit", "paths", "verify")],
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("bench", "subject", "examples", "delivery"),
-        ("references", "widths", "sweeping", "bonuses"), ("choice", "profile"), ("residence",), ("conversion",),
-        ("api",),
+        ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile"), ("residence",),
+        ("conversion",), ("api",),
     ],
     "moeconv.command": [("recipe", "check"), ("forecast",), ("cli",)],
 }  # fmt: skip

@@ -16,6 +16,7 @@ from tiny import tiny_of, tiny_olmoe, tiny_switch
 
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moeconv.source.tensors import FileTensors
 from moert.pack.model_spec import ExpertKey
 from tests.shapes import shapes_of
 
@@ -66,7 +67,7 @@ def test_experts_of_a_layer_may_lie_in_one_tensor(family: str, tmp_path: Path) -
     joined = Path(shutil.copytree(path, tmp_path / "joined"))
     join_experts(joined)
     one, other = Checkpoint.open(path), Checkpoint.open(joined)
-    assert len(other.files) < len(one.files)
+    assert len(other.tensors.names) < len(one.tensors.names)
     assert other.source_dtype == "BF16"
     for key in one.spec.expert_keys():
         mine, theirs = one.expert(key), other.expert(key)
@@ -220,15 +221,15 @@ def test_an_interrupt_while_reading_is_no_damage(source: Path, monkeypatch: pyte
     """Inside the library Ctrl-C becomes an error of its own; the same read works when it is tried again."""
     checkpoint = Checkpoint.open(source)
     name = checkpoint.description.backbone["embed.weight"].name
-    read, calls = Checkpoint._read, []
+    read, calls = FileTensors._read, []
 
-    def interrupted(self: Checkpoint, file: Path, wanted: str, index: int | None) -> torch.Tensor:
+    def interrupted(self: FileTensors, file: Path, wanted: str, index: int | None) -> torch.Tensor:
         calls.append(wanted)
         if len(calls) == 1:
             raise RuntimeError("could not determine the shape")
         return read(self, file, wanted, index)
 
-    monkeypatch.setattr(Checkpoint, "_read", interrupted)
+    monkeypatch.setattr(FileTensors, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint._fetch(name)
+        checkpoint.tensors.fetch(name)
     assert calls == [name, name]

@@ -1,0 +1,18 @@
+"""How far a long work is: what shows it, and what is told of it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Bar(Protocol):
+    """Shows how far a long work is."""
+
+    def update(self, n: int) -> Any: ...
+
+
+class Progress(Protocol):
+    """Makes a bar for a work of `total` parts; `unit` says what these are."""
+
+    def __call__(self, label: str, total: int, unit: str = "probe", /) -> AbstractContextManager[Bar]: ...
