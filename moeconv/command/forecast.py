@@ -9,7 +9,7 @@ from typing import Any
 
 from moeconv.command.check import DENSE_BITS, located, opened
 from moeconv.conversion.host import facts, host_of
-from moeconv.conversion.settings import Settings, parse_bytes
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings, parse_bytes
 from moeconv.conversion.timing import Timing, timing
 from moeconv.errors import SettingsError
 from moeconv.plan.effort import Effort, Subject, Tools, with_text, without_text
@@ -131,7 +131,7 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     outline, _ = opened(path)
     spec, computed = outline.spec, outline.description.computed
     numbers, like = parameters(spec, computed), nearest(spec, references())
-    quantizer = QUANTIZERS[Settings.quantizer](Settings.group_size)
+    quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
     storage, host = Storage(quantizer.group_size, outline.description.mxfp4), host_of(dict(machine))
     prospects = [
         prospect(spec, storage, mixed, dense_of(spec, bits), computed, host)
@@ -241,5 +241,4 @@ def _converting(found: Expected) -> Iterator[str]:
         yield (
             f"  {'':<12} reads {size(effort.read_bytes)}, and needs {size(effort.disk_bytes)} of disk beside the source"
         )
-    whole = max(effort.memory_bytes for effort in found.efforts.values())
-    yield f"  in memory, the model takes {size(whole)} in 32 bits"
+    yield f"  with text, the model itself takes {size(found.efforts['with_text'].memory_bytes)} of memory, in 32 bits"

@@ -70,7 +70,7 @@ class Subject:
 @dataclass(frozen=True)
 class Effort:
     """`disk_bytes`: that must be free, the source not counted. `read_bytes`: of the source in all. `sweep_s`: of the
-    `seconds`, those of the sweep. `memory_bytes`: of the model, where it stays in memory."""
+    `seconds`, those of the sweep. `memory_bytes`: of the model, where it stays in memory; 0 where it passes through."""
 
     quantizer: str
     seconds: float
@@ -85,10 +85,7 @@ def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Ef
     coding_s = subject.expert_weights / tools.weights_per_s[quantizer]
     seconds = max(subject.source_bytes / tools.drive_bytes_per_s, coding_s)
     seconds += subject.pack_bytes / tools.drive_bytes_per_s
-    return Effort(
-        quantizer, seconds, 0.0, subject.pack_bytes, subject.source_bytes,
-        RULES.float32_bytes * subject.parameters.total,
-    )  # fmt: skip
+    return Effort(quantizer, seconds, 0.0, subject.pack_bytes, subject.source_bytes, 0)
 
 
 def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort:
