@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moeconv.command.check import DENSE_BITS, located, opened
 from moeconv.conversion.host import facts, host_of
-from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings, parse_bytes
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings, parse_bytes
 from moeconv.conversion.timing import Timing, timing
 from moeconv.errors import SettingsError
 from moeconv.plan.effort import Effort, Subject, Tools, with_text, without_text
 from moeconv.plan.forecast import Forecast, forecasts, prospect, ways
 from moeconv.plan.likeness import Reference, nearest, references
 from moeconv.plan.machine import DEFAULT_DRIVE, processor_of
+from moeconv.plan.mixture import uniform
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters
 from moeconv.plan.pace import Drive, Processor
 from moeconv.plan.problem import Storage
@@ -33,6 +34,7 @@ OF_MODEL = {"memory", "drive"}
 """Those that ask what a pack would be."""
 _OPTIONS = {"whole_curve": "--curve"}
 _INDEX = "model.safetensors.index.json"
+_ABOUT = 4  # bits of a weight that converting is reckoned for
 _MXFP4_BITS = 4.25  # a weight, its share of a scale counted
 _SLOWEST = 1e6  # bytes a second; who writes less meant another unit
 _LARGE_BYTES = 1 << 20  # of a piece: a drive that was measured with less is faster than that says
@@ -143,14 +145,19 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     room = machine["memory"]["free_bytes"] or place.memory_bytes  # of this machine, which converts
     tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)
     subject = Subject(spec, numbers, source, _four_bits(found))
-    efforts = {"without_text": without_text(subject, tools), "with_text": with_text(subject, tools)}
+    plain = Storage(QUANTIZERS[TEXTLESS_QUANTIZER](None).group_size, storage.mxfp4)
+    textless = prospect(spec, plain, uniform(spec, plain, _ABOUT), None, computed, host).fit.pack_bytes
+    efforts = {
+        "without_text": without_text(replace(subject, pack_bytes=textless), tools),
+        "with_text": with_text(subject, tools),
+    }
     return Expected(model, spec, numbers, source, place, like, found, efforts)
 
 
 def _four_bits(found: Sequence[Forecast]) -> int:
     """Bytes of the pack whose experts have about four bits each, all else as in the source."""
     return min(
-        (each for each in found if each.dense_bits == 16), key=lambda each: abs(each.bits_per_weight - 4)
+        (each for each in found if each.dense_bits == 16), key=lambda each: abs(each.bits_per_weight - _ABOUT)
     ).pack_bytes
 
 

@@ -90,6 +90,14 @@ def test_the_source_is_as_large_as_its_config_says(
     assert found.source_bytes == pytest.approx(bytes_a_parameter * found.parameters.total, rel=0.02)
 
 
+def test_without_text_experts_have_scales_of_groups(tmp_path: Path) -> None:
+    found = expect(written(tmp_path / "m", MIXTRAL_8X7B), MACHINE, where(MACHINE, None, None), TIMED)
+    four = next(each for each in found.forecasts if (each.bits, each.dense_bits) == (4, 16))
+    weights = 32 * 8 * 3 * 4096 * 14336
+    more = found.efforts["without_text"].disk_bytes - four.pack_bytes
+    assert more == pytest.approx(weights * 0.5 / 8, rel=0.02)  # a scale and a minimum for 64 weights, not for a row
+
+
 def test_the_source_is_as_large_as_it_lies_there(tmp_path: Path) -> None:
     source = tiny_olmoe(tmp_path / "hf")
     found = expect(str(source), MACHINE, where(MACHINE, None, None), TIMED)
