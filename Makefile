@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-outlook keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -125,6 +125,9 @@ bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small 
 
 bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/references/summary.json  ## routing that prefers what was used lately, beside exact routing
 	$(PY) -m tests.bench.less
+
+bench-outlook: setup  ## what `moeconv plan` expects of a model's speed, beside what was measured
+	$(PY) -m tests.bench.outlook
 
 keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from
 	$(PY) -m tests.bench.kept

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeconv.command import options
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
 
 if TYPE_CHECKING:
@@ -185,27 +186,32 @@ def check(
 
 @app.command()
 def plan(
-    work: Annotated[Path, typer.Argument(metavar="WORK", help="The --work directory of an earlier quantize.")],
+    context: typer.Context,
+    what: options.ModelOrWork,
+    memory: options.PackMemory = None,
+    drive: options.DriveSpeed = None,
     loss: Loss = None,
     size: Size = None,
     bits_per_weight: BitsPerWeight = None,
     allocation: Allocation = "knapsack",
     signal: Signal = "kl",
-    bits: Annotated[
-        str | None, typer.Option(help="Widths that experts may get. Default: all that were measured.")
-    ] = None,
-    whole_curve: Annotated[
-        bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")
-    ] = False,
+    bits: options.PlanBits = None,
+    whole_curve: options.Curve = False,
     as_json: Json = False,
 ) -> None:
-    """Show the plan for a target, from what was measured; measures nothing."""
+    """Of a model: what packs of it would take, how fast they would be, and what converting takes. Of a work directory:
+    the plan for a target, from what was measured there. Measures no loss."""
+    from moeconv.command import forecast
     from moeconv.command.present import plan_table
     from moeconv.conversion.planning import plan as run
     from moeconv.conversion.settings import parse_bits, parse_target
 
+    if forecast.is_model(what, options.said(context)):
+        expected = forecast.asked(what, memory, drive)
+        print(json.dumps(forecast.as_json(expected)) if as_json else "\n".join(forecast.lines(expected)))
+        return
     target = parse_target(loss, size, bits_per_weight)
-    found = run(work, target, allocation, signal, None if bits is None else parse_bits(bits))
+    found = run(Path(what), target, allocation, signal, None if bits is None else parse_bits(bits))
     print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
 
 

@@ -58,7 +58,7 @@ INSIDE = {
         ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile"), ("residence",),
         ("conversion",), ("api",),
     ],
-    "moeconv.command": [("recipe", "check"), ("cli",)],
+    "moeconv.command": [("recipe", "check"), ("forecast",), ("cli",)],
 }  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [
