@@ -129,7 +129,10 @@ def quantize(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest generated output. Default: a little above the longest target.")
     ] = None,
-    memory: Annotated[str, typer.Option(help="What the sweep may keep in memory beside the model.")] = "2GiB",
+    memory: Annotated[
+        str | None, typer.Option(help="What the whole process may take, such as 4GB. A model that does not fit goes "
+                                      "through memory layer by layer. Default: what is free.")
+    ] = None,
     racing: Annotated[
         str | None, typer.Option(help="Stop measuring experts whose place in the ranking is settled, with this error "
                                       "probability, such as 5%.")
@@ -158,7 +161,7 @@ def quantize(
         model, out, work or out.parent / f"{out.name}.work", target(loss, size, bits_per_weight),
         parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
-        heldout_samples, context, max_new_tokens, parse_bytes(memory, "--memory"),
+        heldout_samples, context, max_new_tokens, None if memory is None else parse_bytes(memory, "--memory"),
         None if racing is None else parse_share(racing, "--racing"), cluster,
         None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident),
     )  # fmt: skip

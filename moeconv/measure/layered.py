@@ -28,7 +28,7 @@ from moeconv.source.experts import Call, ExpertCalls
 from moeconv.source.skeleton import Skeleton
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-_STATES_A_TOKEN = 16  # of d_model numbers each, alive at once while a batch goes through a layer
+STATES_A_TOKEN = 16  # of d_model numbers each, alive at once while a batch goes through a layer
 LEAST_TOKENS = 2048  # in a batch
 
 
@@ -42,7 +42,7 @@ class Room:
     expert_bytes: int
 
     def batch_tokens(self, spec: ModelSpec) -> int:
-        return max(LEAST_TOKENS, self.batch_bytes // (4 * spec.d_model * _STATES_A_TOKEN))
+        return max(LEAST_TOKENS, self.batch_bytes // (4 * spec.d_model * STATES_A_TOKEN))
 
 
 class LayeredModel:
@@ -172,10 +172,14 @@ class LayeredModel:
             yield
         self.shelf.clear()
 
-    def step(self, passage: Passage, at: int, ids: Tensor, real: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def step(
+        self, passage: Passage, at: int, ids: Tensor, real: Tensor, batch: Tensor, entering: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Some rows through one layer: what leaves it, and that normed as the model's last states are. Both [rows,
-        tokens, d_model]"""
-        inputs = {"inputs_embeds": passage.entering(at)[batch]} if at else {"input_ids": ids[batch]}
+        tokens, d_model]. `entering`: what enters it, in place of what the passage has for these rows."""
+        if at and entering is None:
+            entering = passage.entering(at)[batch]
+        inputs = {"inputs_embeds": entering} if at else {"input_ids": ids[batch]}
         left: list[Tensor] = []
         with self.calls.only(real[batch]), transformers_model(self.checkpoint.path):
             final = self.runner.run(inputs, at, lambda _, hidden: left.append(hidden), at + 1)

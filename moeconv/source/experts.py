@@ -169,9 +169,15 @@ class ExpertCalls:
         finally:
             self._active, self._substitute = before
 
-    def inner(self, key: ExpertKey, x: Tensor) -> Tensor:
-        """What enters an expert's down matrix. x [rows, d_model] → [rows, d_ff]"""
-        return _inner(x, self.weights(key), self.supply.biases(key), self.spec.moe.ffn)
+    def inner(self, key: ExpertKey, x: Tensor, weights: Weights | None = None) -> Tensor:
+        """What enters an expert's down matrix, by its own weights if no others are given. x [rows, d_model] → [rows,
+        d_ff]"""
+        return _inner(x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.moe.ffn)
+
+    def given(self, place: LayerKey | None, call: Call) -> Tensor:
+        """What a layer's experts give for a call. [tokens, d_model]"""
+        assert place is not None
+        return self._grouped(call, [place.expert(number) for number in range(self.spec.moe.n)], {})
 
     def ffn(self, key: ExpertKey, x: Tensor, weights: Weights) -> Tensor:
         """One expert's feed-forward with these weights. x [rows, d_model] → [rows, d_model]; counted."""

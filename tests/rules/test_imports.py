@@ -40,7 +40,10 @@ MOECONV = [
     ("moeconv.__main__",),
 ]
 # What moert would say of a budget is asked of moert: of its own arithmetic, which is pure, by this module alone.
-ASKS = {"moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"}}
+ASKS = {
+    "moeconv.conversion.room": {"moert.machine.memory"},
+    "moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"},
+}
 # They hand over artefacts.
 STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
