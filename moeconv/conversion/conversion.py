@@ -59,7 +59,7 @@ class Conversion:
         material = Material.read(settings, coding.checkpoint)
         memory = memory_of(settings, coding.checkpoint, material)
         coding.check(settings, memory.layered)
-        check_layered(settings, memory)
+        check_layered(settings, memory, coding.checkpoint)
         if note := vocabulary_note(material.tokenizer, coding.spec):
             say(note)
         sizes = (part.samples for part in (material.ranked, material.judged, material.heldout))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from moeconv.artifacts import Bits, SensitivityTable, Summary, SweepCost, uniform
@@ -29,7 +28,6 @@ def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) ->
     patterns = [base, *dict.fromkeys(probe.bits for probe in probes)]
     model.coded({bits for pattern in patterns for bits in pattern if bits < 16})
     about = identity(samples_digest(bench.material.ranking), settings.context, settings.sweep_samples, "fisher")
-    started, rows = time.perf_counter(), model.calls.rows
     with account.progress("gradients", len(spec.decoder), "layer") as bar:
         found = Gradients(model, scorer.texts, patterns, DRAWS, settings.seed).run(bench.journal, about, bar)
     with account.progress("scales of layers", len(spec.decoder), "layer") as bar:
@@ -37,12 +35,12 @@ def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) ->
         exact = scaled.run(bench.journal, about, bar)
     tokens = int(scorer.texts.scored.sum())
     share = len(scaled.places) / len(scorer.texts.ids)
-    nats = {at: _scaled(costs, exact[at], share) for at, costs in found.items()}
+    nats = {at: _scaled(costs, exact.nats[at], share) for at, costs in found.items()}
     spent = SweepCost(
         len(probes), sum(count == 0 for costs in found.values() for count in costs.rows) * (len(patterns) - 1), 1.0,
-        model.calls.flops(model.calls.rows - rows),
+        exact.flops + sum(costs.flops for costs in found.values()),
         len(probes) * model.calls.flops(sum(sum(costs.rows) for costs in found.values())),
-        time.perf_counter() - started, 0,
+        exact.seconds + sum(costs.seconds for costs in found.values()), 0,
     )  # fmt: skip
     kls = {
         (at.expert(number), bits): row[number] / tokens

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeconv.artifacts import FISHER
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import SettingsError
@@ -52,7 +53,7 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
         except SettingsError:
             if asked is None:
                 raise
-    if spec.encoder is not None or not checkpoint.family.by_layers:
+    if not _by_layers(checkpoint):
         raise SettingsError(
             f"--memory {_megabytes(limit)}: a {spec.family} model is converted in memory, which takes at least "
             f"{_megabytes(whole + DEFAULT_MEMORY)}: give more, or convert without text (--bits 4)"
@@ -66,8 +67,13 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
     return Memory(limit_bytes=limit)
 
 
-def check_layered(settings: Settings, memory: Memory) -> None:
-    """Raises SettingsError for what takes a model in memory."""
+def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:
+    """Raises SettingsError for gradients of a model that has none by layers, and for what takes a model in memory."""
+    if settings.signal == FISHER and not _by_layers(checkpoint):
+        raise SettingsError(
+            f"--signal {FISHER} is for models that continue text, layer by layer, which {checkpoint.spec.family} does "
+            "not: take --signal kl"
+        )
     if not memory.layered:
         return
     for option, said in (
@@ -79,6 +85,10 @@ def check_layered(settings: Settings, memory: Memory) -> None:
             raise SettingsError(
                 f"{option} takes a model in memory, and this one does not fit: leave it out, or give more --memory"
             )
+
+
+def _by_layers(checkpoint: Checkpoint) -> bool:
+    return checkpoint.spec.encoder is None and checkpoint.family.by_layers
 
 
 def _fixed_bytes(spec: ModelSpec) -> int:

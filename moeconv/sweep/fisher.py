@@ -9,6 +9,7 @@ tokens of one window; windows add up. What the routers of later layers would dec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +33,12 @@ DRAWS = 16
 @dataclass(frozen=True)
 class LayerCosts:
     """Of one layer's experts: tokens that each saw [experts], and nats above the base in sum over all windows for each
-    pattern of widths [patterns][experts]."""
+    pattern of widths [patterns][experts]; and what it took, in expert rows and in time."""
 
     rows: tuple[int, ...]
     costs: tuple[tuple[float, ...], ...]
+    flops: int
+    seconds: float
 
 
 class Gradients:
@@ -51,11 +54,18 @@ class Gradients:
         """From the last layer to the first. `about` names the text, the widths and what decides their codes; a run that
         was killed goes on at its layer. Raises ConversionError."""
         model = self.model
+        name = identity(about, "gradients", self.draws, self.seed, [list(bits) for bits in self.patterns])
+        known = {at: journal.get(identity(name, str(at))) for at in model.spec.moe_layers("decoder")}
+        if any(entry is None for entry in known.values()):
+            self._measured(journal, name, bar)
+        return {at: _costs(journal, identity(name, str(at))) for at in known}
+
+    def _measured(self, journal: Journal, name: str, bar: Bar) -> None:
+        model = self.model
         model.original_experts()
         states = model.passage(self.ids, keeps=True)
         with torch.inference_mode():
             model.through(states, self.ids, self.real, "what enters each layer")
-        name = identity(about, "gradients", self.draws, self.seed, [list(bits) for bits in self.patterns])
         back = Passage(model.room.folder / "gradients" / name[:16], (self.draws * len(self.ids), *states.shape[1:]))
         if not back.reached:
             self._begin(states, back)
@@ -69,7 +79,6 @@ class Gradients:
                     journal.add(identity(name, str(layer.key)), layer.found())
             bar.update(1)
         back.remove()
-        return {at: _costs(journal, identity(name, str(at))) for at in model.spec.moe_layers("decoder")}
 
     def _begin(self, states: Passage, back: Passage) -> None:
         """Gradients at the model's last states, for y drawn from its own distribution at every scored place."""
@@ -107,11 +116,17 @@ class _Layer:
         self.ffn, n = self.model.spec.moe.ffn, self.model.spec.moe.n
         self.adds = self.model.spec.decoder[at].adds_experts and at + 1 < of.n_layers
         """Whether gradients are the same whatever the experts give: not where that goes through a norm."""
+        self._started, self._rows = time.perf_counter(), of.model.calls.rows
         self.rows = torch.zeros(n, dtype=torch.long)
         self.totals = torch.zeros(len(of.patterns), n, dtype=torch.float64)
 
     def found(self) -> dict[str, Any]:
-        return {"rows": self.rows.tolist(), "costs": self.totals.tolist()}
+        calls = self.model.calls
+        spent = {
+            "flops": calls.flops(calls.rows - self._rows),
+            "seconds": round(time.perf_counter() - self._started, 4),
+        }
+        return {"rows": self.rows.tolist(), "costs": self.totals.tolist(), **spent}
 
     def back(self, states: Passage, batch: Tensor, above: Tensor, fresh: Tensor) -> None:
         """`above` [draws, rows, tokens, d_model] are the gradients at what leaves the layer; those at what enters it go
@@ -211,4 +226,5 @@ def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def _costs(journal: Journal, name: str) -> LayerCosts:
     entry: Mapping[str, Any] | None = journal.get(name)
     assert entry is not None, "every layer was measured"
-    return LayerCosts(tuple(entry["rows"]), tuple(map(tuple, entry["costs"])))
+    costs = tuple(map(tuple, entry["costs"]))
+    return LayerCosts(tuple(entry["rows"]), costs, entry["flops"], entry["seconds"])

@@ -6,7 +6,10 @@ side by side, so that every layer is read once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,16 @@ from moert.pack.model_spec import LayerKey
 WINDOWS = 8
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Nats in sum over the windows, for each layer with experts and each pattern; and what it took, in expert rows and
+    in time."""
+
+    nats: Mapping[LayerKey, tuple[float, ...]]
+    flops: int
+    seconds: float
+
+
 class LayerScales:
     """`patterns` are the widths that all experts of a layer get at once."""
 
@@ -34,12 +47,19 @@ class LayerScales:
         self.n_layers = len(model.skeleton.layers)
         self.at_work = model.spec.moe_layers("decoder")
 
-    def run(self, journal: Journal, about: str, bar: Bar) -> dict[LayerKey, tuple[float, ...]]:
-        """Nats in sum over the windows, for each layer with experts and each pattern; behind a pass of all of the text
-        whose states were kept. Raises ConversionError."""
+    def run(self, journal: Journal, about: str, bar: Bar) -> Measured:
+        """Behind a pass of all of the text whose states were kept. Raises ConversionError."""
         name = identity(about, "scales", self.places.tolist(), [list(bits) for bits in self.patterns])
-        entry = journal.remember(name, lambda: {"nats": self._measured(name, bar)})
-        return dict(zip(self.at_work, map(tuple, entry["nats"]), strict=True))
+
+        def measured() -> dict[str, Any]:
+            calls, started = self.model.calls, time.perf_counter()
+            rows = calls.rows
+            nats = self._measured(name, bar)
+            return {"nats": nats, "flops": calls.flops(calls.rows - rows), "seconds": time.perf_counter() - started}
+
+        entry = journal.remember(name, measured)
+        nats = dict(zip(self.at_work, map(tuple, entry["nats"]), strict=True))
+        return Measured(nats, entry["flops"], entry["seconds"])
 
     @torch.inference_mode()
     def _measured(self, name: str, bar: Bar) -> list[list[float]]:

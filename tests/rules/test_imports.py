@@ -51,13 +51,15 @@ INSIDE = {
     "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts", "skeleton")],
     "moeconv.quantizers": [("moments",), ("coder",), ("dense", "alone")],
     "moeconv.measure": [
-        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("trial", "layered"), ("assignments",),
+        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("trial", "layered"),
+        ("assignments", "codes"),
     ],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone",), ("emit", "paths", "verify")],
     "moeconv.conversion": [
-        ("limits", "material", "coding", "planning", "account"), ("bench", "subject", "examples", "delivery"),
+        ("limits", "material", "coding", "planning", "account"), ("room",),
+        ("bench", "subject", "examples", "delivery"), ("gradients",),
         ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile"), ("residence",),
         ("conversion",), ("api",),
     ],

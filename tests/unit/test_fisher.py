@@ -118,7 +118,9 @@ def test_a_killed_run_goes_on_at_its_layer(
     with pytest.raises(Killed):
         gradients_of(layered_of(path, tmp_path / "b")).run(Journal(tmp_path / "jb", "s"), "text", Unseen())
     again = gradients_of(layered_of(path, tmp_path / "b")).run(Journal(tmp_path / "jb", "s"), "text", Unseen())
-    assert again == expected
+    assert {at: (one.rows, one.costs) for at, one in again.items()} == {
+        at: (one.rows, one.costs) for at, one in expected.items()
+    }
     assert back[2] == back[1], "the last layer is not run again"
 
 
@@ -133,7 +135,7 @@ def test_layers_are_measured_with_all_of_their_experts(tiny_model: TinyModel, tm
     with torch.inference_mode():
         model.through(model.passage(texts.ids, keeps=True), texts.ids, texts.real, "states")
     scales = LayerScales(model, texts, [bits, (4, 4, 4)], windows=3)
-    found = scales.run(Journal(tmp_path / "journal", "s"), "text", Unseen())
+    found = scales.run(Journal(tmp_path / "journal", "s"), "text", Unseen()).nats
     scorer = scorer_of(model)
     scorer.texts = texts.select(scales.places.tolist())
     model.restore()
