@@ -51,6 +51,8 @@ class Summary:
 
 
 SIGNALS = ("metric", "nll", "kl")
+FISHER = "fisher"
+"""A signal that is not measured expert by expert: an estimate of "kl", in whose place it stands."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class SensitivityTable:
         """0 at the base's own widths. Raises KeyError for a probe that was not measured."""
         if set(probe.bits) == {self.base_bits}:
             return 0.0
-        return self.costs[probe][SIGNALS.index(signal)]
+        return self.costs[probe][SIGNALS.index("kl" if signal == FISHER else signal)]
 
     def importance(self, bits: int) -> dict[ExpertKey, float]:
         """Loss of the metric with all of an expert's projections at `bits`."""

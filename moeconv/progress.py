@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -16,3 +16,13 @@ class Progress(Protocol):
     """Makes a bar for a work of `total` parts; `unit` says what these are."""
 
     def __call__(self, label: str, total: int, unit: str = "probe", /) -> AbstractContextManager[Bar]: ...
+
+
+class _Silent:
+    def update(self, n: int) -> None:
+        pass
+
+
+def unseen(label: str, total: int, unit: str = "probe", /) -> AbstractContextManager[Bar]:
+    """A bar that nobody looks at."""
+    return nullcontext(_Silent())

@@ -44,8 +44,7 @@ class Checked:
 
 def check(model: str, host: Host) -> Checked:
     """`model`: a directory, a config.json, or a hub id. Raises CheckpointError for what can't be converted."""
-    path = Path(model)
-    outline, notes = _opened(path if path.is_file() else find(model, weights=False))
+    outline, notes = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
     quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
     storage = Storage(quantizer.group_size, outline.description.mxfp4)
@@ -57,7 +56,12 @@ def check(model: str, host: Host) -> Checked:
     )  # fmt: skip
 
 
-def _opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
+def located(model: str) -> Path:
+    """A config.json as it was given, else the directory of a model, if need be fetched. Raises CheckpointError."""
+    return Path(model) if Path(model).is_file() else find(model, weights=False)
+
+
+def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
     """And notes, where there are tensors with names."""
     if path.is_file():
         return Outline.read(path), None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeconv.command import options
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
 
 if TYPE_CHECKING:
@@ -128,7 +129,10 @@ def quantize(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest generated output. Default: a little above the longest target.")
     ] = None,
-    memory: Annotated[str, typer.Option(help="What the sweep may keep in memory beside the model.")] = "2GiB",
+    memory: Annotated[
+        str | None, typer.Option(help="What the whole process may take, such as 4GB. A model that does not fit goes "
+                                      "through memory layer by layer. Default: what is free.")
+    ] = None,
     racing: Annotated[
         str | None, typer.Option(help="Stop measuring experts whose place in the ranking is settled, with this error "
                                       "probability, such as 5%.")
@@ -157,7 +161,7 @@ def quantize(
         model, out, work or out.parent / f"{out.name}.work", target(loss, size, bits_per_weight),
         parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
-        heldout_samples, context, max_new_tokens, parse_bytes(memory, "--memory"),
+        heldout_samples, context, max_new_tokens, None if memory is None else parse_bytes(memory, "--memory"),
         None if racing is None else parse_share(racing, "--racing"), cluster,
         None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident),
     )  # fmt: skip
@@ -185,27 +189,32 @@ def check(
 
 @app.command()
 def plan(
-    work: Annotated[Path, typer.Argument(metavar="WORK", help="The --work directory of an earlier quantize.")],
+    context: typer.Context,
+    what: options.ModelOrWork,
+    memory: options.PackMemory = None,
+    drive: options.DriveSpeed = None,
     loss: Loss = None,
     size: Size = None,
     bits_per_weight: BitsPerWeight = None,
     allocation: Allocation = "knapsack",
     signal: Signal = "kl",
-    bits: Annotated[
-        str | None, typer.Option(help="Widths that experts may get. Default: all that were measured.")
-    ] = None,
-    whole_curve: Annotated[
-        bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")
-    ] = False,
+    bits: options.PlanBits = None,
+    whole_curve: options.Curve = False,
     as_json: Json = False,
 ) -> None:
-    """Show the plan for a target, from what was measured; measures nothing."""
+    """Of a model: what packs of it would take, how fast they would be, and what converting takes. Of a work directory:
+    the plan for a target, from what was measured there. Measures no loss."""
+    from moeconv.command import forecast
     from moeconv.command.present import plan_table
     from moeconv.conversion.planning import plan as run
     from moeconv.conversion.settings import parse_bits, parse_target
 
+    if forecast.is_model(what, options.said(context)):
+        expected = forecast.asked(what, memory, drive)
+        print(json.dumps(forecast.as_json(expected)) if as_json else "\n".join(forecast.lines(expected)))
+        return
     target = parse_target(loss, size, bits_per_weight)
-    found = run(work, target, allocation, signal, None if bits is None else parse_bits(bits))
+    found = run(Path(what), target, allocation, signal, None if bits is None else parse_bits(bits))
     print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
 
 

@@ -38,3 +38,24 @@ Signal = Annotated[
     str, typer.Option(help="What experts are ranked by: kl (divergence of the next-token distribution from the "
                            "unquantised model's), nll (likelihood of the text) or metric (that of --metric).")
 ]  # fmt: skip
+ModelOrWork = Annotated[
+    str, typer.Argument(metavar="MODEL_OR_WORK", help="A model, as moeconv check takes it; or the --work directory of "
+                                                      "an earlier quantize.")
+]  # fmt: skip
+PlanBits = Annotated[
+    str | None, typer.Option("--bits", help="Widths that experts may get. Default: all that were measured.")
+]
+Curve = Annotated[bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")]
+PackMemory = Annotated[
+    str | None, typer.Option(help="Of a model: memory that its pack would run in, such as 4GB. Default: what is free.")
+]
+DriveSpeed = Annotated[
+    str | None, typer.Option(help="Of a model: how fast the drive of its pack is read, such as 500MB/s. Default: as "
+                                  "moert has measured the one here, else 500MB/s.")
+]  # fmt: skip
+
+
+def said(context: typer.Context) -> list[str]:
+    """Names of the options that were typed, whatever their values."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

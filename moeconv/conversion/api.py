@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,10 @@ from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.entries import ENTRIES, as_entries, settings_of
 from moeconv.conversion.settings import parse_bits, parse_fields
 from moeconv.errors import ConversionError, SettingsError
+from moeconv.progress import unseen
 from moert.pack.errors import PackError
 
 Place = str | os.PathLike[str]
-
-
-class _Silent:
-    """A bar that nobody sees."""
-
-    def update(self, n: int) -> None:
-        pass
 
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {"bits": parse_bits, "fields": parse_fields}
@@ -45,7 +38,7 @@ def quantize(
                 said[name] = parse(said[name])
         kept = Path(work) if work is not None else place.parent / f"{place.name}.work"
         settings = settings_of({"model": os.fspath(model), **said}, place, kept)
-        return Conversion(settings, say, lambda label, total, unit="probe": nullcontext(_Silent())).run()[1]
+        return Conversion(settings, say, unseen).run()[1]
     except (ConversionError, PackError) as error:
         error.args = (as_entries(str(error)), *error.args[1:])
         raise

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
+from moeconv.artifacts import FISHER
 from moeconv.calibration import Sample
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
+from moeconv.conversion.room import Memory
 from moeconv.conversion.settings import Settings
 from moeconv.measure.assignments import Measure
+from moeconv.measure.codes import LayerCoding
 from moeconv.measure.journal import Journal
+from moeconv.measure.layered import LayeredModel
 from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.scorers import Scorer
+from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
+from moeconv.progress import Progress, unseen
 from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.kept import KeptCodes
 from moeconv.quantizers.moments import collect
 from moeconv.source.archs.errors import transformers_model
 from moert.pack.model_spec import ModelSpec
 
+EXACT_PROBES = 4096
+"""More of them are not measured one by one, if nothing else is asked for."""
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
 
 
@@ -28,6 +40,21 @@ class Bench:
 
     def __init__(self, coding: Coding, material: Material, journal: Journal, moments: Path | None) -> None:
         self.coding, self.material, self.journal, self.moments = coding, material, journal, moments
+        self.memory, self.show = Memory(), unseen
+
+    def within(self, memory: Memory, show: Progress) -> Bench:
+        """The same in this memory; `show` says how far a pass through a model's layers is."""
+        self.memory, self.show = memory, show
+        return self
+
+    def by_gradients(self, widths: Sequence[int]) -> bool:
+        """Whether the sweep is by gradients: asked for, or the model is too large for another."""
+        settings, spec = self.settings, self.spec
+        if self.memory.layered or settings.signal == FISHER:
+            return True
+        can = spec.encoder is None and self.coding.checkpoint.family.by_layers
+        exact_was_asked = settings.signal != "kl" or settings.cluster is not None or settings.racing is not None
+        return can and not exact_was_asked and len(spec.expert_keys()) * len(set(widths)) > EXACT_PROBES
 
     @property
     def settings(self) -> Settings:
@@ -44,10 +71,27 @@ class Bench:
 
     @cached_property
     def coder(self) -> ExpertCoder:
-        return self.coding.experts(self.moments)
+        if not self.memory.layered:
+            return self.coding.experts(self.moments)
+        kept = KeptCodes(self.journal.path.parent / "codes", self.journal.subject)
+        return ExpertCoder(self.coding.checkpoint, self.coding.quantizer, None, kept)
+
+    @cached_property
+    def layered(self) -> LayeredModel:
+        """The model layer by layer, with the same codes."""
+        folder = self.journal.path.parent / "passes"
+        model = LayeredModel(self.coder, self.coding.dense, self.memory.room(self.spec, folder), self.show)
+        if self.coder.kept is not None:
+            seen = self.material.scorer(model, self.material.ranking, self._moment_samples())
+            assert isinstance(seen, TextScorer)
+            model.coded = LayerCoding(model, self.coder.kept, seen.texts).ensure
+        return model
 
     @cached_property
     def trial(self) -> Trial:
+        """What plans are tried on."""
+        if self.memory.layered:
+            return cast("Trial", self.layered)  # all of it that Measure asks for
         return Trial(self.loaded, self.coder)
 
     def measure(self, what: str, samples: tuple[Sample, ...], limit: int | None) -> Measure:
@@ -55,6 +99,11 @@ class Bench:
             lambda: self.trial, lambda: self.material.scorer(self.trial, samples, limit), self.material.metric,
             self.journal, f"{what}/{limit or 'all'}",
         )  # fmt: skip
+
+    def measured_by(self, scorer: Scorer, what: str) -> Measure:
+        """The same over samples that there is a scorer of the layered model for."""
+        layered = cast("Trial", self.layered)
+        return Measure(lambda: layered, lambda: scorer, self.material.metric, self.journal, what)
 
     def collect_moments(self, path: Path) -> None:
         """Moments of the experts' inputs on the ranking text, into a file."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import SettingsError
 from moeconv.packing.chat import chat_of
 from moeconv.plan.problem import Storage
@@ -47,13 +47,13 @@ class Coding:
         """None where nothing outside the experts is quantised."""
         return self.dense.dense
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: Settings, layered: bool = False) -> None:
         """Raises TargetMissed for a size that no plan has, SettingsError where the moments that the quantizer needs do
         not fit in --memory."""
         check_budget(settings.target, self.spec, min(settings.bits), self.storage)
         wants = self.quantizer.wants
-        needed = 0 if wants == "nothing" else moments_bytes(self.spec, wants)
-        if needed > settings.memory_bytes:
+        needed = 0 if wants == "nothing" or layered else moments_bytes(self.spec, wants)
+        if needed > (settings.memory_bytes or DEFAULT_MEMORY):
             raise SettingsError(
                 f"--quantizer {self.quantizer.name} collects {needed / 1e6:,.0f} MB about the inputs of this model's "
                 f"experts: give --memory {math.ceil(needed / 1e6):,}MB or more, or take --quantizer group"

@@ -17,6 +17,7 @@ from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.references import References, evaluated, measured_references
 from moeconv.conversion.residence import check_resident, fitted
+from moeconv.conversion.room import check_layered, memory_of
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
@@ -54,9 +55,11 @@ class Conversion:
             say(f"note: {left_out}")
         if settings.calib is None:
             return self._unmeasured(coding)
-        coding.check(settings)
         check_resident(settings, coding)
         material = Material.read(settings, coding.checkpoint)
+        memory = memory_of(settings, coding.checkpoint, material)
+        coding.check(settings, memory.layered)
+        check_layered(settings, memory, coding.checkpoint)
         if note := vocabulary_note(material.tokenizer, coding.spec):
             say(note)
         sizes = (part.samples for part in (material.ranked, material.judged, material.heldout))
@@ -64,10 +67,11 @@ class Conversion:
             say(note)
         subject = subject_of(material, coding)
         directory = directory_of(subject)
-        job = job_of(coding, material, coding.moments_in(settings.work / directory))
+        job = job_of(coding, material, None if memory.layered else coding.moments_in(settings.work / directory), memory)
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
             bench = Bench(coding, material, work.journal(directory), job.moments)
+            bench = bench.within(memory, self.account.progress)
             say(f"work directory {work.path}, {len(bench.journal)} measurements in its journal")
             coding.checkpoint.check_finite()
             return self._measured(bench, job, work, conversion_of(subject, settings))

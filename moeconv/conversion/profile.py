@@ -13,10 +13,12 @@ from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers import Routed
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.packing.packed import PackedModel
-from moeconv.packing.paths import PathFigures, figures, routes_of, trace_of
+from moeconv.packing.paths import LEAST_BYTES, MOST_SHARE, PathFigures, bounded, figures, routes_of, trace_of
 from moeconv.report.document import read_report
+from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
+from moert.pack.manifest import Manifest
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE
@@ -63,11 +65,22 @@ def profile_paths(
     num_experts = packed.spec.moe.n
     parts = routed("calibration")
     seen = routes_of(parts)
-    table = build(num_experts, seen)
+    kept = bounded(build(num_experts, seen), _bytes_without_routing(pack.manifest))
+    if kept.least > 1:
+        say(
+            f"tables take at most {MOST_SHARE:.0%} of a pack, or {size(LEAST_BYTES)}: what followed after an expert or "
+            f"two less than {kept.least} times is left out, {kept.left_out:.1%} of what was counted"
+        )
+    table = kept.table
     found = figures(table, seen, routes_of(routed("heldout")))
     bodies = {PATHS: table.to_bytes(), TRACE: trace_of(parts, num_experts).to_bytes()}
     add_files(pack.root, pack.manifest, bodies)
     return found, sum(map(len, bodies.values()))
+
+
+def _bytes_without_routing(manifest: Manifest) -> int:
+    others = sum(entry.nbytes for name, entry in manifest.files.items() if name not in (PATHS, TRACE))
+    return others + sum(entry.file_bytes for entry in manifest.experts)
 
 
 @dataclass(frozen=True)

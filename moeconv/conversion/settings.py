@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from moeconv.artifacts import SIGNALS, Target
+from moeconv.artifacts import FISHER, SIGNALS, Target
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric
 from moeconv.plan import ALLOCATORS
@@ -39,7 +39,8 @@ class Settings:
     probability with which the held-out loss stays under the target (None: only the measured loss must).
     `sweep_samples` bounds what ranks the experts, `samples` what judges plans, `heldout_samples` what the result is
     measured on (None: all there is): samples of input and target, or windows of `context` tokens of running text.
-    `memory_bytes` bounds what the sweep keeps beside the model. `dense_bits` is the width of all matrices outside
+    `memory_bytes` bounds the whole process (None: all that is free, and DEFAULT_MEMORY for the sweep beside a model
+    that fits). `dense_bits` is the width of all matrices outside
     the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
     a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
@@ -68,7 +69,7 @@ class Settings:
     heldout_samples: int | None = None
     context: int = DEFAULT_CONTEXT
     max_new_tokens: int | None = None
-    memory_bytes: int = DEFAULT_MEMORY
+    memory_bytes: int | None = None
     racing: float | None = None
     cluster: str | None = None
     dense_bits: int | Mapping[str, int] | None = None
@@ -126,12 +127,15 @@ class Settings:
         counts = {name: getattr(self, name) for name in ("samples", "sweep_samples", "heldout_samples")}
         check_counts(**counts, max_new_tokens=self.max_new_tokens, context=self.context, seed=self.seed)
         check_target(self.target)
-        if self.memory_bytes < 1:
+        if self.memory_bytes is not None and self.memory_bytes < 1:
             raise SettingsError(f"--memory {self.memory_bytes}: expected more than 0 bytes")
         if not 0 <= self.margin < 1:
             raise SettingsError(f"--margin {self.margin:g}: expected a share from 0 to less than 1")
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
+        if self.signal == FISHER and (self.racing, self.cluster) != (None, None):
+            said = "--racing" if self.cluster is None else "--cluster"
+            raise SettingsError(f"{said} goes with the exact sweep: leave it out, or take --signal kl")
         if self.racing is not None and not 0 < self.racing < 0.5:
             raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
         if self.strict and self.calib is not None and self.confidence is None:
@@ -184,7 +188,7 @@ def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
 def check_ranking(allocation: str, signal: str) -> None:
     """Raises SettingsError."""
     check_choice("--allocation", allocation, ALLOCATORS)
-    check_choice("--signal", signal, SIGNALS)
+    check_choice("--signal", signal, (*SIGNALS, FISHER))
 
 
 def check_target(target: Target) -> None:

@@ -19,6 +19,8 @@ from moert.pack.model_spec import ModelSpec
 class LoadedModel:
     """A Subject of moeconv.measure.scorers."""
 
+    layers = None
+
     def __init__(self, checkpoint: Checkpoint, dense: DenseCoder | None = None) -> None:
         self.checkpoint, self.family = checkpoint, checkpoint.family
         self.dense = dense or DenseCoder(checkpoint, None)

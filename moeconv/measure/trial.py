@@ -23,6 +23,8 @@ class Trial:
     """`assign` quantises experts in the loaded model, and puts in the matrices outside the experts as a pack stores
     them; `restore` brings back the original weights. Only experts whose widths change are written."""
 
+    layers = None
+
     def __init__(self, loaded: LoadedModel, coder: ExpertCoder) -> None:
         self.loaded, self.coder = loaded, coder
         self._widths: dict[ExpertKey, Bits] = uniform(self.spec, ORIGINAL)

@@ -123,6 +123,6 @@ def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
 def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantization) -> str:
     """Of everything that the experts' bytes depend on."""
     plan = [[*key, widths[key]] for key in coder.checkpoint.spec.expert_keys()]
-    moments = None if coder.moments is None else coder.moments.digest
+    moments = coder.inputs_digest
     what = [coder.checkpoint.sha256, plan, quantization.quantizer, quantization.group_size, quantization.seed, moments]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -55,6 +55,11 @@ class PackedModel:
         return cls(pack, family, spec, model, ExpertCalls(model, family, spec))
 
     @property
+    def layers(self) -> None:
+        """None: it is in memory."""
+        return None
+
+    @property
     def stored_head(self) -> None:
         """None: a pack's head never changes."""
         return None

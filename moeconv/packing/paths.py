@@ -12,13 +12,19 @@ import torch
 
 from moeconv.measure.scorers import Routed
 from moert.pack.model_spec import LayerKey, StackName
-from moert.pack.paths import TransitionTable
+from moert.pack.paths import ContextCounts, TransitionTable
 from moert.pack.trace import SampleRoutes, Trace, record
 
 Routes = dict[LayerKey, npt.NDArray[np.int64]]
 """[tokens, top_k] of each layer with experts, in the order of execution; row t is the same token in all of a stack."""
 
 SCORED_TOKENS = 4000
+MOST_SHARE = 0.01
+LEAST_BYTES = 1 << 20
+"""What tables may take of a pack, and what they may take of any."""
+_ENTRY_BYTES, _CONTEXT_BYTES = 2 + 4, 4 + 4  # in paths.safetensors
+_HEADER_BYTES = 9 * 2 * 10  # of a layer: offsets of its tensors have more digits than those of empty ones
+_MOST_COUNT = 1 << 16  # from here on counts are told apart no more
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,16 @@ class PathFigures:
     coverage20: Mapping[StackName, float]
     best_next: float | None
     accuracy: tuple[tuple[float, float, float] | None, ...]
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A table without what was counted less than `least` times after an expert or two, the share `left_out` of all such
+    counts."""
+
+    table: TransitionTable
+    least: int
+    left_out: float
 
 
 def routes_of(parts: Sequence[Routed]) -> Routes:
@@ -65,6 +81,39 @@ def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigu
         best_next=_best_next(table, heldout),
         accuracy=accuracy,
     )
+
+
+def bounded(table: TransitionTable, pack_bytes: int) -> Bounded:
+    """What was counted most often, of all layers and of one layer before and two alike, as much as fits into
+    MOST_SHARE of a pack of so many bytes, or into LEAST_BYTES."""
+    counted = _tables(table)
+    entries, contexts = np.zeros((2, _MOST_COUNT + 1), np.int64)  # by how often they were counted
+    for part in counted:
+        entries += _histogram(part.counts)
+        if len(part.contexts):
+            contexts += _histogram(np.maximum.reduceat(part.counts, part.rows[:-1]))
+    empty_bytes = len(table.at_least(1 << 32).to_bytes()) + _HEADER_BYTES * len(table.layers)
+    nbytes = empty_bytes + _ENTRY_BYTES * _from_each_on(entries) + _CONTEXT_BYTES * _from_each_on(contexts)
+    fits = np.append(nbytes[1:] <= max(MOST_SHARE * pack_bytes, LEAST_BYTES), True)
+    least = 1 + int(fits.argmax())
+    kept = table if least == 1 else table.at_least(least if least <= _MOST_COUNT else 1 << 32)
+    return Bounded(kept, least, 1 - _total(_tables(kept)) / max(_total(counted), 1))
+
+
+def _tables(table: TransitionTable) -> list[ContextCounts]:
+    return [part for paths in table.layers.values() for part in (paths.one_before, paths.two_before)]
+
+
+def _histogram(counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    return np.bincount(np.minimum(counts, _MOST_COUNT), minlength=_MOST_COUNT + 1)
+
+
+def _from_each_on(histogram: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return histogram[::-1].cumsum()[::-1]
+
+
+def _total(tables: Sequence[ContextCounts]) -> int:
+    return sum(int(part.counts.sum(dtype=np.int64)) for part in tables)
 
 
 def _by_stack(routes: Routes) -> dict[StackName, list[npt.NDArray[np.int64]]]:

@@ -78,40 +78,82 @@ def outlooks(
     return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in widths]
 
 
+@dataclass(frozen=True)
+class Fit:
+    """One pack in memory: what it needs, and what the process holds beside the experts and will hold. `backbone_bytes`:
+    of the file of everything outside the experts."""
+
+    backbone_bytes: int
+    budget: Budget
+    held_bytes: int
+    coming_bytes: int
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
+        computed: Collection[str], host: Host,
+    ) -> Fit:  # fmt: skip
+        """Of each expert at its `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS more."""
+        backbone, files = backbone_bytes(spec, quantization, computed), _files(spec, quantization, widths)
+        budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
+        return cls(backbone, budget, host.held_bytes, _coming_bytes(spec, budget, host))
+
+    @property
+    def pack_bytes(self) -> int:
+        return self.backbone_bytes + self.budget.expert_bytes
+
+    @property
+    def smallest_memory(self) -> int:
+        """The least --memory that moert takes."""
+        return self.budget.smallest_bytes(self.held_bytes, self.coming_bytes)
+
+    @property
+    def whole_memory(self) -> int:
+        """What all experts stay in memory with."""
+        others = self.budget.expert_bytes - self.budget.layer_bytes
+        return self.budget.smallest_bytes(self.held_bytes, self.coming_bytes + math.ceil(others / self.budget.filled))
+
+    def room_share(self, memory_bytes: int) -> float:
+        """Of the experts' bytes what stays in memory, at least what a layer demands. Raises ValueError where moert
+        could not run, with the least that it can run in."""
+        if not self.budget.fits(memory_bytes, self.held_bytes, self.coming_bytes):
+            raise ValueError(f"{self.smallest_memory // 10**6}MB")
+        return self.budget.left_bytes(memory_bytes, self.held_bytes, self.coming_bytes) / self.budget.expert_bytes
+
+
 def room_share(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
     computed: Collection[str], host: Host, memory_bytes: int,
 ) -> float:  # fmt: skip
-    """Of all experts, each with its `widths`, what stays in memory where moert gets so much of it, beside a prompt of
-    PROMPT_TOKENS and NEW_TOKENS more. Raises ValueError where it could not run, with the least that it can run in."""
-    backbone, files = backbone_bytes(spec, quantization, computed), _files(spec, quantization, widths)
-    budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
-    coming = _coming_bytes(spec, budget, host)
-    if not budget.fits(memory_bytes, host.held_bytes, coming):
-        raise ValueError(f"{budget.smallest_bytes(host.held_bytes, coming) // 10**6}MB")
-    return budget.left_bytes(memory_bytes, host.held_bytes, coming) / budget.expert_bytes
+    """Of all experts, each with its `widths`, what stays in memory where moert gets so much of it: see Fit."""
+    return Fit.of(spec, quantization, widths, computed, host).room_share(memory_bytes)
 
 
 def _outlook(
     spec: ModelSpec, storage: Storage, bits: int, dense: Dense | None, computed: Collection[str], host: Host
 ) -> Outlook:
-    quantization = Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4)
+    quantization = quantization_of(storage, dense)
     widths = dict.fromkeys(spec.moe.ffn.projections, bits)
-    files = _files(spec, quantization, lambda key: widths)
-    backbone = backbone_bytes(spec, quantization, computed)
-    budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
-    coming = _coming_bytes(spec, budget, host)
-    others = budget.expert_bytes - budget.layer_bytes
+    fit = Fit.of(spec, quantization, lambda key: widths, computed, host)
     return Outlook(
         bits=bits,
-        dense_bits=16 if dense is None else max(dense.bits.values()),
-        pack_bytes=backbone + budget.expert_bytes,
-        backbone_bytes=backbone,
-        expert_bytes=max(map(max, files.values())),
-        token_bytes=budget.token_bytes,
-        smallest_memory=budget.smallest_bytes(host.held_bytes, coming),
-        whole_memory=budget.smallest_bytes(host.held_bytes, coming + math.ceil(others / budget.filled)),
+        dense_bits=dense_bits_of(dense),
+        pack_bytes=fit.pack_bytes,
+        backbone_bytes=fit.backbone_bytes,
+        expert_bytes=max(map(max, _files(spec, quantization, lambda key: widths).values())),
+        token_bytes=fit.budget.token_bytes,
+        smallest_memory=fit.smallest_memory,
+        whole_memory=fit.whole_memory,
     )
+
+
+def quantization_of(storage: Storage, dense: Dense | None) -> Quantization:
+    """As a conversion would say it in the manifest, for a source in bfloat16."""
+    return Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4)
+
+
+def dense_bits_of(dense: Dense | None) -> int:
+    return 16 if dense is None else max(dense.bits.values())
 
 
 def _coming_bytes(spec: ModelSpec, budget: Budget, host: Host) -> int:

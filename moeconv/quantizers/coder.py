@@ -9,6 +9,7 @@ import numpy as np
 
 from moeconv.artifacts import Bits
 from moeconv.errors import WeightsUnusable
+from moeconv.quantizers.kept import KeptCodes
 from moeconv.quantizers.moments import Moments
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
 from moeconv.source.checkpoint import F32, Checkpoint
@@ -66,13 +67,17 @@ def check_16(what: str, weight: F32, dtype16: str) -> None:
 class ExpertCoder:
     """`fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser (`too_few` of it).
 
-    What was quantised is remembered, the latest `CACHE_BYTES` of it.
+    What was quantised is remembered, the latest `CACHE_BYTES` of it. With `kept`, codes are those that were made
+    before, and are not remembered here.
     """
 
-    def __init__(self, checkpoint: Checkpoint, quantizer: Quantizer, moments: Moments | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, quantizer: Quantizer, moments: Moments | None, kept: KeptCodes | None = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.quantizer = quantizer
         self.moments = None if quantizer.wants == "nothing" else moments
+        self.kept = kept
         self._cache: OrderedDict[tuple[ExpertKey, str, int], QuantizedMatrix] = OrderedDict()
         self._cached_bytes = 0
 
@@ -87,15 +92,29 @@ class ExpertCoder:
 
     @property
     def fallbacks(self) -> list[tuple[ExpertKey, str]]:
-        if self.moments is None:
+        if self.moments is None and self.kept is None:
             return []
         spec = self.checkpoint.spec
         return [
             (key, projection)
             for key in spec.expert_keys()
+            for rows in (self._rows(key),)
             for projection in spec.moe.ffn.projections
-            if self.quantizer.too_few(self.moments.rows(key), spec.projection_shape(projection)[1])
+            if rows is not None and self.quantizer.too_few(rows, spec.projection_shape(projection)[1])
         ]
+
+    def _rows(self, key: ExpertKey) -> int | None:
+        """Tokens that an expert saw; None where nobody looked."""
+        if self.kept is not None:
+            return self.kept.rows(key)
+        return None if self.moments is None else self.moments.rows(key)
+
+    @property
+    def inputs_digest(self) -> str | None:
+        """What codes depend on beside the weights and their widths."""
+        if self.kept is not None:
+            return self.kept.about
+        return None if self.moments is None else self.moments.digest
 
     def code(self, key: ExpertKey, bits: Bits) -> dict[str, Projection]:
         """Projection → what a pack stores at that width: a QuantizedMatrix, or weights [out, in] for 16 bits.
@@ -150,21 +169,34 @@ class ExpertCoder:
 
     def _quantize(self, keys: list[ExpertKey], name: str, bits: int, weights: F32) -> list[QuantizedMatrix]:
         """weights [n, out, in] of one projection of n experts of a layer."""
+        matrices = self._checked(keys, name, bits, weights, self._inputs(keys, name))
+        for key, matrix in zip(keys, matrices, strict=True):
+            self._remember((key, name, bits), matrix)
+        return matrices
+
+    def coded(self, key: ExpertKey, name: str, bits: int, weight: F32, inputs: Inputs | None) -> QuantizedMatrix:
+        """One matrix [out, in] of an expert, whose inputs the caller knows; not remembered."""
+        return self._checked([key], name, bits, weight[None], inputs)[0]
+
+    def _checked(
+        self, keys: list[ExpertKey], name: str, bits: int, weights: F32, inputs: Inputs | None
+    ) -> list[QuantizedMatrix]:
         try:
-            matrices = self.quantizer.quantize(weights, bits, self._inputs(keys, name))
+            matrices = self.quantizer.quantize(weights, bits, inputs)
         except WeightsUnusable as error:
             which = f"expert {keys[0]}" if len(keys) == 1 else f"experts {keys[0]} to {keys[-1]}"
             raise WeightsUnusable(f"{which}, {name}, at {bits} bits: {error}") from None
         for key, matrix in zip(keys, matrices, strict=True):
             if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):
                 raise WeightsUnusable(f"expert {key}, {name}: its scales at {bits} bits are not finite in float16")
-            self._remember((key, name, bits), matrix)
         return matrices
 
     def _inputs(self, keys: list[ExpertKey], name: str) -> Inputs | None:
         return None if self.moments is None else self.moments.inputs(keys, name)
 
     def _cached(self, key: ExpertKey, name: str, bits: int) -> QuantizedMatrix | None:
+        if self.kept is not None and bits < 16 and (before := self.kept.get(key, name, bits)) is not None:
+            return before
         found = self._cache.get((key, name, bits))
         if found is not None:
             self._cache.move_to_end((key, name, bits))

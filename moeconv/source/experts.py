@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,31 +64,57 @@ class Rerouting(Protocol):
     def keep(self, rows: Tensor) -> None: ...
 
 
-class ExpertCalls:
-    """Takes over the experts of all layers. `rows` counts rows computed, each by one expert. `rerouting`, if there is
-    one, may choose other experts than the routers did."""
+class Supply(Protocol):
+    """Where the experts' matrices come from."""
+
+    def weights(self, key: ExpertKey) -> Weights: ...
+
+    def biases(self, key: ExpertKey) -> Biases: ...
+
+    def expect(self, keys: Sequence[ExpertKey]) -> None:
+        """These are asked for next, in this order."""
+        ...
+
+
+class OwnExperts:
+    """Those of a model in memory: views of its parameters, so that writing to them changes it."""
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec) -> None:
+        projections = spec.moe.ffn.projections
+        self._weights = {
+            key: tuple(family.expert_weight(model, key, name) for name in projections) for key in spec.expert_keys()
+        }
+        self._biases: dict[ExpertKey, Biases] = {}
+        if spec.moe.ffn.bias:
+            self._biases = {
+                key: tuple(family.expert_bias(model, key, name) for name in projections) for key in spec.expert_keys()
+            }
+
+    def weights(self, key: ExpertKey) -> Weights:
+        return self._weights[key]
+
+    def biases(self, key: ExpertKey) -> Biases:
+        return self._biases.get(key, ())
+
+    def expect(self, keys: Sequence[ExpertKey]) -> None:
+        pass  # they are there
+
+
+class ExpertCalls:
+    """Takes over the experts of all layers. `rows` counts rows computed, each by one expert. `rerouting`, if there is
+    one, may choose other experts than the routers did. `supply`: the model's own weights where None is given."""
+
+    def __init__(self, model: Any, family: Family, spec: ModelSpec, supply: Supply | None = None) -> None:
         self.spec = spec
+        self.supply: Supply = OwnExperts(model, family, spec) if supply is None else supply
         self.family = family
         self.rows = 0
         self.rerouting: Rerouting | None = None
         self._watch: Callable[[LayerKey, Call], None] | None = None
         self._active: Tensor | None = None
         self._substitute: Substitute | None = None
-        self._weights: dict[LayerKey, list[Weights]] = {}
-        self._biases: dict[LayerKey, list[Biases]] = {}
+        self._answer: Callable[[LayerKey, Call], Tensor | None] | None = None
         for place in spec.moe_layers():
-            self._weights[place] = [
-                tuple(family.expert_weight(model, ExpertKey(*place, expert), name) for name in spec.moe.ffn.projections)
-                for expert in range(spec.moe.n)
-            ]
-            self._biases[place] = [
-                tuple(family.expert_bias(model, ExpertKey(*place, expert), name) for name in spec.moe.ffn.projections)
-                if spec.moe.ffn.bias
-                else ()
-                for expert in range(spec.moe.n)
-            ]
             family.experts_module(model, place).forward = partial(self._run, place)
 
     def flops(self, rows: int) -> int:
@@ -96,7 +122,17 @@ class ExpertCalls:
         return rows * 2 * self.spec.weights_per_expert()
 
     def weights(self, key: ExpertKey) -> Weights:
-        return self._weights[key.at][key.expert]
+        return self.supply.weights(key)
+
+    @contextmanager
+    def answering(self, answer: Callable[[LayerKey, Call], Tensor | None]) -> Iterator[None]:
+        """Inside the block what this gives [tokens, d_model] stands for what a layer's experts would give; they are run
+        where it gives None."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
 
     @contextmanager
     def watching(self, watch: Callable[[LayerKey, Call], None]) -> Iterator[None]:
@@ -133,14 +169,20 @@ class ExpertCalls:
         finally:
             self._active, self._substitute = before
 
-    def inner(self, key: ExpertKey, x: Tensor) -> Tensor:
-        """What enters an expert's down matrix. x [rows, d_model] → [rows, d_ff]"""
-        return _inner(x, self.weights(key), self._biases[key.at][key.expert], self.spec.moe.ffn)
+    def inner(self, key: ExpertKey, x: Tensor, weights: Weights | None = None) -> Tensor:
+        """What enters an expert's down matrix, by its own weights if no others are given. x [rows, d_model] → [rows,
+        d_ff]"""
+        return _inner(x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.moe.ffn)
+
+    def given(self, place: LayerKey | None, call: Call) -> Tensor:
+        """What a layer's experts give for a call. [tokens, d_model]"""
+        assert place is not None
+        return self._grouped(call, [place.expert(number) for number in range(self.spec.moe.n)], {})
 
     def ffn(self, key: ExpertKey, x: Tensor, weights: Weights) -> Tensor:
         """One expert's feed-forward with these weights. x [rows, d_model] → [rows, d_model]; counted."""
         self.rows += len(x)
-        return expert_ffn(x, weights, self.spec.moe.ffn, self._biases[key.at][key.expert])
+        return expert_ffn(x, weights, self.spec.moe.ffn, self.supply.biases(key))
 
     def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
         chosen, weights = self.family.routed(selected, router_weights)
@@ -153,27 +195,30 @@ class ExpertCalls:
             chosen = chosen.masked_fill(~self._active.reshape(-1, 1), -1)
         if self._watch is not None:
             self._watch(place, Call(x, chosen, weights))
-        experts = [(place.expert(number), mine) for number, mine in enumerate(self._weights[place])]
+        if self._answer is not None and (answer := self._answer(place, Call(x, chosen, weights))) is not None:
+            return answer
+        keys, given = [place.expert(number) for number in range(self.spec.moe.n)], {}
         if self._substitute is not None and self._substitute.place == place:
-            chosen = _substituted(chosen, self._substitute, len(experts))
-            stands_for = map(place.expert, self._substitute.expert_of_probe.tolist())
-            experts += zip(stands_for, self._substitute.weights, strict=True)
-        return self._grouped(x, chosen, weights, experts)
+            chosen = _substituted(chosen, self._substitute, len(keys))
+            given = dict(enumerate(self._substitute.weights, len(keys)))
+            keys += map(place.expert, self._substitute.expert_of_probe.tolist())
+        return self._grouped(Call(x, chosen, weights), keys, given)
 
-    def _grouped(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[tuple[ExpertKey, Weights]]
-    ) -> Tensor:
-        """Rows sorted by expert, so that each expert runs once; a row's experts are summed in order of their number."""
+    def _grouped(self, call: Call, keys: Sequence[ExpertKey], given: Mapping[int, Weights]) -> Tensor:
+        """Rows sorted by expert, so that each expert runs once; a row's experts are summed in order of their number.
+        `given`: weights of some of `keys`, by their place there; the others have their own."""
+        x, chosen, weights = call.x, call.chosen, call.weights
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-        counts = torch.bincount(flat[order], minlength=len(experts)).tolist()
+        counts = torch.bincount(flat[order], minlength=len(keys)).tolist()
+        self.supply.expect([keys[at] for at, count in enumerate(counts) if count and at not in given])
         tokens = order // chosen.shape[1]
         gathered = x[tokens]
         parts, start = [], 0
         for expert, count in enumerate(counts):
             if count:
-                key, mine = experts[expert]
-                parts.append(self.ffn(key, gathered[start : start + count], mine))
+                mine = given[expert] if expert in given else self.supply.weights(keys[expert])
+                parts.append(self.ffn(keys[expert], gathered[start : start + count], mine))
                 start += count
         result = torch.zeros_like(x)
         if parts:

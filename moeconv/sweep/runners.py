@@ -1,37 +1,40 @@
-"""Who does a sweep's tasks: this process, or a cluster."""
+"""Who does tasks: this process, or a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from moeconv.measure.trial import Trial
-from moeconv.sweep.sensitivity import Runner
-from moeconv.sweep.worker import SweepJob, SweepWorker, Task
+from moeconv.sweep.tasks import FoundT, JobT, Runner, TaskT, Worker
 
 
 @contextmanager
-def runner_for(cluster: str | None, trial: Callable[[], Trial], reads: Sequence[Path]) -> Iterator[Runner]:
-    """`cluster` is the address of a Ray cluster whose nodes can all read `reads`; None runs tasks here, on the model
-    that `trial` has in memory. Raises ClusterError."""
+def runner_for(
+    cluster: str | None,
+    make: Callable[[JobT], Worker[TaskT, FoundT]],
+    reads: Sequence[Path],
+    here: Callable[[JobT], Worker[TaskT, FoundT]] | None = None,
+) -> Iterator[Runner[JobT, TaskT, FoundT]]:
+    """`cluster` is the address of a Ray cluster whose nodes can all import `make` and read `reads`; None does tasks in
+    this process, by what `here` makes of a job, if it is given, from what is in memory already. Raises ClusterError."""
     if cluster is None:
-        yield _here(trial)
+        yield _local(here or make)
         return
     from moeconv.sweep.cluster import ray_runner
 
-    with ray_runner(cluster, SweepWorker, *reads) as runner:
+    with ray_runner(cluster, make, *reads) as runner:
         yield runner
 
 
-def _here(trial: Callable[[], Trial]) -> Runner:
-    workers: list[SweepWorker] = []
+def _local(make: Callable[[JobT], Worker[TaskT, FoundT]]) -> Runner[JobT, TaskT, FoundT]:
+    made: list[tuple[JobT, Worker[TaskT, FoundT]]] = []  # the last one; it stays as long as the job is the same object
 
-    def run(job: SweepJob, tasks: Sequence[Task]) -> Iterator[tuple[Task, list[dict[str, Any]]]]:
-        if not workers:
-            workers.append(SweepWorker(job, trial()))
+    def run(job: JobT, tasks: Sequence[TaskT]) -> Iterator[tuple[TaskT, FoundT]]:
+        if not made or made[0][0] is not job:
+            made[:] = [(job, make(job))]
+        worker = made[0][1]
         for task in tasks:
-            yield task, workers[0].measure(task)
+            yield task, worker.measure(task)
 
     return run

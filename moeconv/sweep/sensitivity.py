@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -16,14 +16,14 @@ from moeconv.measure.journal import Journal, identity
 from moeconv.measure.metrics import F64, Metric
 from moeconv.progress import Bar
 from moeconv.sweep.racing import Race
+from moeconv.sweep.tasks import Runner
 from moeconv.sweep.worker import SweepJob, Task
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 BASE_BITS = 4
 PROBES_A_TASK = 16
 
-Runner = Callable[[SweepJob, Sequence[Task]], Iterator[tuple[Task, list[dict[str, Any]]]]]
-"""Does tasks, in any order, and yields each when it is done."""
+SweepRunner = Runner[SweepJob, Task, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sweep:
         """Number of measurements of a full sweep that the journal lacks."""
         return sum(self._get(block, probe) is None for probe in self.probes for block in range(self.job.blocks))
 
-    def run(self, runner: Runner, bar: Bar) -> None:
+    def run(self, runner: SweepRunner, bar: Bar) -> None:
         """Raises SettingsError for a metric that can't be raced by."""
         if self.rules is not None and self.rules.signal == "metric" and self.metric.columns > 2:
             raise SettingsError(f"--racing by {self.metric.name} can't be done, sample by sample: use --signal kl")
@@ -74,7 +74,7 @@ class Sweep:
         else:
             self._race(runner, bar, self.rules)
 
-    def _race(self, runner: Runner, bar: Bar, rules: RaceRules) -> None:
+    def _race(self, runner: SweepRunner, bar: Bar, rules: RaceRules) -> None:
         """Probes of one kind (the same widths) race against each other."""
         self._do(runner, bar, [Task(block) for block in range(self.job.blocks) if self._get(block) is None])
         sizes = [len(self._base(block).nats) for block in range(self.job.blocks)]
@@ -113,7 +113,7 @@ class Sweep:
         own = [] if self._get(block) is not None else [Task(block)]
         return own + [Task(block, bundle) for bundle in bundles if any(self._get(block, one) is None for one in bundle)]
 
-    def _do(self, runner: Runner, bar: Bar, tasks: list[Task]) -> None:
+    def _do(self, runner: SweepRunner, bar: Bar, tasks: list[Task]) -> None:
         if not tasks:
             return
         for task, found in runner(self.job, tasks):

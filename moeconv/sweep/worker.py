@@ -59,6 +59,11 @@ class Task:
     block: int
     probes: tuple[Probe, ...] = ()
 
+    @property
+    def affinity(self) -> str:
+        """What a worker prepares for it: the base run of its block."""
+        return f"block {self.block}"
+
 
 class SweepWorker:
     """Holds the model and the base run of one block at a time. `trial` is taken over if there is one already."""

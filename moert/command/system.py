@@ -8,11 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moert.experts.drive.probe import remembered
 from moert.kernels import library
+from moert.kernels.speed import MOST_BYTES, kernel_speeds
 from moert.machine.control_groups import ROOT, text
 from moert.machine.cores import affinity, quota_of, usable_cores
 from moert.machine.memory import held_bytes, machine_memory, thread_bytes
 from moert.stats import size
+
+_ROOM = 4  # of what is free, the part of it that kernels are measured in
 
 
 def system_facts(root: Path = ROOT) -> dict[str, Any]:
@@ -33,6 +37,8 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
         "memory": asdict(machine_memory(root)),
         "process": {"held_bytes": held_bytes(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
         "transparent_huge_pages": _huge_pages(root),
+        "kernel_bytes_per_s": _kernel_speeds(root),
+        "drive": _drive(root),
     }
 
 
@@ -55,6 +61,8 @@ def system_lines(facts: dict[str, Any]) -> list[str]:
         f"this process     {size(facts['process']['held_bytes'])} without a pack, "
         f"{size(facts['process']['thread_bytes'])} more for threads",
         f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
+        f"weights          {_speeds(facts['kernel_bytes_per_s'])}",
+        f"drive            {_drive_line(facts['drive'])}",
     ]
 
 
@@ -72,6 +80,48 @@ def _instruction_sets() -> list[dict[str, Any]]:
         }
         for each in loaded.instruction_sets
     ]
+
+
+def _kernel_speeds(root: Path) -> dict[str, float] | None:
+    """Width → bytes/s, measured now; null without native kernels, or without memory to measure in."""
+    loaded, free = library.load(), machine_memory(root).free_bytes
+    if loaded is None:
+        return None
+    room = MOST_BYTES if free is None else min(MOST_BYTES, free // _ROOM)
+    try:
+        return {str(bits): speed for bits, speed in kernel_speeds(loaded, usable_cores(root), room).items()}
+    except (library.NativeFailed, MemoryError):
+        return None
+
+
+def _drive(root: Path) -> dict[str, Any] | None:
+    """The drive under the current directory, as it was measured when moert first read from it; null if it never did."""
+    known = remembered(Path.cwd(), root=root)
+    if known is None:
+        return None
+    alone = max((speed for way, speed in known.speeds.items() if way.threads == 1), default=None)
+    best = known.speeds[known.settings]
+    return {
+        "io": str(known.settings),
+        "bytes_per_s": best,
+        "alone_bytes_per_s": best if alone is None else alone,
+        "piece_bytes": known.piece_bytes,
+    }
+
+
+def _speeds(speeds: dict[str, float] | None) -> str:
+    if speeds is None:
+        return "not measured"
+    each = ", ".join(f"{speed / 1e9:.1f} GB/s at {bits} bits" for bits, speed in speeds.items())
+    return f"multiplied with one token: {each}"
+
+
+def _drive_line(drive: dict[str, Any] | None) -> str:
+    if drive is None:
+        return "not measured; moert measures it when it first reads experts there"
+    best, alone = (f"{drive[name] / 1e6:,.0f} MB/s" for name in ("bytes_per_s", "alone_bytes_per_s"))
+    pieces = f", in pieces of {size(drive['piece_bytes'])}" if drive["piece_bytes"] else ""
+    return f"{best} here ({drive['io']}), {alone} where one thread reads{pieces}"
 
 
 def _why(chosen: bool, runs: bool) -> str:

@@ -7,7 +7,7 @@ experts of the two before, a of the earlier one, with the id a * num_experts + b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,30 @@ class ContextCounts:
 
     def total(self, contexts: I64, num_experts: int) -> F64:
         """The counts of all given contexts, added up: [num_experts]."""
-        out = np.zeros(num_experts)
         if not len(self.contexts):
-            return out
-        at = np.minimum(np.searchsorted(self.contexts, contexts), len(self.contexts) - 1)
-        for row in at[self.contexts[at] == contexts].tolist():
-            span = slice(int(self.rows[row]), int(self.rows[row + 1]))
-            out[self.experts[span]] += self.counts[span]
-        return out
+            return np.zeros(num_experts)
+        wanted = contexts.astype(np.uint32)  # as the table has them, or searching would copy the table
+        at = np.minimum(np.searchsorted(self.contexts, wanted), len(self.contexts) - 1)
+        found = at[self.contexts[at] == wanted]
+        starts = self.rows[found].astype(np.int64)
+        lengths = self.rows[found + 1] - starts
+        entries = np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+        counts: F64 = np.bincount(self.experts[entries], self.counts[entries], num_experts).astype(
+            np.float64, copy=False
+        )
+        return counts
+
+    def at_least(self, count: int) -> ContextCounts:
+        """Only what was counted so often."""
+        kept = self.counts >= count
+        rows = np.append(0, kept.cumsum())[self.rows]
+        some = np.diff(rows) > 0
+        return ContextCounts(
+            contexts=self.contexts[some],
+            rows=np.append(rows[:-1][some], rows[-1]).astype(np.uint32),
+            experts=self.experts[kept],
+            counts=self.counts[kept],
+        )
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,14 @@ class TransitionTable:
             if counts.any():
                 return counts, 1
         return paths.frequency.astype(np.float64), 0
+
+    def at_least(self, count: int) -> TransitionTable:
+        """Without what was seen less often after an expert or two; how often each expert was selected stays."""
+        layers = {
+            at: replace(paths, one_before=paths.one_before.at_least(count), two_before=paths.two_before.at_least(count))
+            for at, paths in self.layers.items()
+        }
+        return TransitionTable(self.num_experts, layers)
 
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the tables are not those of a model of this shape."""

@@ -26,6 +26,8 @@ from tests.shapes import Shape, every, frequencies, shapes_of
 FOLDER = Path("build/bench/shaped")
 SEED = 20261121
 GROUP = 64
+DENSE = {"attention": 4, "router": 16, "head": 4, "embed": 4}
+"""Widths of all other matrices, by role."""
 THREADS = 2
 
 OLMOE_SHAPE = Shape(

@@ -14,14 +14,13 @@ from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, is_pack
 from tests.bench import routing
+from tests.bench.shaped import DENSE, OLMOE, write_pack
 from tests.bench.shaped import FOLDER as SHAPED
-from tests.bench.shaped import OLMOE, write_pack
 
 FOLDER = Path("build/bench/stream")
 DEMO = Path("build/demo")
 REFERENCES = {"g2p": 24, "wiki": 32}
 """Tokens written after each prompt, at most."""
-DENSE = {"attention": 4, "router": 16, "head": 4, "embed": 4}
 HELDOUT_WINDOWS, CALIBRATION_WINDOWS = 8, 16
 _PROMPTS, _PROMPT_TOKENS = 200, 16
 

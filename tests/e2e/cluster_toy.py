@@ -30,6 +30,10 @@ class ToyTask:
     block: int
     number: int
 
+    @property
+    def affinity(self) -> str:
+        return f"block {self.block}"
+
 
 class ToyWorker:
     def __init__(self, job: ToyJob) -> None:

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,37 @@ def test_a_task_that_can_not_be_done_is_one_line(
     assert [number for *_, number, _ in notes(job)].count(13) == (1 if how == "user's mistake" else 3)
 
 
+class Unborn:
+    """What workers are made by, and what instead happens in a process that receives it."""
+
+    def __init__(self, instead: Callable[..., Any], *arguments: Any) -> None:
+        self.instead, self.arguments = instead, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.instead, self.arguments
+
+    def __call__(self, job: ToyJob) -> ToyWorker:
+        raise AssertionError(f"a worker for {job} was made here")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Unborn(import_module, "moeconv_of_tomorrow"), r"No module named 'moeconv_of_tomorrow'\): check that moeconv"),
+        (Unborn(os._exit, 3), r"ActorDiedError: .*: check that moeconv with the extra cluster is installed"),
+    ],
+    ids=["not installed", "ends"],
+)
+def test_a_process_that_can_not_start_is_said_at_once(cluster: Any, tmp_path: Path, make: Unborn, words: str) -> None:
+    with (
+        pytest.raises(ClusterError, match=f"its processes end as soon as they start.*{words}") as caught,
+        ray_runner(cluster.address, make, tmp_path, patience_s=PATIENCE_S) as run,
+    ):
+        list(run(ToyJob(tmp_path), TASKS))
+    assert "\n" not in str(caught.value)
+    assert not notes(ToyJob(tmp_path))
+
+
 def test_a_file_that_a_node_can_not_read_is_said_at_once(cluster: Any, tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"can't read .*/nowhere: it must lie at the same path"),
@@ -263,7 +295,7 @@ class KillsOne:
 
     def update(self, n: int) -> None:
         if n and not self.killed:
-            self.killed = next(pid for pid in marked(f"{MARK}={os.getpid()}") if named(pid).startswith("ray::_Seat"))
+            self.killed = next(pid for pid in marked(f"{MARK}={os.getpid()}") if named(pid).startswith("ray::_Process"))
             os.kill(self.killed, signal.SIGKILL)
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "docs" / "models.md"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
+from models_sizes import section as sizes  # noqa: E402
 from published import CORRECTED, MADE_UP, PUBLISHED, Config  # noqa: E402
 from tiny import TINY  # noqa: E402
 
@@ -69,6 +70,7 @@ def text() -> str:
     lines += ["", *map(_bullet, _CHECKED), "", "## What is refused of every family", ""]
     lines += ["In one line, before anything long starts:", ""]
     lines += map(_bullet, (*_REFUSED_FIRST, *refused, *_REFUSED_LAST))
+    lines += ["", *sizes()]
     for name in sorted(FAMILIES):
         own = {setting: values for setting, values in allowed[name].items() if common.get(setting) != values}
         lines += ["", *_family(name, own)]

@@ -40,23 +40,30 @@ MOECONV = [
     ("moeconv.__main__",),
 ]
 # What moert would say of a budget is asked of moert: of its own arithmetic, which is pure, by this module alone.
-ASKS = {"moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"}}
+ASKS = {
+    "moeconv.conversion.room": {"moert.machine.memory"},
+    "moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"},
+}
 # They hand over artefacts.
 STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
 INSIDE = {
-    "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts")],
+    "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts", "skeleton")],
     "moeconv.quantizers": [("moments",), ("coder",), ("dense", "alone")],
-    "moeconv.measure": [("scorers",), ("evaluation", "loaded", "workdir"), ("trial",), ("assignments",)],
+    "moeconv.measure": [
+        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("trial", "layered"),
+        ("assignments", "codes"),
+    ],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone",), ("emit", "paths", "verify")],
     "moeconv.conversion": [
-        ("limits", "material", "coding", "planning", "account"), ("bench", "subject", "examples", "delivery"),
+        ("limits", "material", "coding", "planning", "account"), ("room",),
+        ("bench", "subject", "examples", "delivery"), ("gradients",),
         ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile"), ("residence",),
         ("conversion",), ("api",),
     ],
-    "moeconv.command": [("recipe", "check"), ("cli",)],
+    "moeconv.command": [("recipe", "check"), ("forecast",), ("cli",)],
 }  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [

@@ -1,8 +1,11 @@
-"""Which task a worker gets next, and what is said where there is no Ray."""
+"""Which task a worker gets next, what becomes of lost ones, and what is said where there is no Ray."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,66 +13,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.sweep.cluster import ATTEMPTS, Backlog, ClusterError, _Crew, ray_runner
+from moeconv.sweep.cluster import ATTEMPTS, ClusterError, _Pool, next_of, ray_runner
 
 
-def drain(backlog: Backlog, blocks: list[int], workers: int) -> list[list[int]]:
-    """Workers take turns until nothing waits; the blocks that each went to, repetitions left out."""
-    at: list[int | None] = [None] * workers
-    seen: list[list[int]] = [[] for _ in range(workers)]
-    while backlog.open:
-        for worker in range(workers):
-            place = backlog.take(at[worker])
-            if place is None:
-                continue
-            if at[worker] != blocks[place]:
-                at[worker] = blocks[place]
-                seen[worker].append(blocks[place])
-            backlog.finish(place)
-    return seen
+def drain(waiting: list[str], workers: int) -> list[list[str]]:
+    """Workers take turns until nothing waits; what each was prepared for, repetitions left out."""
+    seen: list[list[str]] = [[""] for _ in range(workers)]
+    while waiting:
+        for visited in seen[: len(waiting)]:
+            affinity = waiting.pop(next_of(waiting, visited[-1]))
+            if visited[-1] != affinity:
+                visited.append(affinity)
+    return [visited[1:] for visited in seen]
 
 
-def test_a_worker_stays_at_its_block_while_others_wait() -> None:
-    blocks = [0] * 6 + [1] * 6 + [2] * 6
-    seen = drain(Backlog(blocks), blocks, workers=2)
-    assert [visited[0] for visited in seen] == [0, 1], "two workers made the base run of one block"
+def test_a_worker_goes_on_with_its_block_while_others_wait() -> None:
+    seen = drain(["block 0"] * 6 + ["block 1"] * 6 + ["block 2"] * 6, workers=2)
+    assert [visited[0] for visited in seen] == ["block 0", "block 1"], "two workers made the base run of one block"
     assert sum(len(visited) for visited in seen) == 4, "the last block is shared, and no other"
 
 
-def test_a_free_worker_goes_where_most_waits_for_each_worker() -> None:
-    backlog = Backlog([0] * 5 + [1] * 4)
-    assert backlog.take(None) == 0
-    assert backlog.take(None) == 5, "4 wait for one at block 0, 4 for none at block 1"
-    assert backlog.take(1) == 6
-
-
-def test_a_task_given_back_is_the_next_of_its_block() -> None:
-    backlog = Backlog([7, 7, 7])
-    assert [backlog.take(None), backlog.take(7)] == [0, 1]
-    backlog.give_back(0)
-    assert backlog.take(7) == 0
-    assert backlog.open == 3
-
-
-@given(
-    blocks=st.lists(st.integers(0, 4), max_size=30),
-    steps=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=200),
-)
-def test_every_task_is_done_once_whatever_is_lost(blocks: list[int], steps: list[tuple[int, bool]]) -> None:
-    backlog, done, held = Backlog(blocks), [], {}
-    for worker, lost in steps + [(worker, False) for worker in range(4)] * (len(blocks) + 4):
-        if worker in held:
-            place = held.pop(worker)
-            if lost:
-                backlog.give_back(place)
-            else:
-                backlog.finish(place)
-                done.append(place)
-        elif (place := backlog.take(blocks[0] if blocks else None)) is not None:
-            assert place not in held.values()
-            held[worker] = place
-    assert sorted(done) == list(range(len(blocks)))
-    assert backlog.open == 0
+@given(st.lists(st.sampled_from(["layer 0", "layer 1", "layer 2"]), min_size=1), st.sampled_from(["", "layer 1"]))
+def test_the_next_task_is_the_first_of_the_worker_s_own_or_of_the_most(waiting: list[str], own: str) -> None:
+    place = next_of(waiting, own)
+    chosen = own if own in waiting else waiting[place]
+    assert place == waiting.index(chosen)
+    assert own in waiting or waiting.count(chosen) == max(Counter(waiting).values())
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,45 +48,59 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class ToyTask(NamedTuple):
-    block: int
+    affinity: str
     number: int
 
 
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+@dataclass
 class FrailCluster:
-    """Stands for Ray with four cores, where the first processes end before they have greeted.
+    """Stands for Ray with some cores. `ends` says of each task that is begun, in turn, whether its process ends then;
+    what is behind goes well, or `raises`. An actor whose process ended ATTEMPTS times is not started again."""
 
-    A call is a tuple of its number and its result, or None where the process has ended.
-    """
+    ends: Sequence[bool] = ()
+    cores: int = 4
+    starts: bool = True
+    raises: Exception | None = None
+    actors: int = 0
+    begun: int = 0
+    calls: deque[tuple[int, Any]] = field(default_factory=deque)
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
-    class RayError(Exception):
-        pass
+    def remote(self) -> Any:
+        lives, self.actors = [ATTEMPTS if self.starts else 0], self.actors + 1
 
-    class RayTaskError(RayError):
-        pass
+        def greet(*_: Any) -> Any:
+            return self._call("here" if lives[0] else RayError("its process has ended"))
 
-    def __init__(self, ends: int) -> None:
-        self.ends, self.calls = ends, 0
-        self.exceptions = SimpleNamespace(RayError=self.RayError, RayTaskError=self.RayTaskError)
+        def measure(task: Any, *_: Any) -> Any:
+            ends = self.begun < len(self.ends) and self.ends[self.begun]
+            self.begun, lives[0] = self.begun + 1, lives[0] - ends
+            if ends:
+                return self._call(RayError("its process has ended"))
+            return self._call(RayTaskError(self.raises) if self.raises else task)
 
-    def remote(self, **options: Any) -> Any:
-        return lambda seat: SimpleNamespace(remote=self._start)
-
-    def _start(self, make: Any, job: Any) -> Any:
-        lives, self.ends = self.ends <= 0, self.ends - 1
-        greet = SimpleNamespace(remote=lambda reads: self._call(("here", ()) if lives else None))
-        measure = SimpleNamespace(remote=lambda task: self._call((task,)))
-        return SimpleNamespace(greet=greet, measure=measure)
+        greeting = SimpleNamespace(options=lambda max_task_retries: SimpleNamespace(remote=greet))
+        return SimpleNamespace(greet=greeting, measure=SimpleNamespace(remote=measure))
 
     def _call(self, result: Any) -> tuple[int, Any]:
-        self.calls += 1
-        return self.calls, result
+        self.calls.append((len(self.calls), result))
+        return self.calls[-1]
 
     def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         return calls[:1], calls[1:]
 
     def get(self, call: Any) -> Any:
-        if call[1] is None:
-            raise self.RayError("ended")
+        if isinstance(call[1], Exception):
+            raise call[1]
         return call[1]
 
     def put(self, job: Any) -> Any:
@@ -127,19 +110,45 @@ class FrailCluster:
         pass
 
     def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 4.0}
+        return {"CPU": float(self.cores)}
 
 
-def crew(ends: int) -> _Crew[Any, Any, Any]:
-    return _Crew(FrailCluster(ends), "here:1", lambda job: None, [], 60.0)  # type: ignore[arg-type,return-value]
+def run(cluster: FrailCluster, tasks: Sequence[ToyTask]) -> list[tuple[ToyTask, Any]]:
+    return list(_Pool(cluster, cluster, lambda job: None, "--cluster here:1", [], 60.0).run(None, tasks))  # type: ignore[arg-type,return-value]
 
 
-def test_processes_that_end_together_count_once() -> None:
-    tasks = [ToyTask(0, number) for number in range(6)]
-    found = dict(crew(ends=4 * (ATTEMPTS - 1)).run(None, tasks))
-    assert found == {task: (task,) for task in tasks}
+@given(
+    layers=st.lists(st.integers(0, 3), max_size=20),
+    ends=st.lists(st.booleans(), max_size=ATTEMPTS - 1),
+    cores=st.integers(1, 4),
+)
+def test_every_task_is_done_once_whatever_is_lost(layers: list[int], ends: list[bool], cores: int) -> None:
+    tasks = [ToyTask(f"layer {layer}", number) for number, layer in enumerate(layers)]
+    cluster = FrailCluster(ends, cores)
+    found = run(cluster, tasks)
+    assert sorted(found) == sorted((task, task) for task in tasks)
+    assert cluster.begun == len(tasks) + sum(ends[: cluster.begun]), "more was done again than what was lost"
 
 
-def test_processes_that_end_again_and_again_are_said() -> None:
-    with pytest.raises(ClusterError, match="its processes end as soon as they start"):
-        list(crew(ends=1000).run(None, [ToyTask(0, 0)]))
+def test_another_process_comes_in_the_place_of_one_that_ray_gives_up() -> None:
+    tasks = [ToyTask("block 0", number) for number in range(9)]
+    cluster = FrailCluster([True, False] * ATTEMPTS, cores=1)
+    assert run(cluster, tasks) == [(task, task) for task in tasks]
+    assert cluster.actors == 2
+
+
+def test_a_task_in_which_processes_end_is_named_by_what_it_belongs_to() -> None:
+    with pytest.raises(ClusterError, match=f"^{ATTEMPTS} processes ended during one task of layer 7, the last on here"):
+        run(FrailCluster([True] * ATTEMPTS), [ToyTask("layer 7", 0)])
+
+
+def test_a_task_that_raises_again_and_again_is_named_by_what_it_belongs_to() -> None:
+    with pytest.raises(
+        ClusterError, match=f"^a task of layer 7 failed {ATTEMPTS} times, at last on here: ValueError: x"
+    ):
+        run(FrailCluster(raises=ValueError("x")), [ToyTask("layer 7", 0)])
+
+
+def test_processes_that_never_start_are_said() -> None:
+    with pytest.raises(ClusterError, match=r"^--cluster here:1: its processes end as soon as they start"):
+        run(FrailCluster(starts=False), [ToyTask("block 0", 0)])

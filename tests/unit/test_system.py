@@ -10,6 +10,7 @@ import pytest
 
 from moert.command import cli
 from moert.command.system import system_facts, system_lines
+from moert.experts.drive.probe import drive_key
 from moert.kernels import library
 from moert.machine.cores import usable_cores
 
@@ -110,3 +111,37 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_pack_or_the_system(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._exit_code(arguments) == 2
     assert "give either PACK or --system" in capsys.readouterr().err
+
+
+def test_how_fast_the_kernels_are_is_measured() -> None:
+    facts = system_facts()
+    speeds = facts["kernel_bytes_per_s"]
+    if library.load() is None:
+        assert speeds is None
+        return
+    assert set(speeds) == {"2", "3", "4", "8", "16"}
+    assert all(speed > 0 for speed in speeds.values())
+    assert " GB/s at 4 bits" in "\n".join(system_lines(facts))
+
+
+def test_without_kernels_or_a_known_drive_no_speed_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    facts = system_facts()
+    assert (facts["kernel_bytes_per_s"], facts["drive"]) == (None, None)
+    assert "weights          not measured" in "\n".join(system_lines(facts))
+
+
+def test_a_drive_that_was_read_from_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"settings": "direct,4", "speeds": {"direct,1": 1e9, "direct,4": 3e9}, "piece_bytes": 2_000_000}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "moert").mkdir()
+    key = drive_key(tmp_path)
+    (tmp_path / "moert/drives.json").write_text(json.dumps({"version": 1, "drives": {key: known}}))
+    monkeypatch.chdir(tmp_path)
+    facts = system_facts()
+    assert facts["drive"] == {
+        "io": "direct,4", "bytes_per_s": 3e9, "alone_bytes_per_s": 1e9, "piece_bytes": 2_000_000,
+    }  # fmt: skip
+    line = "3,000 MB/s here (direct,4), 1,000 MB/s where one thread reads, in pieces of 2.00 MB"
+    assert f"drive            {line}" in system_lines(facts)

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
+from moeconv.packing import paths
+from moeconv.packing.paths import bounded
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.model_spec import LayerKey
-from moert.pack.paths import TransitionTable, build
+from moert.pack.paths import ContextCounts, TransitionTable, build
 
 EXPERTS = 5
 
@@ -113,6 +115,58 @@ def test_bytes_round_trip(encoder, decoder) -> None:
     assert [len(again.of_stack(stack)) for stack in ("encoder", "decoder")] == [len(encoder), len(decoder)]
     last = len(decoder) - 1
     assert (again.probabilities(at(last), [1], [2]) == table.probabilities(at(last), [1], [2])).all()
+
+
+def entries_of(table: ContextCounts) -> dict[tuple[int, int], int]:
+    """(context, expert) → count"""
+    lengths = np.diff(table.rows.astype(int))
+    contexts = np.repeat(table.contexts, lengths).tolist()
+    return dict(zip(zip(contexts, table.experts.tolist(), strict=True), table.counts.tolist(), strict=True))
+
+
+@settings(max_examples=50)
+@given(routes(), st.integers(1, 9))
+def test_a_cut_table_has_what_was_counted_often_enough_and_can_be_read_again(layers, least) -> None:
+    table = build(EXPERTS, routed(decoder=layers))
+    cut = table.at_least(least)
+    assert TransitionTable.from_bytes(cut.to_bytes()).to_bytes() == cut.to_bytes()
+    for at, whole in table.layers.items():
+        assert (cut.layers[at].frequency == whole.frequency).all()
+        for before, after in (
+            (whole.one_before, cut.layers[at].one_before),
+            (whole.two_before, cut.layers[at].two_before),
+        ):
+            assert entries_of(after) == {entry: n for entry, n in entries_of(before).items() if n >= least}
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 40_000))
+def test_tables_take_no_more_of_a_pack_than_their_share(seed, top_k, pack_bytes) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = [np.stack([rng.permutation(EXPERTS)[:top_k] for _ in range(40)]) for _ in range(4)]
+    table = build(EXPERTS, routed(decoder=tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "MOST_SHARE", 0.5)
+        patch.setattr(paths, "LEAST_BYTES", 100)
+        kept = bounded(table, pack_bytes)
+    nothing = table.at_least(1 << 32)
+    assert len(kept.table.to_bytes()) <= max(0.5 * pack_bytes, 100, len(nothing.to_bytes()))
+    assert kept.table.to_bytes() == table.at_least(kept.least).to_bytes()
+    counts = [n for part in paths._tables(table) for n in entries_of(part).values()]
+    assert kept.left_out == pytest.approx(sum(n for n in counts if n < kept.least) / sum(counts))
+    if kept.least > 1:
+        slack = 9 * 2 * 10 * len(tokens)
+        assert len(table.at_least(kept.least - 1).to_bytes()) + slack > max(0.5 * pack_bytes, 100)
+
+
+def test_small_tables_stay_whole_and_counts_beyond_telling_apart_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = build(EXPERTS, routed(decoder=[np.array([[0]] * 9 + [[1]] * 3)] * 2))
+    assert bounded(table, 0) == paths.Bounded(table, 1, 0.0)
+    monkeypatch.setattr(paths, "LEAST_BYTES", 0)
+    monkeypatch.setattr(paths, "_MOST_COUNT", 5)
+    kept = bounded(table, 0)
+    assert (kept.least, kept.left_out) == (6, 1.0)
+    assert [len(part.counts) for part in paths._tables(kept.table)] == [0] * 4
 
 
 def example() -> bytes:

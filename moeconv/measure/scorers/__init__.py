@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moeconv.measure.metrics import F64
 from moeconv.source.archs import Family
-from moeconv.source.experts import ExpertCalls
+from moeconv.source.experts import Call, ExpertCalls
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 
 
@@ -50,6 +51,23 @@ class Routed:
     lengths: Mapping[StackName, Sequence[int]]
 
 
+class Layers(Protocol):
+    """A decoder that is run layer by layer, each on all of the text: ids [rows, tokens], real [rows, tokens] where
+    there is a token. `what` is the work, for a person."""
+
+    def finals(self, ids: Tensor, real: Tensor, scored: Tensor, what: str) -> Tensor:
+        """Final states of the places where `scored` [rows, tokens] holds. [places, d_model]"""
+        ...
+
+    def calls_of(self, ids: Tensor, real: Tensor, what: str) -> Iterator[tuple[LayerKey, Call]]:
+        """What each layer's experts are asked, by all rows together."""
+        ...
+
+    def head(self) -> AbstractContextManager[Any]:
+        """Inside the block there is a moeconv.measure.scorers.head.Head of it."""
+        ...
+
+
 class Subject(Protocol):
     """The model that is scored: one on trial, or one out of a pack."""
 
@@ -64,6 +82,11 @@ class Subject(Protocol):
 
     @property
     def calls(self) -> ExpertCalls: ...
+
+    @property
+    def layers(self) -> Layers | None:
+        """How text goes through a model that is not in memory; None where it is."""
+        ...
 
     @property
     def stored_head(self) -> Tensor | None:

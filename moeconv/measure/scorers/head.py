@@ -99,6 +99,10 @@ class Head:
     def _bounded(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab_size], of few rows."""
+        return torch.log_softmax(self._logits(hidden), dim=1)
+
     def _logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
         logits = (hidden * self.scale) @ (self.weight if weight is None else weight).T
         return self._bounded(logits if self.bias is None else logits.add_(self.bias))

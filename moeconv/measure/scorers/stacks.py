@@ -22,14 +22,17 @@ class StackRunner:
         self.attribute = family.layer_list
         self.n_layers = len(getattr(self.module, self.attribute))
 
-    def run(self, inputs: dict[str, Any], start: int = 0, after: After | None = None) -> Tensor:
+    def run(
+        self, inputs: dict[str, Any], start: int = 0, after: After | None = None, stop: int | None = None
+    ) -> Tensor:
         """Final hidden states [rows, tokens, d_model], normed. `inputs` are the stack's own keyword arguments:
-        input_ids, or inputs_embeds for hidden states that enter the layer `start`."""
+        input_ids, or inputs_embeds for hidden states that enter the layer `start`. `stop`: layers from there on are
+        left out."""
         layers = getattr(self.module, self.attribute)
         hooks = []
         if after is not None:
-            hooks = [layers[at].register_forward_hook(_hook(at, after)) for at in range(start, self.n_layers)]
-        setattr(self.module, self.attribute, nn.ModuleList(self.family.resumed(layers, start)))
+            hooks = [layers[at].register_forward_hook(_hook(at, after)) for at in range(start, stop or self.n_layers)]
+        setattr(self.module, self.attribute, nn.ModuleList(self.family.resumed(layers, start, stop)))
         try:
             with self.family.resuming(self.module) if start else nullcontext():
                 hidden: Tensor = self.module(**{"use_cache": False, **inputs}).last_hidden_state

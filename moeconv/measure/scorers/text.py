@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from moeconv.calibration import Sample, runs
 from moeconv.errors import CalibrationError
 from moeconv.measure.metrics import Metric
-from moeconv.measure.scorers import Routed, Scores, Subject
+from moeconv.measure.scorers import Layers, Routed, Scores, Subject
 from moeconv.measure.scorers.head import Head, ReferenceRows
 from moeconv.measure.scorers.items import I64, Items, documents_of, tally, texts_of
 from moeconv.measure.scorers.stacks import After, StackRunner
@@ -144,7 +146,6 @@ class TextScorer:
         self.texts = texts
         self.metric = metric
         self.stack = StackRunner(subject.model, subject.family, "decoder")
-        self.head = Head(subject.model, subject.spec)
         self.reference: ReferenceRows | None = None  # of the scored places, row by row
 
     @property
@@ -153,12 +154,22 @@ class TextScorer:
 
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
-        hidden = torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
-        if as_reference:
-            self.reference = self.head.reference(hidden, self.subject.stored_head)
-        against = None if as_reference else self.reference
-        nats, kls = self.head.judge(hidden, self.texts.targets()[self.texts.scored], against)
+        layers, what = self.subject.layers, "unquantised" if as_reference else "a plan"
+        if layers is None:
+            hidden = torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
+        else:
+            hidden = layers.finals(self.texts.ids, self.texts.real, self.texts.scored, what)
+        with nullcontext(self.head) if layers is None else layers.head() as head:
+            if as_reference:
+                self.reference = head.reference(hidden, self.subject.stored_head)
+            against = None if as_reference else self.reference
+            nats, kls = head.judge(hidden, self.texts.targets()[self.texts.scored], against)
         return self.scores_of(self.per_row(nats), self.per_row(kls))
+
+    @cached_property
+    def head(self) -> Head:
+        """That of a model in memory."""
+        return Head(self.subject.model, self.subject.spec)
 
     def per_row(self, values: Tensor) -> Tensor:
         """Values of the scored places, row by row → their sums [rows], in float64."""
@@ -182,9 +193,18 @@ class TextScorer:
     @torch.inference_mode()
     def routes(self) -> Iterator[Routed]:
         """What every layer's router chooses, batch by batch; each row counts as a sample."""
+        if self.subject.layers is not None:
+            yield self._layer_by_layer(self.subject.layers)
+            return
         for batch in self.batches():
             with self.subject.calls.recording() as seen:
                 self.run(batch)
             real = self.texts.real[batch]
             experts = {place: call.chosen[real.flatten()] for place, call in seen.items()}
             yield Routed(experts, batch.tolist(), {"decoder": real.sum(dim=1).tolist()})
+
+    def _layer_by_layer(self, layers: Layers) -> Routed:
+        ids, real = self.texts.ids, self.texts.real
+        there = real.flatten()
+        experts = {at: call.chosen[there] for at, call in layers.calls_of(ids, real, "routing")}
+        return Routed(experts, list(range(len(ids))), {"decoder": real.sum(dim=1).tolist()})

@@ -35,6 +35,8 @@ class Family:
     reads_mxfp4 = False
     beside: Set[str] = frozenset()
     """Settings of the larger model that it is published in, which do not touch the text."""
+    by_layers = True
+    """Whether a decoder of it can be run one layer at a time."""
     loads_by_names = True
     """Whether transformers finds all weights of a checkpoint: not of some that are published inside a larger one,
     or by a name that it does not know."""
@@ -89,10 +91,12 @@ class Family:
         """The module of one stack, whose list of layers is its attribute `layer_list`."""
         return model.get_submodule(self.towers[stack])
 
-    def resumed(self, layers: Sequence[nn.Module], start: int) -> list[nn.Module]:
+    def resumed(self, layers: Sequence[nn.Module], start: int, stop: int | None = None) -> list[nn.Module]:
         """The layers of a tower that goes on from the hidden states that enter layer `start`, which are given to it as
-        inputs_embeds. Each keeps its place: some models look up by it what kind of layer it is."""
-        return [*(Skipped() for _ in range(start)), *layers[start:]]
+        inputs_embeds, and of those only up to `stop`. Each keeps its place: some models look up by it what kind of
+        layer it is."""
+        last = len(layers) if stop is None else stop
+        return [layer if start <= at < last else Skipped() for at, layer in enumerate(layers)]
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:

@@ -69,6 +69,7 @@ class GptsanJapanese(Family):
     model_class = "GptsanJapanese"
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "blocks"
+    by_layers = False
     loads_by_names = False
     experts: Mapping[StackName, str] = {"decoder": "model.blocks.{layer}.network.experts"}
 

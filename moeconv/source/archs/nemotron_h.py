@@ -70,8 +70,8 @@ class NemotronH(Family):
                 module.time_step_limit = UNBOUNDED  # type: ignore[assignment]
         return model
 
-    def resumed(self, layers: Sequence[nn.Module], start: int) -> list[nn.Module]:
-        found = super().resumed(layers, start)
+    def resumed(self, layers: Sequence[nn.Module], start: int, stop: int | None = None) -> list[nn.Module]:
+        found = super().resumed(layers, start, stop)
         for stand_in, layer in zip(found, layers, strict=True):
             stand_in.block_type = layer.block_type  # by which the model chooses a mask
         return found

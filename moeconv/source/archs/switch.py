@@ -127,8 +127,8 @@ class SwitchTransformers(Family):
                 attention.__dict__ |= {"has_relative_attention_bias": True, "relative_attention_bias": bias}
         return model
 
-    def resumed(self, layers: Sequence[nn.Module], start: int) -> list[nn.Module]:
-        return list(layers[start:])
+    def resumed(self, layers: Sequence[nn.Module], start: int, stop: int | None = None) -> list[nn.Module]:
+        return list(layers[start:stop])
 
     def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         dispatch = selected[:, 0]  # [tokens, num_experts], one-hot, all zero where the expert was full

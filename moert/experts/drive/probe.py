@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 
 @dataclass(frozen=True)
 class Drive:
-    """What was found out about a drive: the best settings, and what each of those tried brings [bytes/s]."""
+    """What was found out about a drive: the best settings, and what each of those tried brings [bytes/s], in reads of
+    at most `piece_bytes`; 0 where that was not remembered."""
 
     settings: IoSettings
     speeds: Mapping[IoSettings, float]
+    piece_bytes: int = field(default=0, compare=False)
 
 
 Measure = Callable[[Iterator[Path], IoSettings, float], float]
@@ -72,6 +74,12 @@ def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path
     return drive
 
 
+def remembered(path: Path, cache: Path | None = None, root: Path = Path("/")) -> Drive | None:
+    """What is known about the drive under a file or folder, without measuring; None if it was never measured."""
+    key = drive_key(path, root)
+    return known_drives(cache or cache_file()).get(key) if key else None
+
+
 def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable[[], float] = time.monotonic) -> Drive:
     """Reads whole expert files, cold, in every way for about PROBE_S in all, and takes the fastest.
 
@@ -91,7 +99,7 @@ def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable
         speed = (measure or read_for)(around, way, PROBE_S / len(turns))
         if speed > 0:
             speeds[way] = max(speed, speeds.get(way, 0.0))
-    return Drive(choose(speeds) if speeds else IoSettings(modes[0], DEFAULT_THREADS), speeds)
+    return Drive(choose(speeds) if speeds else IoSettings(modes[0], DEFAULT_THREADS), speeds, piece)
 
 
 def choose(speeds: Mapping[IoSettings, float]) -> IoSettings:
@@ -221,7 +229,7 @@ def _parsed(found: Mapping[str, Any]) -> Drive:
     settings = _way(found["settings"])
     if not all(0 < speed < math.inf for speed in speeds.values()) or settings not in speeds:
         raise ValueError
-    return Drive(settings, speeds)
+    return Drive(settings, speeds, int(found.get("piece_bytes", 0)))
 
 
 def _way(text: str) -> IoSettings:
@@ -236,7 +244,11 @@ def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
     if cache is None:
         return
     body = {
-        key: {"settings": str(drive.settings), "speeds": {str(way): speed for way, speed in drive.speeds.items()}}
+        key: {
+            "settings": str(drive.settings),
+            "speeds": {str(way): speed for way, speed in drive.speeds.items()},
+            "piece_bytes": drive.piece_bytes,
+        }
         for key, drive in drives.items()
     }
     with suppress(OSError):

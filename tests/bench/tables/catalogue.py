@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.bench.tables import Block, demo, front, kernels, less, models, peers, promise, quant, rounding, stream, sweep
+from tests.bench.tables import (
+    Block,
+    demo,
+    front,
+    kernels,
+    less,
+    models,
+    outlook,
+    peers,
+    promise,
+    quant,
+    rounding,
+    stream,
+    sweep,
+)
 
 MISSED = "missed"
 """The block that lists the missed aims of all results."""
@@ -24,4 +38,5 @@ BLOCKS: Mapping[str, Block] = {
     "sweep": Block("sweep", sweep.parts),
     "quant": Block("quant", quant.parts),
     "promise": Block("promise", promise.parts),
+    "outlook": Block("outlook", outlook.parts),
 }

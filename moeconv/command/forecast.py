@@ -1,0 +1,251 @@
+"""`moeconv plan MODEL`: what a person with a large model can expect, before anything is converted. Reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moeconv.command.check import DENSE_BITS, located, opened
+from moeconv.conversion.host import facts, host_of
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings, parse_bytes
+from moeconv.conversion.timing import Timing, timing
+from moeconv.errors import SettingsError
+from moeconv.plan.effort import Effort, Subject, Tools, with_text, without_text
+from moeconv.plan.forecast import Forecast, forecasts, prospect, ways
+from moeconv.plan.likeness import Reference, nearest, references
+from moeconv.plan.machine import DEFAULT_DRIVE, processor_of
+from moeconv.plan.mixture import uniform
+from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters
+from moeconv.plan.pace import Drive, Processor
+from moeconv.plan.problem import Storage
+from moeconv.quantizers import QUANTIZERS
+from moeconv.quantizers.dense import dense_of
+from moeconv.report.units import duration, size
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CONFIG, Outline, json_object
+from moert.pack.model_spec import ModelSpec
+from moert.pack.sizes import NotASize, parse_size
+
+OF_WORK = {"loss", "size", "bits_per_weight", "allocation", "signal", "bits", "whole_curve"}
+"""Arguments of `moeconv plan` that ask what a conversion has measured."""
+OF_MODEL = {"memory", "drive"}
+"""Those that ask what a pack would be."""
+_OPTIONS = {"whole_curve": "--curve"}
+_INDEX = "model.safetensors.index.json"
+_ABOUT = 4  # bits of a weight that converting is reckoned for
+_MXFP4_BITS = 4.25  # a weight, its share of a scale counted
+_SLOWEST = 1e6  # bytes a second; who writes less meant another unit
+_LARGE_BYTES = 1 << 20  # of a piece: a drive that was measured with less is faster than that says
+_HEADING = (
+    ("experts", "bits a", "the", "pack", "smallest", "memory", "experts", "found", "a token", "tokens/s"),
+    ("", "weight", "rest", "", "--memory", "for all", "in memory", "there", "reads", "expected"),
+)
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a pack would run on. `drive_from`: who says how fast the drive is."""
+
+    memory_bytes: int
+    drive: Drive
+    drive_from: str
+    processor: Processor | None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`like`: the model whose hit rates were taken."""
+
+    model: str
+    spec: ModelSpec
+    parameters: Parameters
+    source_bytes: int
+    where: Where
+    like: Reference
+    forecasts: Sequence[Forecast]
+    efforts: Mapping[str, Effort]
+
+
+def is_model(what: str, given: Collection[str]) -> bool:
+    """Whether `what` is a model and not the work directory of a conversion; `given` are the arguments beside it. What
+    is not there is a hub id if it looks like one and nothing is asked that only a conversion can answer. Raises
+    SettingsError for arguments that do not go with it."""
+    path = Path(what)
+    there = path.is_file() or (path / CONFIG).is_file()
+    found = there or (not path.exists() and what.count("/") == 1 and not OF_WORK & set(given))
+    for name in given:
+        if name in (OF_WORK if found else OF_MODEL):
+            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            raise SettingsError(_REFUSED[found].format(option=option, what=what))
+    return found
+
+
+_REFUSED = {
+    True: "{option} asks what a conversion has measured, and {what} is a model: give the --work directory of a "
+    "`moeconv quantize`, or only --memory and --drive",
+    False: "{option} asks what a pack of a model would be, and {what} is not one: give a directory with config.json, a "
+    "config.json, or a hub id",
+}  # fmt: skip
+
+
+def where(machine: Mapping[str, Any], memory: int | None, drive: str | None) -> Where:
+    """`machine`: what `moert info --system` says of it. Memory is what is free if nobody says. Raises SettingsError."""
+    free, known = machine["memory"]["free_bytes"], machine["drive"]
+    if memory is None and free is None:
+        raise SettingsError("this system does not tell how much memory is free: give --memory, such as 4GB")
+    if drive is not None:
+        speed = parse_speed(drive)
+        found, told = Drive(speed, speed), "as --drive says"
+    elif known is not None and known["piece_bytes"] >= _LARGE_BYTES:
+        found, told = Drive(known["bytes_per_s"], known["alone_bytes_per_s"]), "as moert measured it here"
+    else:
+        found, told = Drive(DEFAULT_DRIVE, DEFAULT_DRIVE), "a guess: say --drive, such as 3GB/s"
+    return Where(free if memory is None else memory, found, told, processor_of(dict(machine)))
+
+
+def parse_speed(text: str) -> float:
+    """'500MB/s' or '3GB/s' → bytes a second. Raises SettingsError, also for what no drive has been as slow as."""
+    try:
+        speed = float(parse_size(text.strip().removesuffix("/s")))
+    except NotASize:
+        speed = 0.0
+    if speed < _SLOWEST:
+        raise SettingsError(f"--drive {text!r} is not the speed of a drive: expected one like 500MB/s or 3GB/s")
+    return speed
+
+
+def asked(model: str, memory: str | None, drive: str | None) -> Expected:
+    """Of this machine, which is looked at and timed now; --memory and --drive as they were given. Raises SettingsError,
+    CheckpointError."""
+    if drive is not None:
+        parse_speed(drive)
+    memory_bytes = None if memory is None else parse_bytes(memory, "--memory")
+    opened(located(model))
+    machine = facts()
+    return expect(model, machine, where(machine, memory_bytes, drive), timing())
+
+
+def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) -> Expected:
+    """`model`: a directory, a config.json, or a hub id. Raises CheckpointError for what can't be converted."""
+    path = located(model)
+    outline, _ = opened(path)
+    spec, computed = outline.spec, outline.description.computed
+    numbers, like = parameters(spec, computed), nearest(spec, references())
+    quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
+    storage, host = Storage(quantizer.group_size, outline.description.mxfp4), host_of(dict(machine))
+    prospects = [
+        prospect(spec, storage, mixed, dense_of(spec, bits), computed, host)
+        for bits in DENSE_BITS
+        for mixed in ways(spec, storage)
+    ]
+    found = forecasts(prospects, like, place.processor, place.drive, place.memory_bytes)
+    source = source_bytes(path, outline, numbers)
+    room = machine["memory"]["free_bytes"] or place.memory_bytes  # of this machine, which converts
+    tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)
+    subject = Subject(spec, numbers, source, _four_bits(found))
+    plain = Storage(QUANTIZERS[TEXTLESS_QUANTIZER](None).group_size, storage.mxfp4)
+    textless = prospect(spec, plain, uniform(spec, plain, _ABOUT), None, computed, host).fit.pack_bytes
+    efforts = {
+        "without_text": without_text(replace(subject, pack_bytes=textless), tools),
+        "with_text": with_text(subject, tools),
+    }
+    return Expected(model, spec, numbers, source, place, like, found, efforts)
+
+
+def _four_bits(found: Sequence[Forecast]) -> int:
+    """Bytes of the pack whose experts have about four bits each, all else as in the source."""
+    return min(
+        (each for each in found if each.dense_bits == 16), key=lambda each: abs(each.bits_per_weight - _ABOUT)
+    ).pack_bytes
+
+
+def source_bytes(path: Path, outline: Checkpoint | Outline, numbers: Parameters) -> int:
+    """Of the checkpoint's weights: as they lie there, as its index says, or as config.json makes likely."""
+    if path.is_dir():
+        lying = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        about = (json_object(path / _INDEX) or {}).get("metadata")
+        stated = about.get("total_size") if isinstance(about, dict) else None
+        if lying or isinstance(stated, int):
+            return max(lying, stated if isinstance(stated, int) else 0)
+    spec = outline.spec
+    experts = len(spec.expert_keys()) * spec.weights_per_expert()
+    config = json_object(path / CONFIG if path.is_dir() else path) or {}
+    coded = config.get("quantization_config")
+    if isinstance(coded, dict) and coded.get("quant_method") == "fp8":
+        return numbers.total
+    each = _MXFP4_BITS if outline.description.mxfp4 else 16
+    return 2 * (numbers.total - experts) + int(experts * each / 8)
+
+
+def as_json(found: Expected) -> dict[str, Any]:
+    """Everything as plain values; bytes are bytes, seconds seconds."""
+    place, like = found.where, found.like
+    return {
+        "model": found.model,
+        "family": found.spec.family,
+        "parameters": asdict(found.parameters),
+        "source_bytes": found.source_bytes,
+        "memory_bytes": place.memory_bytes,
+        "drive": {**asdict(place.drive), "from": place.drive_from},
+        "processor": None if place.processor is None else asdict(place.processor),
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "hit_rates_of": {"model": like.name, "kind": like.kind, "experts": like.experts, "top_k": like.top_k},
+        "packs": [asdict(each) for each in found.forecasts],
+        "converting": {name: asdict(effort) for name, effort in found.efforts.items()},
+    }
+
+
+def lines(found: Expected) -> Iterator[str]:
+    """The same for people."""
+    place, like, numbers = found.where, found.like, found.parameters
+    yield (
+        f"{found.model}: {found.spec.family}, {numbers.total / 1e9:.2f} billion parameters, "
+        f"{numbers.active / 1e9:.2f} of them for each token"
+    )
+    yield f"  memory      {size(place.memory_bytes)}, a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more"
+    yield f"  drive       {size(place.drive.bytes_per_s)}/s, {place.drive_from}"
+    yield f"  kernels     {_kernels(place.processor)}"
+    yield (
+        f"  like        {like.name}, whose routing was recorded: {like.kind}, {like.experts} experts a layer, "
+        f"{like.top_k} for each token"
+    )
+    yield ""
+    yield from (f"  {' '.join(name.rjust(9) for name in names)}".rstrip() for names in _HEADING)
+    yield from map(_row, found.forecasts)
+    yield ""
+    yield from _converting(found)
+
+
+def _row(each: Forecast) -> str:
+    name = "mixed" if each.bits is None else "MXFP4" if each.bits == 16 else f"{each.bits} bits"
+    known = ["too little", "", "", "-"]
+    if each.room_share is not None and each.hit_rate is not None and each.read_bytes is not None:
+        speed = "-" if each.tokens_per_s is None else f"{each.tokens_per_s:.3g}"
+        known = [f"{each.room_share:.0%}", f"{each.hit_rate:.0%}", size(each.read_bytes), speed]
+    cells = (
+        name, f"{each.bits_per_weight:.2f}", f"{each.dense_bits} bits", size(each.pack_bytes),
+        size(each.smallest_memory), size(each.whole_memory), *known,
+    )  # fmt: skip
+    return "  " + " ".join(cell.rjust(9) for cell in cells).rstrip()
+
+
+def _kernels(processor: Processor | None) -> str:
+    if processor is None:
+        return "no native kernels, so no speed can be expected: install a C compiler, then moert again"
+    speeds = processor.kernel_bytes_per_s
+    return f"{size(speeds[2])}/s at 2 bits, {size(speeds[4])}/s at 4, {size(speeds[16])}/s at 16; just measured"
+
+
+def _converting(found: Expected) -> Iterator[str]:
+    names = {"without_text": "without text", "with_text": "with text"}
+    yield f"  converting {size(found.source_bytes)} to about 4 bits a weight, on this machine:"
+    for name, effort in found.efforts.items():
+        sweep = f", {duration(effort.sweep_s)} of it for the exact sweep" if effort.sweep_s else ""
+        yield f"  {names[name]:<12} {effort.quantizer}: {duration(effort.seconds)}{sweep}"
+        yield (
+            f"  {'':<12} reads {size(effort.read_bytes)}, and needs {size(effort.disk_bytes)} of disk beside the source"
+        )
+    yield f"  with text, the model itself takes {size(found.efforts['with_text'].memory_bytes)} of memory, in 32 bits"

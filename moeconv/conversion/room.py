@@ -1,0 +1,106 @@
+"""Whether a model is converted in memory or layer by layer, and who gets how much of the memory then."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeconv.artifacts import FISHER
+from moeconv.conversion.material import Material
+from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
+from moeconv.errors import SettingsError
+from moeconv.measure.layered import LEAST_TOKENS, STATES_A_TOKEN, Room
+from moeconv.plan.outlook import parameters
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.sweep.memory import blocks_for
+from moert.machine.memory import most_bytes
+from moert.pack.model_spec import ModelSpec
+
+PROCESS_BYTES = 1_100_000_000
+"""Python, torch and transformers with what they take while they run: 0.7 to 1.0 GB were seen."""
+_FLOAT = 4
+_EXPERTS = 4  # alive at once, with what a quantizer makes of one
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`sweep_bytes`: what an exact sweep may keep beside a model in memory. `limit_bytes`: what the whole process may
+    take where the model goes through memory layer by layer; None where it is in memory."""
+
+    sweep_bytes: int = DEFAULT_MEMORY
+    limit_bytes: int | None = None
+
+    @property
+    def layered(self) -> bool:
+        return self.limit_bytes is not None
+
+    def room(self, spec: ModelSpec, folder: Path) -> Room:
+        left = 0 if self.limit_bytes is None else self.limit_bytes - _fixed_bytes(spec)
+        return Room(folder, max(0, left // 2), max(0, left // 4))
+
+
+def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) -> Memory:
+    """Raises SettingsError where not even one layer at a time fits."""
+    spec, asked = checkpoint.spec, settings.memory_bytes
+    whole = PROCESS_BYTES + _FLOAT * parameters(spec, checkpoint.description.computed).total
+    limit = asked if asked is not None else most_bytes()
+    beside = DEFAULT_MEMORY if asked is None else asked - whole
+    if limit is None or whole + min(beside, DEFAULT_MEMORY) <= limit:
+        try:
+            blocks_for(spec, material.ranked, beside)
+            return Memory(beside)
+        except SettingsError:
+            if asked is None:
+                raise
+    if not _by_layers(checkpoint):
+        raise SettingsError(
+            f"--memory {_megabytes(limit)}: a {spec.family} model is converted in memory, which takes at least "
+            f"{_megabytes(whole + DEFAULT_MEMORY)}: give more, or convert without text (--bits 4)"
+        )
+    assert limit is not None
+    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * STATES_A_TOKEN * spec.d_model * _FLOAT
+    if limit < least:
+        raise SettingsError(
+            f"--memory {_megabytes(limit)}: converting this model layer by layer takes at least {_megabytes(least)}"
+        )
+    return Memory(limit_bytes=limit)
+
+
+def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:
+    """Raises SettingsError for gradients of a model that has none by layers, and for what takes a model in memory."""
+    if settings.signal == FISHER and not _by_layers(checkpoint):
+        raise SettingsError(
+            f"--signal {FISHER} is for models that continue text, layer by layer, which {checkpoint.spec.family} does "
+            "not: take --signal kl"
+        )
+    if not memory.layered:
+        return
+    for option, said in (
+        ("--resident", bool(settings.resident)), ("--cluster", settings.cluster is not None),
+        ("--racing", settings.racing is not None),
+        (f"--signal {settings.signal}", settings.signal in ("metric", "nll")),
+    ):  # fmt: skip
+        if said:
+            raise SettingsError(
+                f"{option} takes a model in memory, and this one does not fit: leave it out, or give more --memory"
+            )
+
+
+def _by_layers(checkpoint: Checkpoint) -> bool:
+    return checkpoint.spec.encoder is None and checkpoint.family.by_layers
+
+
+def _fixed_bytes(spec: ModelSpec) -> int:
+    """What one layer at a time takes, whatever the text: the process, the larger of a layer without its experts and the
+    head, and a few experts."""
+    roles: dict[str, int] = {}
+    for name, tensor in spec.tensors.items():
+        part = ".".join(name.split(".")[:2]) if name.startswith("decoder.") else name
+        roles[part] = roles.get(part, 0) + math.prod(tensor.shape)
+    largest = max(roles.values())
+    return PROCESS_BYTES + _FLOAT * (largest + _EXPERTS * spec.weights_per_expert())
+
+
+def _megabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{math.ceil(nbytes / 1e6):,}MB".replace(",", "")

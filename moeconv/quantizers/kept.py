@@ -1,0 +1,70 @@
+"""Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from moeconv.errors import ConversionError
+from moert.pack.codec import QuantizedMatrix
+from moert.pack.files import write_atomically
+from moert.pack.model_spec import ExpertKey
+
+_PARTS = ("qweight", "scale", "minimum")
+
+
+class KeptCodes:
+    """A file for each expert and width in `folder`. `about` names all that the codes were decided by. Raises
+    ConversionError, in one line, for what the disk refuses."""
+
+    def __init__(self, folder: Path, about: str) -> None:
+        self.folder, self.about = folder, about
+        self._last: tuple[Path, dict[str, QuantizedMatrix]] | None = None
+
+    def has(self, key: ExpertKey, bits: int) -> bool:
+        return self._file(key, bits).is_file()
+
+    def get(self, key: ExpertKey, projection: str, bits: int) -> QuantizedMatrix | None:
+        file = self._file(key, bits)
+        if self._last is not None and self._last[0] == file:
+            return self._last[1][projection]
+        if not file.is_file():
+            return None
+        try:
+            tensors = load_file(file)
+            names = {name.split(".")[0] for name in tensors} - {"seen"}
+            found = {name: _matrix(tensors, name, bits) for name in names}
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ConversionError(f"{file} can't be read ({error}): delete it, and it is made again") from None
+        self._last = file, found
+        return found[projection]
+
+    def put(self, key: ExpertKey, bits: int, rows: int, matrices: dict[str, QuantizedMatrix]) -> None:
+        """`rows`: tokens that the expert saw."""
+        tensors = {f"{name}.{part}": getattr(one, part) for name, one in matrices.items() for part in _PARTS}
+        sizes = {f"{name}.sizes": np.array([one.in_features, one.group_size]) for name, one in matrices.items()}
+        body = save({**tensors, **sizes, "seen.rows": np.array([rows])})
+        self._write(self._file(key, bits), body)
+
+    def rows(self, key: ExpertKey) -> int | None:
+        """Tokens that the expert saw; None where it was not coded."""
+        file = next(iter(sorted(self.folder.glob(f"{key.at}/E{key.expert:03d}-*.safetensors"))), None)
+        return None if file is None else int(load_file(file)["seen.rows"][0])
+
+    def _write(self, file: Path, body: bytes) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, body)
+        except OSError as error:
+            raise ConversionError(f"can't write {file}: {error.strerror}; free some space and run again") from None
+
+    def _file(self, key: ExpertKey, bits: int) -> Path:
+        return self.folder / str(key.at) / f"E{key.expert:03d}-{bits}.safetensors"
+
+
+def _matrix(tensors: dict[str, np.ndarray], name: str, bits: int) -> QuantizedMatrix:
+    in_features, group_size = (int(size) for size in tensors[f"{name}.sizes"])
+    return QuantizedMatrix(bits, in_features, group_size, *(tensors[f"{name}.{part}"] for part in _PARTS))

@@ -1,0 +1,230 @@
+"""What each expert costs at every width, from one forward and a few backward passes: the Fisher form of the divergence.
+
+For a small change d_t of what an expert gives for token t, the divergence of all later predictions is
+1/2 E[(sum_t G_t . d_t)^2], with G the gradient of sum_s log p(y_s) at the output of that layer's experts, and y drawn
+from the model's own distribution. Here d_t = p_t (FFN_q(x_t) - FFN(x_t)), p the router's weight. Sums go over the
+tokens of one window; windows add up. What the routers of later layers would decide otherwise no gradient sees: see
+`scales`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeconv.artifacts import Bits
+from moeconv.measure.journal import Journal, identity
+from moeconv.measure.layered import LayeredModel
+from moeconv.measure.passage import Passage
+from moeconv.measure.scorers.head import Head
+from moeconv.measure.scorers.text import Texts
+from moeconv.progress import Bar
+from moeconv.source.experts import Call, Weights, expert_ffn
+from moert.pack.model_spec import ExpertKey, LayerKey
+
+DRAWS = 16
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Of one layer's experts: tokens that each saw [experts], and nats above the base in sum over all windows for each
+    pattern of widths [patterns][experts]; and what it took, in expert rows and in time."""
+
+    rows: tuple[int, ...]
+    costs: tuple[tuple[float, ...], ...]
+    flops: int
+    seconds: float
+
+
+class Gradients:
+    """A pass back through the layers. `patterns` are the widths that each expert is tried at, alone; the first is the
+    base, above which the others' costs are."""
+
+    def __init__(self, model: LayeredModel, texts: Texts, patterns: Sequence[Bits], draws: int, seed: int) -> None:
+        self.model, self.texts, self.patterns, self.draws, self.seed = model, texts, patterns, draws, seed
+        self.ids, self.real = texts.ids, texts.real
+        self.n_layers = len(model.skeleton.layers)
+
+    def run(self, journal: Journal, about: str, bar: Bar) -> dict[LayerKey, LayerCosts]:
+        """From the last layer to the first. `about` names the text, the widths and what decides their codes; a run that
+        was killed goes on at its layer. Raises ConversionError."""
+        model = self.model
+        name = identity(about, "gradients", self.draws, self.seed, [list(bits) for bits in self.patterns])
+        known = {at: journal.get(identity(name, str(at))) for at in model.spec.moe_layers("decoder")}
+        if any(entry is None for entry in known.values()):
+            self._measured(journal, name, bar)
+        return {at: _costs(journal, identity(name, str(at))) for at in known}
+
+    def _measured(self, journal: Journal, name: str, bar: Bar) -> None:
+        model = self.model
+        model.original_experts()
+        states = model.passage(self.ids, keeps=True)
+        with torch.inference_mode():
+            model.through(states, self.ids, self.real, "what enters each layer")
+        back = Passage(model.room.folder / "gradients" / name[:16], (self.draws * len(self.ids), *states.shape[1:]))
+        if not back.reached:
+            self._begin(states, back)
+        bar.update(back.reached - 1)
+        for at in range(self.n_layers - back.reached, -1, -1):
+            with back.leaving(self.n_layers - at + 1) as fresh, model.ready(at):
+                layer = _Layer(self, at)
+                for batch in model.batches(self.ids):
+                    layer.back(states, batch, self._part(back.entering(self.n_layers - at), batch), fresh)
+                if layer.key is not None and journal.get(identity(name, str(layer.key))) is None:
+                    journal.add(identity(name, str(layer.key)), layer.found())
+            bar.update(1)
+        back.remove()
+
+    def _begin(self, states: Passage, back: Passage) -> None:
+        """Gradients at the model's last states, for y drawn from its own distribution at every scored place."""
+        finals = states.entering(self.n_layers)
+        with back.leaving(1) as fresh, self.model.head() as head:
+            for row in range(len(self.ids)):
+                scored = self.texts.scored[row]
+                chance = torch.Generator().manual_seed(self.seed * 1_000_003 + row)
+                for draw, gradient in enumerate(self._drawn(head, finals[row][scored], chance)):
+                    place = fresh[draw * len(self.ids) + row]
+                    place.zero_()
+                    place[scored] = gradient
+
+    def _drawn(self, head: Head, hidden: Tensor, chance: torch.Generator) -> Iterator[Tensor]:
+        hidden = hidden.clone().requires_grad_()
+        with torch.enable_grad():
+            log_p = head.log_probabilities(hidden)
+        drawn = torch.multinomial(log_p.detach().exp(), self.draws, replacement=True, generator=chance)
+        for draw in range(self.draws):
+            chosen = torch.zeros_like(log_p).scatter_(1, drawn[:, draw : draw + 1], 1.0)
+            yield torch.autograd.grad(log_p, hidden, chosen, retain_graph=True)[0]
+
+    def _part(self, gradients: Tensor, batch: Tensor) -> Tensor:
+        """[draws, rows of the batch, tokens, d_model]"""
+        return gradients.view(self.draws, len(self.ids), *gradients.shape[1:])[:, batch]
+
+
+class _Layer:
+    """One layer on its way back; `totals` [patterns, experts]."""
+
+    def __init__(self, of: Gradients, at: int) -> None:
+        self.of, self.model, self.at = of, of.model, at
+        keys = {one.layer: one for one in self.model.spec.moe_layers("decoder")}
+        self.key: LayerKey | None = keys.get(at)
+        self.ffn, n = self.model.spec.moe.ffn, self.model.spec.moe.n
+        self.adds = self.model.spec.decoder[at].adds_experts and at + 1 < of.n_layers
+        """Whether gradients are the same whatever the experts give: not where that goes through a norm."""
+        self._started, self._rows = time.perf_counter(), of.model.calls.rows
+        self.rows = torch.zeros(n, dtype=torch.long)
+        self.totals = torch.zeros(len(of.patterns), n, dtype=torch.float64)
+
+    def found(self) -> dict[str, Any]:
+        calls = self.model.calls
+        spent = {
+            "flops": calls.flops(calls.rows - self._rows),
+            "seconds": round(time.perf_counter() - self._started, 4),
+        }
+        return {"rows": self.rows.tolist(), "costs": self.totals.tolist(), **spent}
+
+    def back(self, states: Passage, batch: Tensor, above: Tensor, fresh: Tensor) -> None:
+        """`above` [draws, rows, tokens, d_model] are the gradients at what leaves the layer; those at what enters it go
+        to `fresh`."""
+        of, draws = self.of, self.of.draws
+        asked: list[tuple[Call, Tensor]] = []
+
+        def answer(_: LayerKey, call: Call) -> Tensor:
+            held = Call(call.x.detach(), call.chosen, call.weights.detach())
+            with torch.no_grad():
+                given = torch.zeros_like(call.x) if self.adds else self.model.calls.given(self.key, held)
+            asked.append((call, given.requires_grad_()))
+            return asked[0][1]
+
+        with torch.enable_grad(), self.model.calls.answering(answer):
+            entering = states.entering(self.at)[batch].requires_grad_() if self.at else None
+            left, final = self.model.step(states, self.at, of.ids, of.real, batch, entering)
+        output = final if self.at + 1 == of.n_layers else left
+        inputs = [*([entering] if entering is not None else []), *(given for _, given in asked)]
+        if not inputs:
+            return
+        found = [torch.autograd.grad(output, inputs, above[draw], retain_graph=True) for draw in range(draws)]
+        below = [] if entering is None else [(entering, each[0]) for each in found]
+        if asked:
+            call = asked[0][0]
+            by_x, by_weights = self._experts(call, torch.stack([each[-1] for each in found]), batch)
+            below = [
+                (start, gradient + _through(start, [(call.x, by_x[draw]), (call.weights, by_weights[draw])]))
+                for draw, (start, gradient) in enumerate(below)
+            ]
+        for draw, (_, gradient) in enumerate(below):
+            fresh[draw * len(of.ids) + batch] = gradient.detach()
+
+    def _experts(self, call: Call, gradients: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds up what each expert costs; gradients [draws, tokens, d_model] at what the experts give → those at their
+        inputs and at the router's weights."""
+        assert self.key is not None
+        by_x = torch.zeros_like(gradients)
+        by_weights = torch.zeros(self.of.draws, *call.weights.shape)
+        window = torch.arange(len(batch)).repeat_interleave(self.of.ids.shape[1])
+        numbers = torch.unique(call.chosen[call.chosen >= 0]).tolist()
+        keys = [self.key.expert(number) for number in numbers]
+        self.model.shelf.expect(keys)
+        for key in keys:
+            token, place = (call.chosen == key.expert).nonzero(as_tuple=True)
+            x = call.x.detach()[token].requires_grad_(self.at > 0)
+            share = call.weights.detach()[token, place][:, None]
+            mine, biases = self.model.shelf.weights(key), self.model.shelf.biases(key)
+            with torch.enable_grad():
+                given = expert_ffn(x, mine, self.ffn, biases)
+            at_given = gradients[:, token] * share  # [draws, rows, d_model]
+            self.model.calls.rows += len(token)
+            if self.at:
+                by_weights[:, token, place] = (gradients[:, token] * given.detach()).sum(-1)
+                for draw in range(self.of.draws):
+                    by_x[draw].index_add_(0, token, torch.autograd.grad(given, x, at_given[draw], retain_graph=True)[0])
+                self.model.calls.rows += self.of.draws * len(token)
+            self.rows[key.expert] += len(token)
+            self._count(key, x.detach(), given.detach(), at_given, window[token])
+        return by_x, by_weights
+
+    @torch.no_grad()
+    def _count(self, key: ExpertKey, x: Tensor, given: Tensor, at_given: Tensor, window: Tensor) -> None:
+        windows, base = int(window.max()) + 1, torch.zeros(())
+        for number, bits in enumerate(self.of.patterns):
+            changed = expert_ffn(x, self._coded(key, bits), self.ffn, self.model.shelf.biases(key)) - given
+            self.model.calls.rows += len(x)
+            effect = (at_given * changed).sum(-1).double()  # [draws, rows]
+            sums = torch.zeros(len(effect), windows, dtype=torch.float64).index_add_(1, window, effect)
+            if number == 0:
+                base = sums
+            self.totals[number, key.expert] += self._rise(bits, sums, base)
+
+    def _rise(self, bits: Bits, sums: Tensor, base: Tensor) -> float:
+        """Nats above the base, by the sums [draws, windows] of an expert's effect there and at these widths. For what
+        is narrower the change from one to the other counts: it ranks better than the difference of their squares
+        (0.78 on wiki at 3 bits), and its size is set by what the layer costs as a whole."""
+        if max(bits) > max(self.of.patterns[0]):
+            return float(0.5 * (sums.square() - base.square()).sum(1).mean())
+        return float(0.5 * (sums - base).square().sum(1).mean())
+
+    def _coded(self, key: ExpertKey, bits: Bits) -> Weights:
+        found = self.model.coder.weights(key, bits)
+        return tuple(torch.from_numpy(found[name]) for name in self.ffn.projections)
+
+
+def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradient at `start` of what was made of it, each with its own gradient; zeros where nothing was."""
+    made = [(end, gradient) for end, gradient in ends if end.requires_grad]
+    if not made:
+        return torch.zeros_like(start)
+    outputs, gradients = zip(*made, strict=True)
+    found = torch.autograd.grad(outputs, [start], gradients, retain_graph=True, allow_unused=True)[0]
+    return torch.zeros_like(start) if found is None else found
+
+
+def _costs(journal: Journal, name: str) -> LayerCosts:
+    entry: Mapping[str, Any] | None = journal.get(name)
+    assert entry is not None, "every layer was measured"
+    costs = tuple(map(tuple, entry["costs"]))
+    return LayerCosts(tuple(entry["rows"]), costs, entry["flops"], entry["seconds"])

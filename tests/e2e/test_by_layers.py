@@ -1,0 +1,93 @@
+"""Conversions of models that do not fit --memory: layer by layer, with the same promise, and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeconv.artifacts import Target
+from moeconv.conversion import room
+from moeconv.conversion.planning import plan
+from moeconv.errors import SettingsError
+from moeconv.measure.layered import LayeredModel
+from moeconv.packing.verify import verify
+from moeconv.source.checkpoint import Checkpoint
+from moert.pack.reader import Pack
+from tests.e2e.conversions import Done, settings_for
+
+SMALL = {"loss": 0.3, "samples": 8, "sweep_samples": 4, "heldout_samples": 6}
+
+
+def tight(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A --memory that no model fits, and one layer of a tiny one does."""
+    monkeypatch.setattr(room, "LEAST_TOKENS", 32)
+    return room.PROCESS_BYTES + (2 << 20)
+
+
+@pytest.mark.parametrize("quantizer", ["group", "gptq", "channel"])
+def test_the_same_widths_mean_the_same_weights(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantizer: str
+) -> None:
+    """Coded by layers or in memory: the same loss, and weights that only the order of sums tells apart."""
+    changes: dict[str, Any] = {**SMALL, "bits": (3,), "quantizer": quantizer}
+    whole = Done(settings_for(sources, "olmoe", tmp_path, **changes, out=tmp_path / "a.pack"))
+    memory = tight(monkeypatch)
+    layered = Done(settings_for(sources, "olmoe", tmp_path, **changes, memory_bytes=memory, work=tmp_path / "w2"))
+    assert any("coding at 3 bits" in line for line in layered.said)
+    for split in ("calibration", "heldout"):
+        mine, theirs = getattr(layered.report, split), getattr(whole.report, split)
+        assert mine.reference == pytest.approx(theirs.reference, rel=1e-5)
+        assert mine.value == pytest.approx(theirs.value, rel=2e-3)
+    assert verify(Pack.open(layered.settings.out), Checkpoint.open(layered.settings.model)).worst is not None
+
+
+def test_widths_are_chosen_and_kept_for_other_targets(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(sources, "olmoe", tmp_path, **{**SMALL, "loss": 0.03}, memory_bytes=tight(monkeypatch))
+    done = Done(settings)
+    assert done.report.heldout is not None
+    assert any("--signal fisher" in line for line in done.said)
+    assert done.report.sweep_cost is not None
+    assert 0 < done.report.sweep_cost.flops < done.report.sweep_cost.naive_flops
+    planned = plan(settings.work, Target("loss", 0.2), "knapsack", "fisher", None)
+    assert planned.chosen.nbytes <= done.report.expert_bytes["pack"]
+    passes: list[int] = []
+    ready = LayeredModel.ready
+    monkeypatch.setattr(LayeredModel, "ready", lambda self, at: passes.append(at) or ready(self, at))
+    again = Done(settings_for(sources, "olmoe", tmp_path, **{**SMALL, "loss": 0.03}, memory_bytes=tight(monkeypatch)))
+    assert again.manifest.experts == done.manifest.experts
+    assert passes == [], "everything was measured before"
+
+
+def test_gradients_rank_a_model_in_memory_too(sources: dict[str, Path], tmp_path: Path) -> None:
+    done = Done(settings_for(sources, "olmoe", tmp_path, **{**SMALL, "loss": 0.03}, signal="fisher"))
+    assert done.report.signal == "fisher"
+    assert done.report.sensitivity is not None
+    assert done.report.heldout is not None
+    assert not any("coding at" in line for line in done.said)
+    changes = {**SMALL, "loss": 0.03, "per_projection": True, "out": tmp_path / "b.pack"}
+    split = Done(settings_for(sources, "olmoe", tmp_path, **changes, signal="fisher"))
+    assert split.report.sensitivity is not None
+    assert any(len(set(probe.bits)) > 1 for probe in split.report.sensitivity.costs)
+
+
+def test_what_takes_a_model_in_memory_is_refused(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tight(monkeypatch)
+    for family, changes, says in (
+        ("olmoe", {"signal": "nll"}, "--signal nll takes a model in memory"),
+        ("olmoe", {"racing": 0.05}, "--racing takes a model in memory"),
+        ("olmoe", {"cluster": "auto"}, "--cluster takes a model in memory"),
+        ("switch", {}, "is converted in memory, which takes at least"),
+    ):
+        with pytest.raises(SettingsError, match=says):
+            Done(settings_for(sources, family, tmp_path, **changes, memory_bytes=memory))
+    with pytest.raises(SettingsError, match=r"layer by layer takes at least \d+MB"):
+        Done(settings_for(sources, "olmoe", tmp_path, memory_bytes=10**6))
+    with pytest.raises(SettingsError, match="--signal fisher is for models that continue text"):
+        Done(settings_for(sources, "switch", tmp_path, signal="fisher"))
+    assert not (tmp_path / "m.pack").exists()

@@ -1,0 +1,132 @@
+"""A model run layer by layer gives what it gives in memory, and goes on where it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TINY
+from trials import running
+
+from moeconv.artifacts import uniform
+from moeconv.errors import ConversionError
+from moeconv.measure.layered import LayeredModel, Room
+from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.metrics import find_metric
+from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.trial import Trial
+from moeconv.quantizers import QUANTIZERS
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.outline import CheckpointError
+
+TinyModel = Callable[[str, str], Path]
+WHOLE = {"switch_transformers", "nllb-moe", "gptsan-japanese"}
+"""What must fit memory whole."""
+DECODERS = [(family, name) for family, (_, variants) in TINY.items() for name in variants if family not in WHOLE]
+
+
+class Unseen:
+    def update(self, n: int) -> None:
+        pass
+
+
+def shown(label: str, total: int, unit: str = "probe") -> Any:
+    return nullcontext(Unseen())
+
+
+def layered_of(path: Path, folder: Path, dense_bits: int | None = None) -> LayeredModel:
+    checkpoint = Checkpoint.open(path)
+    coder = ExpertCoder(checkpoint, QUANTIZERS["group"](None), None)
+    room = Room(folder, 1, 200_000)
+    return LayeredModel(coder, DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits)), room, shown)
+
+
+def trial_of(path: Path, dense_bits: int | None = None) -> Trial:
+    checkpoint = Checkpoint.open(path)
+    dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits))
+    return Trial(LoadedModel(checkpoint, dense), ExpertCoder(checkpoint, QUANTIZERS["group"](None), None))
+
+
+def scorer_of(subject: Any) -> Any:
+    checkpoint = subject.checkpoint
+    tokenizer = load_tokenizer(checkpoint.path / TOKENIZER, checkpoint.spelled)
+    text = running(20)
+    return build_scorer(subject, tokenizer, text, find_metric("token_perplexity"), Extent(5, 32, None))
+
+
+@pytest.mark.parametrize(("family", "variant"), DECODERS)
+def test_the_same_nats_as_in_memory(family: str, variant: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = tiny_model(family, variant)
+    found = []
+    for subject in (trial_of(path), layered_of(path, tmp_path)):
+        scorer = scorer_of(subject)
+        subject.restore()
+        before = scorer.score(as_reference=True)
+        subject.assign(uniform(subject.spec, 3))
+        after = scorer.score()
+        found.append([before.nats, after.nats, after.kls])
+    tokens = before.tokens
+    for mine, theirs in zip(*found, strict=True):
+        assert abs(mine - theirs).max() / tokens.max() < 1e-5
+
+
+@pytest.mark.parametrize("family", sorted(WHOLE))
+def test_what_can_not_be_run_by_its_layers_says_so(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="can't be run layer by layer: it must fit"):
+        layered_of(tiny_model(family, next(iter(TINY[family][1]))), tmp_path)
+
+
+def test_a_killed_pass_goes_on_at_its_layer(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("olmoe", "plain")
+    whole = scorer_of(layered_of(path, tmp_path / "whole"))
+    expected = whole.score(as_reference=True).nats
+    stopped, at_work = scorer_of(layered_of(path, tmp_path / "stopped")), []
+
+    class Killed(Exception):
+        pass
+
+    ready = LayeredModel.ready
+
+    def watched(self: LayeredModel, at: int) -> Any:
+        at_work.append(at)
+        if at == 1 and at_work.count(1) == 1:
+            raise Killed
+        return ready(self, at)
+
+    monkeypatch.setattr(LayeredModel, "ready", watched)
+    with pytest.raises(Killed):
+        stopped.score(as_reference=True)
+    again = scorer_of(layered_of(path, tmp_path / "stopped"))
+    assert (again.score(as_reference=True).nats == expected).all()
+    assert at_work[: at_work.index(1) + 1] == [0, 1]
+    assert at_work[at_work.index(1) + 1] == 1, "layer 0 is not run again"
+
+
+def test_a_full_disk_is_one_line(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    scorer = scorer_of(layered_of(tiny_model("olmoe", "plain"), tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConversionError, match="No space left on device; free some space"):
+        scorer.score(as_reference=True)
+
+
+def test_matrices_outside_the_experts_have_their_widths(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path, found = tiny_model("olmoe", "plain"), []
+    for subject in (trial_of(path, 4), layered_of(path, tmp_path, 4)):
+        scorer = scorer_of(subject)
+        scorer.score(as_reference=True)
+        subject.assign(uniform(subject.spec, 4))
+        found.append(scorer.score())
+    assert abs(found[0].kls - found[1].kls).max() < 1e-4
+    assert found[0].kl > 0
