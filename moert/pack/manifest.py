@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ PLAIN_MINOR = 0  # of a pack without preferences
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
+_SHA256 = re.compile("[0-9a-f]{64}")
+_WIDTHS = frozenset(WIDTHS)
+_LARGEST = 1e30  # that any number of a manifest is
 
 Dtype16 = Literal["F16", "BF16"]
 
@@ -76,6 +80,39 @@ def _model(value: Any, where: str) -> ModelSpec:
 def _files(value: Any, where: str) -> dict[str, FileEntry]:
     named = mapping(value, where).items()
     return {safe_path(name): read(FileEntry, item, f"{where}: {name[:60]}") for name, item in named}
+
+
+def _experts(value: Any, where: str) -> tuple[ExpertEntry, ...]:
+    """There may be ten thousand: what is sound is read at once, all else field by field, to say what is wrong."""
+    if not isinstance(value, list) or len(value) > MAX_COUNT:
+        raise ManifestInvalid(f"{where} should be a list, found {brief(value)}")
+    widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+    return tuple(_sound(item, widths) or read(ExpertEntry, item, where) for item in value)
+
+
+def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]]) -> ExpertEntry | None:
+    """None for anything that is not plainly right. `widths`: those seen so far, of which experts share one."""
+    try:
+        (stack, layer, expert), path, bits = raw["key"], raw["path"], raw["bits"]
+        sha256, importance = raw["sha256"], raw["importance"]
+        counts = raw["file_bytes"], raw["tensor_bytes"], raw["crc32"]
+    except (TypeError, KeyError, ValueError):
+        return None
+    if type(raw["key"]) is not list or stack not in STACKS or type(layer) is not int or type(expert) is not int:
+        return None
+    key = ExpertKey(stack, layer, expert)
+    if path != expert_path(key) or type(bits) is not dict or type(sha256) is not str or not _SHA256.fullmatch(sha256):
+        return None
+    if not all(type(count) is int for count in counts) or not all(type(width) is int for width in bits.values()):
+        return None
+    if not (0 < counts[0] <= MAX_BYTES and 0 < counts[1] <= MAX_BYTES and 0 <= counts[2] <= _CRC32):
+        return None
+    if not {"gate", "up", "down"}.issuperset(bits) or not _WIDTHS.issuperset(bits.values()):
+        return None
+    if importance is not None and (type(importance) is not float or not abs(importance) <= _LARGEST):
+        return None
+    shared = widths.setdefault(tuple(bits.items()), bits)
+    return ExpertEntry(key, path, counts[0], counts[1], shared, sha256, counts[2], importance)
 
 
 # What the manifest holds --------------------------------------------------------------------------------------------
@@ -161,7 +198,7 @@ class Preference:
     heldout: LossEstimate | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ExpertEntry:
     """One expert: its file, its widths, and what proves the file is the right one.
 
@@ -187,7 +224,7 @@ class Manifest:
     quantization: Quantization
     quality: Quality | None
     files: Annotated[Mapping[str, FileEntry], Read(_files)]
-    experts: tuple[ExpertEntry, ...]
+    experts: Annotated[tuple[ExpertEntry, ...], Read(_experts)]
     preferences: tuple[Preference, ...] = ()
     """Ascending by share."""
     minor: Annotated[int, Within(0, MAX_COUNT)] = PLAIN_MINOR

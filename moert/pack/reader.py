@@ -54,8 +54,7 @@ class Pack:
             shown = str(root) if len(str(root)) <= 200 and str(root).isprintable() else ascii(str(root)[:60]) + "…"
             raise ManifestMissing(f"{shown} is not a directory: a pack is a directory with a {MANIFEST}")
         pack = cls(root, parse_manifest(_manifest_text(root)))
-        for relative, nbytes, _ in pack.listed_files():
-            pack._check_size(relative, nbytes)
+        pack._check_sizes()
         return pack
 
     def entry(self, key: ExpertKey) -> ExpertEntry:
@@ -160,6 +159,31 @@ class Pack:
             yield relative, file.nbytes, file.sha256
         for entry in self.manifest.experts:
             yield entry.path, entry.file_bytes, entry.sha256
+
+    def _check_sizes(self) -> None:
+        """Of all files: what a look at their folders does not find as it should be is looked at by itself."""
+        folders: dict[str, dict[str, int]] = {}
+        for relative, nbytes, _ in self.listed_files():
+            folder, _, name = relative.rpartition("/")
+            if folder not in folders:
+                folders[folder] = self._regular_files(folder)
+            if folders[folder].get(name) != nbytes:
+                self._check_size(relative, nbytes)
+
+    def _regular_files(self, folder: str) -> dict[str, int]:
+        """Sizes of the files in a folder of the pack that are no links; none where it is not a part of the pack."""
+        place = self.root / folder
+        if not _is_inside(self.root, place):
+            return {}
+        try:
+            with os.scandir(place) as found:
+                return {
+                    one.name: one.stat(follow_symlinks=False).st_size
+                    for one in found
+                    if one.is_file(follow_symlinks=False)
+                }
+        except OSError:
+            return {}
 
     def _check_size(self, relative: str, nbytes: int) -> None:
         try:
