@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,11 @@ from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.journal import identity
 from moeconv.measure.workdir import INPUTS
 from moeconv.plan.question import uniform_bytes, weights_of
+from moeconv.progress import unseen
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import ExpertKey
 
 TinyModel = Callable[[str, str], Path]
-
-
-class Unseen:
-    def update(self, n: int) -> None:
-        pass
-
-
-@contextmanager
-def unseen(_label: str, _total: int) -> Iterator[Unseen]:
-    yield Unseen()
 
 
 @pytest.fixture(scope="module")
