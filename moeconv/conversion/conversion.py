@@ -17,7 +17,7 @@ from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.references import References, evaluated, measured_references
 from moeconv.conversion.residence import check_resident, fitted
-from moeconv.conversion.room import check_layered, memory_of
+from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
@@ -29,6 +29,7 @@ from moeconv.progress import Progress
 from moeconv.promise.judging import Judge, estimate
 from moeconv.promise.looks import look
 from moeconv.promise.standing import bound_doubt, looks_text, standing
+from moeconv.report.units import size
 from moeconv.sweep.worker import SweepJob
 from moert.pack.manifest import Manifest
 from moert.pack.reader import is_pack
@@ -68,6 +69,10 @@ class Conversion:
         subject = subject_of(material, coding)
         directory = directory_of(subject)
         job = job_of(coding, material, None if memory.layered else coding.moments_in(settings.work / directory), memory)
+        if memory.layered:
+            needed, place = work_bytes(material, coding), settings.work / directory
+            say(f"the model goes through memory layer by layer; {place} takes at most {size(needed)}")
+            check_room(place, needed, "--work", place)
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
             bench = Bench(coding, material, work.journal(directory), job.moments)

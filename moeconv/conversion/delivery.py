@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +24,14 @@ from moeconv.artifacts import (
 )  # fmt: skip
 from moeconv.calibration import Splits
 from moeconv.conversion.account import Account
+from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import Settings
-from moeconv.errors import ConversionError
 from moeconv.measure.evaluation import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
 from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
-from moeconv.report.units import size
 from moert.pack.errors import PackError
 from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
@@ -109,25 +107,12 @@ def deliver(
     label = Label(
         f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile, preferences
     )
-    check_room(settings.out, _needed_bytes(coder, outcome.widths, dense))
+    check_room(settings.out, _needed_bytes(coder, outcome.widths, dense), "--out", partial_of(settings.out))
     with account.progress("writing", len(outcome.widths), "expert") as bar:
         manifest = emit(coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar)
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
     return manifest, report
-
-
-def check_room(out: Path, needed_bytes: int) -> None:
-    """Raises ConversionError where the disk that `out` goes to has less room than that. What an interrupted run has
-    left there is used again, or removed."""
-    there = next(path for path in out.parents if path.exists())
-    left = (path for path in partial_of(out).rglob("*") if path.is_file())
-    free = shutil.disk_usage(there).free + sum(path.stat().st_size for path in left)
-    if free < needed_bytes:
-        raise ConversionError(
-            f"{out} needs {size(needed_bytes)}, and its disk has {size(free)} free: free some space, or choose another "
-            "place with --out"
-        )
 
 
 def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder) -> int:

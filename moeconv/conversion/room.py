@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from moeconv.artifacts import FISHER
+from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
-from moeconv.errors import SettingsError
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.layered import LEAST_TOKENS, STATES_A_TOKEN, Room
 from moeconv.plan.outlook import parameters
+from moeconv.plan.question import uniform_bytes
+from moeconv.report.units import size
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.sweep.fisher import DRAWS
 from moeconv.sweep.memory import blocks_for
+from moeconv.sweep.scales import WINDOWS
 from moert.machine.memory import most_bytes
 from moert.pack.model_spec import ModelSpec
 
@@ -65,6 +71,32 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
             f"--memory {_megabytes(limit)}: converting this model layer by layer takes at least {_megabytes(least)}"
         )
     return Memory(limit_bytes=limit)
+
+
+def check_room(place: Path, needed_bytes: int, option: str, left: Path) -> None:
+    """Raises ConversionError where the disk that `place` is on has less room than that; `option` chooses another. What
+    an interrupted run has left in the folder `left` is used again, or removed."""
+    there = next(path for path in place.absolute().parents if path.exists())
+    files = (path for path in left.rglob("*") if path.is_file())
+    free = shutil.disk_usage(there).free + sum(path.stat().st_size for path in files)
+    if free < needed_bytes:
+        raise ConversionError(
+            f"{place} needs {size(needed_bytes)}, and its disk has {size(free)} free: free some space, or choose "
+            f"another place with {option}"
+        )
+
+
+def work_bytes(material: Material, coding: Coding) -> int:
+    """What passes layer by layer keep in the work directory at most: states between layers, gradients, and codes."""
+    spec, settings = coding.spec, material.settings
+    a_token = spec.d_model * _FLOAT
+    widths = [bits for bits in settings.bits if bits < 16]
+    kept = 2 * (len(spec.decoder) + 1) * material.ranked.decoder_tokens * a_token
+    back = 2 * DRAWS * material.ranked.decoder_tokens * a_token
+    variants = len(spec.moe_layers()) * (len(widths) + 1) * WINDOWS
+    scales = 2 * variants * settings.context * a_token
+    plans = 2 * (material.judged.decoder_tokens + material.heldout.decoder_tokens) * a_token
+    return kept + back + scales + plans + sum(uniform_bytes(spec, bits, coding.storage) for bits in widths)
 
 
 def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from moeconv.artifacts import Target
 from moeconv.conversion import room
 from moeconv.conversion.planning import plan
-from moeconv.errors import SettingsError
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.layered import LayeredModel
 from moeconv.packing.verify import verify
 from moeconv.source.checkpoint import Checkpoint
@@ -91,3 +93,14 @@ def test_what_takes_a_model_in_memory_is_refused(
     with pytest.raises(SettingsError, match="--signal fisher is for models that continue text"):
         Done(settings_for(sources, "switch", tmp_path, signal="fisher"))
     assert not (tmp_path / "m.pack").exists()
+
+
+def test_room_on_the_disk_is_said_and_checked_before(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
+    settings = settings_for(sources, "olmoe", tmp_path, **SMALL, memory_bytes=tight(monkeypatch))
+    with pytest.raises(ConversionError, match=r"needs .* free some space, or choose another place with --work"):
+        Done(settings)
+    assert not settings.work.exists()
