@@ -13,7 +13,7 @@ from moeconv.artifacts import Target
 from moeconv.command.cli import _exit_code
 from moeconv.errors import ConversionError, SettingsError, TargetMissed
 from moeconv.packing.verify import verify
-from moeconv.plan.question import weights_of
+from moeconv.plan.question import uniform_bytes
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for
@@ -36,12 +36,14 @@ def test_one_width_for_all(sources: dict[str, Path], tmp_path: Path, family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_size_is_kept_and_used_up(sources: dict[str, Path], tmp_path: Path, family: str) -> None:
-    target = Target("bits", 5.2)
+    spec = Checkpoint.open(sources[family]).spec
+    sizes = [uniform_bytes(spec, bits) for bits in (3, 4)]
+    target = Target("size", sum(sizes) / 2)
     done = Done(settings_for(sources, family, tmp_path, calib=None, target=target, quantizer="channel"))
-    weights, found = weights_of(done.manifest.model), done.report.effective_bits
-    assert 4.5 < found <= target.value
     assert len(done.report.bits_histogram) > 1
-    assert sum(entry.tensor_bytes for entry in done.manifest.experts) * 8 <= target.value * weights
+    found = sum(entry.tensor_bytes for entry in done.manifest.experts)
+    assert sizes[0] < found <= target.value
+    assert target.value - found < (sizes[1] - sizes[0]) / len(spec.expert_keys())
 
 
 def test_wider_is_given_to_what_would_change_more(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_wider_is_given_to_what_would_change_more(sources: dict[str, Path], tmp_
     save_file(tensors, file, {"format": "pt"})
     changes = {"calib": None, "model": str(model), "bits": (2, 4), "quantizer": "channel"}
     least = Done(settings_for(sources, "olmoe", tmp_path, **{**changes, "bits": (2,)})).report.effective_bits
-    target = Target("bits", least + 0.4)
+    target = Target("bits", least + 0.25)
     done = Done(settings_for(sources, "olmoe", tmp_path, target=target, **changes, out=tmp_path / "b.pack"))
     assert {entry.key for entry in done.manifest.experts if 4 in entry.bits.values()} == {key}
 
