@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from converting import command, complaint, journals, run, running_text
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe
+
+from moeconv.command.cli import _exit_code
 
 OPTIONS = ("--loss", "5%")
 GATE = "model.layers.0.mlp.gate.weight"
@@ -86,11 +89,28 @@ def test_a_full_work_directory_is_one_line_and_its_journal_is_used(model: Path, 
         assert len(set(names)) == len(names), "something was measured twice"
 
 
-def test_a_full_output_is_one_line_and_nothing_is_measured_again(model: Path, text: Path, tmp_path: Path) -> None:
+def unaware(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line with which a conversion in this process ends that was told that there is room."""
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as told:
+        told.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
+        assert _exit_code(words[3:]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moeconv: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_full_output_is_one_line_and_nothing_is_measured_again(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = command(model, text, tmp_path / "disk" / "m.pack", tmp_path / "work", *OPTIONS)
     with small_disk(tmp_path / "disk", 8192) as disk:
         filling = ballast(disk, leave_kilobytes=64)
         said = complaint(run(words))
+        assert "m.pack needs" in said
+        assert "free some space" in said
+        assert list(disk.iterdir()) == [filling], "nothing was begun"
+        said = unaware(words, monkeypatch, capsys)
         assert "No space left on device" in said
         assert str(disk) in said
         assert not (disk / "m.pack").exists()
@@ -102,13 +122,16 @@ def test_a_full_output_is_one_line_and_nothing_is_measured_again(model: Path, te
         assert (disk / "m.pack" / "manifest.json").exists()
 
 
-def test_a_disk_that_is_full_before_the_backbone_is_one_line_and_the_experts_are_kept(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_before_the_backbone_is_one_line_and_the_experts_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Twelve experts of 16 KiB fit, an embedding of 1.5 MB does not."""
     wide = tiny_olmoe(tmp_path / "wide", vocab_size=32_000)
     with small_disk(tmp_path / "disk", 4096) as disk:
         filling = ballast(disk, leave_kilobytes=768)
         words = command(wide, None, disk / "m.pack", tmp_path / "work", "--bits", "16")
-        said = complaint(run(words))
+        assert "m.pack needs" in complaint(run(words))
+        said = unaware(words, monkeypatch, capsys)
         assert "No space left on device" in said
         assert f"{disk / 'm.pack.partial'} are kept: the same command goes on with them" in said
         left = {str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file() and path.suffix != ".lock"}
