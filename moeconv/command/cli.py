@@ -273,7 +273,7 @@ def verify(
     from moeconv.source.checkpoint import Checkpoint
     from moert.pack.reader import Pack
 
-    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against))
+    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), _progress)
     print(json.dumps(asdict(found)) if as_json else verified(found, pack, against))
 
 

@@ -10,6 +10,7 @@ import torch
 
 from moeconv.errors import VerifyFailed
 from moeconv.packing.packed import backbone_of, dense_projection
+from moeconv.progress import Progress, unseen
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.dense import dense_width
@@ -33,10 +34,12 @@ class Verified:
     worst: float | None
 
 
-def verify(pack: Pack, source: Checkpoint | None) -> Verified:
+def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Verified:
     """Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the source."""
-    files = sum(1 for _ in pack.verify_hashes())
-    keys = pack.manifest.model.expert_keys()
+    keys, files = pack.manifest.model.expert_keys(), sum(1 for _ in pack.listed_files())
+    with show("files", files, "file") as bar:
+        for _ in pack.verify_hashes():
+            bar.update(1)
     if source is None:
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:

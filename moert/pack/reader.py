@@ -32,6 +32,7 @@ from moert.pack.parser import parse_manifest
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
+_HASHED_AT_ONCE = 4
 _MAX_MANIFEST_BYTES = 1 << 28
 
 Projection = QuantizedMatrix | npt.NDArray[np.float32]
@@ -146,12 +147,22 @@ class Pack:
         )  # fmt: skip
 
     def verify_hashes(self) -> Iterator[str]:
-        """Reads every file; yields its path once its sha256 is found right, raises at the first that is not."""
-        for relative, nbytes, sha256 in self.listed_files():
+        """Reads every file, several at a time; yields its path once its sha256 is found right, raises at the first in
+        order that is not."""
+        from concurrent.futures import ThreadPoolExecutor  # opening a pack needs none
+
+        def check(listed: tuple[str, int, str]) -> str:
+            relative, nbytes, sha256 = listed
             self._check_size(relative, nbytes)
             if _sha256(self.file(relative)) != sha256:
                 raise HashMismatch(f"{relative}: sha256 differs from the manifest: the file is damaged, copy it again")
-            yield relative
+            return relative
+
+        with ThreadPoolExecutor(_HASHED_AT_ONCE) as readers:
+            try:
+                yield from readers.map(check, list(self.listed_files()))
+            finally:
+                readers.shutdown(cancel_futures=True)
 
     def listed_files(self) -> Iterator[tuple[str, int, str]]:
         """(path in the pack, bytes, sha256) of every file but the manifest."""
