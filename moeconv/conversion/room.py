@@ -52,7 +52,8 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
     whole = PROCESS_BYTES + _FLOAT * parameters(spec, checkpoint.description.computed).total
     limit = asked if asked is not None else most_bytes()
     beside = DEFAULT_MEMORY if asked is None else asked - whole
-    if limit is None or whole + min(beside, DEFAULT_MEMORY) <= limit:
+    small = asked is None and whole <= PROCESS_BYTES + DEFAULT_MEMORY  # whatever is free just now
+    if limit is None or small or (whole <= limit and beside > 0):
         try:
             blocks_for(spec, material.ranked, beside)
             return Memory(beside)
