@@ -33,7 +33,7 @@ def timing(clock: Callable[[], float] = time.perf_counter) -> Timing:
     random = np.random.default_rng(0)
     weights = {name: random.standard_normal(shape, np.float32) for name, shape in (("group", _GROUP), ("gptq", _GPTQ))}
     x = random.standard_normal((2 * _GPTQ[2], _GPTQ[2]), np.float32)
-    inputs = Inputs(np.array([len(x)]), (x.T @ x / len(x))[None])
+    inputs = Inputs.of(np.array([len(x)]), (x.T @ x / len(x))[None])
     a, b = torch.ones(_TOKENS, _SIDE), torch.ones(_SIDE, _SIDE)
 
     def fastest(work: Callable[[], object]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from moeconv.measure.layered import LayeredModel
 from moeconv.measure.scorers.text import Texts
 from moeconv.quantizers.kept import KeptCodes
+from moeconv.quantizers.moments import Side, summed, told, widest
 from moeconv.quantizers.quantizer import Inputs, Wants
-from moeconv.source.experts import Call
-from moert.pack.codec import QuantizedMatrix
+from moeconv.quantizers.sample import LayerSample
+from moeconv.source.experts import Call, Weights
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 
@@ -22,22 +23,25 @@ class LayerCoding:
 
     def __init__(self, model: LayeredModel, kept: KeptCodes, texts: Texts) -> None:
         self.model, self.kept, self.texts = model, kept, texts
+        self._complete: set[int] = set()
 
     def ensure(self, widths: set[int]) -> None:
         """Every expert at each of these widths, of which the model is then asked. Raises ConversionError."""
-        for bits in sorted(widths):
-            left = self._left(bits)
+        if not widths <= self._complete:
+            left = self._left(sorted(widths - self._complete))
             if left:
-                self._code(bits, left)
+                self._code(left)
+            self._complete |= widths
 
-    def _left(self, bits: int) -> dict[LayerKey, list[ExpertKey]]:
-        left: dict[LayerKey, list[ExpertKey]] = {}
+    def _left(self, widths: Sequence[int]) -> dict[LayerKey, dict[ExpertKey, list[int]]]:
+        left: dict[LayerKey, dict[ExpertKey, list[int]]] = {}
         for key in self.model.spec.expert_keys():
-            if not self.kept.has(key, bits):
-                left.setdefault(key.at, []).append(key)
+            missing = [bits for bits in widths if not self.kept.has(key, bits)]
+            if missing:
+                left.setdefault(key.at, {})[key] = missing
         return left
 
-    def _code(self, bits: int, left: Mapping[LayerKey, list[ExpertKey]]) -> None:
+    def _code(self, left: Mapping[LayerKey, Mapping[ExpertKey, list[int]]]) -> None:
         model, ids, real = self.model, self.texts.ids, self.texts.real
         wants = model.coder.quantizer.wants
         model.original_experts()
@@ -45,34 +49,41 @@ class LayerCoding:
         if wants != "nothing":
             with torch.inference_mode():
                 model.through(states, ids, real, "what enters each layer")
-        with model.show(f"coding at {bits} bits", sum(map(len, left.values())), "expert") as bar:
-            for at, keys in left.items():
-                call = None if wants == "nothing" else model.call_of(states, at, ids, real)
-                model.shelf.expect(keys)
-                for key in keys:
-                    self._code_expert(key, bits, call, wants)
+        widths = sorted({bits for experts in left.values() for missing in experts.values() for bits in missing})
+        with model.show(f"coding at {', '.join(map(str, widths))} bits", sum(map(len, left.values())), "expert") as bar:
+            for at, experts in left.items():
+                seen = None if wants == "nothing" else _Seen(model, model.call_of(states, at, ids, real), wants)
+                model.shelf.expect(list(experts))
+                for key, missing in experts.items():
+                    self._code_expert(key, missing, seen)
                     bar.update(1)
                 model.shelf.clear()
 
     @torch.inference_mode()
-    def _code_expert(self, key: ExpertKey, bits: int, call: Call | None, wants: Wants) -> None:
-        projections = self.model.spec.moe.ffn.projections
+    def _code_expert(self, key: ExpertKey, widths: Sequence[int], seen: _Seen | None) -> None:
         own = self.model.shelf.weights(key)
-        weights = dict(zip(projections, own, strict=True))
-        rows, inputs = 0, dict[str, Inputs | None](dict.fromkeys(projections))
-        if call is not None:
-            x = call.x[(call.chosen == key.expert).any(1)]
-            rows, inner = len(x), self.model.calls.inner(key, x, own)
-            sides = {"in": _moment(x, wants), "mid": _moment(inner, wants)}
-            inputs = {name: sides["mid" if name == "down" else "in"] for name in projections}
-        found: dict[str, QuantizedMatrix] = {}
-        for name in projections:
-            found[name] = self.model.coder.coded(key, name, bits, weights[name].numpy(), inputs[name])
-        self.kept.put(key, bits, rows, found)
+        weights = {name: weight.numpy() for name, weight in zip(self.model.spec.moe.ffn.projections, own, strict=True)}
+        rows, inputs = (0, None) if seen is None else seen.by(key, own)
+        for bits in widths:
+            self.kept.put(key, bits, rows, self.model.coder.coded(key, bits, weights, inputs))
 
 
-def _moment(x: Tensor, wants: Wants) -> Inputs:
-    """See moeconv.quantizers.moments.Moments; x [tokens, in]."""
-    seen = max(1, len(x))
-    total = x.T @ x if wants == "products" else x.square().sum(0)
-    return Inputs(np.array([len(x)]), (total / seen)[None].numpy())
+class _Seen:
+    """What one layer's experts were asked, and the moments of it: see moeconv.quantizers.moments.Moments."""
+
+    def __init__(self, model: LayeredModel, call: Call, wants: Wants) -> None:
+        self.calls, self.call, self.wants = model.calls, call, wants
+        sample = LayerSample(widest(model.spec), model.spec.expert_width)
+        sample.add(call)
+        self.sample = sample.tokens
+        self.sampled = summed(self.sample, wants)
+
+    def by(self, key: ExpertKey, weights: Weights) -> tuple[int, dict[Side, Inputs]]:
+        """Tokens that an expert saw, and the moments of what its matrices saw."""
+        x = self.call.x[(self.call.chosen == key.expert).any(1)]
+        inner, sampled = (self.calls.inner(key, each, weights) for each in (x, self.sample))
+        return len(x), {"in": self._told(x, self.sampled), "mid": self._told(inner, summed(sampled, self.wants))}
+
+    def _told(self, x: Tensor, sampled: Tensor) -> Inputs:
+        moment, counted = told(summed(x, self.wants), len(x), sampled, len(self.sample), self.wants)
+        return Inputs(np.array([len(x)]), moment[None].numpy(), np.array([counted], np.float32))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moeconv.artifacts import Bits
 from moeconv.errors import WeightsUnusable
 from moeconv.quantizers.kept import KeptCodes
-from moeconv.quantizers.moments import Moments
+from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
 from moeconv.source.checkpoint import F32, Checkpoint
 from moeconv.source.outline import CheckpointError
@@ -95,10 +96,10 @@ class ExpertCoder:
         if self.moments is None and self.kept is None:
             return []
         spec = self.checkpoint.spec
+        seen = {key: self._rows(key) for key in spec.expert_keys()}
         return [
             (key, projection)
-            for key in spec.expert_keys()
-            for rows in (self._rows(key),)
+            for key, rows in seen.items()
             for projection in spec.moe.ffn.projections
             if rows is not None and self.quantizer.too_few(rows, spec.projection_shape(projection)[1])
         ]
@@ -174,9 +175,22 @@ class ExpertCoder:
             self._remember((key, name, bits), matrix)
         return matrices
 
-    def coded(self, key: ExpertKey, name: str, bits: int, weight: F32, inputs: Inputs | None) -> QuantizedMatrix:
-        """One matrix [out, in] of an expert, whose inputs the caller knows; not remembered."""
-        return self._checked([key], name, bits, weight[None], inputs)[0]
+    def coded(
+        self, key: ExpertKey, bits: int, weights: Mapping[str, F32], inputs: Mapping[Side, Inputs] | None
+    ) -> dict[str, QuantizedMatrix]:
+        """All matrices [out, in] of an expert, whose inputs the caller knows; not remembered. Matrices with the same
+        inputs are coded as one, which is faster: their rows are coded each by itself."""
+        found: dict[str, QuantizedMatrix] = {}
+        for side in SIDES:
+            names = [name for name in weights if side_of(name) == side]
+            rows = np.concatenate([weights[name] for name in names])
+            known = None if inputs is None else inputs[side]
+            whole = self._checked([key], " and ".join(names), bits, rows[None], known)[0]
+            ends = np.cumsum([len(weights[name]) for name in names]).tolist()
+            for name, start, end in zip(names, [0, *ends], ends, strict=False):
+                parts = {part: getattr(whole, part)[start:end] for part in ("qweight", "scale", "minimum")}
+                found[name] = replace(whole, **parts)
+        return found
 
     def _checked(
         self, keys: list[ExpertKey], name: str, bits: int, weights: F32, inputs: Inputs | None

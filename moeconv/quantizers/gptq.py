@@ -4,11 +4,17 @@ The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[j, j]
 by those after it. Then scales and codes are improved in turn: scale and minimum of all groups of a row by least squares
 under H, and each code to the nearest of what would be best with all others as they are (coordinate descent, as
 in QuantEase, Behdin et al. 2023).
+
+Inside, matrices are turned, [n, in, out], so that what is done to one input of all rows is done to memory in one piece.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,22 +23,27 @@ from torch import Tensor
 from moeconv.quantizers.fit import Fitted, to_float16
 from moeconv.quantizers.groups import fit_groups, importance_of, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
-from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.codec import F32, QuantizedMatrix, n_groups
 from moert.pack.layout import group_of
 
 _DAMPING = 0.01  # of the mean diagonal
-_SWEEPS = 4
-_GRID_BYTES = 256 << 20  # that the normal equations of as many rows as are solved at once may take
-_GRID_COPIES = 32  # bytes for each entry of them: in float32, in float64 as they are, damped and factored
-_BLOCK = 32  # columns whose changes are passed on together
+_DOUBT = 0.5  # tokens for each input by which correlations are drawn to none
+_SWEEPS, _SMALL = 4, 512  # for matrices of at most so many inputs; of a larger one the second wins 1 to 2% at most
+_LARGE_SWEEPS = {2: 2, 3: 1, 4: 1, 8: 1}
+_WORK_BYTES = 256 << 20  # for as many rows as are solved at once
+_COPIES = 12  # of their weights
+_GRID_COPIES = 32  # bytes for each entry of the normal equations: in float32, in float64 as they are, damped, factored
+_BLOCK, _SPAN = 32, 256  # inputs whose changes are passed on together: to the rest of a span, and to the rest
 
 
 @dataclass(frozen=True)
 class GptqQuantizer:
     """One scale for each output channel unless a group size is given.
 
-    An expert that saw fewer tokens than the matrix has inputs can't say how these correlate: its H is drawn towards
-    its diagonal in proportion, and with no token at all it is the identity, so that all errors count alike.
+    Few tokens can't say how inputs correlate: H is drawn towards its diagonal, the more the fewer tokens it rests on
+    (by half of it at half as many as the matrix has inputs; between none and all of these errors would fit the tokens
+    and no others). With no token at all it is the identity, so that all errors count alike. What H is
+    turned into is remembered as long as the `inputs` are: give the same for other widths.
     """
 
     group_size: int
@@ -46,135 +57,207 @@ class GptqQuantizer:
         check_range(weights)
         n, _, in_features = weights.shape
         if inputs is None:
-            inputs = Inputs(np.zeros(n, np.int64), np.zeros((n, in_features, in_features), np.float32))
+            inputs = Inputs.of(np.zeros(n, np.int64), np.zeros((n, in_features, in_features), np.float32))
         size = group_of(in_features, self.group_size)
-        hessian = _hessian(inputs)
-        problem = _Problem(torch.from_numpy(weights), hessian, 2**bits - 1, size)
+        rows = torch.from_numpy(weights)
         importance = importance_of(torch.from_numpy(inputs.moment).diagonal(dim1=1, dim2=2))
-        fitted = problem.compensated(fit_groups(problem.weights, importance, bits, size))
-        for _ in range(_SWEEPS):
-            fitted = problem.swept(problem.refitted(fitted))
-        return to_matrices(problem.refitted(fitted), bits, size)
+        start = fit_groups(rows, importance, bits, size)
+        hessian = _hessian(inputs)
+        at_once = max(1, _WORK_BYTES // (n * _row_bytes(in_features, size)))
+        sweeps = _SWEEPS if in_features <= _SMALL else _LARGE_SWEEPS[bits]
+        parts = [
+            _Problem(_by_input(part), hessian, 2**bits - 1, size).solved(_by_input(scale), _by_input(minimum), sweeps)
+            for part, scale, minimum in zip(
+                *(torch.split(each, at_once, 1) for each in (rows, start.scale, start.minimum)), strict=True
+            )
+        ]
+        return to_matrices(Fitted(*(torch.cat(each, 1) for each in zip(*parts, strict=True))), bits, size)
 
 
-def _hessian(inputs: Inputs) -> Tensor:
-    """The damped mean of x xᵀ [n, in, in], its correlations as weak as the tokens are few."""
-    moment = torch.from_numpy(inputs.moment)
-    size = moment.shape[1]
-    squares = moment.diagonal(dim1=1, dim2=2)
-    trust = torch.from_numpy(np.minimum(inputs.rows / size, 1).astype(np.float32)).view(-1, 1, 1)
-    mean = squares.mean(1).view(-1, 1, 1)
-    mean = torch.where(mean > 0, mean, 1.0)
-    return moment * trust + torch.diag_embed(squares) * (1 - trust) + _DAMPING * mean * torch.eye(size)
+def _by_input(values: Tensor) -> Tensor:
+    """[n, out, in] → [n, in, out]"""
+    return values.mT.contiguous()
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """weights [n, out, in], hessian [n, in, in], the largest code, inputs in a group."""
+class _Hessian:
+    """`products` [n, in, in]: the damped mean of x xᵀ, its correlations as weak as the tokens are few."""
 
-    weights: Tensor
-    hessian: Tensor
-    top: int
-    size: int
+    def __init__(self, inputs: Inputs) -> None:
+        moment = torch.from_numpy(inputs.moment)
+        size = moment.shape[1]
+        squares = moment.diagonal(dim1=1, dim2=2)
+        trust = torch.from_numpy(inputs.counted / (inputs.counted + _DOUBT * size)).view(-1, 1, 1)
+        mean = squares.mean(1)[:, None]
+        mean = torch.where(mean > 0, mean, 1.0)
+        self.products = moment * trust
+        self.products.diagonal(dim1=1, dim2=2).copy_(squares + _DAMPING * mean)
 
-    def compensated(self, start: Fitted) -> Fitted:
-        """The codes of `start` chosen anew by GPTQ, with its scales."""
-        order = self.hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-        hessian = _columns(_columns(self.hessian, order).mT, order)
-        inverse = torch.linalg.inv(hessian.double())
-        factor = torch.linalg.cholesky(inverse, upper=True).float()
-        scale, minimum = (_columns(self._wide(values), order) for values in (start.scale, start.minimum))
-        rest, codes = _columns(self.weights, order), torch.empty_like(self.weights)
-        in_features = rest.shape[2]
-        for begin in range(0, in_features, _BLOCK):
-            end = min(begin + _BLOCK, in_features)
-            errors = torch.empty_like(rest[:, :, begin:end])
-            for j in range(begin, end):
-                code = self._nearest(rest[:, :, j], scale[:, :, j], minimum[:, :, j])
-                error = (rest[:, :, j] - (code * scale[:, :, j] + minimum[:, :, j])) / factor[:, j, j, None]
-                rest[:, :, j + 1 : end] -= error[:, :, None] * factor[:, j, None, j + 1 : end]
-                codes[:, :, j], errors[:, :, j - begin] = code, error
-            rest[:, :, end:] -= _matmul(errors, factor[:, begin:end, end:])
-        return start._replace(codes=_columns(codes, order.argsort(dim=1)))
+    @cached_property
+    def order(self) -> Tensor:
+        """Inputs by falling square [n, in]."""
+        return self.products.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
 
-    def swept(self, fitted: Fitted) -> Fitted:
-        """Every code once, in order, set to what is best with all others as they are."""
-        scale, minimum, codes = self._wide(fitted.scale), self._wide(fitted.minimum), fitted.codes.clone()
-        pull = _matmul(self.weights - (codes * scale + minimum), self.hessian)  # minus half the gradient
-        curvature = self.hessian.diagonal(dim1=1, dim2=2)[:, None]
-        in_features = codes.shape[2]
-        for begin in range(0, in_features, _BLOCK):
-            end = min(begin + _BLOCK, in_features)
-            near, moved = pull[:, :, begin:end], torch.empty_like(codes[:, :, begin:end])
-            for j in range(begin, end):
-                old, step = codes[:, :, j], scale[:, :, j]
-                code = self._nearest(old * step + near[:, :, j - begin] / curvature[:, :, j], step, torch.zeros(()))
-                change = (code - old) * step
-                near = near - change[:, :, None] * self.hessian[:, j, None, begin:end]
-                codes[:, :, j], moved[:, :, j - begin] = code, change
-            pull[:, :, end:] -= _matmul(moved, self.hessian[:, begin:end, end:])
-        return fitted._replace(codes=codes)
-
-    def refitted(self, fitted: Fitted) -> Fitted:
-        """Scale and minimum of each row by least squares under the hessian, where that is better in float16."""
-        groups = fitted.scale.shape[2]
-        found = to_float16(torch.stack([self._solved(i, codes, groups) for i, codes in enumerate(fitted.codes)]))
-        new = Fitted(fitted.codes, found[:, :, :groups].contiguous(), found[:, :, groups:].contiguous())
-        sound = (new.scale > 0).all(2) & (self._loss(new) < self._loss(fitted))
-        scale = torch.where(sound[..., None], new.scale, fitted.scale)
-        return Fitted(fitted.codes, scale, torch.where(sound[..., None], new.minimum, fitted.minimum))
-
-    def _solved(self, i: int, codes: Tensor, groups: int) -> Tensor:
-        """codes [out, in] of matrix i → the best scales, then minima, of each row [out, 2 * groups]."""
-        of_input = torch.arange(codes.shape[1])
-        member = torch.zeros(codes.shape[1], groups)  # of which group an input is
-        member[of_input, of_input // self.size] = 1
-        hessian = self.hessian[i]
-        minima = member.T.contiguous() @ (hessian @ member)
-        pulled = self.weights[i] @ hessian
-        at_once = max(1, _GRID_BYTES // (_GRID_COPIES * (2 * groups) ** 2))
-        return torch.cat([
-            _least_squares(part, aim, hessian, member, minima)
-            for part, aim in zip(torch.split(codes, at_once), torch.split(pulled, at_once), strict=True)
-        ])  # fmt: skip
-
-    def _loss(self, fitted: Fitted) -> Tensor:
-        """[n, out]"""
-        miss = self.weights - (fitted.codes * self._wide(fitted.scale) + self._wide(fitted.minimum))
-        return (_matmul(miss, self.hessian) * miss).sum(2)
-
-    def _nearest(self, values: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-        return ((values - minimum) / torch.where(scale > 0, scale, 1.0)).round_().clamp_(0, self.top)
-
-    def _wide(self, per_group: Tensor) -> Tensor:
-        """[n, out, groups] → [n, out, in]"""
-        return per_group.repeat_interleave(self.size, dim=2)[:, :, : self.weights.shape[2]]
+    @cached_property
+    def factor(self) -> Tensor:
+        """U [n, in, in], upper triangular, with H⁻¹ = Uᵀ U and inputs in `order`."""
+        pairs = zip(self.products, self.order, strict=True)
+        return torch.stack([_factor(products[order][:, order]) for products, order in pairs])
 
 
-def _least_squares(codes: Tensor, pulled: Tensor, hessian: Tensor, member: Tensor, minima: Tensor) -> Tensor:
-    """Solves the normal equations of rows. codes and pulled (weights times hessian) [rows, in], member [in, groups],
-    minima [groups, groups]: their part that is the same for all rows → [rows, 2 * groups], scales before minima."""
-    rows, groups = len(codes), member.shape[1]
-    size = int(member[:, 0].sum())
-    grid = torch.empty(rows, 2 * groups, 2 * groups)
-    for g in range(groups):
-        part = slice(g * size, (g + 1) * size)
-        by_code = codes[:, part].contiguous() @ hessian[part]  # [rows, in]
-        grid[:, g, :groups] = (by_code * codes) @ member
-        grid[:, g, groups:] = by_code @ member
-    grid[:, groups:, :groups] = grid[:, :groups, groups:].mT
-    grid[:, groups:, groups:] = minima
-    aim = torch.cat([(pulled * codes) @ member, pulled @ member], dim=1).double()
-    ridge = 1e-9 * grid.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(2 * groups)
-    found: Tensor = torch.linalg.solve(grid.double() + ridge, aim)
+def _factor(hessian: Tensor) -> Tensor:
+    """H = R Rᵀ with R upper triangular, the Cholesky factor of H from behind; then U is its inverse."""
+    size = len(hessian)
+    root = torch.linalg.cholesky(hessian.flip(0, 1).double()).flip(0, 1)
+    found: Tensor = torch.linalg.solve_triangular(root, torch.eye(size, dtype=root.dtype), upper=True)
     return found.float()
 
 
-def _columns(values: Tensor, order: Tensor) -> Tensor:
-    """values [n, rows, in] with the columns of each of the n in its own order [n, in]."""
-    return values.gather(2, order[:, None].expand(-1, values.shape[1], -1))
+_HESSIANS: WeakKeyDictionary[Inputs, _Hessian] = WeakKeyDictionary()
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
+def _hessian(inputs: Inputs) -> _Hessian:
+    if inputs not in _HESSIANS:
+        _HESSIANS[inputs] = _Hessian(inputs)
+    return _HESSIANS[inputs]
+
+
+class _Codes(NamedTuple):
+    """codes [n, in, out], scale and minimum [n, groups, out]; `pull` [n, in, out]: H (W - Q), minus half the gradient
+    of the loss."""
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    pull: Tensor
+
+
+class _Problem:
+    """weights [n, in, out], the largest code, inputs in a group."""
+
+    def __init__(self, weights: Tensor, hessian: _Hessian, top: int, size: int) -> None:
+        self.weights, self.hessian, self.top, self.size = weights, hessian, top, size
+        self.products = hessian.products
+        self.pulled = _product(self.products, weights)
+
+    def solved(self, scale: Tensor, minimum: Tensor, sweeps: int) -> Fitted:
+        """From scales and minima to start with [n, groups, out]."""
+        found = self.refitted(self.compensated(scale, minimum), scale, minimum)
+        for _ in range(sweeps):
+            found = self.refitted(self.swept(found), found.scale, found.minimum)
+        return Fitted(*(values.mT for values in (found.codes, found.scale, found.minimum)))
+
+    def compensated(self, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Codes by GPTQ."""
+        order, factor = self.hessian.order, self.hessian.factor
+        scale, minimum = (_picked(values, order // self.size) for values in (scale, minimum))
+        rest, codes = _picked(self.weights, order), torch.empty_like(self.weights)
+        step, root = _positive(scale), factor.diagonal(dim1=1, dim2=2)[..., None]
+
+        def decide(j: int, wanted: Tensor, error: Tensor) -> None:
+            code = torch.sub(wanted, minimum[:, j], out=codes[:, j]).div_(step[:, j]).round_().clamp_(0, self.top)
+            torch.addcmul(minimum[:, j], code, scale[:, j], out=error).sub_(wanted).div_(-root[:, j])
+
+        _one_by_one(rest, factor, decide)
+        return _picked(codes, order.argsort(dim=1))
+
+    def swept(self, of: _Codes) -> Tensor:
+        """Every code once, in order, set to what is best with all others as they are."""
+        codes, step = of.codes.clone(), _positive(of.scale)
+        curvature = self.products.diagonal(dim1=1, dim2=2)[..., None]
+
+        def decide(j: int, pull: Tensor, change: Tensor) -> None:
+            group = j // self.size
+            wanted = (pull / step[:, group]).div_(curvature[:, j]).add_(codes[:, j]).round_().clamp_(0, self.top)
+            torch.sub(wanted, codes[:, j], out=change).mul_(of.scale[:, group])
+            codes[:, j] = wanted
+
+        _one_by_one(of.pull.clone(), self.products, decide)
+        return codes
+
+    def refitted(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> _Codes:
+        """Scale and minimum of each row by least squares under the hessian, where that is better in float16."""
+        groups, (n, _, out) = scale.shape[1], codes.shape
+        of_ones = torch.stack([part.sum(2) for part in torch.split(self.products, self.size, 2)], 2)  # [n, in, groups]
+        grid = torch.empty(n, out, 2 * groups, 2 * groups)
+        pull = self.pulled.clone()
+        for g in range(groups):
+            part = slice(g * self.size, (g + 1) * self.size)
+            of_codes, ones = _product(self.products[:, :, part], codes[:, part]), of_ones[:, :, g, None]
+            pull.addcmul_(of_codes, scale[:, None, g], value=-1).addcmul_(ones, minimum[:, None, g], value=-1)
+            grid[:, :, g, :groups] = self._by_group(of_codes * codes).mT
+            grid[:, :, g, groups:] = self._by_group(of_codes).mT
+        grid[:, :, groups:, :groups] = grid[:, :, :groups, groups:].mT
+        grid[:, :, groups:, groups:] = self._by_group(of_ones)[:, None]
+        aim = torch.cat([self._by_group(self.pulled * codes), self._by_group(self.pulled)], 1).mT
+        best = to_float16(_least_squares(grid, aim)).mT.contiguous()
+        best_scale, best_minimum = best[:, :groups], best[:, groups:]
+        best_pull = (
+            torch.addcmul(self.pulled, of_codes, best_scale, value=-1).addcmul_(of_ones, best_minimum, value=-1)
+            if groups == 1
+            else _product(self.products, self._missed(codes, best_scale, best_minimum))
+        )
+        before = (self._missed(codes, scale, minimum) * pull).sum(1)
+        after = (self._missed(codes, best_scale, best_minimum) * best_pull).sum(1)
+        sound = ((best_scale > 0).all(1) & (after < before))[:, None]
+        return _Codes(
+            codes,
+            torch.where(sound, best_scale, scale),
+            torch.where(sound, best_minimum, minimum),
+            torch.where(sound, best_pull, pull),
+        )
+
+    def _missed(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        """W - Q"""
+        return self.weights - (codes * self._wide(scale) + self._wide(minimum))
+
+    def _by_group(self, values: Tensor) -> Tensor:
+        """[n, in, ...] summed over the inputs of each group → [n, groups, ...]"""
+        return torch.stack([part.sum(1) for part in torch.split(values, self.size, 1)], 1)
+
+    def _wide(self, per_group: Tensor) -> Tensor:
+        """[n, groups, out] → [n, in, out], or what is as good as that."""
+        if per_group.shape[1] == 1:
+            return per_group
+        return per_group.repeat_interleave(self.size, dim=1)[:, : self.weights.shape[1]]
+
+
+def _row_bytes(in_features: int, size: int) -> int:
+    """Memory that a row takes while its problem is solved."""
+    return _COPIES * 4 * in_features + _GRID_COPIES * (2 * n_groups(in_features, size)) ** 2
+
+
+def _least_squares(grid: Tensor, aim: Tensor) -> Tensor:
+    """Solves the normal equations of rows: grid [..., k, k], aim [..., k] → [..., k]."""
+    size = grid.shape[-1]
+    ridge = 1e-9 * grid.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(size)
+    found: Tensor = torch.linalg.solve(grid.double() + ridge, aim.double())
+    return found.float()
+
+
+def _one_by_one(values: Tensor, factor: Tensor, decide: Callable[[int, Tensor, Tensor], None]) -> None:
+    """`decide(j, values[:, j], moved)` for one input after the other, which fills in `moved` [n, out]: that times
+    factor[:, j, k] is taken from the values of every later k. values [n, in, out], factor [n, in, in]."""
+    size, moved = values.shape[1], torch.empty_like(values)
+    for first in range(0, size, _SPAN):
+        last = min(first + _SPAN, size)
+        for begin in range(first, last, _BLOCK):
+            end = min(begin + _BLOCK, last)
+            for j in range(begin, end):
+                decide(j, values[:, j], moved[:, j])
+                values[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], moved[:, j : j + 1], value=-1)
+            values[:, end:last] -= _product(factor[:, begin:end, end:last].mT, moved[:, begin:end])
+        values[:, last:] -= _product(factor[:, first:last, last:].mT, moved[:, first:last])
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """n products one by one, so that a result does not depend on what else is in the batch."""
     return torch.stack([a.contiguous() @ b.contiguous() for a, b in zip(left, right, strict=True)])
+
+
+def _positive(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _picked(values: Tensor, order: Tensor) -> Tensor:
+    """values [n, k, out], of each of the n those at `order` [n, m] → [n, m, out]."""
+    return values.gather(1, order[..., None].expand(-1, -1, values.shape[2]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,34 @@ from torch import Tensor
 
 from moeconv.errors import ConversionError
 from moeconv.quantizers.quantizer import Inputs, Wants
+from moeconv.quantizers.sample import SAMPLED, LayerSample, worth
 from moeconv.source.experts import Call, ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-SCHEMA = "1"
-_SIDES = ("in", "mid")  # what enters gate and up, and what enters down
+SCHEMA = "2"
+Side = Literal["in", "mid"]
+SIDES: tuple[Side, ...] = ("in", "mid")
+"""What enters gate and up, and what enters down."""
+
+
+def side_of(projection: str) -> Side:
+    return "mid" if projection == "down" else "in"
+
+
+def summed(x: Tensor, wants: Wants) -> Tensor:
+    """x [tokens, in] → the sum of x xᵀ or of x**2 over the tokens, float32."""
+    x = x.float()
+    return x.T @ x if wants == "products" else x.square().sum(0)
+
+
+def told(own: Tensor, rows: int, sampled: Tensor, tokens: int, wants: Wants) -> tuple[Tensor, float]:
+    """Sums over the tokens that an expert saw, and over those of its layer's sample [in] or [in, in] → the mean of
+    both, and how many tokens it counts as."""
+    each = worth(tokens, len(own), wants)
+    counted = rows + each * tokens
+    return (own + each * sampled) / (counted or 1.0), counted
 
 
 class MomentsError(ConversionError):
@@ -34,11 +55,13 @@ class Sliced(Protocol):
 
 
 class Moments:
-    """For each expert the tokens it saw, and the mean of x**2 ("squares") or x xᵀ ("products") of its inputs x.
+    """For each expert the tokens it saw, and the mean of x**2 ("squares") or x xᵀ ("products") of its inputs x, drawn
+    to what it would be for a sample of its layer's tokens.
 
     `tensors` maps "D03.rows" to int64 [experts], "D03.in" (inputs of gate and up) and "D03.mid" (inputs of down) to
-    float32 [experts, in] or [experts, in, in]: arrays in memory after `collect`, which takes `moments_bytes`; parts of
-    an open file after `load`, of which no more is read than is asked for.
+    float32 [experts, in] or [experts, in, in], "D03.in-counted" and "D03.mid-counted" to the tokens that these are
+    means of, float32 [experts]: arrays in memory after `collect`, which takes `moments_bytes`; parts of an open file
+    after `load`, of which no more is read than is asked for.
     """
 
     def __init__(self, wants: Wants, tensors: Mapping[str, Sliced]) -> None:
@@ -51,8 +74,9 @@ class Moments:
 
     def inputs(self, keys: Sequence[ExpertKey], projection: str) -> Inputs:
         """Moments of the inputs of these experts' "gate", "up" or "down" matrices."""
-        side = "mid" if projection == "down" else "in"
-        return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in ("rows", side)))
+        side = side_of(projection)
+        whats = ("rows", side, f"{side}-counted")
+        return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in whats))
 
     def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
         return self.tensors[_name(key.at, what)][key.expert : key.expert + 1]
@@ -106,7 +130,12 @@ def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
     """Memory that `collect` takes beside the model and the batch that runs."""
     power = {"nothing": 0, "squares": 1, "products": 2}[wants]
     an_expert = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
-    return len(spec.moe_layers()) * spec.moe.n * 4 * an_expert
+    sampled = SAMPLED * widest(spec) * spec.expert_width if power else 0
+    return len(spec.moe_layers()) * 4 * (spec.moe.n * an_expert + sampled)
+
+
+def widest(spec: ModelSpec) -> int:
+    return max(spec.expert_width, spec.moe.ffn.d_ff)
 
 
 def _name(at: LayerKey, what: str) -> str:
@@ -125,8 +154,8 @@ def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Mome
     tensors: dict[str, npt.NDArray[Any]] = {}
     for at, layer in layers.items():
         tensors[_name(at, "rows")] = layer.rows.numpy()
-        for side in _SIDES:
-            tensors[_name(at, side)] = layer.mean(side)
+        for side in SIDES:
+            tensors[_name(at, side)], tensors[_name(at, f"{side}-counted")] = layer.mean(side)
     return Moments(wants, tensors)
 
 
@@ -135,28 +164,33 @@ class _Layer:
 
     def __init__(self, calls: ExpertCalls, place: LayerKey, wants: Wants) -> None:
         self.calls, self.place = calls, place
-        self.products = wants == "products"
+        self.wants = wants
         spec = calls.spec
         self.rows = torch.zeros(spec.moe.n, dtype=torch.int64)
-        sizes = {"in": spec.expert_width, "mid": spec.moe.ffn.d_ff}
+        self.sample = LayerSample(widest(spec), spec.expert_width)
+        sizes: dict[Side, int] = {"in": spec.expert_width, "mid": spec.moe.ffn.d_ff}
         self.sums = {
-            side: torch.zeros(spec.moe.n, *([size] * (2 if self.products else 1))) for side, size in sizes.items()
+            side: torch.zeros(spec.moe.n, *([size] * (2 if wants == "products" else 1))) for side, size in sizes.items()
         }
 
     def see(self, call: Call) -> None:
+        self.sample.add(call)
         for expert in np.unique(call.chosen[call.chosen >= 0].numpy()).tolist():
             x = call.x[(call.chosen == expert).any(1)]
             self.rows[expert] += len(x)
             self._add(expert, "in", x)
             self._add(expert, "mid", self.calls.inner(ExpertKey(*self.place, expert), x))
 
-    def _add(self, expert: int, side: str, x: Tensor) -> None:
+    def _add(self, expert: int, side: Side, x: Tensor) -> None:
         """x [tokens, in] of one expert."""
-        x = x.float()
-        self.sums[side][expert] += x.T @ x if self.products else x.square().sum(0)
+        self.sums[side][expert] += summed(x, self.wants)
 
-    def mean(self, side: str) -> F32:
-        """The mean for each expert; it overwrites the sums, to save memory."""
-        sums = self.sums.pop(side)
-        mean: F32 = sums.div_(self.rows.clamp(min=1).float().view(-1, *[1] * (sums.dim() - 1))).numpy()
-        return mean
+    def mean(self, side: Side) -> tuple[F32, F32]:
+        """The mean for each expert, and what it counts as; it overwrites the sums, to save memory."""
+        sums, x, counted = self.sums.pop(side), self.sample.tokens, torch.zeros(len(self.rows))
+        sampled = summed(x, self.wants)
+        for expert, rows in enumerate(self.rows.tolist()):
+            if side == "mid":
+                sampled = summed(self.calls.inner(self.place.expert(expert), x), self.wants)
+            sums[expert], counted[expert] = told(sums[expert], rows, sampled, len(x), self.wants)
+        return sums.numpy(), counted.numpy()

@@ -16,16 +16,23 @@ Wants = Literal["nothing", "squares", "products"]
 MAX_F16 = 65504.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """What is known of the inputs x of n matrices.
 
     `rows` [n] counts the tokens seen. `moment` is the mean of x**2, [n, in] ("squares"), or of x xᵀ, [n, in, in]
-    ("products"); all zero for a matrix that saw none.
+    ("products"); all zero for a matrix that is told of none. `counted` [n] are the tokens that it is a mean of, which
+    may be more than those seen: see moeconv.quantizers.sample.
     """
 
     rows: npt.NDArray[np.int64]
     moment: F32
+    counted: F32
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.int64], moment: F32) -> Inputs:
+        """Of the tokens seen alone."""
+        return cls(rows, moment, rows.astype(np.float32))
 
 
 class Quantizer(Protocol):

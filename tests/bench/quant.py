@@ -50,7 +50,7 @@ def ours(quantizer: str, group_size: int, bits: int, weights: F32, inputs: Input
     """One of the project's quantisers; the matrices of all experts of a layer in one call."""
     made = QUANTIZERS[quantizer](group_size)
     if made.wants == "squares":
-        inputs = Inputs(inputs.rows, squares(inputs))
+        inputs = Inputs(inputs.rows, squares(inputs), inputs.counted)
     matrices = made.quantize(weights, bits, None if made.wants == "nothing" else inputs)
     nbytes = [m.qweight.nbytes + m.scale.nbytes + m.minimum.nbytes for m in matrices]
     return Coded(np.stack([dequantize(matrix) for matrix in matrices]), sum(nbytes) / len(nbytes))

@@ -45,8 +45,8 @@ def _methods(weights: F32) -> dict[str, Callable[[], object]]:
     n, _, in_features = weights.shape
     x = np.random.default_rng(1).standard_normal((2 * in_features, in_features), np.float32)
     counts = np.full(n, len(x))
-    square = Inputs(counts, np.repeat(np.square(x).mean(0)[None], n, axis=0))
-    product = Inputs(counts, np.repeat((x.T @ x / len(x))[None], n, axis=0))
+    square = Inputs.of(counts, np.repeat(np.square(x).mean(0)[None], n, axis=0))
+    product = Inputs.of(counts, np.repeat((x.T @ x / len(x))[None], n, axis=0))
     formats = {name: Ggml(name) for name in ("Q4_K", "IQ2_XS", "IQ3_S", "IQ4_XS")}
     return {
         "channel": lambda: QUANTIZERS["channel"](0).quantize(weights, 4, None),

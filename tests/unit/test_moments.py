@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny import tiny_olmoe, tiny_switch
 
-from moeconv.quantizers.moments import Moments, MomentsError, collect, moments_bytes
+from moeconv.quantizers.moments import Moments, MomentsError, collect, moments_bytes, widest
 from moeconv.quantizers.quantizer import Wants
+from moeconv.quantizers.sample import SAMPLED
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moert.pack.model_spec import ExpertKey
@@ -45,8 +47,9 @@ def test_squares_are_the_diagonal_of_products_and_every_token_is_counted(make, t
 
 def random_moments(n: int = 3, size: int = 64) -> Moments:
     rng = np.random.default_rng(0)
-    arrays = {"D00.rows": np.arange(n) + 5}
+    arrays: dict[str, Any] = {"D00.rows": np.arange(n) + 5}
     for side in ("in", "mid"):
+        arrays[f"D00.{side}-counted"] = (np.arange(n) + 6).astype(np.float32)
         arrays[f"D00.{side}"] = rng.standard_normal((n, size, size)).astype(np.float32)
     return Moments("products", arrays)
 
@@ -83,8 +86,10 @@ def test_moments_take_as_much_memory_as_is_said(wants: Wants, tmp_path: Path) ->
     checkpoint = Checkpoint.open(tiny_olmoe(tmp_path))
     calls = ExpertCalls(checkpoint.model(torch.float32), checkpoint.family, checkpoint.spec)
     found = collect(calls, lambda: None, wants)
-    taken = sum(tensor[:].nbytes for name, tensor in found.tensors.items() if not name.endswith("rows"))
-    assert moments_bytes(checkpoint.spec, wants) == taken
+    taken = sum(tensor[:].nbytes for name, tensor in found.tensors.items() if name.endswith(("in", "mid")))
+    spec = checkpoint.spec
+    samples = 4 * len(spec.moe_layers()) * SAMPLED * widest(spec) * spec.expert_width
+    assert moments_bytes(spec, wants) == taken + samples
     assert moments_bytes(checkpoint.spec, "nothing") == 0
 
 

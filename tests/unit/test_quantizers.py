@@ -30,7 +30,7 @@ def inputs_of(n: int, in_features: int, rows: int, wants: str, seed: int = 0) ->
     moment = np.einsum("nri,nrj->nij", x, x) / max(rows, 1)
     if wants == "squares":
         moment = np.diagonal(moment, axis1=1, axis2=2)
-    return Inputs(np.full(n, rows), np.ascontiguousarray(moment, dtype=np.float32))
+    return Inputs.of(np.full(n, rows), np.ascontiguousarray(moment, dtype=np.float32))
 
 
 def same(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
@@ -83,14 +83,14 @@ def test_a_batch_gives_what_each_gives_alone(shape: tuple[int, ...], bits: int, 
     weights, inputs = random_weights(shape, 0), inputs_of(shape[0], shape[2], 60, quantizer.wants)
     batch = quantizer.quantize(weights, bits, inputs)
     for i, matrix in enumerate(batch):
-        alone = Inputs(inputs.rows[i : i + 1], inputs.moment[i : i + 1])
+        alone = Inputs.of(inputs.rows[i : i + 1], inputs.moment[i : i + 1])
         assert same(matrix, quantizer.quantize(weights[i : i + 1], bits, alone)[0])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_what_knows_more_of_the_inputs_loses_less_of_the_outputs(bits: int) -> None:
     weights, products = random_weights((2, 48, 96), 0), inputs_of(2, 96, 500, "products")
-    squares = Inputs(products.rows, np.ascontiguousarray(np.diagonal(products.moment, axis1=1, axis2=2)))
+    squares = Inputs.of(products.rows, np.ascontiguousarray(np.diagonal(products.moment, axis1=1, axis2=2)))
 
     def loss(name: str, inputs: Inputs | None) -> float:
         found = QUANTIZERS[name](0).quantize(weights, bits, inputs)
@@ -143,11 +143,11 @@ def test_the_normal_equations_are_solved_a_few_rows_at_a_time(monkeypatch: pytes
 
     monkeypatch.setattr(torch.linalg, "solve", counting)
     whole = QUANTIZERS["gptq"](32).quantize(weights, 3, inputs)
-    monkeypatch.setattr(gptq, "_GRID_BYTES", 7 * 6**2 * gptq._GRID_COPIES)
+    monkeypatch.setattr(gptq, "_WORK_BYTES", 2 * 7 * gptq._row_bytes(96, 32))
     solved.clear()
     for one, other in zip(QUANTIZERS["gptq"](32).quantize(weights, 3, inputs), whole, strict=True):
         assert np.allclose(dequantize(one), dequantize(other), atol=1e-2)
-    assert max(solved) == 7 * 6**2 * 8
+    assert max(solved) == 2 * 7 * 6**2 * 8
 
 
 def test_verify_finds_one_changed_weight_in_channels() -> None:
