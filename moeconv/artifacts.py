@@ -51,6 +51,8 @@ class Summary:
 
 
 SIGNALS = ("metric", "nll", "kl")
+LEAST_SEEN = 8
+"""Tokens below which what an expert was seen to cost is luck."""
 FISHER = "fisher"
 """A signal that is not measured expert by expert: an estimate of "kl", in whose place it stands."""
 
@@ -73,6 +75,10 @@ class SensitivityTable:
         if set(probe.bits) == {self.base_bits}:
             return 0.0
         return self.costs[probe][SIGNALS.index("kl" if signal == FISHER else signal)]
+
+    def barely_seen(self) -> list[ExpertKey]:
+        """Experts that fewer than LEAST_SEEN tokens reached."""
+        return sorted(key for key, tokens in self.coverage.items() if tokens < LEAST_SEEN)
 
     def importance(self, bits: int) -> dict[ExpertKey, float]:
         """Loss of the metric with all of an expert's projections at `bits`."""

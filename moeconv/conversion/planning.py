@@ -53,6 +53,7 @@ class Inputs:
             "dense": dict(self.dense),
             "base_bits": table.base_bits,
             "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
+            "coverage": [[*key, tokens] for key, tokens in table.coverage.items()],
             "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
         }
 
@@ -72,7 +73,8 @@ class Inputs:
             raise ValueError("a width that there is not")
         if group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"a group size of {group_size!r}")
-        table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, {})
+        coverage = {ExpertKey(*key): int(tokens) for *key, tokens in values.get("coverage", [])}
+        table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, coverage)
         texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
         return cls(group_size=group_size, table=table, dense=dense, **texts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from moeconv.artifacts import Assignment, Bits, Probe, SensitivityTable
 from moeconv.errors import SettingsError, WeightsUnusable
 from moeconv.plan.isotonic import falling
-from moeconv.plan.shrinkage import shrunk
+from moeconv.plan.shrinkage import Costs, shrunk
 from moert.pack.layout import expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
@@ -88,7 +88,8 @@ def problem(
     widths: Iterable[int],
     projection_bytes: Callable[[str, int], int],
 ) -> Problem:
-    """What `table` found, with the noise taken out of its costs (see shrinkage).
+    """What `table` found, with the noise taken out of its costs (see shrinkage). Experts that hardly a token reached
+    cost no less than the middle one of their layer, so that none gets few bits by luck.
 
     Units are single projections where the table probed them one at a time, else whole experts.
     `projection_bytes(projection, bits)` are the bytes of one projection with its scales. Raises SettingsError for a
@@ -101,7 +102,8 @@ def problem(
     units: dict[Unit, tuple[Option, ...]] = {Unit(key, part): () for key in keys for part in parts}
     for part in parts:
         probes = [[Probe(key, _bits(n_projections, part, bits, table.base_bits)) for bits in allowed] for key in keys]
-        costs = shrunk(np.array([[_cost(table, probe, signal) for probe in row] for row in probes]))
+        measured = shrunk(np.array([[_cost(table, probe, signal) for probe in row] for row in probes]))
+        costs = _as_the_layer(measured, keys, set(table.barely_seen()))
         sizes = [sum(projection_bytes(spec.moe.ffn.projections[place], bits) for place in part) for bits in allowed]
         for key, row in zip(keys, costs.tolist(), strict=True):
             found = options(Option(*one) for one in zip(allowed, sizes, row, strict=True))
@@ -134,6 +136,17 @@ def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]
         return sizes[projection, bits]
 
     return nbytes
+
+
+def _as_the_layer(costs: Costs, keys: Sequence[ExpertKey], barely_seen: Set[ExpertKey]) -> Costs:
+    """costs [experts, widths]"""
+    found = costs.copy()
+    seen = np.array([key not in barely_seen for key in keys])
+    for at in {key.at for key in barely_seen}:
+        here = np.array([key.at == at for key in keys])
+        if (here & seen).any():
+            found[here & ~seen] = np.maximum(costs[here & ~seen], np.median(costs[here & seen], axis=0))
+    return found
 
 
 def _bits(n_projections: int, part: tuple[int, ...], bits: int, base: int) -> Bits:

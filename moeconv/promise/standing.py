@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moeconv.artifacts import SensitivityTable, Standing
+from moeconv.artifacts import LEAST_SEEN, SensitivityTable, Standing
 from moeconv.calibration import RANKING_SHARE
 from moeconv.promise.bound import Needed
 from moeconv.promise.evidence import Evidence, least, least_heldout
@@ -50,14 +50,16 @@ def bound_doubt(bound: float | None) -> str | None:
 
 
 def unreached_text(table: SensitivityTable) -> str | None:
-    """A line on the experts that no token of the ranking text reached."""
-    unseen = sorted(key for key, tokens in table.coverage.items() if tokens == 0)
+    """A line on the experts that the ranking text hardly reached."""
+    unseen = table.barely_seen()
     if not unseen:
         return None
     more = f" and {len(unseen) - NAMED} more (the report names all)" if len(unseen) > NAMED else ""
+    named = ", ".join(map(str, unseen[:NAMED]))
     return (
-        f"{len(unseen)} of {len(table.coverage)} experts saw no token of the ranking text, so what their widths cost "
-        f"is not known: {', '.join(map(str, unseen[:NAMED]))}{more}; give text that reaches them"
+        f"{len(unseen)} of {len(table.coverage)} experts saw fewer than {LEAST_SEEN} tokens of the ranking text: {named}"
+        f"{more}; they are planned as if they cost no less than the middle expert of their layer, give text that "
+        "reaches them"
     )
 
 

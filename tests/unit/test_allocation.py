@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -79,6 +80,19 @@ def test_single_projections_are_units_where_they_were_probed() -> None:
     assert plan.assignment[KEYS[3]] == (4, 4, 2)
     assert plan.cost == pytest.approx(0.1 + 0.3)
     assert plan.nbytes == 4 * 4 * (4 + 2 + 4) - 2 * (4 + 4)
+
+
+def test_an_expert_that_hardly_a_token_reached_costs_what_the_middle_one_of_its_layer_does() -> None:
+    seen = replace(whole_experts(), coverage=dict(zip(KEYS, (7, 8, 500, 500), strict=True)))
+    found = problem(spec(), seen, "metric", (2, 4), lambda projection, bits: bits)
+    costs = [options[0].cost for options in found.units.values()]
+    assert costs == pytest.approx([0.3, 0.2, 0.3, 0.4])
+    dear = replace(seen, coverage=dict(zip(KEYS, (500, 500, 500, 0), strict=True)))
+    costs = [options[0].cost for options in problem(spec(), dear, "metric", (2, 4), lambda *_: 1).units.values()]
+    assert costs == pytest.approx([0.1, 0.2, 0.3, 0.4]), "what it was seen to cost counts where that is more"
+    none = replace(seen, coverage=dict.fromkeys(KEYS, 0))
+    costs = [options[0].cost for options in problem(spec(), none, "metric", (2, 4), lambda *_: 1).units.values()]
+    assert costs == pytest.approx([0.1, 0.2, 0.3, 0.4]), "there is nothing to compare with"
 
 
 def test_a_width_that_was_not_measured_is_refused() -> None:
