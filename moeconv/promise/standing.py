@@ -57,8 +57,8 @@ def unreached_text(table: SensitivityTable) -> str | None:
     more = f" and {len(unseen) - NAMED} more (the report names all)" if len(unseen) > NAMED else ""
     named = ", ".join(map(str, unseen[:NAMED]))
     return (
-        f"{len(unseen)} of {len(table.coverage)} experts saw fewer than {LEAST_SEEN} tokens of the ranking text: {named}"
-        f"{more}; they are planned as if they cost no less than the middle expert of their layer, give text that "
+        f"{len(unseen)} of {len(table.coverage)} experts saw fewer than {LEAST_SEEN} tokens of the ranking text: "
+        f"{named}{more}; they are planned as if they cost no less than the middle expert of their layer, give text that "
         "reaches them"
     )
 
