@@ -58,8 +58,8 @@ def unreached_text(table: SensitivityTable) -> str | None:
     named = ", ".join(map(str, unseen[:NAMED]))
     return (
         f"{len(unseen)} of {len(table.coverage)} experts saw fewer than {LEAST_SEEN} tokens of the ranking text: "
-        f"{named}{more}; they are planned as if they cost no less than the middle expert of their layer, give text that "
-        "reaches them"
+        f"{named}{more}; they are planned as if they cost no less than the middle expert of their layer: more text "
+        "would say"
     )
 
 
