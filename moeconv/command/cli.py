@@ -129,10 +129,7 @@ def quantize(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest generated output. Default: a little above the longest target.")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="What the whole process may take, such as 4GB. A model that does not fit goes "
-                                      "through memory layer by layer. Default: what is free.")
-    ] = None,
+    memory: options.Within = None,
     racing: Annotated[
         str | None, typer.Option(help="Stop measuring experts whose place in the ranking is settled, with this error "
                                       "probability, such as 5%.")
@@ -147,7 +144,6 @@ def quantize(
     from moeconv.conversion.settings import (
         Settings,
         parse_bits,
-        parse_bytes,
         parse_confidence,
         parse_dense_bits,
         parse_fields,
@@ -161,7 +157,7 @@ def quantize(
         model, out, work or out.parent / f"{out.name}.work", target(loss, size, bits_per_weight),
         parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
-        heldout_samples, context, max_new_tokens, None if memory is None else parse_bytes(memory, "--memory"),
+        heldout_samples, context, max_new_tokens, options.bytes_of(memory),
         None if racing is None else parse_share(racing, "--racing"), cluster,
         None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident),
     )  # fmt: skip
@@ -245,6 +241,7 @@ def profile_paths(
         int | None, typer.Option(help="Tokens in a window of running text. Default: as converted, else 256.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="With --calib: seed of its split. Default: 0.")] = None,
+    memory: options.Within = None,
     as_json: Json = False,
 ) -> None:
     """Record which expert follows which, so that the runtime can load experts before they are asked for.
@@ -256,8 +253,9 @@ def profile_paths(
     from moert.pack.reader import Pack
 
     found, nbytes = run(
-        Pack.open(pack), calib=calib, heldout=heldout, seed=seed, samples=samples, context=context, say=_say
-    )
+        Pack.open(pack), calib=calib, heldout=heldout, seed=seed, samples=samples, context=context, say=_say,
+        show=_progress, memory_bytes=options.bytes_of(memory),
+    )  # fmt: skip
     print(json.dumps({**asdict(found), "nbytes": nbytes}) if as_json else path_table(found, nbytes))
 
 
@@ -307,7 +305,7 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     print(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out)))
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
-                say=_say)  # fmt: skip
+                say=_say, show=_progress, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
     return [f"{recipe.name}: {line}" for line in failures]
 
 

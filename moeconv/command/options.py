@@ -45,6 +45,10 @@ ModelOrWork = Annotated[
 PlanBits = Annotated[
     str | None, typer.Option("--bits", help="Widths that experts may get. Default: all that were measured.")
 ]
+Within = Annotated[
+    str | None, typer.Option("--memory", help="What the whole process may take, such as 4GB. A model that does not fit "
+                                              "goes through memory layer by layer. Default: what is free.")
+]  # fmt: skip
 Curve = Annotated[bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")]
 PackMemory = Annotated[
     str | None, typer.Option(help="Of a model: memory that its pack would run in, such as 4GB. Default: what is free.")
@@ -53,6 +57,13 @@ DriveSpeed = Annotated[
     str | None, typer.Option(help="Of a model: how fast the drive of its pack is read, such as 500MB/s. Default: as "
                                   "moert has measured the one here, else 500MB/s.")
 ]  # fmt: skip
+
+
+def bytes_of(memory: str | None) -> int | None:
+    """Raises SettingsError for what is no size."""
+    from moeconv.conversion.settings import parse_bytes
+
+    return None if memory is None else parse_bytes(memory, "--memory")
 
 
 def said(context: typer.Context) -> list[str]:

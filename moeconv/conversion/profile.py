@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from moeconv.calibration import Splits, load_splits
 from moeconv.conversion.limits import context_note, samples_note
+from moeconv.conversion.room import check_least, room_in, whole_bytes
 from moeconv.conversion.settings import DEFAULT_CONTEXT, check_counts
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers import Routed
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
+from moeconv.packing.layers import PackedLayers, by_layers
 from moeconv.packing.packed import PackedModel
 from moeconv.packing.paths import LEAST_BYTES, MOST_SHARE, PathFigures, bounded, figures, routes_of, trace_of
+from moeconv.progress import Progress, unseen
 from moeconv.report.document import read_report
 from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
+from moert.machine.memory import most_bytes
 from moert.pack.manifest import Manifest
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
@@ -34,10 +40,13 @@ def profile_paths(
     samples: int | None,
     context: int | None,
     say: Callable[[str], None],
+    show: Progress = unseen,
+    memory_bytes: int | None = None,
 ) -> tuple[PathFigures, int]:
     """Adds paths.safetensors and trace.safetensors to the pack; returns the figures and the bytes of both.
 
-    Without `calib`, the text that the pack was converted with. Raises ConversionError or PackError.
+    Without `calib`, the text that the pack was converted with. A model that does not fit `memory_bytes`, or what is
+    free, is run layer by layer. Raises ConversionError or PackError.
     """
     check_counts(samples=samples, context=context, seed=seed)
     source = _source(pack, calib, heldout, seed)
@@ -45,7 +54,7 @@ def profile_paths(
     metric = find_metric(default_metric(splits.seq2seq, splits.choices))
     check_fit(pack.manifest.model, splits, metric)
     tokenizer = load_tokenizer(pack.file(TOKENIZER))
-    packed = PackedModel.open(pack)
+    packed = _subject(pack, show, memory_bytes)
     extent = Extent(samples, context or source.context, None)
     if note := context_note(context, packed.spec):
         say(note)
@@ -75,7 +84,21 @@ def profile_paths(
     found = figures(table, seen, routes_of(routed("heldout")))
     bodies = {PATHS: table.to_bytes(), TRACE: trace_of(parts, num_experts).to_bytes()}
     add_files(pack.root, pack.manifest, bodies)
+    shutil.rmtree(_passes(pack), ignore_errors=True)
     return found, sum(map(len, bodies.values()))
+
+
+def _subject(pack: Pack, show: Progress, memory_bytes: int | None) -> PackedModel | PackedLayers:
+    spec, limit = pack.manifest.model, most_bytes() if memory_bytes is None else memory_bytes
+    if limit is None or whole_bytes(spec) <= limit or not by_layers(pack):
+        return PackedModel.open(pack)
+    check_least(limit, spec)
+    return PackedLayers(pack, room_in(limit, spec, _passes(pack)), show)
+
+
+def _passes(pack: Pack) -> Path:
+    """Where what goes from layer to layer is kept until a run has ended well: one that was killed goes on there."""
+    return pack.root.with_name(f"{pack.root.name}.passes")
 
 
 def _bytes_without_routing(manifest: Manifest) -> int:

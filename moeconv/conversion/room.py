@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.layered import LEAST_TOKENS, STATES_A_TOKEN, Room
+from moeconv.measure.passes import LEAST_TOKENS, STATES_A_TOKEN, Room
 from moeconv.plan.outlook import parameters
 from moeconv.plan.question import uniform_bytes
 from moeconv.report.units import size
@@ -42,14 +43,13 @@ class Memory:
         return self.limit_bytes is not None
 
     def room(self, spec: ModelSpec, folder: Path) -> Room:
-        left = 0 if self.limit_bytes is None else self.limit_bytes - _fixed_bytes(spec)
-        return Room(folder, max(0, left // 2), max(0, left // 4))
+        return room_in(self.limit_bytes or 0, spec, folder)
 
 
 def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) -> Memory:
     """Raises SettingsError where not even one layer at a time fits."""
     spec, asked = checkpoint.spec, settings.memory_bytes
-    whole = PROCESS_BYTES + _FLOAT * parameters(spec, checkpoint.description.computed).total
+    whole = whole_bytes(spec, checkpoint.description.computed)
     limit = asked if asked is not None else most_bytes()
     beside = DEFAULT_MEMORY if asked is None else asked - whole
     small = asked is None and whole <= PROCESS_BYTES + DEFAULT_MEMORY  # whatever is free just now
@@ -66,12 +66,29 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
             f"{_megabytes(whole + DEFAULT_MEMORY)}: give more, or convert without text (--bits 4)"
         )
     assert limit is not None
-    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * STATES_A_TOKEN * spec.d_model * _FLOAT
-    if limit < least:
-        raise SettingsError(
-            f"--memory {_megabytes(limit)}: converting this model layer by layer takes at least {_megabytes(least)}"
-        )
+    check_least(limit, spec)
     return Memory(limit_bytes=limit)
+
+
+def whole_bytes(spec: ModelSpec, computed: Collection[str] = ()) -> int:
+    """What a process with the whole model in memory takes."""
+    return PROCESS_BYTES + _FLOAT * parameters(spec, computed).total
+
+
+def check_least(limit_bytes: int, spec: ModelSpec) -> None:
+    """Raises SettingsError where that is too little to go layer by layer."""
+    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * STATES_A_TOKEN * spec.d_model * _FLOAT
+    if limit_bytes < least:
+        raise SettingsError(
+            f"--memory {_megabytes(limit_bytes)}: text takes at least {_megabytes(least)} to go through this model "
+            "layer by layer"
+        )
+
+
+def room_in(limit_bytes: int, spec: ModelSpec, folder: Path) -> Room:
+    """For a process of so many bytes."""
+    left = limit_bytes - _fixed_bytes(spec)
+    return Room(folder, max(0, left // 2), max(0, left // 4))
 
 
 def check_room(place: Path, needed_bytes: int, option: str, left: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from moeconv.errors import ConversionError
-from moeconv.source.archs import FAMILIES, Family
+from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.experts import ExpertCalls
@@ -37,14 +37,12 @@ class PackedModel:
     @classmethod
     def open(cls, pack: Pack) -> PackedModel:
         """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
-        config = json.loads(pack.read_file("config.json"))
-        family = FAMILIES.get(config.get("model_type", ""))
-        if family is None:
-            raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
+        family, description = described(pack)
         with transformers_model(pack.root):
             model: Any = family.empty(pack.root)
         spec = pack.manifest.model
-        fill_backbone(model, family.description(config, _generation_config(pack)), _weights(pack))
+        backbone = backbone_weights(pack)
+        fill_backbone(model, description, ((name, backbone(name)) for name in spec.tensors))
         for key in spec.expert_keys():
             body = pack.read_expert(key)
             for name, projection in pack.projections(key, body).items():
@@ -65,9 +63,16 @@ class PackedModel:
         return None
 
 
-def _generation_config(pack: Pack) -> Any:
+def described(pack: Pack) -> tuple[Family, Description]:
+    """What a pack's config.json is about. Raises ConversionError for a family that this program does not know, or a
+    PackError."""
+    config = json.loads(pack.read_file("config.json"))
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
     name = "generation_config.json"
-    return json.loads(pack.read_file(name)) if name in pack.manifest.files else {}
+    generation = json.loads(pack.read_file(name)) if name in pack.manifest.files else {}
+    return family, family.description(config, generation)
 
 
 def backbone_of(pack: Pack) -> dict[str, Tensor]:
@@ -89,11 +94,14 @@ def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Pr
     return quantized(manifest.model, manifest.quantization.dense, name, in_features, lambda part: tensors[part].numpy())
 
 
-def _weights(pack: Pack) -> Iterator[tuple[str, Tensor]]:
-    """Canonical name and float32 weights of the backbone."""
+def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:
+    """Canonical name → float32 weights of that tensor of the backbone, which is read at once and kept as it is stored.
+    Raises ConversionError or a PackError."""
     tensors, manifest = backbone_of(pack), pack.manifest
-    for name in manifest.model.tensors:
+
+    def weight(name: str) -> Tensor:
         if dense_width(manifest.model, manifest.quantization.dense, name) is None:
-            yield name, tensors[name].float()
-        else:
-            yield name, torch.from_numpy(projection_weights(dense_projection(pack, tensors, name)))
+            return tensors[name].float()
+        return torch.from_numpy(projection_weights(dense_projection(pack, tensors, name)))
+
+    return weight

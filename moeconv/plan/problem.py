@@ -140,7 +140,7 @@ def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]
 
 def _as_the_layer(costs: Costs, keys: Sequence[ExpertKey], barely_seen: Set[ExpertKey]) -> Costs:
     """costs [experts, widths]"""
-    found = costs.copy()
+    found: Costs = costs.copy()
     seen = np.array([key not in barely_seen for key in keys])
     for at in {key.at for key in barely_seen}:
         here = np.array([key.at == at for key in keys])

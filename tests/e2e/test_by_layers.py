@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from moeconv.artifacts import Target
-from moeconv.conversion import room
+from moeconv.conversion import profile, room
 from moeconv.conversion.planning import plan
+from moeconv.conversion.profile import profile_paths
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.layered import LayeredModel
+from moeconv.packing.layers import PackedLayers
 from moeconv.packing.verify import verify
 from moeconv.source.checkpoint import Checkpoint
+from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
+from moert.pack.trace import TRACE
 from tests.e2e.conversions import Done, settings_for
 
 SMALL = {"loss": 0.3, "samples": 8, "sweep_samples": 4, "heldout_samples": 6}
@@ -88,7 +92,7 @@ def test_what_takes_a_model_in_memory_is_refused(
     ):
         with pytest.raises(SettingsError, match=says):
             Done(settings_for(sources, family, tmp_path, **changes, memory_bytes=memory))
-    with pytest.raises(SettingsError, match=r"layer by layer takes at least \d+MB"):
+    with pytest.raises(SettingsError, match=r"text takes at least \d+MB"):
         Done(settings_for(sources, "olmoe", tmp_path, memory_bytes=10**6))
     with pytest.raises(SettingsError, match="--signal fisher is for models that continue text"):
         Done(settings_for(sources, "switch", tmp_path, signal="fisher"))
@@ -104,3 +108,35 @@ def test_room_on_the_disk_is_said_and_checked_before(
     with pytest.raises(ConversionError, match=r"needs .* free some space, or choose another place with --work"):
         Done(settings)
     assert not settings.work.exists()
+
+
+def test_paths_are_profiled_layer_by_layer_where_a_model_does_not_fit(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same choices as in memory; a run that was killed goes on at its layer, and nothing of it stays behind."""
+    settings = settings_for(sources, "olmoe", tmp_path, bits=(4,), loss=0.9)
+    Done(settings)
+    calls: dict[str, Any] = {"calib": None, "heldout": None, "seed": None, "samples": None, "context": None}
+    profile_paths(Pack.open(settings.out), **calls, say=lambda line: None)
+    whole = {name: (settings.out / name).read_bytes() for name in (PATHS, TRACE)}
+    memory, passes = tight(monkeypatch), settings.out.with_name(f"{settings.out.name}.passes")
+    monkeypatch.setattr(profile, "whole_bytes", lambda spec: memory + 1)
+    ready, entered = PackedLayers.ready, list[int]()
+
+    def killed(self: PackedLayers, at: int) -> Any:
+        if at == 1 and not entered:
+            raise KeyboardInterrupt
+        entered.append(at)
+        return ready(self, at)
+
+    monkeypatch.setattr(PackedLayers, "ready", lambda self, at: killed(self, at) if at else ready(self, at))
+    with pytest.raises(KeyboardInterrupt):
+        profile_paths(Pack.open(settings.out), **calls, say=lambda line: None, memory_bytes=memory)
+    assert list(passes.rglob("*.states"))
+    monkeypatch.setattr(PackedLayers, "ready", lambda self, at: entered.append(at) or ready(self, at))
+    profile_paths(Pack.open(settings.out), **calls, say=lambda line: None, memory_bytes=memory)
+    assert entered[0] == 1, "the first layer is not run again"
+    assert {name: (settings.out / name).read_bytes() for name in (PATHS, TRACE)} == whole
+    assert not passes.exists()
+    with pytest.raises(SettingsError, match=r"--memory 1000MB: text takes at least"):
+        profile_paths(Pack.open(settings.out), **calls, say=lambda line: None, memory_bytes=10**9)

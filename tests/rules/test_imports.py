@@ -49,14 +49,14 @@ STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing",
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself.
 INSIDE = {
     "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts", "skeleton")],
-    "moeconv.quantizers": [("moments",), ("coder",), ("dense", "alone")],
+    "moeconv.quantizers": [("sample",), ("moments",), ("coder",), ("dense", "alone")],
     "moeconv.measure": [
-        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("trial", "layered"),
+        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("passes",), ("trial", "layered"),
         ("assignments", "codes"),
     ],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
-    "moeconv.packing": [("backbone",), ("emit", "paths", "verify")],
+    "moeconv.packing": [("backbone", "packed"), ("emit", "paths", "verify", "layers")],
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("room",),
         ("bench", "subject", "examples", "delivery"), ("gradients",),

@@ -15,9 +15,10 @@ from trials import running
 
 from moeconv.artifacts import uniform
 from moeconv.errors import ConversionError
-from moeconv.measure.layered import LayeredModel, Room
+from moeconv.measure.layered import LayeredModel
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import find_metric
+from moeconv.measure.passes import Room
 from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.measure.trial import Trial
 from moeconv.quantizers import QUANTIZERS
