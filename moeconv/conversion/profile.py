@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moeconv.calibration import Splits, load_splits
 from moeconv.conversion.limits import context_note, samples_note
-from moeconv.conversion.room import check_least, room_in, whole_bytes
+from moeconv.conversion.room import check_least, room_in, whole_bytes, within
 from moeconv.conversion.settings import DEFAULT_CONTEXT, check_counts
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import default_metric, find_metric
@@ -23,7 +23,6 @@ from moeconv.report.document import read_report
 from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
-from moert.machine.memory import most_bytes
 from moert.pack.manifest import Manifest
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
@@ -89,7 +88,7 @@ def profile_paths(
 
 
 def _subject(pack: Pack, show: Progress, memory_bytes: int | None) -> PackedModel | PackedLayers:
-    spec, limit = pack.manifest.model, most_bytes() if memory_bytes is None else memory_bytes
+    spec, limit = pack.manifest.model, within(memory_bytes)
     if limit is None or whole_bytes(spec) <= limit or not by_layers(pack):
         return PackedModel.open(pack)
     check_least(limit, spec)

@@ -50,7 +50,7 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
     """Raises SettingsError where not even one layer at a time fits."""
     spec, asked = checkpoint.spec, settings.memory_bytes
     whole = whole_bytes(spec, checkpoint.description.computed)
-    limit = asked if asked is not None else most_bytes()
+    limit = within(asked)
     beside = DEFAULT_MEMORY if asked is None else asked - whole
     small = asked is None and whole <= PROCESS_BYTES + DEFAULT_MEMORY  # whatever is free just now
     if limit is None or small or (whole <= limit and beside > 0):
@@ -68,6 +68,11 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
     assert limit is not None
     check_least(limit, spec)
     return Memory(limit_bytes=limit)
+
+
+def within(asked: int | None) -> int | None:
+    """What the process may take: what was asked for, or what is free; None where the system does not tell."""
+    return most_bytes() if asked is None else asked
 
 
 def whole_bytes(spec: ModelSpec, computed: Collection[str] = ()) -> int:
