@@ -13,7 +13,7 @@ from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.passes import LEAST_TOKENS, STATES_A_TOKEN, Room
+from moeconv.measure.passes import LEAST_TOKENS, Room, token_bytes
 from moeconv.plan.outlook import parameters
 from moeconv.plan.question import uniform_bytes
 from moeconv.report.units import size
@@ -82,7 +82,7 @@ def whole_bytes(spec: ModelSpec, computed: Collection[str] = ()) -> int:
 
 def check_least(limit_bytes: int, spec: ModelSpec) -> None:
     """Raises SettingsError where that is too little to go layer by layer."""
-    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * STATES_A_TOKEN * spec.d_model * _FLOAT
+    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * token_bytes(spec)
     if limit_bytes < least:
         raise SettingsError(
             f"--memory {_megabytes(limit_bytes)}: text takes at least {_megabytes(least)} to go through this model "

@@ -24,7 +24,7 @@ from moeconv.source.experts import Call, ExpertCalls
 from moeconv.source.skeleton import Skeleton, Weight
 from moert.pack.model_spec import LayerKey, ModelSpec
 
-STATES_A_TOKEN = 16  # of d_model numbers each, alive at once while a batch goes through a layer
+_STATES = 16  # of d_model numbers each, alive for a token at once while a batch goes through a layer, beside experts
 LEAST_TOKENS = 2048  # in a batch
 
 
@@ -38,7 +38,14 @@ class Room:
     expert_bytes: int
 
     def batch_tokens(self, spec: ModelSpec) -> int:
-        return max(LEAST_TOKENS, self.batch_bytes // (4 * spec.d_model * STATES_A_TOKEN))
+        return max(LEAST_TOKENS, self.batch_bytes // token_bytes(spec))
+
+
+def token_bytes(spec: ModelSpec) -> int:
+    """What a token takes while its batch goes through a layer: each of its experts has a state of it, and all tokens
+    may go to the same."""
+    inside = spec.moe.ffn.d_ff * len(spec.moe.ffn.projections)
+    return 4 * (spec.d_model * (_STATES + 2 * spec.moe.router.top_k) + inside)
 
 
 @dataclass(frozen=True)

@@ -213,17 +213,13 @@ class ExpertCalls:
         counts = torch.bincount(flat[order], minlength=len(keys)).tolist()
         self.supply.expect([keys[at] for at, count in enumerate(counts) if count and at not in given])
         tokens = order // chosen.shape[1]
-        gathered = x[tokens]
-        parts, start = [], 0
+        rows, start = x[tokens], 0  # what goes in, and then in its place what comes out
         for expert, count in enumerate(counts):
             if count:
                 mine = given[expert] if expert in given else self.supply.weights(keys[expert])
-                parts.append(self.ffn(keys[expert], gathered[start : start + count], mine))
+                rows[start : start + count] = self.ffn(keys[expert], rows[start : start + count], mine)
                 start += count
-        result = torch.zeros_like(x)
-        if parts:
-            result.index_add_(0, tokens, torch.cat(parts) * weights.reshape(-1, 1)[order])
-        return result
+        return torch.zeros_like(x).index_add_(0, tokens, rows.mul_(weights.reshape(-1, 1)[order]))
 
 
 def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = ()) -> Tensor:

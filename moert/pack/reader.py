@@ -8,6 +8,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -151,10 +152,16 @@ class Pack:
         order that is not."""
         from concurrent.futures import ThreadPoolExecutor  # opening a pack needs none
 
+        ended = Event()
+
         def check(listed: tuple[str, int, str]) -> str:
             relative, nbytes, sha256 = listed
             self._check_size(relative, nbytes)
-            if _sha256(self.file(relative)) != sha256:
+            try:
+                found = _sha256(self.file(relative), ended)
+            except OSError as error:
+                raise unreadable(self.root, relative, error) from None
+            if found != sha256:
                 raise HashMismatch(f"{relative}: sha256 differs from the manifest: the file is damaged, copy it again")
             return relative
 
@@ -162,6 +169,7 @@ class Pack:
             try:
                 yield from readers.map(check, list(self.listed_files()))
             finally:
+                ended.set()
                 readers.shutdown(cancel_futures=True)
 
     def listed_files(self) -> Iterator[tuple[str, int, str]]:
@@ -279,12 +287,13 @@ def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
     return FileMissing(f"{relative} in the pack at {root} can't be read: {error.strerror}")
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, ended: Event) -> str:
+    """Of what was read until `ended` was set."""
     import hashlib  # takes memory, and opening a pack needs none of it
 
     digest = hashlib.sha256()
     with open(path, "rb") as handle:
-        while chunk := handle.read(_CHUNK):
+        while not ended.is_set() and (chunk := handle.read(_CHUNK)):
             digest.update(chunk)
     return digest.hexdigest()
 

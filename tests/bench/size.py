@@ -37,6 +37,7 @@ WINDOWS, CONTEXT = 64, 256
 FITTED = (
     "--loss", "5%", "--quantizer", "gptq", "--signal", "fisher", "--memory", "4GB", "--calib", str(TEXT),
     "--context", str(CONTEXT), "--samples", str(WINDOWS * 3 // 4), "--sweep-samples", str(WINDOWS // 4),
+    "--heldout-samples", str(WINDOWS // 4),
 )  # fmt: skip
 PARTS = ("plain", "fitted", "mixtral", "growth")
 

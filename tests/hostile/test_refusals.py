@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from random_packs import DECODER, SPECS, read_all, sealed, write_pack
 
+from moert.pack import reader
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -653,6 +656,38 @@ def test_files_cut_or_removed_after_opening(pack_dir: Path, relative: str) -> No
     (pack_dir / relative).unlink()
     refused(FileMissing, "is missing", read)
     refused(FileMissing, "is missing", lambda: list(pack.verify_hashes()))
+
+
+def test_a_file_that_fails_to_be_read_is_named_while_hashes_are_checked(
+    pack_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path, ended: object) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    pack = Pack.open(pack_dir)
+    monkeypatch.setattr(reader, "_sha256", failing)
+    first = next(name for name, _, _ in pack.listed_files())
+    words = f"{first} in the pack at .* can't be read: Input/output error"
+    refused(FileMissing, words, lambda: list(pack.verify_hashes()))
+
+
+def test_hashes_that_nobody_waits_for_are_given_up(pack_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Ctrl-C ends the loop: files at work are not read to their end."""
+    pack, ended = Pack.open(pack_dir), list[bool]()
+    hashes = {pack.root / name: sha256 for name, _, sha256 in pack.listed_files()}
+    first = next(iter(hashes))
+
+    def waiting(path: Path, event: Event) -> str:
+        if path != first:
+            ended.append(event.wait(60))
+        return hashes[path]
+
+    monkeypatch.setattr(reader, "_sha256", waiting)
+    checks = pack.verify_hashes()
+    assert pack.root / next(checks) == first
+    checks.close()
+    assert ended
+    assert all(ended)
 
 
 def test_swapped_experts(pack_dir: Path) -> None:
