@@ -27,6 +27,7 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.kept import KeptCodes
 from moeconv.quantizers.moments import collect
 from moeconv.source.archs.errors import transformers_model
+from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.model_spec import ModelSpec
 
 EXACT_PROBES = 4096
@@ -84,7 +85,8 @@ class Bench:
         if self.coder.kept is not None:
             seen = self.material.scorer(model, self.material.ranking, self._moment_samples())
             assert isinstance(seen, TextScorer)
-            model.coded = LayerCoding(model, self.coder.kept, seen.texts).ensure
+            likely = {bits for bits in self.settings.bits if bits <= BASE_BITS}  # of which the sweep wants most
+            model.coded = LayerCoding(model, self.coder.kept, seen.texts, likely).ensure
         return model
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -19,15 +19,18 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 
 
 class LayerCoding:
-    """`texts` are what the quantizer looks at. A run that was killed goes on with the experts that are still to do."""
+    """`texts` are what the quantizer looks at. `likely` are widths that will be asked for one after the other: where
+    one of them is, all are made, as looking at the text again would take longer. A run that was killed goes on with
+    the experts that are still to do."""
 
-    def __init__(self, model: LayeredModel, kept: KeptCodes, texts: Texts) -> None:
-        self.model, self.kept, self.texts = model, kept, texts
+    def __init__(self, model: LayeredModel, kept: KeptCodes, texts: Texts, likely: Set[int] = frozenset()) -> None:
+        self.model, self.kept, self.texts, self.likely = model, kept, texts, likely
         self._complete: set[int] = set()
 
     def ensure(self, widths: set[int]) -> None:
         """Every expert at each of these widths, of which the model is then asked. Raises ConversionError."""
         if not widths <= self._complete:
+            widths = widths | self.likely if widths & self.likely else widths
             left = self._left(sorted(widths - self._complete))
             if left:
                 self._code(left)
@@ -75,15 +78,17 @@ class _Seen:
         self.calls, self.call, self.wants = model.calls, call, wants
         sample = LayerSample(widest(model.spec), model.spec.expert_width)
         sample.add(call)
-        self.sample = sample.tokens
-        self.sampled = summed(self.sample, wants)
+        self.sample = sample.tokens(model.spec.moe.ffn.d_ff)  # of which each expert makes what enters its down matrix
+        entering = sample.tokens(model.spec.expert_width)
+        self.entering = summed(entering, wants), len(entering)
 
     def by(self, key: ExpertKey, weights: Weights) -> tuple[int, dict[Side, Inputs]]:
         """Tokens that an expert saw, and the moments of what its matrices saw."""
         x = self.call.x[(self.call.chosen == key.expert).any(1)]
         inner, sampled = (self.calls.inner(key, each, weights) for each in (x, self.sample))
-        return len(x), {"in": self._told(x, self.sampled), "mid": self._told(inner, summed(sampled, self.wants))}
+        inside = summed(sampled, self.wants), len(sampled)
+        return len(x), {"in": self._told(x, *self.entering), "mid": self._told(inner, *inside)}
 
-    def _told(self, x: Tensor, sampled: Tensor) -> Inputs:
-        moment, counted = told(summed(x, self.wants), len(x), sampled, len(self.sample), self.wants)
+    def _told(self, x: Tensor, sampled: Tensor, tokens: int) -> Inputs:
+        moment, counted = told(summed(x, self.wants), len(x), sampled, tokens, self.wants)
         return Inputs(np.array([len(x)]), moment[None].numpy(), np.array([counted], np.float32))

@@ -29,11 +29,11 @@ class Fitted(NamedTuple):
     minimum: Tensor
 
 
-def fit(weights: Tensor, importance: Tensor, bits: int) -> Fitted:
+def fit(weights: Tensor, importance: Tensor, bits: int, roughly: bool = False) -> Fitted:
     """weights [n, rows, groups, size] and importance [n, groups, size], float32 → the best fit found for each group.
 
     Never worse than rounding between the smallest and the largest weight. Padding has importance 0 and repeats a
-    weight.
+    weight. `roughly`: from one start and in two rounds, for what is improved on elsewhere.
     """
     n, rows, groups, size = weights.shape
     many = max(1, _BLOCK // (rows * groups * size))
@@ -41,13 +41,13 @@ def fit(weights: Tensor, importance: Tensor, bits: int) -> Fitted:
     found = Fitted(torch.empty_like(weights), *torch.empty((2, n, rows, groups)))
     for i in range(0, n, many):
         for j in range(0, rows, few):
-            block = _fit_block(weights[i : i + many, j : j + few], importance[i : i + many, None], bits)
+            block = _fit_block(weights[i : i + many, j : j + few], importance[i : i + many, None], bits, roughly)
             for whole, part in zip(found, block, strict=True):
                 whole[i : i + many, j : j + few] = part
     return found
 
 
-def _fit_block(weights: Tensor, h: Tensor, bits: int) -> Fitted:
+def _fit_block(weights: Tensor, h: Tensor, bits: int, roughly: bool) -> Fitted:
     top = 2**bits - 1
     total = h.sum(-1)
     mean = (weights * h).sum(-1) / total
@@ -57,10 +57,10 @@ def _fit_block(weights: Tensor, h: Tensor, bits: int) -> Fitted:
     best, least = _finish(weights, h, ((largest - minimum) / top).clamp(min=0), minimum, top)
     low, span = smallest - mean, largest - smallest
     regress = _Regression(centred, h, total)
-    for factor in _STARTS[bits]:
+    for factor in (1.0,) if roughly else _STARTS[bits]:
         scale = torch.minimum(regress.deviation * (factor * _NORMAL_STEP[bits]), span / top)
         minimum = torch.maximum(scale * (-top / 2), low)
-        for _ in range(_ROUNDS[bits]):
+        for _ in range(min(2, _ROUNDS[bits]) if roughly else _ROUNDS[bits]):
             scale, minimum = regress.refit(scale, minimum, top)
         found, error = _finish(weights, h, scale, minimum + mean, top)
         better = error < least

@@ -28,8 +28,8 @@ from moert.pack.layout import group_of
 
 _DAMPING = 0.01  # of the mean diagonal
 _DOUBT = 0.5  # tokens for each input by which correlations are drawn to none
-_SWEEPS, _SMALL = 4, 512  # for matrices of at most so many inputs; of a larger one the second wins 1 to 2% at most
-_LARGE_SWEEPS = {2: 2, 3: 1, 4: 1, 8: 1}
+_SWEEPS, _SMALL = 4, 512  # for matrices of at most so many inputs; in larger ones the second wins 1 to 2% at most
+_LARGE_SWEEPS = {2: 2, 3: 1, 4: 0, 8: 0}
 _WORK_BYTES = 256 << 20  # for as many rows as are solved at once
 _COPIES = 12  # of their weights
 _GRID_COPIES = 32  # bytes for each entry of the normal equations: in float32, in float64 as they are, damped, factored
@@ -61,10 +61,11 @@ class GptqQuantizer:
         size = group_of(in_features, self.group_size)
         rows = torch.from_numpy(weights)
         importance = importance_of(torch.from_numpy(inputs.moment).diagonal(dim1=1, dim2=2))
-        start = fit_groups(rows, importance, bits, size)
+        small = in_features <= _SMALL
+        start = fit_groups(rows, importance, bits, size, roughly=not small)
         hessian = _hessian(inputs)
         at_once = max(1, _WORK_BYTES // (n * _row_bytes(in_features, size)))
-        sweeps = _SWEEPS if in_features <= _SMALL else _LARGE_SWEEPS[bits]
+        sweeps = _SWEEPS if small else _LARGE_SWEEPS[bits]
         parts = [
             _Problem(_by_input(part), hessian, 2**bits - 1, size).solved(_by_input(scale), _by_input(minimum), sweeps)
             for part, scale, minimum in zip(

@@ -18,8 +18,9 @@ def importance_of(squares: Tensor) -> Tensor:
     return torch.where(mean > 0, squares / torch.where(mean > 0, mean, 1.0) + _FLOOR, 1.0)
 
 
-def fit_groups(weights: Tensor, importance: Tensor, bits: int, size: int) -> Fitted:
-    """weights [n, out, in], importance [n, in] → codes [n, out, in], scale and minimum [n, out, groups]."""
+def fit_groups(weights: Tensor, importance: Tensor, bits: int, size: int, roughly: bool = False) -> Fitted:
+    """weights [n, out, in], importance [n, in] → codes [n, out, in], scale and minimum [n, out, groups]. `roughly`: see
+    moeconv.quantizers.fit.fit."""
     n, rows, in_features = weights.shape
     groups = n_groups(in_features, size)
     padding = groups * size - in_features
@@ -27,7 +28,7 @@ def fit_groups(weights: Tensor, importance: Tensor, bits: int, size: int) -> Fit
         last = weights[:, :, -1:].expand(n, rows, padding)
         weights = torch.cat([weights, last], dim=2)
         importance = torch.cat([importance, importance.new_zeros(n, padding)], dim=1)
-    codes, scale, minimum = fit(weights.view(n, rows, groups, size), importance.view(n, groups, size), bits)
+    codes, scale, minimum = fit(weights.view(n, rows, groups, size), importance.view(n, groups, size), bits, roughly)
     return Fitted(codes.view(n, rows, -1)[:, :, :in_features], scale, minimum)
 
 

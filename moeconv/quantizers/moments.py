@@ -187,7 +187,8 @@ class _Layer:
 
     def mean(self, side: Side) -> tuple[F32, F32]:
         """The mean for each expert, and what it counts as; it overwrites the sums, to save memory."""
-        sums, x, counted = self.sums.pop(side), self.sample.tokens, torch.zeros(len(self.rows))
+        sums, counted = self.sums.pop(side), torch.zeros(len(self.rows))
+        x = self.sample.tokens(sums.shape[1])
         sampled = summed(x, self.wants)
         for expert, rows in enumerate(self.rows.tolist()):
             if side == "mid":

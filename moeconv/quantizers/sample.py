@@ -33,10 +33,10 @@ class LayerSample:
             self._parts = [torch.cat(self._parts)[::2].clone()]
             self._stride *= 2
 
-    @property
-    def tokens(self) -> Tensor:
-        """[tokens, in]"""
-        return torch.cat(self._parts)
+    def tokens(self, size: int) -> Tensor:
+        """As many as tell about `size` inputs [tokens, in]"""
+        found = torch.cat(self._parts)
+        return found[:: max(1, -(-len(found) // (SAMPLED * size)))]
 
 
 def worth(tokens: int, in_features: int, wants: Wants) -> float:

@@ -29,8 +29,8 @@ def test_tokens_are_spread_evenly_however_the_text_was_cut(size: int, parts: lis
     for start, end in zip([0, *ends], ends, strict=False):
         cut.add(call(start, end))
     whole.add(call(0, total))
-    kept = cut.tokens[:, 0].tolist()
-    assert kept == whole.tokens[:, 0].tolist()
+    kept = cut.tokens(size)[:, 0].tolist()
+    assert kept == whole.tokens(size)[:, 0].tolist()
     assert len(kept) <= SAMPLED * size
     assert len(kept) == total or len(kept) >= SAMPLED * size / 2
     assert len(set(np.diff(kept))) <= 1
@@ -39,11 +39,18 @@ def test_tokens_are_spread_evenly_however_the_text_was_cut(size: int, parts: lis
 def test_padding_is_left_out() -> None:
     sample = LayerSample(10, 1)
     sample.add(call(0, 6, {1, 4}))
-    assert sample.tokens[:, 0].tolist() == [0, 2, 3, 5]
+    assert sample.tokens(10)[:, 0].tolist() == [0, 2, 3, 5]
+
+
+def test_fewer_inputs_are_told_by_fewer_tokens() -> None:
+    sample = LayerSample(10, 1)
+    sample.add(call(0, 40))
+    assert sample.tokens(5)[:, 0].tolist() == list(range(0, 40, 2))
+    assert len(sample.tokens(3)) <= 3 * SAMPLED
 
 
 def test_none_yet() -> None:
-    assert LayerSample(3, 5).tokens.shape == (0, 5)
+    assert LayerSample(3, 5).tokens(3).shape == (0, 5)
 
 
 @pytest.mark.parametrize("wants", ["squares", "products"])
