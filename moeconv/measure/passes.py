@@ -135,17 +135,22 @@ class Passes:
 
     @torch.inference_mode()
     def call_of(self, passage: Passage, at: LayerKey, ids: Tensor, real: Tensor) -> Call:
-        """The same of one layer, whose input the passage has kept. Its experts are not run."""
-        seen: list[Call] = []
+        """The same of one layer, whose input the passage has kept. Its experts are not run; what they are asked about
+        lies on the disk."""
+        x = passage.aside(ids.numel(), self.spec.expert_width)
+        chosen, weights = list[Tensor](), list[Tensor]()
 
         def answer(_: LayerKey, call: Call) -> Tensor:
-            seen.append(call)
+            start = sum(map(len, chosen))
+            x[start : start + len(call.x)] = call.x
+            chosen.append(call.chosen)
+            weights.append(call.weights)
             return torch.zeros_like(call.x)
 
         with self.ready(at.layer), self.calls.answering(answer):
             for batch in self.batches(ids):
                 self.step(passage, at.layer, ids, real, batch)
-        return Call(*(torch.cat([getattr(call, name) for call in seen]) for name in Call.__annotations__))
+        return Call(x, torch.cat(chosen), torch.cat(weights))
 
     @contextmanager
     def ready(self, at: int) -> Iterator[None]:

@@ -8,6 +8,7 @@ With text, in passes of the model over what plans are judged on:
 
     pass  = 2 × active parameters × tokens / arithmetic
     sweep = experts × widths × share × 2 × active parameters × tokens of the sweep / arithmetic
+            or, by gradients: there and back for each draw, and each layer at each width through those behind it
     time  = passes × max(pass, reading) + sweep + codings × weights / quantising + (source + pack) / drive
 
 where reading is nothing if the model stays in memory in 32 bits, else source / drive.
@@ -32,8 +33,12 @@ class Rules:
     passes: int = 12  # references on both texts, moments, 8 plans of the search, the chosen one on held-out text
     sweep_widths: int = 2  # those on both sides of the target
     sweep_share: float = 0.43  # operations of the sweep, of full evaluations: docs/results/sweep.json, wiki
-    codings: int = 3  # each weight at the sweep's base and at the two widths, where codes stay in memory
+    codings: int = 3  # each weight at the sweep's base and at the two widths, where codes stay
     codings_anew: int = 13  # where they do not: these, and again for 8 plans, the held-out text and the pack
+    exact_probes: int = 4096  # more of them are reckoned from gradients: moeconv.conversion.bench
+    draws: int = 16  # moeconv.sweep.fisher: each goes back through a layer at about twice the cost of going forth
+    scale_tokens: int = 8 * 256  # moeconv.sweep.scales
+    code_shares: tuple[float, ...] = (2 / 4, 3 / 4, 1.0)  # of a pack of 4 bits: codes that layers leave on the drive
     kept_bytes: int = 256 << 20  # of codes that stay: CACHE_BYTES of moeconv.quantizers.coder
     float32_bytes: int = 4  # a parameter in memory while it is measured
 
@@ -89,20 +94,28 @@ def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Ef
 
 
 def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort:
-    """For a loss, with the exact sweep of one width at a time."""
+    """For a loss: with the exact sweep of one width at a time, or by gradients where there are many experts or the
+    model does not fit the memory."""
     token_s = 2 * subject.parameters.active / tools.flops_per_s
     memory = RULES.float32_bytes * subject.parameters.total
     reads = 1 if memory <= tools.memory_bytes else RULES.passes
     read_s = subject.source_bytes / tools.drive_bytes_per_s
     pass_s = RULES.judged_tokens * token_s
     probes = len(subject.spec.expert_keys()) * RULES.sweep_widths
-    sweep_s = probes * RULES.sweep_share * RULES.sweep_tokens * token_s
+    if reads == 1 and probes <= RULES.exact_probes:
+        sweep_s = probes * RULES.sweep_share * RULES.sweep_tokens * token_s
+    else:
+        there_and_back = 1 + 2 * RULES.draws + RULES.sweep_widths + 1
+        behind = len(subject.spec.moe_layers()) * (RULES.sweep_widths + 1) / 2
+        sweep_s = (there_and_back * RULES.sweep_tokens + behind * RULES.scale_tokens) * token_s
     passes_s = RULES.passes * (pass_s if reads == 1 else max(pass_s, read_s)) + (read_s if reads == 1 else 0.0)
-    codings = RULES.codings if subject.pack_bytes <= RULES.kept_bytes else RULES.codings_anew
+    kept = reads > 1 or subject.pack_bytes <= RULES.kept_bytes
+    codings = RULES.codings if kept else RULES.codings_anew
+    on_drive = subject.pack_bytes * sum(RULES.code_shares) if reads > 1 else moments_bytes(subject.spec, quantizer)
     coding_s = codings * subject.expert_weights / tools.weights_per_s[quantizer]
     seconds = passes_s + sweep_s + coding_s + subject.pack_bytes / tools.drive_bytes_per_s
     return Effort(
-        quantizer, seconds, sweep_s, subject.pack_bytes + moments_bytes(subject.spec, quantizer),
+        quantizer, seconds, sweep_s, subject.pack_bytes + round(on_drive),
         reads * subject.source_bytes, memory,
     )  # fmt: skip
 

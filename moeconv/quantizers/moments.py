@@ -128,10 +128,15 @@ class Moments:
 
 def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
     """Memory that `collect` takes beside the model and the batch that runs."""
+    sampled = 0 if wants == "nothing" else SAMPLED * widest(spec) * spec.expert_width
+    return file_bytes(spec, wants) + len(spec.moe_layers()) * 4 * sampled
+
+
+def file_bytes(spec: ModelSpec, wants: Wants) -> int:
+    """What moments take where they are kept."""
     power = {"nothing": 0, "squares": 1, "products": 2}[wants]
     an_expert = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
-    sampled = SAMPLED * widest(spec) * spec.expert_width if power else 0
-    return len(spec.moe_layers()) * 4 * (spec.moe.n * an_expert + sampled)
+    return len(spec.moe_layers()) * 4 * spec.moe.n * an_expert
 
 
 def widest(spec: ModelSpec) -> int:

@@ -25,13 +25,13 @@ class LayerSample:
         self._parts: list[Tensor] = [torch.empty(0, width)]
 
     def add(self, call: Call) -> None:
-        x = call.x[(call.chosen >= 0).any(1)].float()
-        first = -self._seen % self._stride
-        self._seen += len(x)
-        self._parts.append(x[first :: self._stride].clone())
-        while sum(map(len, self._parts)) > self.room:
-            self._parts = [torch.cat(self._parts)[::2].clone()]
-            self._stride *= 2
+        for there in torch.split((call.chosen >= 0).any(1).nonzero()[:, 0], self.room):  # a call may not fit memory
+            first = -self._seen % self._stride
+            self._seen += len(there)
+            self._parts.append(call.x[there[first :: self._stride]].float())
+            while sum(map(len, self._parts)) > self.room:
+                self._parts = [torch.cat(self._parts)[::2].clone()]
+                self._stride *= 2
 
     def tokens(self, size: int) -> Tensor:
         """As many as tell about `size` inputs [tokens, in]"""

@@ -236,7 +236,17 @@ def test_what_does_not_fit_is_read_in_every_pass() -> None:
     model = subject("OLMoE-1B-7B", source_bytes=10**9, pack_bytes=2 * RULES.kept_bytes)
     little = with_text(model, replace(TOOLS, memory_bytes=10**9))
     assert little.read_bytes == RULES.passes * 10**9
-    assert little.seconds > RULES.passes * 10**8 + RULES.codings_anew * model.expert_weights / 1e4
+    assert little.seconds > RULES.passes * 10**8 + RULES.codings * model.expert_weights / 1e4
+    assert little.disk_bytes == model.pack_bytes * (1 + 2 / 4 + 3 / 4 + 1)
+
+
+def test_many_experts_are_ranked_by_gradients() -> None:
+    """A few dozen passes, however many experts there are."""
+    model = subject("Qwen3-30B-A3B")
+    found = with_text(model, replace(TOOLS, memory_bytes=10**12))
+    token_s = 2 * model.parameters.active / 1e9
+    assert found.sweep_s == pytest.approx((36 * 1024 + 48 * 3 / 2 * 2048) * token_s)
+    assert found.sweep_s < 6144 * 2 * RULES.sweep_share * RULES.sweep_tokens * token_s / 20
 
 
 @pytest.mark.parametrize("name", ["OLMoE-1B-7B", "nllb-moe-54b", "Nemotron-3-Nano-30B-A3B"])
@@ -244,13 +254,19 @@ def test_moments_take_what_the_quantizers_say(name: str) -> None:
     spec = spec_of(name)
     wants = {"gptq": "products", "group": "squares", "channel": "nothing"}
     for quantizer, what in wants.items():
-        assert moments_bytes(spec, quantizer) == moments.moments_bytes(spec, what)  # type: ignore[arg-type]
+        assert moments_bytes(spec, quantizer) == moments.file_bytes(spec, what)  # type: ignore[arg-type]
 
 
-def test_kept_codes_are_what_the_coder_keeps() -> None:
+def test_what_is_reckoned_with_is_what_conversions_do() -> None:
+    from moeconv.conversion.bench import EXACT_PROBES
     from moeconv.quantizers.coder import CACHE_BYTES
+    from moeconv.sweep.fisher import DRAWS
+    from moeconv.sweep.scales import WINDOWS
 
     assert RULES.kept_bytes == CACHE_BYTES
+    assert RULES.exact_probes == EXACT_PROBES
+    assert RULES.draws == DRAWS
+    assert RULES.scale_tokens == WINDOWS * 256
 
 
 def test_the_wider_ones_are_spread_over_all_layers() -> None:
