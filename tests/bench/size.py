@@ -39,7 +39,7 @@ FITTED = (
     "--context", str(CONTEXT), "--samples", str(WINDOWS * 3 // 4), "--sweep-samples", str(WINDOWS // 4),
     "--heldout-samples", str(WINDOWS // 4),
 )  # fmt: skip
-PARTS = ("plain", "fitted", "mixtral", "growth")
+PARTS = ("plain", "fitted", "cut", "mixtral", "growth")
 
 
 class Bench:
@@ -107,13 +107,27 @@ def mixtral_rows(bench: Bench, layers: Sequence[int]) -> list[Row]:
     return [*rows, *_growth("Mixtral, made when read", found, depth_of("mixtral"))]
 
 
+def cut_rows(bench: Bench, layers: Sequence[int]) -> list[Row]:
+    """What `fitted` does, of the first layers alone."""
+    name, found = "OLMoE, --loss 5%", _cut(bench, "olmoe", layers, 4 * GIB, FITTED)
+    rows = [row for count, ran in found.items() for row in rows_of(f"{name}, {count} layers", ran, Aim(None, 4 * GIB))]
+    steps = [
+        Row(f"{name}, {count} layers: {step}", seconds, "s")
+        for count, ran in found.items()
+        for step, seconds in ran.steps.items()
+    ]
+    return [*rows, *steps, *_growth(name, found, depth_of("olmoe"))]
+
+
 def growing_rows(bench: Bench, layers: Sequence[int]) -> list[Row]:
     return _growth("OLMoE, made when read", _cut(bench, "olmoe", layers, 4 * GIB), depth_of("olmoe"))
 
 
-def _cut(bench: Bench, model: str, layers: Sequence[int], memory_bytes: int) -> dict[int, Ran]:
+def _cut(
+    bench: Bench, model: str, layers: Sequence[int], memory_bytes: int, how: Sequence[str] = PLAIN
+) -> dict[int, Ran]:
     """Layers → the conversion of a model cut after them, where it ended well."""
-    ran = {each: bench.convert(f"{model}-{each}", bench.virtual(model, each), PLAIN, memory_bytes) for each in layers}
+    ran = {each: bench.convert(f"{model}-{each}", bench.virtual(model, each), how, memory_bytes) for each in layers}
     return {each: done for each, done in ran.items() if done is not None}
 
 
@@ -159,6 +173,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument(
         "--growth", default="1,2,4,8,16", help="after how many layers OLMoE is cut to see how time grows"
     )
+    parser.add_argument("--cut", default="1,2", help="after how many layers OLMoE is cut to see what a loss takes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path, default=FOLDER, help="where packs are written, and removed again")
     return parser.parse_args()
@@ -172,10 +187,12 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     _there(asked.olmoe)
     bench, bounds = Bench(asked.out), measured(asked.olmoe, asked.out)
-    layers, growth = ([int(each) for each in text.split(",")] for text in (asked.layers, asked.growth))
+    texts = (asked.layers, asked.growth, asked.cut)
+    layers, growth, cut = ([int(each) for each in text.split(",")] for text in texts)
     parts: dict[str, Callable[[], list[Row]]] = {
         "plain": lambda: plain_rows(bench, asked.olmoe, bounds),
         "fitted": lambda: fitted_rows(bench, asked.olmoe, bounds),
+        "cut": lambda: cut_rows(bench, cut),
         "mixtral": lambda: mixtral_rows(bench, layers),
         "growth": lambda: growing_rows(bench, growth),
     }
