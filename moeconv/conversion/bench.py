@@ -12,7 +12,7 @@ from moeconv.artifacts import FISHER
 from moeconv.calibration import Sample
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
-from moeconv.conversion.room import Memory
+from moeconv.conversion.room import Memory, by_layers
 from moeconv.conversion.settings import Settings
 from moeconv.measure.assignments import Measure
 from moeconv.measure.codes import LayerCoding
@@ -53,9 +53,9 @@ class Bench:
         settings, spec = self.settings, self.spec
         if self.memory.layered or settings.signal == FISHER:
             return True
-        can = spec.encoder is None and self.coding.checkpoint.family.by_layers
         exact_was_asked = settings.signal != "kl" or settings.cluster is not None or settings.racing is not None
-        return can and not exact_was_asked and len(spec.expert_keys()) * len(set(widths)) > EXACT_PROBES
+        many = len(spec.expert_keys()) * len(set(widths)) > EXACT_PROBES
+        return many and not exact_was_asked and by_layers(self.coding.checkpoint)
 
     @property
     def settings(self) -> Settings:

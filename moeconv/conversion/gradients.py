@@ -9,7 +9,6 @@ from moeconv.artifacts import Bits, SensitivityTable, Summary, SweepCost, unifor
 from moeconv.calibration import samples_digest
 from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
-from moeconv.errors import SettingsError
 from moeconv.measure.journal import identity
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.sweep.fisher import DRAWS, Gradients, LayerCosts
@@ -21,8 +20,7 @@ def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) ->
     """On the samples that rank. Raises ConversionError."""
     settings, spec, model = bench.settings, bench.spec, bench.layered
     scorer = bench.material.scorer(model, bench.material.ranking, settings.sweep_samples)
-    if not isinstance(scorer, TextScorer):
-        raise SettingsError("--signal fisher is for models that continue text: take --signal kl")
+    assert isinstance(scorer, TextScorer), "models that do not continue text were refused"
     probes = probes_for(spec, widths, settings.per_projection)
     base: Bits = (BASE_BITS,) * len(spec.moe.ffn.projections)
     patterns = [base, *dict.fromkeys(probe.bits for probe in probes)]

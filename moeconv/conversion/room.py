@@ -60,7 +60,7 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
         except SettingsError:
             if asked is None:
                 raise
-    if not _by_layers(checkpoint):
+    if not by_layers(checkpoint):
         raise SettingsError(
             f"--memory {_megabytes(limit)}: a {spec.family} model is converted in memory, which takes at least "
             f"{_megabytes(whole + DEFAULT_MEMORY)}: give more, or convert without text (--bits 4)"
@@ -124,7 +124,7 @@ def work_bytes(material: Material, coding: Coding) -> int:
 
 def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:
     """Raises SettingsError for gradients of a model that has none by layers, and for what takes a model in memory."""
-    if settings.signal == FISHER and not _by_layers(checkpoint):
+    if settings.signal == FISHER and not by_layers(checkpoint):
         raise SettingsError(
             f"--signal {FISHER} is for models that continue text, layer by layer, which {checkpoint.spec.family} does "
             "not: take --signal kl"
@@ -142,7 +142,8 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
             )
 
 
-def _by_layers(checkpoint: Checkpoint) -> bool:
+def by_layers(checkpoint: Checkpoint) -> bool:
+    """Whether there is a way through the model layer by layer, and back."""
     return checkpoint.spec.encoder is None and checkpoint.family.by_layers
 
 
