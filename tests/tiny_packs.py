@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from random_packs import random_biases
 from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -38,6 +37,7 @@ from moert.pack.parts import (
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
+from tests.random_packs import random_biases
 from tests.shapes import Shape, every, frequencies
 
 VOCAB, PAD, EOS, UNKNOWN = 64, 0, 1, 2

@@ -10,12 +10,14 @@ from tests.bench.tables import (
     front,
     kernels,
     less,
+    many,
     models,
     outlook,
     peers,
     promise,
     quant,
     rounding,
+    size,
     stream,
     sweep,
 )
@@ -38,5 +40,7 @@ BLOCKS: Mapping[str, Block] = {
     "sweep": Block("sweep", sweep.parts),
     "quant": Block("quant", quant.parts),
     "promise": Block("promise", promise.parts),
+    "size": Block("size", size.parts),
+    "many": Block("many", many.parts),
     "outlook": Block("outlook", outlook.parts),
 }
