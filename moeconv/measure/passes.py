@@ -37,7 +37,10 @@ class Room:
     batch_bytes: int
     expert_bytes: int
 
-    def batch_tokens(self, spec: ModelSpec) -> int:
+    def batch_tokens(self, spec: ModelSpec, beside: int = 0) -> int:
+        """`beside`: bytes that a token takes beside what it takes in a layer; few or none are too many then."""
+        if beside:
+            return self.batch_bytes // (token_bytes(spec) + beside)
         return max(LEAST_TOKENS, self.batch_bytes // token_bytes(spec))
 
 
@@ -173,9 +176,9 @@ class Passes:
             final = self.runner.run(inputs, at, lambda _, hidden: left.append(hidden), at + 1)
         return left[0], final
 
-    def batches(self, ids: Tensor) -> Iterator[Tensor]:
-        """Places of the rows of each batch."""
-        rows = max(1, self.room.batch_tokens(self.spec) // ids.shape[1])
+    def batches(self, ids: Tensor, beside: int = 0) -> Iterator[Tensor]:
+        """Places of the rows of each batch; see Room.batch_tokens."""
+        rows = max(1, self.room.batch_tokens(self.spec, beside) // ids.shape[1])
         return iter(torch.split(torch.arange(len(ids)), rows))
 
     def _forget_others(self, passage: Passage) -> None:

@@ -28,6 +28,9 @@ from moeconv.source.experts import Call, Weights, expert_ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 DRAWS = 16
+_STATES_A_DRAW = (
+    6  # gradients of d_model numbers, alive at once for a token and a draw while a layer is gone back through
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Gradients:
         for at in range(self.n_layers - back.reached, -1, -1):
             with back.leaving(self.n_layers - at + 1) as fresh, model.ready(at):
                 layer = _Layer(self, at)
-                for batch in model.batches(self.ids):
+                for batch in model.batches(self.ids, _STATES_A_DRAW * self.draws * 4 * model.spec.d_model):
                     layer.back(states, batch, self._part(back.entering(self.n_layers - at), batch), fresh)
                 if layer.key is not None and journal.get(identity(name, str(layer.key))) is None:
                     journal.add(identity(name, str(layer.key)), layer.found())
