@@ -83,7 +83,7 @@ class Passage:
             yield
         except OSError as error:
             raise ConversionError(
-                f"can't use {self.folder}: {error.strerror or error}; free some space, or give another --work"
+                f"can't use {self.folder}: {error.strerror or error}; free some space there"
             ) from None
 
 
