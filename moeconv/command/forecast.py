@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.command.check import DENSE_BITS, located, opened
+from moeconv.command.options import bytes_of
 from moeconv.conversion.host import facts, host_of
-from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings, parse_bytes
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings
 from moeconv.conversion.timing import Timing, timing
 from moeconv.errors import SettingsError
 from moeconv.plan.effort import Effort, Subject, Tools, with_text, without_text
@@ -121,7 +122,7 @@ def asked(model: str, memory: str | None, drive: str | None) -> Expected:
     CheckpointError."""
     if drive is not None:
         parse_speed(drive)
-    memory_bytes = None if memory is None else parse_bytes(memory, "--memory")
+    memory_bytes = bytes_of(memory)
     opened(located(model))
     machine = facts()
     return expect(model, machine, where(machine, memory_bytes, drive), timing())

@@ -12,7 +12,7 @@ from moeconv.artifacts import FISHER
 from moeconv.calibration import Sample
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
-from moeconv.conversion.room import Memory, by_layers
+from moeconv.conversion.room import Memory
 from moeconv.conversion.settings import Settings
 from moeconv.measure.assignments import Measure
 from moeconv.measure.codes import LayerCoding
@@ -25,8 +25,9 @@ from moeconv.measure.trial import Trial
 from moeconv.progress import Progress, unseen
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.kept import KeptCodes
-from moeconv.quantizers.moments import collect
+from moeconv.quantizers.moments import collect, widest
 from moeconv.source.archs.errors import transformers_model
+from moeconv.source.skeleton import by_layers
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.model_spec import ModelSpec
 
@@ -55,7 +56,7 @@ class Bench:
             return True
         exact_was_asked = settings.signal != "kl" or settings.cluster is not None or settings.racing is not None
         many = len(spec.expert_keys()) * len(set(widths)) > EXACT_PROBES
-        return many and not exact_was_asked and by_layers(self.coding.checkpoint)
+        return many and not exact_was_asked and by_layers(self.coding.checkpoint.family, spec)
 
     @property
     def settings(self) -> Settings:
@@ -117,6 +118,6 @@ class Bench:
 
     def _moment_samples(self) -> int:
         spec, ranked = self.spec, self.material.ranked
-        wanted = ROWS_AN_INPUT * max(spec.expert_width, spec.moe.ffn.d_ff) * spec.moe.n / spec.moe.router.top_k
+        wanted = ROWS_AN_INPUT * widest(spec) * spec.moe.n / spec.moe.router.top_k
         scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)
         return math.ceil(wanted * ranked.samples / scarcer)

@@ -15,14 +15,15 @@ from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers import Routed
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
-from moeconv.packing.layers import PackedLayers, by_layers
-from moeconv.packing.packed import PackedModel
+from moeconv.packing.layers import PackedLayers
+from moeconv.packing.packed import PackedModel, described
 from moeconv.packing.paths import LEAST_BYTES, MOST_SHARE, PathFigures, bounded, figures, routes_of, trace_of
 from moeconv.progress import Progress, unseen
 from moeconv.report.document import read_report
 from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
+from moeconv.source.skeleton import by_layers
 from moert.pack.manifest import Manifest
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
@@ -89,7 +90,7 @@ def profile_paths(
 
 def _subject(pack: Pack, show: Progress, memory_bytes: int | None) -> PackedModel | PackedLayers:
     spec, limit = pack.manifest.model, within(memory_bytes)
-    if limit is None or whole_bytes(spec) <= limit or not by_layers(pack):
+    if limit is None or whole_bytes(spec) <= limit or not by_layers(described(pack)[0], spec):
         return PackedModel.open(pack)
     check_least(limit, spec)
     return PackedLayers(pack, room_in(limit, spec, _passes(pack)), show)

@@ -18,6 +18,7 @@ from moeconv.plan.outlook import parameters
 from moeconv.plan.question import uniform_bytes
 from moeconv.report.units import size
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.skeleton import by_layers
 from moeconv.sweep.fisher import DRAWS
 from moeconv.sweep.memory import blocks_for
 from moeconv.sweep.scales import WINDOWS
@@ -60,7 +61,7 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
         except SettingsError:
             if asked is None:
                 raise
-    if not by_layers(checkpoint):
+    if not by_layers(checkpoint.family, checkpoint.spec):
         raise SettingsError(
             f"--memory {_megabytes(limit)}: a {spec.family} model is converted in memory, which takes at least "
             f"{_megabytes(whole + DEFAULT_MEMORY)}: give more, or convert without text (--bits 4)"
@@ -124,7 +125,7 @@ def work_bytes(material: Material, coding: Coding) -> int:
 
 def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:
     """Raises SettingsError for gradients of a model that has none by layers, and for what takes a model in memory."""
-    if settings.signal == FISHER and not by_layers(checkpoint):
+    if settings.signal == FISHER and not by_layers(checkpoint.family, checkpoint.spec):
         raise SettingsError(
             f"--signal {FISHER} is for models that continue text, layer by layer, which {checkpoint.spec.family} does "
             "not: take --signal kl"
@@ -140,11 +141,6 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
             raise SettingsError(
                 f"{option} takes a model in memory, and this one does not fit: leave it out, or give more --memory"
             )
-
-
-def by_layers(checkpoint: Checkpoint) -> bool:
-    """Whether there is a way through the model layer by layer, and back."""
-    return checkpoint.spec.encoder is None and checkpoint.family.by_layers
 
 
 def _fixed_bytes(spec: ModelSpec) -> int:

@@ -13,12 +13,6 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import MANIFEST, Pack, projection_weights
 
 
-def by_layers(pack: Pack) -> bool:
-    """Whether a pack's model can be run so. Raises ConversionError or a PackError."""
-    family, description = described(pack)
-    return description.spec.encoder is None and family.by_layers
-
-
 class PackedLayers(Passes):
     """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
 

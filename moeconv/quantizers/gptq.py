@@ -40,10 +40,10 @@ _BLOCK, _SPAN = 32, 256  # inputs whose changes are passed on together: to the r
 class GptqQuantizer:
     """One scale for each output channel unless a group size is given.
 
-    Few tokens can't say how inputs correlate: H is drawn towards its diagonal, the more the fewer tokens it rests on
-    (by half of it at half as many as the matrix has inputs; between none and all of these errors would fit the tokens
-    and no others). With no token at all it is the identity, so that all errors count alike. What H is
-    turned into is remembered as long as the `inputs` are: give the same for other widths.
+    Few tokens can't say how inputs correlate, and codes that believe them fit these tokens and no others: H is drawn
+    towards its diagonal, the more the fewer tokens it rests on, half way where these are half as many as inputs. With
+    no token at all it is the identity, so that all errors count alike. What H is turned into is remembered as long as
+    the `inputs` are: give the same for other widths.
     """
 
     group_size: int
@@ -192,13 +192,13 @@ class _Problem:
         aim = torch.cat([self._by_group(self.pulled * codes), self._by_group(self.pulled)], 1).mT
         best = to_float16(_least_squares(grid, aim)).mT.contiguous()
         best_scale, best_minimum = best[:, :groups], best[:, groups:]
+        best_missed = self._missed(codes, best_scale, best_minimum)
         best_pull = (
             torch.addcmul(self.pulled, of_codes, best_scale, value=-1).addcmul_(of_ones, best_minimum, value=-1)
             if groups == 1
-            else _product(self.products, self._missed(codes, best_scale, best_minimum))
+            else _product(self.products, best_missed)
         )
-        before = (self._missed(codes, scale, minimum) * pull).sum(1)
-        after = (self._missed(codes, best_scale, best_minimum) * best_pull).sum(1)
+        before, after = (self._missed(codes, scale, minimum) * pull).sum(1), (best_missed * best_pull).sum(1)
         sound = ((best_scale > 0).all(1) & (after < before))[:, None]
         return _Codes(
             codes,

@@ -15,9 +15,15 @@ from moeconv.source.archs import Description, Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.weights import tensor_of
 from moeconv.source.outline import CheckpointError
+from moert.pack.model_spec import ModelSpec
 
 Weight = Callable[[str], Tensor]
 """Canonical name → that tensor of the backbone, in any type of numbers."""
+
+
+def by_layers(family: Family, spec: ModelSpec) -> bool:
+    """Whether there is a way through a model layer by layer, and back."""
+    return spec.encoder is None and family.by_layers
 
 
 class Skeleton:
@@ -26,7 +32,7 @@ class Skeleton:
 
     def __init__(self, family: Family, config_dir: Path, description: Description, weight: Weight) -> None:
         """Raises CheckpointError for a model that can't be run by its layers."""
-        if description.spec.encoder is not None or not family.by_layers:
+        if not by_layers(family, description.spec):
             raise CheckpointError(
                 f"{config_dir}: a {family.model_type} model can't be run layer by layer: it must fit the memory whole"
             )

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from moert.machine.memory import held_bytes
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from tests.bench.result import Row, context, row_of_runs, table, write
@@ -59,8 +60,7 @@ def rows_of(name: str, layers: int, experts: int, most_s: float, most_mb: float 
 
 def _run(pack: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "tests.bench.many", "--start", str(pack)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((os.getcwd(), "tests"))}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -69,20 +69,14 @@ def started(pack: str) -> dict[str, float]:
     """In this process, whose imports are done: an engine, what it holds, and the pack opened once more by itself."""
     from moert.engine import Engine
 
-    before, begun = _resident(), time.perf_counter()
+    before, begun = held_bytes(), time.perf_counter()
     engine = Engine.open(pack, memory="1GB")
-    ready_s, held, begun = time.perf_counter() - begun, _resident() - before, time.perf_counter()
+    ready_s, held, begun = time.perf_counter() - begun, held_bytes() - before, time.perf_counter()
     Pack.open(pack)
     opened_s = time.perf_counter() - begun
     weights = os.path.getsize(os.path.join(pack, "backbone.safetensors"))
     del engine
     return {"opened_s": opened_s, "ready_s": ready_s, "held_mb": (held - weights) / 1e6}
-
-
-def _resident() -> int:
-    with open("/proc/self/status", encoding="ascii") as status:
-        [line] = (line for line in status if line.startswith("VmRSS"))
-    return 1024 * int(line.split()[1])
 
 
 def spec_of(layers: int, experts: int) -> ModelSpec:

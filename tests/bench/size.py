@@ -111,11 +111,7 @@ def cut_rows(bench: Bench, layers: Sequence[int]) -> list[Row]:
     """What `fitted` does, of the first layers alone."""
     name, found = "OLMoE, --loss 5%", _cut(bench, "olmoe", layers, 4 * GIB, FITTED)
     rows = [row for count, ran in found.items() for row in rows_of(f"{name}, {count} layers", ran, Aim(None, 4 * GIB))]
-    steps = [
-        Row(f"{name}, {count} layers: {step}", seconds, "s")
-        for count, ran in found.items()
-        for step, seconds in ran.steps.items()
-    ]
+    steps = [row for count, ran in found.items() for row in step_rows(f"{name}, {count} layers", ran)]
     return [*rows, *steps, *_growth(name, found, depth_of("olmoe"))]
 
 

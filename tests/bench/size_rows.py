@@ -42,12 +42,13 @@ def rows_of(name: str, ran: Ran, aim: Aim, bound_s: float | None = None) -> list
     return rows
 
 
-def step_rows(name: str, ran: Ran, pass_s: float) -> list[Row]:
-    """Of each step of a conversion, beside the least that one pass of the text through the model takes."""
+def step_rows(name: str, ran: Ran, pass_s: float | None = None) -> list[Row]:
+    """Of each step of a conversion, beside the least that one pass of the text through the model takes, if known."""
     rows = []
     for step, seconds in ran.steps.items():
         rows.append(Row(f"{name}: {step}", seconds, "s"))
-        rows.append(Row(f"{name}: {step}, in passes at their bound", seconds / pass_s, "passes"))
+        if pass_s is not None:
+            rows.append(Row(f"{name}: {step}, in passes at their bound", seconds / pass_s, "passes"))
     return rows
 
 
