@@ -196,9 +196,11 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "wikids, nvme: --resident 50% to exact",
         "olmoe-shaped (own routers), ssd, 8 MB: preferring 50% to llama.cpp",
     ],
+    "many": ["6,144 experts: engine ready"],
     "outlook": ["stream, wiki, ssd, 25%: off by", "less, wiki, all in memory: off by, all in memory"],
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
+    "size": ["OLMoE: bits 4, wall time"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
     "sweep": [
         "wiki: wall time",
