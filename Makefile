@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -128,6 +128,9 @@ bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/referen
 
 bench-size: data  ## conversions of models of published sizes in little memory, beside what disk and cores allow (an hour, 40 GB)
 	$(PY) -m tests.bench.size
+
+bench-large: setup $(PEERS_DIR)/llama/.built  ## whole models of published sizes in little memory, beside llama.cpp (an hour, 30 GB)
+	$(PY) -m tests.bench.large
 
 bench-many: setup  ## packs of thousands of experts until the first token
 	$(PY) -m tests.bench.many

@@ -18,7 +18,7 @@ from moeconv.quantizers.quantizer import MAX_F16
 _NORMAL_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
 _STARTS = {2: (0.85, 1.0, 1.15), 3: (0.85, 1.0, 1.15), 4: (1.0,), 8: (1.0,)}  # times that step
 _ROUNDS = {2: 6, 3: 4, 4: 2, 8: 1}
-_BLOCK = 1 << 15  # weights at a time: what a core's cache holds
+_BLOCK = 1 << 18  # weights at a time: enough for two cores to share, few enough for their caches
 
 
 class Fitted(NamedTuple):

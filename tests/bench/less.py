@@ -70,7 +70,7 @@ def raced_rows(
     rows = [Row(f"{name}: experts of --resident to those of --loss alone", larger, "of their bytes")]
     for each in devices:
         device, where = DEVICES[each], f"{name}, {each}"
-        disk = disk_bytes_per_s(room)
+        disk = disk_bytes_per_s(room.mixed)
         outcomes = alive(where, race(device, entries_of(name, packs, resident), SECONDS, ROUNDS), failed)
         rows += speed_rows(where, outcomes, min(disk, device.read_bps or disk), limited(device))
     return rows

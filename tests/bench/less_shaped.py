@@ -42,7 +42,7 @@ def rows(
     found, like_olmoe = list[Row](), shaped()
     for each in devices:
         device, where = DEVICES[each], f"{NAME}, {each}"
-        disk = disk_bytes_per_s(like_olmoe)
+        disk = disk_bytes_per_s(like_olmoe.mixed)
         outcomes = alive(where, race(device, _entries(like_olmoe, packs), SECONDS, ROUNDS), failed)
         found += speed_rows(where, outcomes, min(disk, device.read_bps or disk), device.read_bps is not None)
     try:

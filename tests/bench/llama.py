@@ -1,9 +1,9 @@
 """llama.cpp as a peer, run by the Python of build/peers/llama: writes the OLMoE-shaped GGUF files and times them.
 
-`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama FILE [--no-repack] [--no-mmap]
-[--long]` runs one as a session of tests/bench/runner.py. A file that is mapped comes into memory page by page as it is
-used; without, all of it is read at the start. Room for the keys and values of a context is taken at the start as well,
-of a `--long` one more.
+`python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama like PACK KIND OUT` one of the model
+of a pack, and `python -m tests.bench.llama FILE [--no-repack] [--no-mmap] [--long]` runs one as a session of
+tests/bench/runner.py. A file that is mapped comes into memory page by page as it is used; without, all of it is read at
+the start. Room for the keys and values of a context is taken at the start as well, of a `--long` one more.
 """
 
 from __future__ import annotations
@@ -11,23 +11,31 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moert.pack.codec import F16, F32
+from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from tests.bench.runner import serve
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, projection, weight
 from tests.shapes import THETA, shapes_of
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 MODELS = {"Q4_K": 12, "Q2_K": 10}
 """The type of the experts → its number in ggml; all other matrices are Q4_K. llama.cpp's own mixtures (Q4_K_M, Q2_K)
 would give some of the experts' matrices more bits, and the comparison is at equal bits."""
 _MOSTLY_Q4_K = 15  # llama.cpp's number of the file type
+ARCHITECTURES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+"""The family → its name in GGUF."""
 CONTEXT, LONG_CONTEXT = 1024, 8448
 BATCH = 512
 
@@ -54,40 +62,62 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_BLOCK_NAMES[part]}.weight"
 
 
-def write_half(path: Path, spec: ModelSpec = OLMOE) -> None:
-    """The model with 16-bit matrices, one tensor in memory at a time."""
+def write(path: Path, spec: ModelSpec, experts: str, alike: bool = False) -> None:
+    """The model with its experts in one of MODELS, all other matrices as Q4_K, and norms and routers in 32 bits, as
+    llama.cpp's own converter and quantiser would write it. `alike`: see tests.bench.shaped.write_pack."""
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(path, spec.family)
+    writer = GGUFWriter(path, ARCHITECTURES[spec.family])
+    _describe(writer, spec)
+    for name, shape, kind in _listed(spec, experts):
+        writer.add_tensor_info(name, _stored_shape(shape, kind), *_stored(shape, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    code = _Quantiser()
+    for name, shape in _kept(spec):
+        kind = _kind(name)
+        writer.write_tensor_data(weight(name, shape) if kind is None else code(weight(name, shape), kind))
+    coded: dict[str, U8] = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for at, layer in spec.moe_layers():
+            for part in spec.moe.ffn.projections:
+                if part not in coded or not alike:
+                    keys = [ExpertKey(at, layer, expert) for expert in range(spec.moe.n)]
+                    weights = (partial(projection, spec, key, part) for key in keys)
+                    coded[part] = np.stack(list(pool.map(partial(_coded, code, experts), weights)))
+                writer.write_tensor_data(coded[part])
+    writer.close()
+
+
+def _coded(code: _Quantiser, kind: str, weights: Callable[[], F32]) -> U8:
+    return code(weights(), kind)
+
+
+def _describe(writer: GGUFWriter, spec: ModelSpec) -> None:
+    attention = spec.decoder[0].attention
+    assert attention is not None
     writer.add_vocab_size(spec.vocab_size)
     writer.add_tokenizer_model("none")
     writer.add_context_length(spec.max_positions or 0)
     writer.add_embedding_length(spec.d_model)
     writer.add_block_count(len(spec.decoder))
     writer.add_feed_forward_length(spec.moe.ffn.d_ff)
-    attention = spec.decoder[0].attention
-    assert attention is not None
+    writer.add_expert_feed_forward_length(spec.moe.ffn.d_ff)
     writer.add_head_count(attention.n)
     writer.add_head_count_kv(attention.kv)
+    writer.add_key_length(attention.dim)
+    writer.add_value_length(attention.dim)
     writer.add_layer_norm_rms_eps(spec.decoder.norm.eps)
     writer.add_rope_freq_base(THETA)
     writer.add_expert_count(spec.moe.n)
     writer.add_expert_used_count(spec.moe.router.top_k)
-    writer.add_file_type(1)  # mostly 16 bits
-    for name, shape in _shapes(spec):
-        dtype = np.dtype(_dtype(name))
-        writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for (name, _), values in zip(_shapes(spec), _tensors(spec), strict=True):
-        writer.write_tensor_data(values.astype(_dtype(name), copy=False))
-    writer.close()
+    writer.add_file_type(_MOSTLY_Q4_K)
 
 
-def _dtype(name: str) -> type[np.floating[Any]]:
-    """As llama.cpp's own converter chooses: norms and routers keep 32 bits."""
-    return np.float32 if "norm" in name or "ffn_gate_inp" in name else np.float16
+def _kind(name: str) -> str | None:
+    """Of a tensor that is in no expert; None for 32 bits."""
+    return None if "norm" in name or "router" in name else "Q4_K"
 
 
 def _kept(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -95,46 +125,71 @@ def _kept(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((name, shape) for name, shape in shapes_of(spec).items() if not name.startswith("rope."))
 
 
-def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _listed(spec: ModelSpec, experts: str) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
+    """In the order in which they are written; the experts of a layer are one tensor for each projection."""
     for name, shape in _kept(spec):
-        yield gguf_name(name), shape
+        yield gguf_name(name), shape, _kind(name)
     for _, layer in spec.moe_layers():
         for part in spec.moe.ffn.projections:
-            yield f"blk.{layer}.ffn_{part}_exps.weight", (spec.moe.n, *spec.projection_shape(part))
+            yield f"blk.{layer}.ffn_{part}_exps.weight", (spec.moe.n, *spec.projection_shape(part)), experts
 
 
-def _tensors(spec: ModelSpec) -> Iterator[F16 | F32]:
-    """In the order of `_shapes`; the experts of a layer are one tensor for each projection."""
-    for name, shape in _kept(spec):
-        yield weight(name, shape)
-    for _, layer in spec.moe_layers():
-        for part in spec.moe.ffn.projections:
-            joined = np.empty((spec.moe.n, *spec.projection_shape(part)), np.float16)
-            for expert in range(spec.moe.n):
-                joined[expert] = projection(spec, ExpertKey("decoder", layer, expert), part)
-            yield joined
+def _stored_shape(shape: tuple[int, ...], kind: str | None) -> tuple[int, ...]:
+    """Rows count in bytes where they are coded."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if kind is None:
+        return shape
+    weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return (*shape[:-1], shape[-1] // weights * nbytes)
+
+
+def _stored(shape: tuple[int, ...], kind: str | None) -> tuple[np.dtype[Any], int, Any]:
+    """The type of a tensor's array, its bytes, and its type in the file where that is another."""
+    from gguf import GGMLQuantizationType
+
+    dtype = np.dtype(np.float32 if kind is None else np.uint8)
+    nbytes = prod(_stored_shape(shape, kind)) * dtype.itemsize
+    return dtype, nbytes, None if kind is None else GGMLQuantizationType[kind]
+
+
+class _Quantiser:
+    """llama.cpp's own, of the library that it runs with."""
+
+    def __init__(self) -> None:
+        import llama_cpp
+
+        (path,) = Path(llama_cpp.__file__).parent.glob("lib/libggml-base.so")
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._function = ctypes.CDLL(str(path)).ggml_quantize_chunk
+        self._function.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
+        self._function.restype = ctypes.c_size_t
+
+    def __call__(self, weights: F32, kind: str) -> U8:
+        """weights [rows, in] → their blocks [rows, bytes]. Raises SystemExit if they come out of another size."""
+        out = np.empty(_stored_shape(weights.shape, kind), np.uint8)
+        values = np.ascontiguousarray(weights)
+        if self._function(MODELS[kind], values.ctypes.data, out.ctypes.data, 0, *weights.shape, None) != out.nbytes:
+            raise SystemExit(f"llama.cpp could not make {kind}")
+        return out
 
 
 def make(folder: Path = FOLDER, spec: ModelSpec = OLMOE) -> None:
-    """Writes the file of each of MODELS by llama.cpp's own quantiser, where it is not there."""
-    import llama_cpp
-
+    """Writes the file of each of MODELS, where it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = {name: kind for name, kind in MODELS.items() if not file_of(name, folder).exists()}
-    if not missing:
-        return
-    half = folder / "half.gguf"
-    write_half(half, spec)
-    for name, kind in missing.items():
-        settings = llama_cpp.llama_model_quantize_default_params()
-        experts = (llama_cpp.llama_model_tensor_override * 2)()  # the last is empty and ends the list
-        experts[0].pattern, experts[0].type = b"ffn_(gate|up|down)_exps", kind
-        settings.ftype, settings.pure, settings.nthread = _MOSTLY_Q4_K, True, THREADS
-        settings.tt_overrides = experts
-        with atomic_write(file_of(name, folder)) as fresh:
-            if llama_cpp.llama_model_quantize(str(half).encode(), str(fresh).encode(), ctypes.byref(settings)):
-                raise SystemExit(f"llama.cpp could not make {name}")
-    half.unlink()
+    for name in MODELS:
+        if not file_of(name, folder).exists():
+            with atomic_write(file_of(name, folder)) as fresh:
+                write(fresh, spec, name)
+
+
+def make_like(pack: Path, kind: str, out: Path) -> None:
+    """The model of a pack that tests.bench.shaped.write_pack wrote with experts `alike`, where it is not there."""
+    from moert.pack.reader import Pack
+
+    if not out.exists():
+        with atomic_write(out) as fresh:
+            write(fresh, Pack.open(pack).manifest.model, kind, alike=True)
 
 
 def file_of(name: str, folder: Path = FOLDER) -> Path:
@@ -237,6 +292,9 @@ class Llama:
 def main() -> None:
     if sys.argv[1:] == ["make"]:
         make()
+    elif sys.argv[1:2] == ["like"]:
+        pack, kind, out = sys.argv[2:]
+        make_like(Path(pack), kind, Path(out))
     else:
         path, options = Path(sys.argv[1]), sys.argv[2:]
         context = LONG_CONTEXT if "--long" in options else CONTEXT

@@ -18,6 +18,7 @@ from tests.bench.runner import Runner
 from tests.bench.shaped import OLMOE
 from tests.bench.stream_packs import Packs
 from tests.bench.streamed import Segment, Setting, beginnings
+from tests.bench.timed import Spent
 from tests.cgroups import Group
 
 LLAMA_WARM_TOKENS = 8  # read more than twice what its group may hold
@@ -35,13 +36,14 @@ class Device:
 @dataclass
 class Outcome:
     """What an entry did in its turns, and with the prompt that it read at the end. Of our engine's sessions alone: what
-    no policy could have avoided reading in each turn, and bytes that the session tells. `ended`: why it has no figures,
-    where its program ended early."""
+    no policy could have avoided reading in each turn, bytes that the session tells, and where its time went. `ended`:
+    why it has no figures, where its program ended early."""
 
     segments: list[Segment] = field(default_factory=list)
     unavoidable: list[int] = field(default_factory=list)
     prompt: Segment | None = None
     facts: Mapping[str, int] = field(default_factory=dict)
+    spent: Spent | None = None
     group_bytes: int = 0
     ended: str | None = None
 
@@ -137,13 +139,18 @@ def ours(
 
 
 def of_setting(
-    name: str, setting: Setting, warm_tokens: int, memory_bytes: int | None, prompt_tokens: int = 0
-) -> Entry:
+    name: str, setting: Setting, warm_tokens: int, memory_bytes: int | None, prompt_tokens: int = 0,
+    timed_tokens: int = 0,
+) -> Entry:  # fmt: skip
+    """`timed_tokens`: how many are written behind everything else to see where their time goes."""
+
     def end(runner: Runner, outcome: Outcome) -> None:
         if prompt_tokens:
             outcome.prompt = Segment(**runner.ask("read", prompt_tokens))
         outcome.facts = runner.ask("facts")
         outcome.unavoidable = runner.ask("unavoidable")[: len(outcome.segments)]
+        if timed_tokens:
+            outcome.spent = Spent(**runner.ask("spent", timed_tokens))
 
     return Entry(
         name, setting.command(), Path(setting.pack), memory_bytes,
@@ -153,9 +160,12 @@ def of_setting(
     )  # fmt: skip
 
 
-def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None, prompt_tokens: int = 0) -> Entry:
+def of_llama(
+    name: str, python: Path, model: Path, memory_bytes: int | None, prompt_tokens: int = 0,
+    vocab_size: int = OLMOE.vocab_size,
+) -> Entry:  # fmt: skip
     """llama.cpp (tests/bench/llama.py), its weights mapped into memory as they lie in the file."""
-    first_tokens, pace = beginnings(OLMOE.vocab_size), [0.0]  # seconds that a token took
+    first_tokens, pace = beginnings(vocab_size), [0.0]  # seconds that a token took
 
     def turn(runner: Runner, seconds: float) -> Segment:
         count = max(LEAST_TOKENS, min(64, int(seconds / pace[0]))) if pace[0] else LEAST_TOKENS
@@ -165,7 +175,7 @@ def of_llama(name: str, python: Path, model: Path, memory_bytes: int | None, pro
 
     def end(runner: Runner, outcome: Outcome) -> None:
         if prompt_tokens:
-            ids = list(islice(beginnings(OLMOE.vocab_size), prompt_tokens))
+            ids = list(islice(beginnings(vocab_size), prompt_tokens))
             _, first_s, _ = runner.ask("generate", ids, 1)
             outcome.prompt = Segment(prompt_tokens, first_s, 0, 0, 0)
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import F32
-from moert.pack.model_spec import LayerKey
+from moert.pack.model_spec import LayerKey, ModelSpec
 
 if TYPE_CHECKING:
     from moert.kernels.backend import I64
@@ -43,9 +43,12 @@ def join(first: Routing, second: Routing, num_experts: int) -> Routing:
     return np.concatenate([np.sort(first, 2), np.sort(second, 2) + np.uint8(num_experts)], 2)
 
 
-def record(pack: Path, windows: Sequence[Sequence[int]], preference: str = "exact") -> tuple[Routing, Guesses]:
+def record(
+    pack: Path, windows: Sequence[Sequence[int]], preference: str = "exact", top_k: int | None = None
+) -> tuple[Routing, Guesses]:
     """What the pack's own routers select, and guess, reading each window of tokens from its start, as a prompt or where
-    they prefer experts (see moert.budget.routing) as if it were written."""
+    they prefer experts (see moert.budget.routing) as if it were written. `top_k`: so many experts, as the routers rank
+    them, and not as many as they select."""
     from moert.engine import Engine
 
     seen: dict[LayerKey, list[I64]] = {}
@@ -59,7 +62,7 @@ def record(pack: Path, windows: Sequence[Sequence[int]], preference: str = "exac
 
             def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
                 routed = self.router.route(x, lengths, recent)
-                seen.setdefault(self.at, []).append(routed.experts)
+                seen.setdefault(self.at, []).append(routed.experts if top_k is None else ranked(self.router, x, top_k))
                 if (after := following.get(self.at)) is not None:
                     guess = routers[after].guess
                     rows = [guess(x[token : token + 1]) for token in range(len(x))]
@@ -84,6 +87,12 @@ def record(pack: Path, windows: Sequence[Sequence[int]], preference: str = "exac
     return experts.astype(np.uint8), scores.astype(np.float16)
 
 
+def ranked(router: Router, x: F32, count: int) -> I64:
+    """[tokens, count] of the experts that a router ranks highest."""
+    scores = np.stack([router.guess(x[token : token + 1]) for token in range(len(x))])
+    return np.argsort(-scores, axis=1, kind="stable")[:, :count]
+
+
 def windows_of(text: str, tokenizer: Any, count: int) -> list[list[int]]:
     """The first `count` windows of a text. Raises ValueError if there are fewer."""
     ids = tokenizer.encode(text).ids
@@ -92,15 +101,43 @@ def windows_of(text: str, tokenizer: Any, count: int) -> list[list[int]]:
     return [ids[at : at + WINDOW] for at in range(0, count * WINDOW, WINDOW)]
 
 
+def like(pack: Path, split: str, count: int, spec: ModelSpec) -> tuple[Routing, Guesses]:
+    """Routing for a model that has more layers, or more experts in them, than the trained one in `pack`, and chooses
+    more of them: [count × WINDOW, layers, top_k]. Streams of different windows lie side by side until there are enough
+    experts, each with its share of top_k, and go through the trained layers again, with other windows, until there are
+    enough layers. Raises ValueError for numbers of experts that are no such multiple, or too little text."""
+    from tokenizers import Tokenizer
+
+    from moert.pack.reader import Pack
+
+    model, moe, depth = Pack.open(pack).manifest.model, spec.moe, len(spec.moe_layers())
+    beside, rounds = moe.n // model.moe.n, -(-depth // len(model.moe_layers()))
+    if beside * model.moe.n != moe.n or moe.router.top_k % beside:
+        raise ValueError(f"{moe.n} experts, {moe.router.top_k} chosen: no multiple of {model.moe.n} experts")
+    tokenizer = Tokenizer.from_file(str(pack / "tokenizer.json"))
+    windows = windows_of(text_of(split), tokenizer, rounds * beside * count)
+    chosen, guesses = record(pack, windows, top_k=moe.router.top_k // beside)
+    numbers = np.arange(beside, dtype=np.uint8)[:, None, None, None, None] * np.uint8(model.moe.n)
+    parts = [each.reshape(beside, rounds, count * WINDOW, *each.shape[1:]) for each in (chosen, guesses)]
+    parts[0] = np.sort(parts[0], -1) + numbers
+    # [beside, rounds, tokens, layers, k] → [tokens, rounds × layers, beside × k]
+    turned = [part.transpose(2, 1, 3, 0, 4).reshape(count * WINDOW, rounds * part.shape[3], -1) for part in parts]
+    return turned[0][:, :depth], turned[1][:, :depth] / np.float16(beside)
+
+
+def text_of(split: str) -> str:
+    lines = (DATA / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return "".join(json.loads(line)["text"] for line in lines)
+
+
 def joined(pack: Path, split: str, count: int, preference: str = "exact") -> tuple[Routing, Guesses]:
     """`count` windows of two streams of one split, joined, the first LAYERS layers: [count × WINDOW, LAYERS, ...]."""
     from tokenizers import Tokenizer
 
     from moert.pack.reader import Pack
 
-    lines = (DATA / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     tokenizer = Tokenizer.from_file(str(pack / "tokenizer.json"))
-    windows = windows_of("".join(json.loads(line)["text"] for line in lines), tokenizer, 2 * count)
+    windows = windows_of(text_of(split), tokenizer, 2 * count)
     routing, guesses = record(pack, windows, preference)
     routing, guesses, half = routing[:, :LAYERS], guesses[:, :LAYERS], count * WINDOW
     both = join(routing[:half], routing[half:], Pack.open(pack).manifest.model.moe.n)

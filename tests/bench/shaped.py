@@ -81,22 +81,32 @@ def _is_there(out: Path, creator: str) -> bool:
 
 
 def write_pack(
-    out: Path, bits: int | Mapping[ExpertKey, int], dense: Mapping[str, int], spec: ModelSpec = OLMOE
-) -> None:
+    out: Path, bits: int | Mapping[ExpertKey, int], dense: Mapping[str, int], spec: ModelSpec = OLMOE,
+    alike: bool = False,
+) -> None:  # fmt: skip
     """A pack with all experts at `bits`, or each at its own, and dense matrices at the widths `dense` (a role of
-    `moert.pack.parts` → a width); nothing if it is there already."""
+    `moert.pack.parts` → a width); nothing if it is there already. `alike`: the experts of all layers have the numbers
+    of the first layer's, which is written in minutes at any size; widths follow from an expert's place in its layer."""
     widths = dict.fromkeys(spec.expert_keys(), bits) if isinstance(bits, int) else bits
     stated = bits if isinstance(bits, int) else zlib.crc32(bytes(widths[key] for key in spec.expert_keys()))
-    creator = json.dumps(["shaped", SEED, stated, dict(dense)])
+    creator = json.dumps(["shaped", SEED, stated, dict(dense), *(["alike"] if alike else [])])
     if _is_there(out, creator):
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)))
     writer = PackWriter(out, spec, quantization, creator)
 
+    coded: dict[ExpertKey, dict[str, QuantizedMatrix | F32]] = {}
+    first = spec.moe_layers()[0]
+
     def write(key: ExpertKey) -> None:
-        width, weights = widths[key], {name: projection(spec, key, name) for name in spec.moe.ffn.projections}
-        parts = {name: matrix if width == 16 else quantize(matrix, width) for name, matrix in weights.items()}
+        source = first.expert(key.expert) if alike else key
+        parts = coded.get(source)
+        if parts is None:
+            width, weights = widths[key], {name: projection(spec, source, name) for name in spec.moe.ffn.projections}
+            parts = {name: matrix if width == 16 else quantize(matrix, width) for name, matrix in weights.items()}
+            if alike:
+                coded[source] = parts
         writer.write_expert(key, parts)
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -74,7 +74,7 @@ class Bench:
 
 def plain_rows(bench: Bench, olmoe: Path, bounds: Bounds) -> list[Row]:
     name = "OLMoE, 4 bits, no text"
-    ran = bench.convert("olmoe-plain", olmoe, PLAIN, 4 * GIB)
+    ran = bench.convert("olmoe-plain", olmoe, PLAIN, 2 * GIB)
     if ran is None:
         return []
     spec = _described(olmoe).spec

@@ -67,13 +67,13 @@ def memory_bytes(packs: Packs, share: float) -> int:
     return int(share * expert_bytes(packs.mixed)) + backbone + PROCESS_BYTES
 
 
-def disk_bytes_per_s(packs: Packs) -> float:
-    """How fast experts of mixed widths are read here without a limit, many at once if that is faster; small ones come
+def disk_bytes_per_s(path: Path) -> float:
+    """How fast the experts of a pack are read here without a limit, many at once if that is faster; small ones come
     slower than large ones."""
     from moert.experts.drive.io import IoSettings
     from moert.experts.drive.probe import read_for
 
-    pack = Pack.open(packs.mixed)
+    pack = Pack.open(path)
     files = itertools.cycle([pack.file(entry.path) for entry in pack.manifest.experts])
     return max(read_for(files, IoSettings(True, threads), 1.0) for threads in DEPTHS)
 
@@ -117,7 +117,7 @@ def start_rows(where: str, device: Device, packs: Packs, failed: list[str]) -> l
 
 def model_rows(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
     where = f"{packs.name}, {device.name}"
-    disk = disk_bytes_per_s(packs)
+    disk = disk_bytes_per_s(packs.mixed)
     seconds = sizes.seconds if packs.routing else sizes.reference_seconds
     outcomes = alive(where, streaming(device, packs, sizes, seconds), failed)
     rows = [Row(f"{where}: disk without a limit", disk / 1e6, "MB/s"), *speed_rows(where, outcomes)]

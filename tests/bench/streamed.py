@@ -28,10 +28,10 @@ PIECE = 64  # tokens of a request where no prompt says how many
 class Setting:
     """How the engine is set.
 
-    `cache_bytes`: room for experts; None: for all. `io`: None looks at the drive. `routing`: a file of
-    tests/bench/routing.py to put in the place of the routers; None leaves them. `prompts`: lines of token ids to go on
-    from, `new_tokens` each; None goes on from single tokens, of `beginnings`. `prefers`: which of the pack's
-    preferences, see moert.budget.routing.
+    `cache_bytes`: room for experts; None: for all, or as `memory_bytes` of the whole process allow. `io`: None looks at
+    the drive. `routing`: a file of tests/bench/routing.py to put in the place of the routers; None leaves them.
+    `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
+    `prefers`: which of the pack's preferences, see moert.budget.routing.
     """
 
     pack: str
@@ -43,6 +43,7 @@ class Setting:
     prompts: str | None = None
     new_tokens: int = PIECE
     prefers: str = "auto"
+    memory_bytes: int | None = None
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.bench.streamed", json.dumps(asdict(self))]
@@ -97,8 +98,9 @@ class Streamed:
         self._starts: list[tuple[int, list[ExpertKey]]] = []  # of segments: place in the trace, what was in memory
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
-            io=parse_io(setting.io or "auto"), eviction=setting.eviction, predictor=setting.predictor, threads=THREADS,
-            routing=setting.prefers, trace=self._trace, notify=lambda line: print(line, file=sys.stderr),
+            memory=setting.memory_bytes, io=parse_io(setting.io or "auto"), eviction=setting.eviction,
+            predictor=setting.predictor, threads=THREADS, routing=setting.prefers, trace=self._trace,
+            notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
         self._new_tokens = setting.new_tokens
         self._prompts: Iterator[list[int]] = ([token] for token in beginnings(self._engine.spec.vocab_size))
@@ -142,6 +144,12 @@ class Streamed:
             least_bytes(self._trace[start:end], nbytes, cache_bytes, held)
             for (start, held), end in zip(self._starts[1:], ends[1:], strict=True)
         ]
+
+    def spent(self, tokens: int) -> dict[str, float]:
+        """Writes so many tokens → where their time went, a tests.bench.timed.Spent. It stays a little slower."""
+        from tests.bench.timed import Meter
+
+        return asdict(Meter(self._engine).during(lambda: self.run(0.0, tokens)))
 
     def facts(self) -> dict[str, int]:
         """Bytes: of the cache, of the weights that always stay, and the most that the process held."""

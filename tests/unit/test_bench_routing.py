@@ -12,7 +12,8 @@ from moert.engine import Engine
 from moert.experts.demand import Demand
 from moert.pack.codec import F32
 from tests import tiny_packs
-from tests.bench.routing import WINDOW, Replaced, ReplayedRouting, join, record, windows_of
+from tests.bench import routing as recorded
+from tests.bench.routing import WINDOW, Replaced, ReplayedRouting, join, like, record, windows_of
 
 NO_GUESSES = np.zeros((3, 3, 8), np.float16)
 
@@ -83,3 +84,22 @@ def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:
     assert guesses.shape == (3, 3, 8)
     assert not guesses[:, 0].any()
     assert np.allclose(guesses[:, 1:].sum(2), 1, atol=0.01)
+
+
+def test_routing_for_more_layers_experts_and_choices(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trained model has 3 layers of 8 experts; streams differ, and each has half of the experts."""
+    monkeypatch.setattr(recorded, "text_of", lambda split: "")
+    windows = [[number + 1] * WINDOW for number in range(4)]
+    monkeypatch.setattr(recorded, "windows_of", lambda text, tokenizer, count: windows[:count])
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", lambda path: None)
+    spec = tiny_packs.DECODER_SHAPE.but(decoder=(True,) * 5, num_experts=16, top_k=6).spec
+    routing, guesses = like(pack, "heldout", 1, spec)
+    assert routing.shape == (WINDOW, 5, 6)
+    assert guesses.shape == (WINDOW, 5, 16)
+    first, second = (record(pack, [windows[at]], top_k=3)[0] for at in (0, 1))  # the lower half of the experts
+    assert (routing[:, :3, :3] == np.sort(first, -1)).all()
+    assert (routing[:, 3:, :3] == np.sort(second, -1)[:, :2]).all()
+    upper = np.sort(record(pack, [windows[2]], top_k=3)[0], -1) + 8
+    assert (routing[:, :3, 3:] == upper).all()
+    with pytest.raises(ValueError, match="no multiple"):
+        like(pack, "heldout", 1, spec=tiny_packs.DECODER_SHAPE.but(num_experts=12).spec)

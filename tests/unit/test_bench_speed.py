@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,15 @@ import pytest
 from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import dequantize
-from moert.pack.model_spec import ExpertKey
 from tests.bench import bandwidth, llama, speed
 from tests.bench.llama_flags import options, processor_flags
 from tests.bench.ours import Ours
 from tests.bench.result import Row
 from tests.bench.runner import ProgramEnded, Runner, ending
-from tests.bench.shaped import OLMOE, OLMOE_SHAPE, projection, quantize, weight, write_pack
+from tests.bench.shaped import OLMOE, OLMOE_SHAPE, quantize, weight, write_pack
 from tests.bench.sides import OURS, Sides, alternate, compared
 from tests.bench.whole import process_rows
-from tests.shapes import every
+from tests.shapes import every, shapes_of
 
 TINY = OLMOE_SHAPE.but(
     vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, scale=32**-0.5, decoder=every(2), num_experts=4,
@@ -113,14 +113,17 @@ def test_a_pack_is_made_once(tmp_path: Path) -> None:
 
 
 def test_the_peers_file_has_every_tensor_in_order() -> None:
-    shapes = list(llama._shapes(TINY))
-    assert [shape for _, shape in shapes] == [values.shape for values in llama._tensors(TINY)]
-    names = [name for name, _ in shapes]
-    assert len(set(names)) == len(names)
-    assert {"token_embd.weight", "output.weight", "blk.1.attn_q_norm.weight", "blk.1.ffn_down_exps.weight"} < {*names}
-    experts = dict(zip(names, llama._tensors(TINY), strict=True))["blk.1.ffn_down_exps.weight"]
-    expected = projection(TINY, ExpertKey("decoder", 1, 3), "down")
-    assert np.array_equal(experts[3], expected.astype(np.float16))
+    listed = list(llama._listed(TINY, "Q2_K"))
+    kinds = {name: kind for name, _, kind in listed}
+    assert len(kinds) == len(listed)
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == kinds["blk.1.attn_q.weight"] == "Q4_K"
+    assert kinds["blk.1.attn_q_norm.weight"] is kinds["blk.1.ffn_gate_inp.weight"] is None
+    shapes = {name: shape for name, shape, _ in listed}
+    assert kinds["blk.1.ffn_down_exps.weight"] == "Q2_K"
+    assert shapes["blk.1.ffn_down_exps.weight"] == (TINY.moe.n, TINY.d_model, TINY.moe.ffn.d_ff)
+    stored = sum(prod(shape) for shape in shapes.values())
+    weights = sum(prod(shape) for name, shape in shapes_of(TINY).items() if not name.startswith("rope."))
+    assert stored == weights + len(TINY.expert_keys()) * TINY.weights_per_expert()
 
 
 def test_a_runner_answers_through_the_noise_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,10 +305,12 @@ class ExpertCache:
 
     def _read_or_wait(self) -> None:
         """Waits until some expert has been read, and reads one itself if any is queued."""
+        started = time.perf_counter()
         if self._queue:
             self._read(self._queue.popleft())
         else:
             self._arrived.wait()
+        self._counters.stall_s += time.perf_counter() - started
 
     def _read(self, slot: Slot) -> None:
         """Fills a slot, without holding the lock meanwhile."""

@@ -9,6 +9,7 @@ from tests.bench.tables import (
     demo,
     front,
     kernels,
+    large,
     less,
     many,
     models,
@@ -41,6 +42,7 @@ BLOCKS: Mapping[str, Block] = {
     "quant": Block("quant", quant.parts),
     "promise": Block("promise", promise.parts),
     "size": Block("size", size.parts),
+    "large": Block("large", large.parts),
     "many": Block("many", many.parts),
     "outlook": Block("outlook", outlook.parts),
 }

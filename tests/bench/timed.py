@@ -1,0 +1,86 @@
+"""Where the time of a token goes: kernels, waiting for the disk, deciding what to keep and to read, other Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from moert.engine import Engine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of the thread that computes. `deciding`: who leaves, what is read ahead and what that is worth, without
+    the kernels that routers are asked with; `python`: that, and all that is neither a kernel nor waiting."""
+
+    whole: float
+    kernels: float
+    waiting: float
+    deciding: float
+
+    @property
+    def python(self) -> float:
+        return self.whole - self.kernels - self.waiting
+
+
+class Meter:
+    """Put into an engine that runs on the native kernels; it costs a microsecond a call. It stays there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._kernels, self._deciding = engine, 0.0, 0.0
+        backend: Any = engine.backend
+        backend._call = _Timed(backend._call, self._kernel)
+        runner, cache, ahead = engine.runner, engine.cache, engine.ahead
+        decisions: list[tuple[Any, str]] = [(runner, "_begin"), (cache, "take"), (cache, "give_back")]
+        if ahead is not None:
+            decisions.append((ahead, "look"))
+        for owner, name in decisions:
+            setattr(owner, name, self._decides(getattr(owner, name)))
+
+    def during(self, work: Callable[[], object]) -> Spent:
+        before = self._kernels, self._engine.counters.stall_s, self._deciding
+        started = time.perf_counter()
+        work()
+        whole = time.perf_counter() - started
+        after = self._kernels, self._engine.counters.stall_s, self._deciding
+        return Spent(whole, *(late - early for early, late in zip(before, after, strict=True)))
+
+    def _kernel(self, seconds: float) -> None:
+        self._kernels += seconds
+
+    def _decides(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Counts what is neither a kernel nor waiting."""
+
+        def timed(*arguments: Any, **named: Any) -> T:
+            elsewhere, started = self._kernels + self._engine.counters.stall_s, time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                spent = time.perf_counter() - started
+                self._deciding += spent - (self._kernels + self._engine.counters.stall_s - elsewhere)
+
+        return timed
+
+
+class _Timed:
+    """Functions of a library that say how long each call took."""
+
+    def __init__(self, functions: object, tell: Callable[[float], None]) -> None:
+        self._functions, self._tell = functions, tell
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function, tell = getattr(self._functions, name), self._tell
+
+        def timed(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*arguments)
+            tell(time.perf_counter() - started)
+            return result
+
+        setattr(self, name, timed)
+        return timed
