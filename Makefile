@@ -129,7 +129,7 @@ bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/referen
 bench-size: data  ## conversions of models of published sizes in little memory, beside what disk and cores allow (an hour, 40 GB)
 	$(PY) -m tests.bench.size
 
-bench-large: setup $(PEERS_DIR)/llama/.built  ## whole models of published sizes in little memory, beside llama.cpp (an hour, 30 GB)
+bench-large: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## whole models of published sizes in little memory, beside llama.cpp (an hour, 30 GB)
 	$(PY) -m tests.bench.large
 
 bench-many: setup  ## packs of thousands of experts until the first token

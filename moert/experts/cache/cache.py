@@ -191,17 +191,10 @@ class ExpertCache:
 
     def wait_for(self, slot: Slot) -> Expert:
         """Waits until the expert was read; meanwhile this thread reads experts that are leased and still queued."""
-        started = time.perf_counter()
         with self._lock:
             self._under_way += 1
             while slot.expert is None and slot.error is None:
-                leased = next((queued for queued in self._queue if queued.leases), None)
-                if leased is not None:
-                    self._queue.remove(leased)
-                    self._read(leased)
-                else:
-                    self._arrived.wait()
-            self._counters.stall_s += time.perf_counter() - started
+                self._read_or_wait(next((queued for queued in self._queue if queued.leases), None))
             self._under_way -= 1
         if slot.error is not None:
             raise slot.error
@@ -231,7 +224,7 @@ class ExpertCache:
         while (slot := self._claim(key, True) or self._claim(key, True, force=True)) is None:
             if not self._reading and not any(held.expert is None for held in self._slots.values()):
                 raise RuntimeError(f"the expert cache of {self.capacity_bytes} bytes can't hold {key}")
-            self._read_or_wait()
+            self._read_or_wait(self._queue[0] if self._queue else None)
         return slot
 
     def _claim(self, key: ExpertKey, missed: bool, force: bool = False) -> Slot | None:
@@ -303,11 +296,12 @@ class ExpertCache:
         self._residency = Residency(self.capacity_bytes, self._residency.policy)
         self._under_way = self._waited_for = 0
 
-    def _read_or_wait(self) -> None:
-        """Waits until some expert has been read, and reads one itself if any is queued."""
+    def _read_or_wait(self, queued: Slot | None) -> None:
+        """Reads this one, or without one waits until some expert has been read."""
         started = time.perf_counter()
-        if self._queue:
-            self._read(self._queue.popleft())
+        if queued is not None:
+            self._queue.remove(queued)
+            self._read(queued)
         else:
             self._arrived.wait()
         self._counters.stall_s += time.perf_counter() - started
