@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -104,6 +104,9 @@ report: setup  ## baselines and routing of the reference models, and a demo of t
 
 bench-sweep: data  ## the exact sweep beside full evaluations: the same result, at what share of the cost
 	$(PY) -m tests.bench.sweep
+
+bench-gradients: data  ## the sweep by gradients beside the exact one, and the plans that come of both
+	$(PY) -m tests.bench.gradients
 
 bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
 	$(PY) -m tests.bench.quant

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from mmap import PAGESIZE
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -316,7 +317,7 @@ def _regulator(
         room_bytes = asked.resolve(budget.expert_bytes)
     elif asked is not None and (limit := asked.resolve(held_bytes(), most_bytes())) is not None:
         name = asked.named(limit)
-        if asked.nbytes is not None and limit < asked.nbytes:
+        if asked.nbytes is not None and limit // PAGESIZE < asked.nbytes // PAGESIZE:  # groups count in pages
             notes.append(f"{said('memory', size(asked.nbytes))} is more than {name}: that is used")
     return Regulator(footprint, budget, cache, limit, room_bytes, limit_name=name), notes
 

@@ -74,7 +74,7 @@ class Bench:
 
 def plain_rows(bench: Bench, olmoe: Path, bounds: Bounds) -> list[Row]:
     name = "OLMoE, 4 bits, no text"
-    ran = bench.convert("olmoe-plain", olmoe, PLAIN, 2 * GIB)
+    ran = bench.convert("olmoe-plain", olmoe, PLAIN, 2 * 10**9)
     if ran is None:
         return []
     spec = _described(olmoe).spec
@@ -101,9 +101,9 @@ def fitted_rows(bench: Bench, olmoe: Path, bounds: Bounds) -> list[Row]:
 
 
 def mixtral_rows(bench: Bench, layers: Sequence[int]) -> list[Row]:
-    found = _cut(bench, "mixtral", layers, 6 * GIB)
-    peaks = {count: ran.resident_peak_bytes / 1e9 for count, ran in found.items()}
-    rows = [Row(f"Mixtral, {count} layers: most memory", peak, "GB").at_most(6) for count, peak in peaks.items()]
+    found = _cut(bench, "mixtral", layers, 6 * 10**9)
+    peaks = {f"Mixtral, {count} layers": ran.group_peak_bytes / 1e9 for count, ran in found.items()}
+    rows = [Row(f"{name}: most memory of its group", peak, "GB").at_most(6) for name, peak in peaks.items()]
     return [*rows, *_growth("Mixtral, made when read", found, depth_of("mixtral"))]
 
 

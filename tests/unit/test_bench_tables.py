@@ -196,6 +196,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "wikids, nvme: --resident 50% to exact",
         "olmoe-shaped (own routers), ssd, 8 MB: preferring 50% to llama.cpp",
     ],
+    "gradients": ["wiki: time"],
     "large": ["olmoe, ssd, 1 GB: moert: decode", "olmoe, ssd, 1 GB (own routers): moert to llama.cpp Q4_K"],
     "many": ["6,144 experts: engine ready"],
     "outlook": ["stream, wiki, ssd, 25%: off by", "less, wiki, all in memory: off by, all in memory"],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
@@ -393,3 +394,15 @@ def test_statistics_count_all_requests(packs) -> None:
     assert stats.time_to_first_token_s > 0
     assert stats.peak_rss_bytes > 10_000_000
     assert len(stats.lines()) > 5
+
+
+@pytest.mark.parametrize(("lacking", "said"), [(1, 0), (PAGESIZE + 1, 1)])
+def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, lacking: int, said: int
+) -> None:
+    asked = (1 << 30) + PAGESIZE // 2
+    monkeypatch.setattr("moert.engine.most_bytes", lambda: asked - PAGESIZE // 4 - lacking)
+    notes: list[str] = []
+    with Engine.open(packs["decoder"], notify=notes.append, memory=asked) as engine:
+        engine.generate([1, 2], max_new_tokens=1)
+    assert sum("is more than" in note for note in notes) == said

@@ -22,3 +22,9 @@ class Block:
 
     result: str
     parts: Callable[[Result], Sequence[Part]]
+
+
+def listed(result: Result) -> Part:
+    """Every row of a result, as it is called there."""
+    lines = [(row.name, f"{{{row.name}}} {row.unit}", row.aim or "") for row in result.rows]
+    return [("", "measured", "aim"), *lines]

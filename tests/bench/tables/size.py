@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.bench.result import Result
-from tests.bench.tables import Part
+from tests.bench.tables import Part, listed
 
 
 def parts(result: Result) -> Sequence[Part]:
-    lines = [(row.name, f"{{{row.name}}} {row.unit}", row.aim or "") for row in result.rows]
-    return [[("", "measured", "aim"), *lines]]
+    return [listed(result)]
