@@ -135,7 +135,7 @@ def quantize(
                                       "probability, such as 5%.")
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Sweep on a Ray cluster: auto, host:port or ray://host:port.")
+        str | None, typer.Option(help="Sweep, or code layer by layer, on a Ray cluster: auto, host:port or ray://host:port.")
     ] = None,
     seed: Seed = 0,
     as_json: Json = False,

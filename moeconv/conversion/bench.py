@@ -15,7 +15,8 @@ from moeconv.conversion.material import Material
 from moeconv.conversion.room import Memory
 from moeconv.conversion.settings import Settings
 from moeconv.measure.assignments import Measure
-from moeconv.measure.codes import LayerCoding
+from moeconv.measure.codes import LayerCoding, Shared
+from moeconv.measure.coding import CodingJob, CodingWorker
 from moeconv.measure.journal import Journal
 from moeconv.measure.layered import LayeredModel
 from moeconv.measure.loaded import LoadedModel
@@ -28,6 +29,7 @@ from moeconv.quantizers.kept import KeptCodes
 from moeconv.quantizers.moments import collect, widest
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.skeleton import by_layers
+from moeconv.sweep.runners import runner_for
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.model_spec import ModelSpec
 
@@ -87,8 +89,17 @@ class Bench:
             seen = self.material.scorer(model, self.material.ranking, self._moment_samples())
             assert isinstance(seen, TextScorer)
             likely = {bits for bits in self.settings.bits if bits <= BASE_BITS}  # of which the sweep wants most
-            model.coded = LayerCoding(model, self.coder.kept, seen.texts, likely).ensure
+            model.coded = LayerCoding(model, self.coder.kept, seen.texts, likely, self._shared(folder)).ensure
         return model
+
+    def _shared(self, folder: Path) -> Shared | None:
+        """Who codes beside this process, which has put its passes into `folder`."""
+        address, kept = self.settings.cluster, self.coder.kept
+        if address is None or kept is None:
+            return None
+        model = self.coding.checkpoint.path.absolute()
+        job = CodingJob(model, self.settings.coded_by, self.settings.group_size, kept.folder.absolute(), kept.about)
+        return Shared(job, lambda: runner_for(address, CodingWorker, [model, folder.absolute()]))
 
     @cached_property
     def trial(self) -> Trial:

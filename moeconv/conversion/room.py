@@ -131,10 +131,14 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
             "not: take --signal kl"
         )
     if not memory.layered:
+        if settings.signal == FISHER and settings.cluster is not None:
+            raise SettingsError(
+                "--cluster shares out the exact sweep, or coding layer by layer where a model does not fit --memory: "
+                "leave it out, or take --signal kl"
+            )
         return
     for option, said in (
-        ("--resident", bool(settings.resident)), ("--cluster", settings.cluster is not None),
-        ("--racing", settings.racing is not None),
+        ("--resident", bool(settings.resident)), ("--racing", settings.racing is not None),
         (f"--signal {settings.signal}", settings.signal in ("metric", "nll")),
     ):  # fmt: skip
         if said:

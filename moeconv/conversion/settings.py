@@ -133,9 +133,8 @@ class Settings:
             raise SettingsError(f"--margin {self.margin:g}: expected a share from 0 to less than 1")
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
-        if self.signal == FISHER and (self.racing, self.cluster) != (None, None):
-            said = "--racing" if self.cluster is None else "--cluster"
-            raise SettingsError(f"{said} goes with the exact sweep: leave it out, or take --signal kl")
+        if self.signal == FISHER and self.racing is not None:
+            raise SettingsError("--racing goes with the exact sweep: leave it out, or take --signal kl")
         if self.racing is not None and not 0 < self.racing < 0.5:
             raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
         if self.strict and self.calib is not None and self.confidence is None:

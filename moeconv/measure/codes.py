@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from moeconv.measure.coding import CodingJob, CodingTask, Seen, code_expert, keep, states_in
 from moeconv.measure.layered import LayeredModel
+from moeconv.measure.passage import Passage
 from moeconv.measure.scorers.text import Texts
 from moeconv.quantizers.kept import KeptCodes
-from moeconv.quantizers.moments import Side, summed, told, widest
-from moeconv.quantizers.quantizer import Inputs, Wants
-from moeconv.quantizers.sample import LayerSample
-from moeconv.source.experts import Call, Weights
 from moert.pack.model_spec import ExpertKey, LayerKey
+
+EXPERTS_A_TASK = 2
+
+Missing = Mapping[ExpertKey, Sequence[int]]
+"""Experts of one layer, and the widths at which they have no codes yet."""
+Run = Callable[[CodingJob, Sequence[CodingTask]], Iterator[tuple[CodingTask, int]]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Workers that code: `workers` opens what runs tasks (see moeconv.sweep.runners.runner_for) for the length of a
+    with block."""
+
+    job: CodingJob
+    workers: Callable[[], AbstractContextManager[Run]]
 
 
 class LayerCoding:
     """`texts` are what the quantizer looks at. `likely` are widths that will be asked for one after the other: where
     one of them is, all are made, as looking at the text again would take longer. A run that was killed goes on with
-    the experts that are still to do."""
+    the experts that are still to do. `shared`: None for coding in this process."""
 
-    def __init__(self, model: LayeredModel, kept: KeptCodes, texts: Texts, likely: Set[int] = frozenset()) -> None:
-        self.model, self.kept, self.texts, self.likely = model, kept, texts, likely
+    def __init__(
+        self, model: LayeredModel, kept: KeptCodes, texts: Texts, likely: Set[int] = frozenset(),
+        shared: Shared | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.kept, self.texts, self.likely, self.shared = model, kept, texts, likely, shared
         self._complete: set[int] = set()
 
     def ensure(self, widths: set[int]) -> None:
@@ -44,51 +62,54 @@ class LayerCoding:
                 left.setdefault(key.at, {})[key] = missing
         return left
 
-    def _code(self, left: Mapping[LayerKey, Mapping[ExpertKey, list[int]]]) -> None:
+    def _code(self, left: Mapping[LayerKey, Missing]) -> None:
         model, ids, real = self.model, self.texts.ids, self.texts.real
-        wants = model.coder.quantizer.wants
         model.original_experts()
         states = model.passage(ids, keeps=True)
-        if wants != "nothing":
+        if self._wants_text:
             with torch.inference_mode():
                 model.through(states, ids, real, "what enters each layer")
         widths = sorted({bits for experts in left.values() for missing in experts.values() for bits in missing})
+        coded = self._here(left, states) if self.shared is None else self._by_workers(self.shared, left, states)
         with model.show(f"coding at {', '.join(map(str, widths))} bits", sum(map(len, left.values())), "expert") as bar:
-            for at, experts in left.items():
-                seen = None if wants == "nothing" else _Seen(model, model.call_of(states, at, ids, real), wants)
-                model.shelf.expect(list(experts))
-                for key, missing in experts.items():
-                    self._code_expert(key, missing, seen)
-                    bar.update(1)
-                model.shelf.clear()
+            for count in coded:
+                bar.update(count)
 
-    @torch.inference_mode()
-    def _code_expert(self, key: ExpertKey, widths: Sequence[int], seen: _Seen | None) -> None:
-        own = self.model.shelf.weights(key)
-        weights = {name: weight.numpy() for name, weight in zip(self.model.spec.moe.ffn.projections, own, strict=True)}
-        rows, inputs = (0, None) if seen is None else seen.by(key, own)
-        for bits in widths:
-            self.kept.put(key, bits, rows, self.model.coder.coded(key, bits, weights, inputs))
+    @property
+    def _wants_text(self) -> bool:
+        return self.model.coder.quantizer.wants != "nothing"
 
+    def _here(self, left: Mapping[LayerKey, Missing], states: Passage) -> Iterator[int]:
+        """Gives how many experts were coded since it last did."""
+        model = self.model
+        for at, experts in left.items():
+            seen = None
+            if self._wants_text:
+                call = model.call_of(states, at, self.texts.ids, self.texts.real)
+                seen = Seen(model.spec, call, model.coder.quantizer.wants, model.calls.inner)
+            model.shelf.expect(list(experts))
+            for key, missing in experts.items():
+                code_expert(model.coder, self.kept, key, missing, model.shelf.weights(key), seen)
+                yield 1
+            model.shelf.clear()
 
-class _Seen:
-    """What one layer's experts were asked, and the moments of it: see moeconv.quantizers.moments.Moments."""
+    def _by_workers(self, shared: Shared, left: Mapping[LayerKey, Missing], states: Passage) -> Iterator[int]:
+        """The same; passes stay in this process."""
+        asked = self.model.room.folder.absolute() / "asked"
+        try:
+            with shared.workers() as run:
+                for at, experts in left.items():
+                    folder = self._asked(asked / str(at), states, at) if self._wants_text else None
+                    due = [(key, tuple(widths)) for key, widths in experts.items()]
+                    parts = (due[start : start + EXPERTS_A_TASK] for start in range(0, len(due), EXPERTS_A_TASK))
+                    tasks = [CodingTask(at, tuple(part), folder) for part in parts]
+                    yield from (count for _, count in run(shared.job, tasks))
+                    shutil.rmtree(asked, ignore_errors=True)
+        finally:
+            shutil.rmtree(asked, ignore_errors=True)
 
-    def __init__(self, model: LayeredModel, call: Call, wants: Wants) -> None:
-        self.calls, self.call, self.wants = model.calls, call, wants
-        sample = LayerSample(widest(model.spec), model.spec.expert_width)
-        sample.add(call)
-        self.sample = sample.tokens(model.spec.moe.ffn.d_ff)  # of which each expert makes what enters its down matrix
-        entering = sample.tokens(model.spec.expert_width)
-        self.entering = summed(entering, wants), len(entering)
-
-    def by(self, key: ExpertKey, weights: Weights) -> tuple[int, dict[Side, Inputs]]:
-        """Tokens that an expert saw, and the moments of what its matrices saw."""
-        x = self.call.x[(self.call.chosen == key.expert).any(1)]
-        inner, sampled = (self.calls.inner(key, each, weights) for each in (x, self.sample))
-        inside = summed(sampled, self.wants), len(sampled)
-        return len(x), {"in": self._told(x, *self.entering), "mid": self._told(inner, *inside)}
-
-    def _told(self, x: Tensor, sampled: Tensor, tokens: int) -> Inputs:
-        moment, counted = told(summed(x, self.wants), len(x), sampled, tokens, self.wants)
-        return Inputs(np.array([len(x)]), moment[None].numpy(), np.array([counted], np.float32))
+    def _asked(self, folder: Path, states: Passage, at: LayerKey) -> Path:
+        """What a layer's experts are asked, on the disk."""
+        folder.mkdir(parents=True, exist_ok=True)
+        keep(self.model.call_of(states, at, self.texts.ids, self.texts.real, states_in(folder)), folder)
+        return folder

@@ -61,14 +61,16 @@ class Passage:
             if not self.keeps:
                 self._file(layer - 1).unlink(missing_ok=True)
 
-    def aside(self, rows: int, width: int) -> Tensor:
-        """Room on the disk for states [rows, width] that nobody needs when this tensor is gone."""
-        file = self.folder / "aside"
+    def aside(self, rows: int, width: int, file: Path | None = None) -> Tensor:
+        """Room on the disk for states [rows, width] that nobody needs when this tensor is gone, or that stay in a
+        `file`."""
+        stays, file = file is not None, file or self.folder / "aside"
         with self._using():
             with file.open("wb") as made:
                 os.posix_fallocate(made.fileno(), 0, max(1, states_bytes(1, rows, width)))
             mapped = np.memmap(file, np.float32, "r+", shape=(rows, width))
-            file.unlink()
+            if not stays:
+                file.unlink()
         return torch.from_numpy(mapped)
 
     def remove(self) -> None:

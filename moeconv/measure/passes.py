@@ -137,10 +137,10 @@ class Passes:
             yield at, self.call_of(passage, at, ids, real)
 
     @torch.inference_mode()
-    def call_of(self, passage: Passage, at: LayerKey, ids: Tensor, real: Tensor) -> Call:
+    def call_of(self, passage: Passage, at: LayerKey, ids: Tensor, real: Tensor, file: Path | None = None) -> Call:
         """The same of one layer, whose input the passage has kept. Its experts are not run; what they are asked about
-        lies on the disk."""
-        x = passage.aside(ids.numel(), self.spec.expert_width)
+        lies on the disk, in `file` if one is given."""
+        x = passage.aside(ids.numel(), self.spec.expert_width, file)
         chosen, weights = list[Tensor](), list[Tensor]()
 
         def answer(_: LayerKey, call: Call) -> Tensor:

@@ -172,7 +172,9 @@ class ExpertCalls:
     def inner(self, key: ExpertKey, x: Tensor, weights: Weights | None = None) -> Tensor:
         """What enters an expert's down matrix, by its own weights if no others are given. x [rows, d_model] → [rows,
         d_ff]"""
-        return _inner(x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.moe.ffn)
+        return expert_inner(
+            x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.moe.ffn
+        )
 
     def given(self, place: LayerKey | None, call: Call) -> Tensor:
         """What a layer's experts give for a call. [tokens, d_model]"""
@@ -224,10 +226,11 @@ class ExpertCalls:
 
 def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = ()) -> Tensor:
     """See moert.pack.parts.Ffn and Act. x [rows, d_model] → [rows, d_model]."""
-    return nn.functional.linear(_inner(x, weights, biases, ffn), weights[-1], biases[-1] if biases else None)
+    return nn.functional.linear(expert_inner(x, weights, biases, ffn), weights[-1], biases[-1] if biases else None)
 
 
-def _inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:
+def expert_inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:
+    """What enters the down matrix: x [rows, d_model] → [rows, d_ff]."""
     limit = ffn.act.limit
     first, *others = (
         nn.functional.linear(x, weight, biases[place] if biases else None)

@@ -16,8 +16,8 @@ SHARE = 0.9
 
 @dataclass(frozen=True)
 class Aim:
-    """What a whole model is to take; None for what was not said. Memory is that of the group: what a process has mapped of
-    files is in its own figure as well, however little of it the system would keep."""
+    """What a whole model is to take; None for what was not said. Memory is that of the group: a process's own figure
+    has all that it mapped of files in it, however little of them is kept."""
 
     wall_s: float | None
     memory_bytes: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 
 from moeconv.artifacts import Target
-from moeconv.conversion import profile, room
+from moeconv.conversion import bench, profile, room
 from moeconv.conversion.planning import plan
 from moeconv.conversion.profile import profile_paths
 from moeconv.errors import ConversionError, SettingsError
+from moeconv.measure.coding import CodingWorker
 from moeconv.measure.layered import LayeredModel
 from moeconv.packing.layers import PackedLayers
 from moeconv.packing.verify import verify
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.sweep.runners import runner_for
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE
@@ -47,6 +50,38 @@ def test_the_same_widths_mean_the_same_weights(
         assert mine.reference == pytest.approx(theirs.reference, rel=1e-5)
         assert mine.value == pytest.approx(theirs.value, rel=2e-3)
     assert verify(Pack.open(layered.settings.out), Checkpoint.open(layered.settings.model)).worst is not None
+
+
+@pytest.mark.parametrize("quantizer", ["group", "gptq", "channel"])
+def test_workers_code_what_one_process_does(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantizer: str
+) -> None:
+    """Here in this process, and on a cluster in test_ray_cluster.py; nothing that they were told stays on the disk."""
+    tasks: list[Any] = []
+
+    def local(cluster: str, make: Any, reads: list[Path]) -> Any:
+        assert cluster == "here:1"
+        assert all(path.is_absolute() and path.exists() for path in reads)
+        return runner_for(None, lambda job: Heard(make(job)), reads)
+
+    class Heard:
+        def __init__(self, worker: CodingWorker) -> None:
+            self.worker = worker
+
+        def measure(self, task: Any) -> int:
+            tasks.append(pickle.loads(pickle.dumps(task)))
+            return self.worker.measure(task)
+
+    memory = tight(monkeypatch)
+    changes: dict[str, Any] = {**SMALL, "bits": (3,), "quantizer": quantizer, "memory_bytes": memory}
+    alone = Done(settings_for(sources, "olmoe", tmp_path, **changes, out=tmp_path / "a.pack", work=tmp_path / "w1"))
+    monkeypatch.setattr(bench, "runner_for", local)
+    shared = Done(settings_for(sources, "olmoe", tmp_path, **changes, cluster="here:1", work=tmp_path / "w2"))
+    assert shared.manifest.experts == alone.manifest.experts
+    coded = [(key, bits) for task in tasks for key, widths in task.experts for bits in widths]
+    assert len(set(coded)) == len(coded), "nothing is coded twice"
+    assert {key for key, _ in coded} == set(shared.manifest.model.expert_keys())
+    assert not list((tmp_path / "w2").rglob("asked"))
 
 
 def test_widths_are_chosen_and_kept_for_other_targets(
@@ -87,13 +122,14 @@ def test_what_takes_a_model_in_memory_is_refused(
     for family, changes, says in (
         ("olmoe", {"signal": "nll"}, "--signal nll takes a model in memory"),
         ("olmoe", {"racing": 0.05}, "--racing takes a model in memory"),
-        ("olmoe", {"cluster": "auto"}, "--cluster takes a model in memory"),
         ("switch", {}, "is converted in memory, which takes at least"),
     ):
         with pytest.raises(SettingsError, match=says):
             Done(settings_for(sources, family, tmp_path, **changes, memory_bytes=memory))
     with pytest.raises(SettingsError, match=r"text takes at least \d+MB"):
         Done(settings_for(sources, "olmoe", tmp_path, memory_bytes=10**6))
+    with pytest.raises(SettingsError, match="--cluster shares out the exact sweep, or coding layer by layer"):
+        Done(settings_for(sources, "olmoe", tmp_path, signal="fisher", cluster="auto"))
     with pytest.raises(SettingsError, match="--signal fisher is for models that continue text"):
         Done(settings_for(sources, "switch", tmp_path, signal="fisher"))
     assert not (tmp_path / "m.pack").exists()

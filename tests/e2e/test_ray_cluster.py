@@ -24,6 +24,7 @@ from cluster_toy import ToyJob, ToyTask, ToyWorker
 from conversions import Unseen, settings_for
 
 from moeconv.artifacts import Target
+from moeconv.conversion import room
 from moeconv.conversion.conversion import Conversion
 from moeconv.source.outline import CheckpointError
 from moeconv.sweep.cluster import ClusterError, ray_runner
@@ -297,6 +298,25 @@ class KillsOne:
         if n and not self.killed:
             self.killed = next(pid for pid in marked(f"{MARK}={os.getpid()}") if named(pid).startswith("ray::_Process"))
             os.kill(self.killed, signal.SIGKILL)
+
+
+def test_experts_are_coded_layer_by_layer_as_by_one_process(
+    cluster: Any, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same pack, though one of the two workers is killed in the middle."""
+    monkeypatch.setattr("moeconv.sweep.cluster.ray_runner", partial(ray_runner, patience_s=PATIENCE_S))
+    monkeypatch.setattr(room, "LEAST_TOKENS", 32)
+    bar = KillsOne()
+    changes = {"loss": 0.9, "bits": (3, 4), "samples": 8, "sweep_samples": 4, "heldout_samples": 6}
+    alone = settings_for(sources, "olmoe", tmp_path / "alone", **changes, memory_bytes=room.PROCESS_BYTES + (2 << 20))
+    spread = replace(alone, out=tmp_path / "m.pack", work=tmp_path / "work", cluster=cluster.address)
+    Conversion(alone, lambda _: None, lambda *_: nullcontext(Unseen())).run()
+    Conversion(
+        spread, lambda _: None, lambda label, *_: nullcontext(bar if label.startswith("coding") else Unseen())
+    ).run()
+    assert bar.killed
+    for path in sorted(alone.out.rglob("*.safetensors")):
+        assert (spread.out / path.relative_to(alone.out)).read_bytes() == path.read_bytes()
 
 
 def entries(work: Path) -> list[dict[str, Any]]:
