@@ -16,7 +16,7 @@ from moert.engine import Engine
 from moert.kernels.backend import I64
 from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16
 from moert.pack.layout import group_of
-from moert.pack.manifest import Preference, Quantization
+from moert.pack.manifest import Files, Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, LayerKey, ModelSpec
 from moert.pack.parts import (
     Act,
@@ -99,10 +99,10 @@ _GROUP = 8
 
 def write_pack(
     out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0,
-    bits: Sequence[int] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (),
+    bits: Sequence[int] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (), files: Files = "expert",
 ) -> Path:  # fmt: skip
     """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn."""
-    writer = PackWriter(out, spec, Quantization("group", _GROUP, "BF16", seed), f"seed {seed}")
+    writer = PackWriter(out, spec, Quantization("group", _GROUP, "BF16", seed), f"seed {seed}", files)
     rng = np.random.default_rng(seed)
     for index, key in enumerate(spec.expert_keys()):
         widths = [bits[(index + at) % len(bits)] for at in range(len(spec.moe.ffn.projections))]

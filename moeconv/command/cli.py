@@ -137,6 +137,9 @@ def quantize(
     cluster: Annotated[
         str | None, typer.Option(help="Sweep, or code layer by layer, on a Ray cluster: auto, host:port or ray://host:port.")
     ] = None,
+    layout: Annotated[
+        str, typer.Option(help="What has a file of its own in the pack: each expert, or each layer with its experts.")
+    ] = "expert",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -159,7 +162,7 @@ def quantize(
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
         heldout_samples, context, max_new_tokens, options.bytes_of(memory),
         None if racing is None else parse_share(racing, "--racing"), cluster,
-        None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident),
+        None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)

@@ -107,20 +107,25 @@ def deliver(
     label = Label(
         f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile, preferences
     )
-    check_room(settings.out, _needed_bytes(coder, outcome.widths, dense), "--out", partial_of(settings.out))
+    needed_bytes = _needed_bytes(coder, outcome.widths, dense, settings.layout)
+    check_room(settings.out, needed_bytes, "--out", partial_of(settings.out))
     with account.progress("writing", len(outcome.widths), "expert") as bar:
-        manifest = emit(coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar)
+        manifest = emit(
+            coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar,
+            files="layer" if settings.layout == "layer" else "expert",
+        )  # fmt: skip
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
     return manifest, report
 
 
-def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder) -> int:
-    """What a pack takes on the disk at most."""
+def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder, layout: str) -> int:
+    """What a pack takes on the disk at most; experts of one layer are there twice while they get a file together."""
     spec = coder.checkpoint.spec
     experts = _expert_bytes(spec, widths, Storage(coder.quantizer.group_size, coder.mxfp4))["pack"]
     padding = len(widths) * choose_page_bytes(spec)
-    return experts + padding + dense.backbone_bytes()[0]
+    twice = 0 if layout == "expert" else 2 * (experts + padding) // len(spec.moe_layers())
+    return experts + padding + twice + dense.backbone_bytes()[0]
 
 
 def _profile_in(root: Path) -> Profile | None:

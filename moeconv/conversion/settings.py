@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 from moeconv.artifacts import FISHER, SIGNALS, Target
 from moeconv.errors import SettingsError
@@ -15,6 +16,7 @@ from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moeconv.quantizers.dense import dense_bits_text
 from moert.pack.codec import WIDTHS
+from moert.pack.manifest import Files
 from moert.pack.parts import ROLES
 from moert.pack.sizes import NotASize, parse_size
 
@@ -25,6 +27,7 @@ DEFAULT_TARGET = Target("loss", 0.05)
 DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
 DEFAULT_ALLOCATION = "knapsack"
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
+LAYOUTS: tuple[Files, ...] = get_args(Files)
 LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
@@ -45,7 +48,7 @@ class Settings:
     a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
     widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
-    where there is no calibration text."""
+    where there is no calibration text. `layout`: what has a file of its own in the pack."""
 
     model: str
     out: Path
@@ -75,10 +78,12 @@ class Settings:
     dense_bits: int | Mapping[str, int] | None = None
     strict: bool = False
     resident: tuple[float, ...] = ()
+    layout: str = "expert"
 
     def __post_init__(self) -> None:
         if self.quantizer is not None:
             check_choice("--quantizer", self.quantizer, QUANTIZERS)
+        check_choice("--layout", self.layout, LAYOUTS)
         check_ranking(self.allocation, self.signal)
         if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
             find_metric(self.metric)

@@ -19,7 +19,7 @@ from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS
 from moert.pack.errors import WriteFailed
-from moert.pack.manifest import Manifest, Preference, Quality, Quantization
+from moert.pack.manifest import Files, Manifest, Preference, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
 from moert.pack.writer import PackWriter
 
@@ -54,9 +54,10 @@ def emit(
     label: Label,
     dense: DenseCoder | None = None,
     bar: Bar | None = None,
+    files: Files = "expert",
 ) -> Manifest:
     """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was. `bar` hears
-    of each expert.
+    of each expert. `files`: what has one of its own.
 
     Raises CheckpointError (unreadable source, values that 16 bits can't hold), WriteFailed, or ValueError for widths
     that don't cover the model's experts.
@@ -66,7 +67,7 @@ def emit(
     dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
     name, group_size = coder.quantizer.name, coder.quantizer.group_size
     quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4)
-    writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization))
+    writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization), files)
     try:
         _write_experts(coder, widths, label.importance, writer, bar)
         write_backbone(dense, coder.dtype16, writer)

@@ -36,7 +36,7 @@ class Verified:
 
 def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Verified:
     """Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the source."""
-    keys, files = pack.manifest.model.expert_keys(), sum(1 for _ in pack.listed_files())
+    keys, files = pack.manifest.model.expert_keys(), sum(1 for _ in pack.pieces())
     with show("files", files, "file") as bar:
         for _ in pack.verify_hashes():
             bar.update(1)

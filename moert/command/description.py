@@ -41,6 +41,7 @@ def describe(pack: Pack) -> dict[str, Any]:
             "top_k": spec.moe.router.top_k,
             "all": len(manifest.experts),
             "weights_each": spec.weights_per_expert(),
+            "files": len({entry.path for entry in manifest.experts}),
         },
         "quantizer": manifest.quantization.quantizer,
         "group_size": manifest.quantization.group_size,
@@ -79,6 +80,7 @@ def description_lines(pack: Pack) -> list[str]:
     widths = ", ".join(
         f"{called.get(bits, f'{bits} bits')}: {count}" for bits, count in facts["bits_histogram"].items()
     )
+    files = "" if experts["files"] == experts["all"] else f" in {experts['files']} files"
     smallest_text = (
         f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
         f"{smallest['new_tokens']} new ones, for the whole process"
@@ -92,7 +94,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"widths           {widths} (projections)",
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
         f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
-        f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk "
+        f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk{files} "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
         f"trace {size(nbytes['trace'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),

@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 from moert.pack.codec import WIDTHS, Form16
 from moert.pack.errors import ManifestInvalid, UnsafePath
 from moert.pack.layout import ExpertLayout, expert_layout
-from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
+from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
 from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief, mapping, plain, read
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
-MAJOR, MINOR = 2, 1
-PLAIN_MINOR = 0  # of a pack without preferences
+MAJOR, MINOR = 2, 2
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR = 0, 1, 2
+"""Of a pack that has neither, of one with preferences, of one with several experts in a file."""
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
@@ -28,6 +29,8 @@ _WIDTHS = frozenset(WIDTHS)
 _LARGEST = 1e30  # that any number of a manifest is
 
 Dtype16 = Literal["F16", "BF16"]
+Files = Literal["expert", "layer"]
+"""What has a file of its own."""
 
 
 # How single fields are read -----------------------------------------------------------------------------------------
@@ -95,24 +98,31 @@ def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]
     try:
         (stack, layer, expert), path, bits = raw["key"], raw["path"], raw["bits"]
         sha256, importance = raw["sha256"], raw["importance"]
-        counts = raw["file_bytes"], raw["tensor_bytes"], raw["crc32"]
+        counts = raw["file_bytes"], raw["tensor_bytes"], raw["crc32"], raw.get("offset", 0)
     except (TypeError, KeyError, ValueError):
         return None
     if type(raw["key"]) is not list or stack not in STACKS or type(layer) is not int or type(expert) is not int:
         return None
     key = ExpertKey(stack, layer, expert)
-    if path != expert_path(key) or type(bits) is not dict or type(sha256) is not str or not _SHA256.fullmatch(sha256):
+    if (
+        path not in (expert_path(key), layer_path(key.at))
+        or type(bits) is not dict
+        or type(sha256) is not str
+        or not _SHA256.fullmatch(sha256)
+    ):
         return None
     if not all(type(count) is int for count in counts) or not all(type(width) is int for width in bits.values()):
         return None
     if not (0 < counts[0] <= MAX_BYTES and 0 < counts[1] <= MAX_BYTES and 0 <= counts[2] <= _CRC32):
+        return None
+    if not 0 <= counts[3] <= MAX_BYTES:
         return None
     if not {"gate", "up", "down"}.issuperset(bits) or not _WIDTHS.issuperset(bits.values()):
         return None
     if importance is not None and (type(importance) is not float or not abs(importance) <= _LARGEST):
         return None
     shared = widths.setdefault(tuple(bits.items()), bits)
-    return ExpertEntry(key, path, counts[0], counts[1], shared, sha256, counts[2], importance)
+    return ExpertEntry(key, path, counts[0], counts[1], shared, sha256, counts[2], importance, counts[3])
 
 
 # What the manifest holds --------------------------------------------------------------------------------------------
@@ -202,8 +212,9 @@ class Preference:
 class ExpertEntry:
     """One expert: its file, its widths, and what proves the file is the right one.
 
-    `tensor_bytes` counts weights, scales and minima alone, `file_bytes` the whole file. `importance` is the loss
-    measured when this expert alone goes to 2 bits, all others at 4, above that with all at 4; None where not measured.
+    `tensor_bytes` counts weights, scales and minima alone, `file_bytes` all that it has of its file, from `offset` on.
+    `importance` is the loss measured when this expert alone goes to 2 bits, all others at 4, above that with all at 4;
+    None where not measured.
     """
 
     key: Annotated[ExpertKey, Read(_key)]
@@ -214,6 +225,7 @@ class ExpertEntry:
     sha256: Annotated[str, Read(_digest)]
     crc32: Annotated[int, Within(0, _CRC32)]
     importance: float | None
+    offset: Annotated[int, Within(0, MAX_BYTES)] = 0
 
 
 @dataclass(frozen=True)
@@ -249,12 +261,20 @@ def expert_path(key: ExpertKey) -> str:
     return f"experts/{key}.safetensors"
 
 
+def layer_path(at: LayerKey) -> str:
+    """Where all experts of a layer lie that have one file, one behind the other: experts/D03.experts."""
+    return f"experts/{at}.experts"
+
+
 def dump_manifest(manifest: Manifest) -> str:
     """The manifest as JSON text, one expert a line so that a diff can be read; its last field is its own checksum."""
     document = plain(manifest)
     minor, experts = document.pop("minor"), document.pop("experts")
     if not manifest.preferences:
         del document["preferences"]
+    for expert in experts:
+        if not expert["offset"]:
+            del expert["offset"]
     head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
     lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
     text = json.dumps(head, indent=1, allow_nan=False)

@@ -77,15 +77,30 @@ def _check(manifest: Manifest) -> None:
     _check_dense(manifest)
     _check_keys(manifest)
     _check_preferences(manifest)
-    paths = {entry.path for entry in manifest.experts} | set(manifest.files)
-    if len(paths) != len(manifest.experts) + len(manifest.files):
-        raise ManifestInvalid("manifest.json names one file twice: each file of a pack has one purpose")
+    _check_places(manifest)
     known: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[int, int]] = {}
     for entry in manifest.experts:
         alike = (len(str(entry.key)), tuple(entry.bits.items()))  # all that their sizes depend on
         if known.get(alike) != (entry.file_bytes, entry.tensor_bytes):
             _check_expert(manifest, entry)
             known[alike] = entry.file_bytes, entry.tensor_bytes
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Experts in one file lie one behind the other, in the order of execution."""
+    ends = dict.fromkeys(manifest.files, -1)
+    for entry in manifest.experts:
+        end = ends.get(entry.path, 0)
+        if end < 0 or (end and not entry.offset):
+            raise ManifestInvalid("manifest.json names one file twice: each file of a pack has one purpose")
+        if entry.offset != end:
+            raise ManifestInvalid(
+                f"expert {entry.key} begins at byte {entry.offset} of {entry.path}, expected {end}: what lies in one "
+                "file follows without a gap"
+            )
+        ends[entry.path] = end + entry.file_bytes
+    if max(ends.values(), default=0) > MAX_BYTES:
+        raise SizeOverflow(f"a file of experts would take {max(ends.values())} bytes, larger than any file can be")
 
 
 def _check_dense(manifest: Manifest) -> None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,15 @@ _HASHED_AT_ONCE = 4
 _MAX_MANIFEST_BYTES = 1 << 28
 
 Projection = QuantizedMatrix | npt.NDArray[np.float32]
+
+
+class Piece(NamedTuple):
+    """A file of a pack, or what one expert has of one."""
+
+    path: str
+    offset: int
+    nbytes: int
+    sha256: str
 
 
 class Pack:
@@ -91,13 +100,14 @@ class Pack:
         return bytes(body)
 
     def read_expert(self, key: ExpertKey, into: U8 | None = None) -> U8:
-        """The whole file of one expert, in one read, checked against its layout and fast checksum. uint8 [file_bytes].
+        """All that one expert has of its file, in one read, checked against its layout and fast checksum. uint8
+        [file_bytes].
 
         Raises FileMissing, FileTruncated, HeaderInvalid, HashMismatch.
         """
         entry = self._entries[key]
         buffer = np.empty(entry.file_bytes, dtype=np.uint8) if into is None else into[: entry.file_bytes]
-        self._read_exactly(entry.path, buffer.data)
+        self._read_exactly(entry.path, buffer.data, entry.offset)
         self.check_expert(key, buffer)
         return buffer
 
@@ -148,41 +158,48 @@ class Pack:
         )  # fmt: skip
 
     def verify_hashes(self) -> Iterator[str]:
-        """Reads every file, several at a time; yields its path once its sha256 is found right, raises at the first in
-        order that is not."""
+        """Reads everything, several pieces at a time; yields the path of each once its sha256 is found right, raises at
+        the first in order that is not."""
         from concurrent.futures import ThreadPoolExecutor  # opening a pack needs none
 
         ended = Event()
 
-        def check(listed: tuple[str, int, str]) -> str:
-            relative, nbytes, sha256 = listed
-            self._check_size(relative, nbytes)
+        sizes = self.sizes()
+
+        def check(piece: Piece) -> str:
+            self._check_size(piece.path, sizes[piece.path])
             try:
-                found = _sha256(self.file(relative), ended)
+                found = _sha256(self.file(piece.path), piece, ended)
             except OSError as error:
-                raise unreadable(self.root, relative, error) from None
-            if found != sha256:
-                raise HashMismatch(f"{relative}: sha256 differs from the manifest: the file is damaged, copy it again")
-            return relative
+                raise unreadable(self.root, piece.path, error) from None
+            if found != piece.sha256:
+                raise HashMismatch(
+                    f"{piece.path}: sha256 differs from the manifest: the file is damaged, copy it again"
+                )
+            return piece.path
 
         with ThreadPoolExecutor(_HASHED_AT_ONCE) as readers:
             try:
-                yield from readers.map(check, list(self.listed_files()))
+                yield from readers.map(check, list(self.pieces()))
             finally:
                 ended.set()
                 readers.shutdown(cancel_futures=True)
 
-    def listed_files(self) -> Iterator[tuple[str, int, str]]:
-        """(path in the pack, bytes, sha256) of every file but the manifest."""
+    def pieces(self) -> Iterator[Piece]:
+        """Everything but the manifest."""
         for relative, file in self.manifest.files.items():
-            yield relative, file.nbytes, file.sha256
+            yield Piece(relative, 0, file.nbytes, file.sha256)
         for entry in self.manifest.experts:
-            yield entry.path, entry.file_bytes, entry.sha256
+            yield Piece(entry.path, entry.offset, entry.file_bytes, entry.sha256)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Path in the pack → bytes, of every file but the manifest."""
+        return {piece.path: piece.offset + piece.nbytes for piece in self.pieces()}  # the last of a file ends it
 
     def _check_sizes(self) -> None:
         """Of all files: what a look at their folders does not find as it should be is looked at by itself."""
         folders: dict[str, dict[str, int]] = {}
-        for relative, nbytes, _ in self.listed_files():
+        for relative, nbytes in self.sizes().items():
             folder, _, name = relative.rpartition("/")
             if folder not in folders:
                 folders[folder] = self._regular_files(folder)
@@ -216,11 +233,12 @@ class Pack:
                 f"{relative} has {found.st_size} bytes, the manifest says {nbytes}: copy the pack again"
             )
 
-    def _read_exactly(self, relative: str, buffer: memoryview) -> None:
+    def _read_exactly(self, relative: str, buffer: memoryview, offset: int = 0) -> None:
         """Fills `buffer` from the file; a single read where the system allows it (it stops at 2 GiB on Linux)."""
         found = 0
         try:
             with open(self.file(relative), "rb", buffering=0) as handle:
+                handle.seek(offset)
                 while count := handle.readinto(buffer[found:]):
                     found += count
         except OSError as error:
@@ -287,14 +305,17 @@ def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
     return FileMissing(f"{relative} in the pack at {root} can't be read: {error.strerror}")
 
 
-def _sha256(path: Path, ended: Event) -> str:
-    """Of what was read until `ended` was set."""
+def _sha256(path: Path, piece: Piece, ended: Event) -> str:
+    """Of what was read of it until `ended` was set."""
     import hashlib  # takes memory, and opening a pack needs none of it
 
     digest = hashlib.sha256()
     with open(path, "rb") as handle:
-        while not ended.is_set() and (chunk := handle.read(_CHUNK)):
+        handle.seek(piece.offset)
+        left = piece.nbytes
+        while not ended.is_set() and (chunk := handle.read(min(_CHUNK, left))):
             digest.update(chunk)
+            left -= len(chunk)
     return digest.hexdigest()
 
 

@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -24,35 +25,43 @@ from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
     BACKBONE,
-    MINOR,
+    JOINED_MINOR,
     PLAIN_MINOR,
+    PREFERRING_MINOR,
     ExpertEntry,
     FileEntry,
+    Files,
     Manifest,
     Preference,
     Quality,
     Quantization,
     dump_manifest,
     expert_path,
+    layer_path,
 )
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.reader import MANIFEST, Projection, is_pack
 
 _JOURNAL = "experts.jsonl"
+_PIECE = 1 << 20  # that is copied at once
 
 
 class PackWriter:
-    """Collects a pack in OUT.partial and puts it in OUT's place at the end.
+    """Collects a pack in OUT.partial and puts it in OUT's place at the end. `files`: whether each expert has a file of
+    its own, or the experts of a layer share one, in which they are put at the end.
 
     `fingerprint` says what is being written (checkpoint, plan, quantiser): experts that an interrupted run with the
     same fingerprint finished are kept, any other leftovers are removed. One writer at a time. Raises WriteFailed.
     """
 
-    def __init__(self, out: Path, spec: ModelSpec, quantization: Quantization, fingerprint: str) -> None:
+    def __init__(
+        self, out: Path, spec: ModelSpec, quantization: Quantization, fingerprint: str, files: Files = "expert"
+    ) -> None:  # fmt: skip
         self.out = Path(os.path.abspath(out))
         self.partial = partial_of(self.out)
         self.spec = spec
         self.quantization = quantization
+        self.files = files
         self.page_bytes = choose_page_bytes(spec)
         self._files: dict[str, FileEntry] = {}
         check_target(self.out)
@@ -60,7 +69,7 @@ class PackWriter:
             self.partial.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.partial, self.out)
             _restore(self.out)
-            self._experts = self._resume(fingerprint)
+            self._experts = self._resume(fingerprint if files == "expert" else f"{fingerprint} {files}")
 
     def has(self, key: ExpertKey) -> bool:
         """True if an interrupted run with the same fingerprint has written this expert already."""
@@ -131,6 +140,8 @@ class PackWriter:
         self, creator: str, quality: Quality | None, preferences: tuple[Preference, ...] = ()
     ) -> Manifest:  # fmt: skip
         """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""
+        if self.files == "layer":
+            self._join()
         manifest = Manifest(
             creator=creator,
             page_bytes=self.page_bytes,
@@ -140,7 +151,7 @@ class PackWriter:
             files=self._files,
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
             preferences=preferences,
-            minor=MINOR if preferences else PLAIN_MINOR,
+            minor=JOINED_MINOR if self.files == "layer" else PREFERRING_MINOR if preferences else PLAIN_MINOR,
         )
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())
@@ -155,6 +166,28 @@ class PackWriter:
             fsync(self.out.parent)
         self._lock.release()
         return manifest
+
+    def _join(self) -> None:
+        """Puts the experts of each layer into one file; a run that is killed at it goes on with the next layer."""
+        for at in self.spec.moe_layers():
+            apart = [self._experts[at.expert(number)] for number in range(self.spec.moe.n)]
+            path = self.partial / layer_path(at)
+            if apart[0].path == layer_path(at):
+                continue
+            with _writing(path):
+                fresh = path.with_name(f"{path.name}.fresh")
+                with fresh.open("wb") as stream:
+                    for entry in apart:
+                        with (self.partial / entry.path).open("rb") as body:
+                            shutil.copyfileobj(body, stream, _PIECE)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(fresh, path)
+                fsync(path.parent)
+                for entry in apart:
+                    (self.partial / entry.path).unlink()
+                (self.partial / apart[0].path).parent.rmdir()
+            self._experts |= {entry.key: entry for entry in _joined(at, apart)}
 
     def _tensors(self, name: str, part: Projection) -> list[tuple[str, npt.NDArray[np.generic]]]:
         if isinstance(part, QuantizedMatrix):
@@ -196,18 +229,42 @@ class PackWriter:
         return done
 
     def _finished(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
-        done: dict[ExpertKey, ExpertEntry] = {}
+        noted = self._noted(lines)
+        done = {key: entry for key, entry in noted.items() if self._is_there(entry)}
+        for at in self.spec.moe_layers():
+            keys = [at.expert(number) for number in range(self.spec.moe.n)]
+            if (self.partial / layer_path(at)).is_file() and all(key in noted for key in keys):
+                joined = _joined(at, [noted[key] for key in keys])
+                if all(map(self._is_there, joined)):
+                    done |= {entry.key: entry for entry in joined}
+        return done
+
+    def _is_there(self, entry: ExpertEntry) -> bool:
+        path = self.partial / entry.path
+        if not path.is_file():
+            return False
+        with path.open("rb") as stream:
+            stream.seek(entry.offset)
+            return hashlib.sha256(stream.read(entry.file_bytes)).hexdigest() == entry.sha256
+
+    def _noted(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
+        """What the journal says was written, each expert in a file of its own."""
+        noted: dict[ExpertKey, ExpertEntry] = {}
         for line in lines:
             try:
                 stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance = json.loads(line)
             except ValueError:
                 continue  # empty, or being written when the last run was killed
             key = ExpertKey(stack, layer, expert)
-            path = self.partial / expert_path(key)
-            if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
-                rest = (file_bytes, tensor_bytes, bits, sha256, crc32, importance)
-                done[key] = ExpertEntry(key, expert_path(key), *rest)
-        return done
+            rest = (file_bytes, tensor_bytes, bits, sha256, crc32, importance)
+            noted[key] = ExpertEntry(key, expert_path(key), *rest)
+        return noted
+
+
+def _joined(at: LayerKey, apart: Sequence[ExpertEntry]) -> list[ExpertEntry]:
+    """The experts of a layer, one behind the other in its file."""
+    offsets = accumulate((entry.file_bytes for entry in apart), initial=0)
+    return [replace(entry, path=layer_path(at), offset=offset) for entry, offset in zip(apart, offsets, strict=False)]
 
 
 def add_to_pack(root: Path, manifest: Manifest, relative: str, body: bytes) -> Manifest:

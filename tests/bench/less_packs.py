@@ -28,7 +28,7 @@ from moeconv.measure.workdir import WorkDir
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import MeasuredPlan, search
 from moert.pack.files import write_atomically
-from moert.pack.manifest import MINOR, Preference, dump_manifest
+from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
 from moert.pack.reader import MANIFEST, Pack
 
 FOLDER = Path("build/bench/less")
@@ -138,7 +138,7 @@ def with_preferences(source: Path, preferences: Sequence[Preference], out: Path)
         shutil.rmtree(out)
     shutil.copytree(source, out, copy_function=os.link)
     (out / MANIFEST).unlink()
-    manifest = replace(Pack.open(source).manifest, preferences=tuple(preferences), minor=MINOR)
+    manifest = replace(Pack.open(source).manifest, preferences=tuple(preferences), minor=PREFERRING_MINOR)
     write_atomically(out / MANIFEST, dump_manifest(manifest).encode())
     return out
 

@@ -1,7 +1,8 @@
 """`make bench-many`: what packs of thousands of experts cost before the first token. Writes build/bench/many.json.
 
 As many experts as Qwen3-30B-A3B and DeepSeek-V3 have, tiny ones: what is measured grows with their number and not with
-their size. Each start is a process of its own; the page cache has the manifest.
+their size. Each start is a process of its own; the page cache has the manifest. The same once more with a file for each
+layer in place of one for each expert.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 from moert.machine.memory import held_bytes
+from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from tests.bench.result import Row, context, row_of_runs, table, write
@@ -22,7 +24,7 @@ from tests.shapes import Shape
 from tests.tiny_packs import DECODER_SHAPE, write_pack
 
 FOLDER = Path("build/bench/many")
-RUNS = 7
+RUNS, COPIES = 7, 3
 PACKS = {"6,144 experts (48 × 128)": (48, 128, 0.3, 20.0), "14,848 experts (58 × 256)": (58, 256, 0.8, None)}
 """Layers, experts in each, seconds until an engine is ready at most, MB that it holds beside weights at most."""
 
@@ -31,22 +33,27 @@ def main() -> int:
     if sys.argv[1:2] == ["--start"]:
         print(json.dumps(started(sys.argv[2])))
         return 0
-    rows = [row for name, (layers, experts, *aims) in PACKS.items() for row in rows_of(name, layers, experts, *aims)]
+    rows = []
+    for name, (layers, experts, *aims) in PACKS.items():
+        rows += rows_of(name, layers, experts, "expert", *aims)
+        rows += rows_of(f"{name}, a file for each layer", layers, experts, "layer", *aims)
     write("many", context({"runs": RUNS, "processes": "fresh"}), rows)
     print(table(rows))
     return 0
 
 
-def rows_of(name: str, layers: int, experts: int, most_s: float, most_mb: float | None) -> list[Row]:
-    pack = FOLDER / f"{layers}x{experts}.pack"
+def rows_of(
+    name: str, layers: int, experts: int, files: Files, most_s: float, most_mb: float | None
+) -> list[Row]:  # fmt: skip
+    pack = FOLDER / f"{layers}x{experts}-{files}.pack"
     if not (pack / "manifest.json").is_file():
         shutil.rmtree(pack, ignore_errors=True)
-        write_pack(pack, spec_of(layers, experts), paths=False)
+        write_pack(pack, spec_of(layers, experts), paths=False, files=files)
     runs = [_run(pack) for _ in range(RUNS + 1)][1:]
     opened, ready, held = ([run[what] for run in runs] for what in ("opened_s", "ready_s", "held_mb"))
     found = Pack.open(pack)
     begun = time.perf_counter()
-    files = sum(1 for _ in found.verify_hashes())
+    pieces = sum(1 for _ in found.verify_hashes())
     verified_s = time.perf_counter() - begun
     holds = row_of_runs(f"{name}: memory of the engine beside weights", held, "MB")
     return [
@@ -54,8 +61,22 @@ def rows_of(name: str, layers: int, experts: int, most_s: float, most_mb: float 
         row_of_runs(f"{name}: engine ready", ready, "s").at_most(most_s),
         holds if most_mb is None else holds.at_most(most_mb),
         Row(f"{name}: manifest", (pack / "manifest.json").stat().st_size / 1e6, "MB"),
-        Row(f"{name}: all hashes checked", verified_s, "s", n=files),
+        Row(f"{name}: all hashes checked", verified_s, "s", n=pieces),
+        row_of_runs(f"{name}: copied", [_copied_s(pack) for _ in range(COPIES)], "s"),
     ]
+
+
+def _copied_s(pack: Path) -> float:
+    """Until it is on the disk; the page cache has the source."""
+    out = pack.with_suffix(".copy")
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+    started = time.perf_counter()
+    shutil.copytree(pack, out)
+    os.sync()
+    taken = time.perf_counter() - started
+    shutil.rmtree(out)
+    return taken
 
 
 def _run(pack: Path) -> dict[str, float]:

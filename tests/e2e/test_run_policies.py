@@ -98,10 +98,10 @@ class Paths:
         self.direct.append(is_direct(handle))
         return handle
 
-    def _read(self, handle: int, into: Any) -> int:
+    def _read(self, handle: int, into: Any, offset: int) -> int:
         self.readers.add(threading.current_thread().name)
         time.sleep(self.pauses_s)
-        return read_into(handle, into)
+        return read_into(handle, into, offset)
 
 
 @pytest.fixture

@@ -666,7 +666,7 @@ def test_a_file_that_fails_to_be_read_is_named_while_hashes_are_checked(
 
     pack = Pack.open(pack_dir)
     monkeypatch.setattr(reader, "_sha256", failing)
-    first = next(name for name, _, _ in pack.listed_files())
+    first = next(iter(pack.sizes()))
     words = f"{first} in the pack at .* can't be read: Input/output error"
     refused(FileMissing, words, lambda: list(pack.verify_hashes()))
 
@@ -674,10 +674,10 @@ def test_a_file_that_fails_to_be_read_is_named_while_hashes_are_checked(
 def test_hashes_that_nobody_waits_for_are_given_up(pack_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when Ctrl-C ends the loop: files at work are not read to their end."""
     pack, ended = Pack.open(pack_dir), list[bool]()
-    hashes = {pack.root / name: sha256 for name, _, sha256 in pack.listed_files()}
+    hashes = {pack.root / piece.path: piece.sha256 for piece in pack.pieces()}
     first = next(iter(hashes))
 
-    def waiting(path: Path, event: Event) -> str:
+    def waiting(path: Path, piece: object, event: Event) -> str:
         if path != first:
             ended.append(event.wait(60))
         return hashes[path]

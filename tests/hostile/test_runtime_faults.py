@@ -32,9 +32,9 @@ import time
 from moert.experts.cache import cache
 from moert.experts.drive import store
 read_into, cache._CLOSE_S = store.read_into, 0.5
-def slowly(fd, into):
+def slowly(fd, into, offset):
     time.sleep({seconds})
-    return read_into(fd, into)
+    return read_into(fd, into, offset)
 store.read_into = slowly
 """
 
@@ -238,11 +238,11 @@ FAILING = """
 import errno, os
 from moert.experts.drive import store
 read_into, store._PAUSES_S, turn = store.read_into, (0.001,) * 3, [0]
-def sometimes(fd, into):
+def sometimes(fd, into, offset):
     turn[0] += 1
     if {fails}:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
-    return read_into(fd, into)
+    return read_into(fd, into, offset)
 store.read_into = sometimes
 """
 

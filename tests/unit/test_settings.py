@@ -136,6 +136,7 @@ def settings(**change: object) -> Settings:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"layout": "shelf"}, "--layout shelf: expected one of expert, layer"),
         ({"quantizer": "magic"}, "--quantizer magic: expected one of channel, group, gptq"),
         ({"allocation": "magic"}, "--allocation magic"),
         ({"signal": "magic"}, "--signal magic: expected one of metric, nll, kl"),

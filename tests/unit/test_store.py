@@ -163,7 +163,7 @@ def test_what_was_cached_is_used_and_kept_only_if_there_is_room_and_nothing_is_a
 
 def test_what_the_page_cache_has_is_used_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAPPED_BYTES", 1)
-    monkeypatch.setattr(store_module, "in_page_cache", lambda path: True)
+    monkeypatch.setattr(store_module, "in_page_cache", lambda *_: True)
     store, pack, counters = open_store(root)
     path = pack.file(pack.entry(KEY).path)
     into = np.zeros(store.nbytes(KEY), np.uint8)
@@ -197,7 +197,7 @@ def test_answers_do_not_depend_on_where_experts_lie(
 
     expected = answers()
     monkeypatch.setattr(store_module, "MAPPED_BYTES", 1)
-    monkeypatch.setattr(store_module, "in_page_cache", lambda path: True)
+    monkeypatch.setattr(store_module, "in_page_cache", lambda *_: True)
     places: list[bool] = []
     real = ExpertStore.read
 
@@ -232,8 +232,8 @@ def fail(monkeypatch: pytest.MonkeyPatch, opened: list[bool]) -> Faults:
     def inject(times: int, how: Callable[[], int]) -> None:
         left = [how] * times
 
-        def faulty(handle: int, into: np.ndarray) -> int:
-            return left.pop()() if left else read_into(handle, into)
+        def faulty(handle: int, into: np.ndarray, offset: int) -> int:
+            return left.pop()() if left else read_into(handle, into, offset)
 
         monkeypatch.setattr(store_module, "read_into", faulty)
 

@@ -286,7 +286,7 @@ def test_leftovers_of_a_killed_run_are_not_in_the_pack(tmp_path: Path) -> None:
     (folder / "D00" / "E000.safetensors.1a2b3c4d.tmp").write_bytes(b"half")
     (folder / "X").mkdir()
     given = write_pack(out)
-    assert set(everything(out)) == {"manifest.json", *(path for path, *_ in Pack.open(out).listed_files())}
+    assert set(everything(out)) == {"manifest.json", *Pack.open(out).sizes()}
     assert not (out / "experts" / "X").exists()
     assert flat_experts(read_experts(Pack.open(out))) == flat_experts(given)
 

@@ -60,8 +60,8 @@ def open_expert(path: str | os.PathLike[str], direct: bool) -> int:
     return os.open(path, flags)
 
 
-def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8]) -> int:
-    """Fills `buffer` from the start of the file; returns the bytes found, fewer only if the file ends. Raises OSError.
+def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8], offset: int = 0) -> int:
+    """Fills `buffer` from a place in the file; returns the bytes found, fewer only if the file ends. Raises OSError.
 
     What the buffer holds after the end of the file is then undefined. Direct reads want a buffer that begins on a page.
     What they refuse (another place, a length that is not a whole number of pages, a file system that takes the flag
@@ -73,7 +73,7 @@ def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8]) -> int:
     while found < len(view):
         stop = whole if found < whole else len(view)
         try:
-            count = os.preadv(fd, [view[found:stop]], found)
+            count = os.preadv(fd, [view[found:stop]], offset + found)
         except OSError as error:
             if error.errno != errno.EINVAL or not _make_buffered(fd):
                 raise
@@ -84,20 +84,20 @@ def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8]) -> int:
     return found
 
 
-def mapped(fd: int, nbytes: int) -> npt.NDArray[np.uint8] | None:
-    """The first bytes of a file where the page cache has them, not to be written; None where the file is shorter, or
-    can't be mapped."""
+def mapped(fd: int, nbytes: int, offset: int = 0) -> npt.NDArray[np.uint8] | None:
+    """Bytes of a file where the page cache has them, not to be written; None where the file is shorter, or can't be
+    mapped."""
     try:
-        if os.fstat(fd).st_size < nbytes:
+        if os.fstat(fd).st_size < offset + nbytes:
             return None
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once
-        return np.frombuffer(mmap.mmap(fd, nbytes, flags, mmap.PROT_READ), np.uint8)
+        return np.frombuffer(mmap.mmap(fd, nbytes, flags, mmap.PROT_READ, offset=offset), np.uint8)
     except (OSError, ValueError):
         return None
 
 
-def in_page_cache(path: str | os.PathLike[str]) -> bool:
-    """Whether the beginning of the file can be read without the drive; True where the system does not tell. Raises
+def in_page_cache(path: str | os.PathLike[str], offset: int = 0) -> bool:
+    """Whether the page of the file there can be read without the drive; True where the system does not tell. Raises
     OSError.
 
     The pages are looked at first, which the system shows to the file's owner alone: others may only try to read without
@@ -105,10 +105,10 @@ def in_page_cache(path: str | os.PathLike[str]) -> bool:
     """
     fd = open_expert(path, direct=False)
     try:
-        if not _shown_cached(fd):
+        if not _shown_cached(fd, offset):
             return False
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or the try would bring more of it in
-        return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
     except BlockingIOError:
         return False
     except (OSError, AttributeError):
@@ -117,13 +117,13 @@ def in_page_cache(path: str | os.PathLike[str]) -> bool:
         os.close(fd)
 
 
-def _shown_cached(fd: int) -> bool:
-    """What mincore(2) says of the file's first page: True also of a file that is not the caller's. Raises OSError,
-    AttributeError where there is no such call."""
-    if not os.fstat(fd).st_size:
+def _shown_cached(fd: int, offset: int) -> bool:
+    """What mincore(2) says of that page: True also of a file that is not the caller's. Raises OSError, AttributeError
+    where there is no such call."""
+    if os.fstat(fd).st_size <= offset:
         return True
     # Closed with its last reference: Ctrl-C may come at any place, and a mapping that is pointed to can't be closed.
-    page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY)  # nothing is written: ctypes wants it writable
+    page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=offset)  # nothing is written: ctypes wants it writable
     first, found = ctypes.c_char.from_buffer(page), ctypes.c_ubyte()
     failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(found))
     return bool(failed) or bool(found.value & 1)

@@ -41,10 +41,10 @@ class ExpertStore:
 
     def files(self) -> list[Path]:
         """The files of all experts."""
-        return [self._pack.file(entry.path) for entry in self._pack.manifest.experts]
+        return [self._pack.file(path) for path in dict.fromkeys(entry.path for entry in self._pack.manifest.experts)]
 
     def nbytes(self, key: ExpertKey) -> int:
-        """Bytes that the expert takes in memory: its whole file, as it is read."""
+        """Bytes that the expert takes in memory: all that it has of its file, as it is read."""
         return self._pack.entry(key).file_bytes
 
     def read(self, key: ExpertKey, into: U8) -> U8:
@@ -74,23 +74,23 @@ class ExpertStore:
         return self._backend.expert(ExpertView(buffer, _views(self._pack, key)))
 
     def _read_once(self, key: ExpertKey, into: U8) -> U8:
-        path = os.path.join(self._pack.root, self._pack.entry(key).path)  # looked at when the pack was opened
-        direct = not in_page_cache(path) if self.leaves_page_cache else self.io.direct
+        entry = self._pack.entry(key)
+        path = os.path.join(self._pack.root, entry.path)  # looked at when the pack was opened
+        direct = not in_page_cache(path, entry.offset) if self.leaves_page_cache else self.io.direct
         handle = open_expert(path, direct)
         try:
             if self.leaves_page_cache and not direct and len(into) >= MAPPED_BYTES:
-                place = mapped(handle, len(into))
+                place = mapped(handle, len(into), entry.offset)
                 if place is not None:
                     self._pack.check_expert(key, place, crc32)
                     return place
-            found = read_into(handle, into)
+            found = read_into(handle, into, entry.offset)
             if (direct or not self.leaves_page_cache) and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(handle, entry.offset, len(into), os.POSIX_FADV_DONTNEED)
         finally:
             os.close(handle)
         if found != len(into):
-            relative = self._pack.entry(key).path
-            raise FileTruncated(f"{relative}: read {found} of {len(into)} bytes: copy the pack again")
+            raise FileTruncated(f"{entry.path}: read {found} of {len(into)} bytes: copy the pack again")
         self._pack.check_expert(key, into, crc32)
         return into
 

@@ -11,7 +11,14 @@ READY = ": engine ready"
 
 
 def parts(result: Result) -> Sequence[Part]:
-    head = ("", "manifest", "an engine is ready after", "memory that it holds beside weights", "all hashes checked in")
+    head = (
+        "",
+        "manifest",
+        "an engine is ready after",
+        "memory that it holds beside weights",
+        "all hashes checked in",
+        "copied in",
+    )
     lines = [
         (
             name,
@@ -19,6 +26,7 @@ def parts(result: Result) -> Sequence[Part]:
             f"{{{name}{READY}}} s",
             f"{{{name}: memory of the engine beside weights}} MB",
             f"{{{name}: all hashes checked}} s",
+            f"{{{name}: copied}} s",
         )
         for name in (row.name.removesuffix(READY) for row in result.rows if row.name.endswith(READY))
     ]
