@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,20 @@ def test_one_width_for_all(sources: dict[str, Path], tmp_path: Path, family: str
     worst = verify(Pack.open(done.settings.out), Checkpoint.open(done.settings.model)).worst
     assert worst is not None
     assert 0 < worst < 1
+
+
+def test_layers_may_have_one_file_each(sources: dict[str, Path], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"calib": None, "bits": (4,)}
+    apart = Done(settings_for(sources, "olmoe", tmp_path, **changes, out=tmp_path / "a.pack"))
+    joined = Done(settings_for(sources, "olmoe", tmp_path, **changes, layout="layer"))
+    spec = joined.manifest.model
+    assert {entry.path for entry in joined.manifest.experts} == {f"experts/{at}.experts" for at in spec.moe_layers()}
+    assert [one.sha256 for one in joined.manifest.experts] == [one.sha256 for one in apart.manifest.experts]
+    assert verify(Pack.open(joined.settings.out), Checkpoint.open(joined.settings.model)).worst is not None
+    assert not list(joined.settings.out.rglob("E000.safetensors"))
+    again = Done(settings_for(sources, "olmoe", tmp_path, **changes))
+    assert again.manifest.experts == apart.manifest.experts
+    assert not list(again.settings.out.rglob("*.experts"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
