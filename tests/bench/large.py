@@ -27,6 +27,7 @@ from tests.bench import routing
 from tests.bench.large_rows import prompt_rows, spent_rows
 from tests.bench.llama import file_of
 from tests.bench.race import Device, race
+from tests.bench.readahead import USUAL_KB
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.shape_list import config_of, described
 from tests.bench.shaped import DENSE, SEED, write_pack
@@ -167,7 +168,7 @@ def main() -> int:
     failed: list[str] = []
     rows = [row for model in asked.models for row in model_rows(MODELS[model], asked.devices, failed)]
     settings = {"seed": SEED, "seconds": SECONDS, "rounds": ROUNDS, "prompt": PROMPT_TOKENS, "models": asked.models,
-                "routed_like": ROUTED_LIKE, "failed": failed}  # fmt: skip
+                "routed_like": ROUTED_LIKE, "read_ahead_kb": USUAL_KB, "failed": failed}  # fmt: skip
     write("large", context(settings), rows)
     print(table(rows))
     return 1 if failed else 0

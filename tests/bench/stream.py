@@ -28,6 +28,7 @@ from tests.bench import race as races
 from tests.bench.contenders import BUDGETED, IN_MEMORY, IO_FREE, MOERT, RESIDENT, UNBUDGETED
 from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
+from tests.bench.readahead import USUAL_KB
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped
 from tests.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
@@ -206,6 +207,7 @@ def main() -> None:
         settings = {
             **asdict(sizes),
             "threads": THREADS,
+            "read_ahead_kb": USUAL_KB,
             "failed": failed,
             "took_s": round(time.perf_counter() - started),
         }

@@ -1,0 +1,32 @@
+"""What the system reads beyond what a page fault asks for: as much as Linux does by default, on every machine.
+
+A program that maps its weights, as llama.cpp does, reads this much around each page that it touches. Some virtual
+machines set megabytes, which fill its memory with what it did not ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cgroups import disk_of
+
+USUAL_KB = 128
+ROOT = Path("/sys/dev/block")
+
+
+@contextmanager
+def read_ahead(path: Path, kb: int = USUAL_KB, root: Path = ROOT) -> Iterator[None]:
+    """Inside the block files that are opened on the disk under `path` are read ahead by so much; afterwards as before.
+    Nothing is done for what lies on no disk of this machine. Raises OSError for a setting that can't be changed."""
+    setting = root / disk_of(path) / "queue/read_ahead_kb"
+    if not setting.exists():
+        yield
+        return
+    before = setting.read_text()
+    setting.write_text(f"{kb}\n")
+    try:
+        yield
+    finally:
+        setting.write_text(before)
