@@ -661,7 +661,7 @@ def test_files_cut_or_removed_after_opening(pack_dir: Path, relative: str) -> No
 def test_a_file_that_fails_to_be_read_is_named_while_hashes_are_checked(
     pack_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(path: Path, ended: object) -> str:
+    def failing(path: Path, piece: object, ended: object) -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     pack = Pack.open(pack_dir)

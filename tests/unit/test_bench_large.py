@@ -65,7 +65,7 @@ def test_a_meter_divides_the_time_and_changes_no_token(tmp_path: Path) -> None:
 
 def test_a_session_tells_where_its_time_went(tmp_path: Path) -> None:
     pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
-    session = Streamed(Setting(str(pack), None, memory_bytes=1 << 30))
+    session = Streamed(Setting(str(pack), None, memory_bytes=1 << 40))
     if session._engine.backend.name == "reference":
         pytest.skip("no compiler: the meter counts calls of the native kernels")
     assert Spent(**session.spent(2)).whole > 0

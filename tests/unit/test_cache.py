@@ -285,7 +285,7 @@ def test_what_moves_stays_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reached.wait(PATIENCE_S)
     use(cache, 0, [2])
     waits, wait = threading.Event(), cache._read_or_wait
-    monkeypatch.setattr(cache, "_read_or_wait", lambda: (waits.set(), wait()))
+    monkeypatch.setattr(cache, "_read_or_wait", lambda queued: (waits.set(), wait(queued)))
     model = Model(lambda: use(cache, 1, [0]))  # for which the other must leave
     assert waits.wait(PATIENCE_S)
     assert cache.resident() == [key(0, 2)]

@@ -400,7 +400,7 @@ def test_statistics_count_all_requests(packs) -> None:
 def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
     packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, lacking: int, said: int
 ) -> None:
-    asked = (1 << 30) + PAGESIZE // 2
+    asked = (1 << 40) + PAGESIZE // 2
     monkeypatch.setattr("moert.engine.most_bytes", lambda: asked - PAGESIZE // 4 - lacking)
     notes: list[str] = []
     with Engine.open(packs["decoder"], notify=notes.append, memory=asked) as engine:
