@@ -23,6 +23,22 @@ def test_the_usual_read_ahead_holds_inside_the_block(tmp_path: Path, monkeypatch
     assert setting.read_text() == "8192\n"
 
 
+def test_what_can_not_be_changed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(self: Path, text: str) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(readahead, "disk_of", lambda path: "8:0")
+    setting = tmp_path / "8:0/queue/read_ahead_kb"
+    setting.parent.mkdir(parents=True)
+    setting.write_text("8192\n")
+    monkeypatch.setattr(Path, "write_text", refused)
+    with read_ahead(tmp_path, root=tmp_path):
+        pass
+    assert "stays at 8192 (Read-only file system)" in capsys.readouterr().err
+
+
 def test_what_lies_on_no_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readahead, "disk_of", lambda path: "0:42")
     with read_ahead(tmp_path, root=tmp_path):
