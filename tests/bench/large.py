@@ -27,7 +27,7 @@ from tests.bench import routing
 from tests.bench.large_rows import prompt_rows, spent_rows
 from tests.bench.llama import file_of
 from tests.bench.race import Device, race
-from tests.bench.readahead import USUAL_KB
+from tests.bench.readahead import USUAL_KB, read_ahead
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.shape_list import config_of, described
 from tests.bench.shaped import DENSE, SEED, write_pack
@@ -72,7 +72,6 @@ class Large:
 
     def make(self) -> None:
         """The pack and its routing, where they are not there. Raises OSError."""
-        FOLDER.mkdir(parents=True, exist_ok=True)
         spec = self.spec
         widths = dict.fromkeys(spec.expert_keys(), self.bits)
         if self.every:
@@ -166,7 +165,9 @@ def main() -> int:
     if lacking := missing(reads=Path(__file__)):
         raise SystemExit(f"bench-large imitates devices with control groups, but {lacking}")
     failed: list[str] = []
-    rows = [row for model in asked.models for row in model_rows(MODELS[model], asked.devices, failed)]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with read_ahead(FOLDER):
+        rows = [row for model in asked.models for row in model_rows(MODELS[model], asked.devices, failed)]
     settings = {"seed": SEED, "seconds": SECONDS, "rounds": ROUNDS, "prompt": PROMPT_TOKENS, "models": asked.models,
                 "routed_like": ROUTED_LIKE, "read_ahead_kb": USUAL_KB, "failed": failed}  # fmt: skip
     write("large", context(settings), rows)

@@ -22,6 +22,7 @@ from tests.bench.contenders import MOERT, RESIDENT
 from tests.bench.less_packs import BEYOND, PLAIN, SHARES, Level, converted, level_packs, levels, text_of
 from tests.bench.less_rows import against_alone, asked_rows, speed_rows
 from tests.bench.race import Device, Entry, of_setting, race
+from tests.bench.readahead import USUAL_KB, read_ahead
 from tests.bench.result import Row, context, table, write
 from tests.bench.stream import DEVICES, alive, disk_bytes_per_s, memory_bytes
 from tests.bench.stream_packs import Packs, expert_bytes, prompts
@@ -101,14 +102,15 @@ def main() -> None:
         rows += tell(asked_rows(name, found[name]))
     for name, (_, report) in made.items():
         rows += tell(against_alone(name, report))
-    for name in ASKED:
-        rows += tell(raced_rows(name, found[name], made[name][0], arguments.devices, failed))
-    rows += tell(less_shaped.rows(level_packs("wiki", found["wiki"]), found["wiki"], arguments.devices, failed))
+    with read_ahead(next(iter(PLAIN.values()))):
+        for name in ASKED:
+            rows += tell(raced_rows(name, found[name], made[name][0], arguments.devices, failed))
+        rows += tell(less_shaped.rows(level_packs("wiki", found["wiki"]), found["wiki"], arguments.devices, failed))
     rows += tell(less_function.rows({name: pack for name, (pack, _) in made.items()}))
     print(table(rows))
     settings = {
         "shares": SHARES, "beyond": BEYOND, "seconds": SECONDS, "rounds": ROUNDS, "threads": THREADS, "failed": failed,
-        "devices": arguments.devices, "took_s": round(time.perf_counter() - started),
+        "devices": arguments.devices, "read_ahead_kb": USUAL_KB, "took_s": round(time.perf_counter() - started),
     }  # fmt: skip
     print(f"written to {write('less', context(settings), rows)}")
     if failed:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from moert.machine.memory import drop_page_cache
 from tests.bench.contenders import Contender
-from tests.bench.readahead import read_ahead
 from tests.bench.runner import Runner
 from tests.bench.shaped import OLMOE
 from tests.bench.stream_packs import Packs
@@ -73,8 +72,6 @@ def race(device: Device, entries: Sequence[Entry], seconds: float, rounds: int) 
     where its memory is too small, costs its own outcome only."""
     outcomes = {entry.name: Outcome() for entry in entries}
     with ExitStack() as stack:
-        if any(entry.memory_bytes for entry in entries):
-            stack.enter_context(read_ahead(entries[0].reads))
         for path in {entry.reads for entry in entries}:
             forget(path)
         groups = [
