@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import moeconv
 from moeconv import artifacts
@@ -34,7 +35,7 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moert.pack.errors import PackError
 from moert.pack.layout import choose_page_bytes
-from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
+from moert.pack.manifest import Files, LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, is_pack
@@ -112,7 +113,7 @@ def deliver(
     with account.progress("writing", len(outcome.widths), "expert") as bar:
         manifest = emit(
             coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar,
-            files="layer" if settings.layout == "layer" else "expert",
+            files=cast("Files", settings.layout),
         )  # fmt: skip
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()

@@ -18,7 +18,7 @@ from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief,
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
-MAJOR, MINOR = 2, 2
+MAJOR = 2
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR = 0, 1, 2
 """Of a pack that has neither, of one with preferences, of one with several experts in a file."""
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from moert.pack.codec import QuantizedMatrix, to_bfloat16, to_mxfp4
 from moert.pack.errors import WriteFailed
-from moert.pack.files import fsync, write_atomically, write_in_order
+from moert.pack.files import atomic_write, fsync, write_atomically, write_in_order
 from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
@@ -175,14 +175,10 @@ class PackWriter:
             if apart[0].path == layer_path(at):
                 continue
             with _writing(path):
-                fresh = path.with_name(f"{path.name}.fresh")
-                with fresh.open("wb") as stream:
+                with atomic_write(path) as fresh, fresh.open("xb") as stream:
                     for entry in apart:
                         with (self.partial / entry.path).open("rb") as body:
                             shutil.copyfileobj(body, stream, _PIECE)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                os.replace(fresh, path)
                 fsync(path.parent)
                 for entry in apart:
                     (self.partial / entry.path).unlink()
@@ -230,22 +226,22 @@ class PackWriter:
 
     def _finished(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
         noted = self._noted(lines)
-        done = {key: entry for key, entry in noted.items() if self._is_there(entry)}
+        done = {key: entry for key, entry in noted.items() if self._are_there([entry])}
         for at in self.spec.moe_layers():
             keys = [at.expert(number) for number in range(self.spec.moe.n)]
             if (self.partial / layer_path(at)).is_file() and all(key in noted for key in keys):
                 joined = _joined(at, [noted[key] for key in keys])
-                if all(map(self._is_there, joined)):
+                if self._are_there(joined):
                     done |= {entry.key: entry for entry in joined}
         return done
 
-    def _is_there(self, entry: ExpertEntry) -> bool:
-        path = self.partial / entry.path
-        if not path.is_file():
+    def _are_there(self, entries: Sequence[ExpertEntry]) -> bool:
+        """Whether the file of these experts has them, one behind the other, and nothing else."""
+        path = self.partial / entries[0].path
+        if not path.is_file() or path.stat().st_size != sum(entry.file_bytes for entry in entries):
             return False
         with path.open("rb") as stream:
-            stream.seek(entry.offset)
-            return hashlib.sha256(stream.read(entry.file_bytes)).hexdigest() == entry.sha256
+            return all(hashlib.sha256(stream.read(one.file_bytes)).hexdigest() == one.sha256 for one in entries)
 
     def _noted(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
         """What the journal says was written, each expert in a file of its own."""

@@ -85,7 +85,7 @@ def effort_rows(name: str, exact: ConversionReport, gradients: ConversionReport)
 
 
 def plan_rows(name: str, exact: ConversionReport, gradients: ConversionReport) -> list[Row]:
-    """Both plans on the same text, in as many bytes; what gradients lose more is to be inside the exact interval."""
+    """Both plans on the same text, in as many bytes; the one by gradients is to lose no more."""
     rows = []
     for what in ("calibration", "heldout"):
         one, other = getattr(exact, what), getattr(gradients, what)

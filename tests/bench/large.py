@@ -27,7 +27,7 @@ from tests.bench import routing
 from tests.bench.large_rows import prompt_rows, spent_rows
 from tests.bench.llama import file_of
 from tests.bench.race import Device, race
-from tests.bench.readahead import USUAL_KB, read_ahead
+from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.shape_list import config_of, described
 from tests.bench.shaped import DENSE, SEED, write_pack
@@ -166,10 +166,10 @@ def main() -> int:
         raise SystemExit(f"bench-large imitates devices with control groups, but {lacking}")
     failed: list[str] = []
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with read_ahead(FOLDER):
+    with read_ahead(FOLDER) as ahead_kb:
         rows = [row for model in asked.models for row in model_rows(MODELS[model], asked.devices, failed)]
     settings = {"seed": SEED, "seconds": SECONDS, "rounds": ROUNDS, "prompt": PROMPT_TOKENS, "models": asked.models,
-                "routed_like": ROUTED_LIKE, "read_ahead_kb": USUAL_KB, "failed": failed}  # fmt: skip
+                "routed_like": ROUTED_LIKE, "read_ahead_kb": ahead_kb, "failed": failed}  # fmt: skip
     write("large", context(settings), rows)
     print(table(rows))
     return 1 if failed else 0

@@ -22,7 +22,7 @@ from tests.bench.contenders import MOERT, RESIDENT
 from tests.bench.less_packs import BEYOND, PLAIN, SHARES, Level, converted, level_packs, levels, text_of
 from tests.bench.less_rows import against_alone, asked_rows, speed_rows
 from tests.bench.race import Device, Entry, of_setting, race
-from tests.bench.readahead import USUAL_KB, read_ahead
+from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, table, write
 from tests.bench.stream import DEVICES, alive, disk_bytes_per_s, memory_bytes
 from tests.bench.stream_packs import Packs, expert_bytes, prompts
@@ -102,7 +102,7 @@ def main() -> None:
         rows += tell(asked_rows(name, found[name]))
     for name, (_, report) in made.items():
         rows += tell(against_alone(name, report))
-    with read_ahead(next(iter(PLAIN.values()))):
+    with read_ahead(next(iter(PLAIN.values()))) as ahead_kb:
         for name in ASKED:
             rows += tell(raced_rows(name, found[name], made[name][0], arguments.devices, failed))
         rows += tell(less_shaped.rows(level_packs("wiki", found["wiki"]), found["wiki"], arguments.devices, failed))
@@ -110,7 +110,7 @@ def main() -> None:
     print(table(rows))
     settings = {
         "shares": SHARES, "beyond": BEYOND, "seconds": SECONDS, "rounds": ROUNDS, "threads": THREADS, "failed": failed,
-        "devices": arguments.devices, "read_ahead_kb": USUAL_KB, "took_s": round(time.perf_counter() - started),
+        "devices": arguments.devices, "read_ahead_kb": ahead_kb, "took_s": round(time.perf_counter() - started),
     }  # fmt: skip
     print(f"written to {write('less', context(settings), rows)}")
     if failed:

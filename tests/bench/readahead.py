@@ -18,20 +18,23 @@ ROOT = Path("/sys/dev/block")
 
 
 @contextmanager
-def read_ahead(path: Path, kb: int = USUAL_KB, root: Path = ROOT) -> Iterator[None]:
+def read_ahead(path: Path, kb: int = USUAL_KB, root: Path = ROOT) -> Iterator[int | None]:
     """Inside the block files that are opened on the disk under `path` are read ahead by so much; afterwards as before.
-    Nothing is done for what lies on no disk of this machine; where it can't be changed, that is said."""
+    Gives what holds, as a result is to say it: `kb`; what was set, where it can't be changed, which is said; None for
+    what lies on no disk of this machine."""
     setting = root / disk_of(path) / "queue/read_ahead_kb"
     if not setting.exists():
-        yield
+        yield None
         return
     before = setting.read_text()
     try:
         setting.write_text(f"{kb}\n")
+        holds = kb
     except OSError as error:
+        holds = int(before)
         print(f"{setting} stays at {before.strip()} ({error.strerror})", file=sys.stderr, flush=True)
     try:
-        yield
+        yield holds
     finally:
         with suppress(OSError):
             setting.write_text(before)

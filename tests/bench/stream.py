@@ -28,7 +28,7 @@ from tests.bench import race as races
 from tests.bench.contenders import BUDGETED, IN_MEMORY, IO_FREE, MOERT, RESIDENT, UNBUDGETED
 from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
-from tests.bench.readahead import USUAL_KB, read_ahead
+from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped
 from tests.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
@@ -201,14 +201,14 @@ def main() -> None:
         raise SystemExit("bench-stream runs the demo's packs, and they are missing: run `make demo`")
     started = time.perf_counter()
     sizes = Sizes(arguments.seconds, min(arguments.seconds, Sizes.reference_seconds), arguments.rounds)
-    with read_ahead(DEMO):
+    with read_ahead(DEMO) as ahead_kb:
         rows, failed = all_rows([(part, device) for part in arguments.parts for device in arguments.devices], sizes)
     print(table(rows))
     if vars(arguments) == vars(parser.parse_args([])):
         settings = {
             **asdict(sizes),
             "threads": THREADS,
-            "read_ahead_kb": USUAL_KB,
+            "read_ahead_kb": ahead_kb,
             "failed": failed,
             "took_s": round(time.perf_counter() - started),
         }

@@ -189,3 +189,22 @@ def test_a_full_disk_while_joining_is_one_line(tmp_path: Path, monkeypatch: pyte
         write_pack(tmp_path / "m.pack", DECODER, paths=False, files="layer")
     assert isinstance(caught.value, PackError)
     assert not (tmp_path / "m.pack").exists()
+
+
+@pytest.mark.parametrize("files", ["expert", "layer"])
+def test_a_longer_file_is_not_taken_for_a_finished_one(made: dict[str, Path], tmp_path: Path, files: Any) -> None:
+    pack = Pack.open(made[files])
+    left = Path(shutil.copytree(pack.root, tmp_path / "m.pack.partial"))
+    lines = [
+        [*one.key, one.file_bytes, one.tensor_bytes, dict(one.bits), one.sha256, one.crc32, one.importance]
+        for one in pack.manifest.experts
+    ]
+    journal = "\n".join(["seed 0" if files == "expert" else "seed 0 layer", *map(json.dumps, lines), ""])
+    (left / "experts.jsonl").write_text(journal)
+    with (left / pack.entry(FIRST).path).open("ab") as stream:
+        stream.write(b"\0")
+    writer = writing.PackWriter(tmp_path / "m.pack", DECODER, pack.manifest.quantization, "seed 0", files)
+    lost = [key for key in DECODER.expert_keys() if not writer.has(key)]
+    writer._lock.release()
+    path = pack.entry(FIRST).path
+    assert lost == [key for key in DECODER.expert_keys() if pack.entry(key).path == path]
