@@ -44,7 +44,10 @@ class Memory:
         return self.limit_bytes is not None
 
     def room(self, spec: ModelSpec, folder: Path) -> Room:
-        return room_in(self.limit_bytes or 0, spec, folder)
+        """For passes layer by layer. A model in memory has them too, for gradients."""
+        if self.limit_bytes is None:
+            return Room(folder, self.sweep_bytes // 2, self.sweep_bytes // 4)
+        return room_in(self.limit_bytes, spec, folder)
 
 
 def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) -> Memory:

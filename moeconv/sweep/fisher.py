@@ -24,6 +24,7 @@ from moeconv.measure.passage import Passage
 from moeconv.measure.scorers.head import Head
 from moeconv.measure.scorers.text import Texts
 from moeconv.progress import Bar
+from moeconv.quantizers.coder import batches
 from moeconv.source.experts import Call, Weights, expert_ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 
@@ -76,6 +77,7 @@ class Gradients:
         for at in range(self.n_layers - back.reached, -1, -1):
             with back.leaving(self.n_layers - at + 1) as fresh, model.ready(at):
                 layer = _Layer(self, at)
+                layer.code()
                 for batch in model.batches(self.ids, _STATES_A_DRAW * self.draws * 4 * model.spec.d_model):
                     layer.back(states, batch, self._part(back.entering(self.n_layers - at), batch), fresh)
                 if layer.key is not None and journal.get(identity(name, str(layer.key))) is None:
@@ -122,6 +124,16 @@ class _Layer:
         self._started, self._rows = time.perf_counter(), of.model.calls.rows
         self.rows = torch.zeros(n, dtype=torch.long)
         self.totals = torch.zeros(len(of.patterns), n, dtype=torch.float64)
+
+    def code(self) -> None:
+        """All experts of the layer together, which takes less time than one by one; where codes are kept they are
+        there."""
+        if self.key is None or self.model.coder.kept is not None:
+            return
+        keys = [self.key.expert(number) for number in range(self.model.spec.moe.n)]
+        for bits in self.of.patterns:
+            for batch in batches(self.model.spec, ((key, bits) for key in keys)):
+                self.model.coder.prepare(batch)
 
     def found(self) -> dict[str, Any]:
         calls = self.model.calls

@@ -96,10 +96,9 @@ def _beside_llama(packs: Packs, levels: Sequence[Level], failed: list[str]) -> l
     preference = _as_little(packs.mixed, BESIDE_LLAMA, level.read / level.exact_read)
     preferring = with_preferences(packs.mixed, [preference], FOLDER / "olmoe-shaped.pack")
     limit, share = memory_bytes(packs, BESIDE_LLAMA), f"{BESIDE_LLAMA:.0%}"
-    room = int(BESIDE_LLAMA * expert_bytes(packs.mixed))
     settings = {
-        f"exact {share}": Setting(str(packs.mixed), room, new_tokens=PIECE),
-        f"preferring {share}": Setting(str(preferring), room, new_tokens=PIECE, prefers=share),
+        f"exact {share}": Setting(str(packs.mixed), None, new_tokens=PIECE, memory_bytes=limit),
+        f"preferring {share}": Setting(str(preferring), None, new_tokens=PIECE, prefers=share, memory_bytes=limit),
     }
     llama = f"llama.cpp {SAME_AS_Q2_K}"
     entries = [of_setting(name, setting, MOERT.warm_tokens, limit) for name, setting in settings.items()]

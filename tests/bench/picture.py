@@ -13,12 +13,12 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from tests.bench.result import Result, Row
-from tests.bench.tables.stream import BESIDE_LLAMA, DEVICES, HALF, LARGE, SHARES
+from tests.bench.tables.stream import BESIDE_LLAMA, DEVICES, LARGE, SHARES
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "speed-by-memory.svg"
 SOURCE = "stream"
 ALL = "all in memory"
-LLAMA = "llama.cpp Q2_K"
+MOERT, LLAMA = "moert", "llama.cpp Q2_K"
 SPEED, MEMORY = "decode", "peak memory of the process"
 WIDTH, HEIGHT, TOP, BOTTOM, LEFT, GAP, PANEL, TALL = 960, 470, 112, 340, 56, 38, 262, 228
 STYLE = (
@@ -124,7 +124,7 @@ def _sides(device: str, result: Result) -> Iterator[tuple[str, str]]:
         yield f"{LARGE}, {device}", side
     for match in filter(None, map(BESIDE_LLAMA.fullmatch, result.by_name)):
         if match["device"] == device:
-            yield from ((match["where"], side) for side in (f"moert {HALF}%", LLAMA))
+            yield from ((match["where"], side) for side in (MOERT, LLAMA))
 
 
 def _panel(device: str, result: Result) -> Panel:
@@ -142,7 +142,7 @@ def _panel(device: str, result: Result) -> Panel:
         else:
             beside[side] = point
     failed += [LLAMA] if LLAMA not in {*beside, *failed} else []
-    return Panel(DEVICES[device], line, beside.get(f"moert {HALF}%"), beside.get(LLAMA), failed)
+    return Panel(DEVICES[device], line, beside.get(MOERT), beside.get(LLAMA), failed)
 
 
 def _missed(side: str, rows: list[Row]) -> bool:

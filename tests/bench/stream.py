@@ -135,12 +135,14 @@ def model_rows(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) ->
 
 
 def beside_llama(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
-    """The same weights in about as many bits, which rows say, in processes of the same size. Both go where the random
-    routers say."""
+    """The same weights in about as many bits, which rows say, in groups of the same size, of which each takes what it
+    can: half of the experts have room, and what the process leaves. Both go where the random routers say."""
     limit = memory_bytes(packs, HALF)
-    setting = replace(MOERT.setting(packs, HALF), routing=None, new_tokens=PIECE)
+    setting = replace(
+        MOERT.setting(packs, HALF), cache_bytes=None, memory_bytes=limit, routing=None, new_tokens=PIECE
+    )  # fmt: skip
     entries = [
-        races.of_setting(f"moert {HALF:.0%}", setting, MOERT.warm_tokens, limit, sizes.prompt),
+        races.of_setting("moert", setting, MOERT.warm_tokens, limit, sizes.prompt),
         races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit, sizes.prompt),
     ]
     where = f"{packs.name} (own routers), {device.name}, {limit / 1e6:.0f} MB"

@@ -25,7 +25,7 @@ def made() -> Result:
         for at, side in enumerate(("moert 25%", "moert 50%", "moert 75%", "moert, all in memory"), 1):
             rows += process(f"olmoe-shaped, {device}: {side}", 3.0 * at, 300.0 * at)
         if device != "nvme":
-            rows += process(f"olmoe-shaped (own routers), {device}, 857 MB: moert 50%", 5.0, 857.0)
+            rows += process(f"olmoe-shaped (own routers), {device}, 857 MB: moert", 5.0, 857.0)
             rows += process(f"olmoe-shaped (own routers), {device}, 857 MB: llama.cpp Q2_K", 0.5, 850.0)
     return Result(WHERE, rows)
 

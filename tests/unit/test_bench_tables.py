@@ -200,10 +200,10 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "large": ["olmoe, ssd, 1 GB: moert: decode", "olmoe, ssd, 1 GB (own routers): moert to llama.cpp Q4_K"],
     "many": ["6,144 experts: engine ready"],
     "outlook": ["stream, wiki, ssd, 25%: off by", "less, wiki, all in memory: off by, all in memory"],
-    "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
+    "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "size": ["OLMoE: bits 4, wall time"],
-    "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert 50%: decode" for each in ("board", "ssd", "nvme")],
+    "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "sweep": [
         "wiki: wall time",
         "g2p, 2 bits: probes compared",

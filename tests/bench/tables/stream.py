@@ -14,9 +14,7 @@ UNBUDGETED, BUDGETED = ("IO-EXP", "IO-QEXP"), ("STI-like", "INT4, LRU", "INT4, L
 LARGE, TRAINED = "olmoe-shaped", ("g2p", "wiki")
 PROMPT = "first token after a prompt of 128 tokens"
 HALF = 50
-BESIDE_LLAMA = re.compile(
-    rf"(?P<where>{LARGE} \(own routers\), (?P<device>\w+), (?P<size>\d+) MB): moert {HALF}%: decode"
-)
+BESIDE_LLAMA = re.compile(rf"(?P<where>{LARGE} \(own routers\), (?P<device>\w+), (?P<size>\d+) MB): moert: decode")
 
 
 def shaped(result: Result) -> Sequence[Part]:
@@ -87,7 +85,7 @@ def beside_llama(result: Result) -> Sequence[Line]:
     found = {match["device"]: match for match in map(BESIDE_LLAMA.fullmatch, result.by_name) if match}
     for device in DEVICES:
         where, size = found[device].group("where", "size") if device in found else (f"llama, {device}", "?")
-        mine, other = f"{where}: moert {HALF}%", f"{where}: llama.cpp Q2_K"
+        mine, other = f"{where}: moert", f"{where}: llama.cpp Q2_K"
         lines.append(
             (DEVICES[device], f"{size} MB", f"{{{mine}: decode}}", f"{{{other}: decode}}",
              f"{{{where}: moert to llama.cpp Q2_K|.1f}}", f"{{{mine}: {PROMPT}|.1f}}", f"{{{other}: {PROMPT}|.1f}}")
