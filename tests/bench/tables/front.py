@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.bench.result import Result
 from tests.bench.tables import Line, Part
 from tests.bench.tables.demo import MODELS, SHARES
-from tests.bench.tables.stream import BESIDE_LLAMA, DEVICES, HALF
+from tests.bench.tables.stream import BESIDE_LLAMA, DEVICES
 
 LLAMA = "llama.cpp Q2_K"
 ABOUT = {"g2p": "spelling → phonemes", "wiki": "Wikipedia text"}
@@ -47,7 +47,7 @@ def beside_llama(result: Result) -> Sequence[Part]:
     pieces = []
     for device, drive in DEVICES.items():
         where = found[device]["where"] if device in found else f"llama, {device}"
-        mine, other = f"{{{where}: moert {HALF}%: decode}}", f"{{{where}: {LLAMA}: decode}}"
+        mine, other = f"{{{where}: moert: decode}}", f"{{{where}: {LLAMA}: decode}}"
         pieces.append(f"{mine} tokens/s beside {other} ({drive})")
     size = next(iter(found.values()))["size"] if found else "?"
     return [f"In {size} MB, moert beside llama.cpp: {'; '.join(pieces)}."]
