@@ -174,10 +174,15 @@ def _warm(engine: Engine, new_tokens: int) -> Sample:
     experts fit, those that are still missing are read then, so that nothing is left to read. Gives the request."""
     first = _sample(engine, _tokens(engine, [WARM_TEXT], new_tokens)[0], new_tokens)
     if engine.cache.capacity_bytes >= engine.budget.expert_bytes:
-        for entry in engine.pack.manifest.experts:
-            with engine.cache.lease([entry.key]) as lease:
-                lease.all()
+        read_all(engine)
     return first
+
+
+def read_all(engine: Engine) -> None:
+    """Every expert that is not in memory yet is read, where all have room: what runs then reads nothing."""
+    for entry in engine.pack.manifest.experts:
+        with engine.cache.lease([entry.key]) as lease:
+            lease.all()
 
 
 def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]]) -> float | None:

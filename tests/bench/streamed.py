@@ -89,6 +89,7 @@ class Streamed:
     def __init__(self, setting: Setting) -> None:
         import numpy as np
 
+        from moert.bench.measure import read_all
         from moert.budget.budget import parse_cache
         from moert.engine import Engine
         from moert.experts.drive.io import parse_io
@@ -103,7 +104,8 @@ class Streamed:
             notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
         if setting.cache_bytes is None and setting.memory_bytes is None:
-            self._read_all()
+            self._engine.reserve(1, 1)
+            read_all(self._engine)
         self._new_tokens = setting.new_tokens
         self._prompts: Iterator[list[int]] = ([token] for token in beginnings(self._engine.spec.vocab_size))
         if setting.prompts is not None:
@@ -113,13 +115,6 @@ class Streamed:
             with np.load(setting.routing) as recorded:
                 replayed = ReplayedRouting(recorded["heldout"], recorded["guesses"])
                 replayed.replace(self._engine.model.routers, self._engine.spec.moe_layers())
-
-    def _read_all(self) -> None:
-        """So that what has room for all experts reads nothing while it is timed."""
-        self._engine.reserve(1, 1)
-        for entry in self._engine.pack.manifest.experts:
-            with self._engine.cache.lease([entry.key]) as lease:
-                lease.all()
 
     def run(self, seconds: float, least: int) -> dict[str, Any]:
         """Writes for so long, but no fewer than `least` tokens → a Segment."""
