@@ -18,9 +18,10 @@ from moert.pack.errors import FormatTooNew, HeaderInvalid
 class TensorFile:
     """What such a file says. All methods raise HeaderInvalid where it lacks something or has it in another form."""
 
-    def __init__(self, name: str, body: bytes, version: int) -> None:
-        """`name` is for messages. Raises HeaderInvalid, or FormatTooNew for a later version than this one."""
-        self.name = name
+    def __init__(self, name: str, body: bytes, version: int, again: str = "profile the paths of this pack") -> None:
+        """`name` is for messages, `again` what makes such a file anew. Raises HeaderInvalid, or FormatTooNew for a
+        later version than this one."""
+        self.name, self._again = name, again
         try:
             self._tensors = load(body)
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -66,7 +67,7 @@ class TensorFile:
 
     def wrong(self, what: str) -> HeaderInvalid:
         """The error to raise if `what` is the matter with the file."""
-        return HeaderInvalid(f"{self.name}: {' '.join(what.split())}: profile the paths of this pack again")
+        return HeaderInvalid(f"{self.name}: {' '.join(what.split())}: {self._again} again")
 
 
 def to_bytes(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, object]) -> bytes:

@@ -1,0 +1,187 @@
+"""hash.safetensors: a small network that says from a text's tokens which experts every layer will choose (SiDA, Du et
+al. 2023, arXiv 2310.18859: its hash function). SPEC.md has the layout; moert.predict.network runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.errors import HeaderInvalid
+from moert.pack.model_spec import STACKS, LayerKey, ModelSpec, StackName
+from moert.pack.tensors import TensorFile, to_bytes
+
+HASH = "hash.safetensors"
+VERSION = 1
+LSTM_LAYERS = 2
+DIRECTIONS = ("forward", "backward")
+ATTENTION = ("query", "key", "value")
+MOST_WIDTH = 4096
+
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Lstm:
+    """One direction of one layer, of `h` cells: inputs [4h, n], bias [4h], recurrent [h, 4h], gates in the order input,
+    forget, cell, output."""
+
+    inputs: F16
+    bias: F16
+    recurrent: F16
+
+
+@dataclass(frozen=True)
+class StackHash:
+    """Of one stack, with w features: compress [w, d_model] and its bias [w]; of each LSTM layer one direction, or two
+    of w / 2 cells in an encoder; `own` and `encoded`, matrices [w, w] by the names of ATTENTION, the latter of a
+    decoder behind an encoder; heads [layers, experts, w] and their biases [layers, experts]. `hits` [layers, 2]: the
+    share of held-out choices that are among the top_k, and among the 3 · top_k, experts that it names first."""
+
+    compress: F16
+    compress_bias: F16
+    lstm: tuple[tuple[Lstm, ...], ...]
+    own: Mapping[str, F16]
+    encoded: Mapping[str, F16]
+    heads: F16
+    head_bias: F16
+    hits: F32
+
+    @property
+    def width(self) -> int:
+        return len(self.compress)
+
+    def tensors(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """By their names in the file, without that of the stack."""
+        yield from (("compress.weight", self.compress), ("compress.bias", self.compress_bias))
+        for place, layer in enumerate(self.lstm):
+            for direction, part in zip(DIRECTIONS, layer, strict=False):
+                for name in ("inputs", "bias", "recurrent"):
+                    yield f"lstm.{place}.{direction}.{name}", getattr(part, name)
+        for kind, matrices in (("own", self.own), ("encoded", self.encoded)):
+            yield from ((f"{kind}.{name}.weight", matrix) for name, matrix in matrices.items())
+        yield from (("heads.weight", self.heads), ("heads.bias", self.head_bias), ("hits", self.hits))
+
+
+@dataclass(frozen=True)
+class RoutedLoss:
+    """What the pack loses where the function takes the place of the routers, each token going to `top_k` experts, on
+    held-out text: `loss` with its 95% interval."""
+
+    top_k: int
+    loss: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class HashFunction:
+    """`stacks` with experts. `routed`: None where that was not measured."""
+
+    num_experts: int
+    stacks: Mapping[StackName, StackHash]
+    routed: RoutedLoss | None = None
+
+    def layer_hits(self, spec: ModelSpec) -> dict[LayerKey, tuple[float, float]]:
+        """See StackHash.hits."""
+        return {
+            at: (float(row[0]), float(row[1]))
+            for name, stack in self.stacks.items()
+            for at, row in zip(spec.moe_layers(name), stack.hits, strict=True)
+        }
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises HeaderInvalid if this is not a function for a model of this shape."""
+        found = {name: (len(stack.heads), stack.compress.shape[1]) for name, stack in self.stacks.items()}
+        counts = {name: len(spec.moe_layers(name)) for name in STACKS}
+        expected = {name: (count, spec.d_model) for name, count in counts.items() if count}
+        if self.num_experts != spec.moe.n or found != expected:
+            raise HeaderInvalid(
+                f"{HASH} names {self.num_experts} experts in (layers, d_model) {found}, the model has {spec.moe.n} in "
+                f"{expected}: train the hash function of this pack again"
+            )
+        for name, stack in self.stacks.items():
+            if bool(stack.encoded) != (name == "decoder" and "encoder" in self.stacks):
+                raise HeaderInvalid(f"{HASH}: only a decoder looks at the encoder: train the hash function again")
+
+    def to_bytes(self) -> bytes:
+        """The file's content; equal functions give equal bytes."""
+        tensors = {f"{name}.{part}": array for name, stack in self.stacks.items() for part, array in stack.tensors()}
+        metadata: dict[str, object] = {
+            "format": "model.pack hash", "version": VERSION, "num_experts": self.num_experts,
+        }  # fmt: skip
+        if self.routed is not None:
+            metadata["routed_top_k"] = self.routed.top_k
+            tensors["routed"] = np.array([self.routed.loss, self.routed.low, self.routed.high], np.float64)
+        return to_bytes(tensors, metadata)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> HashFunction:
+        """Raises HeaderInvalid or FormatTooNew."""
+        file = TensorFile(HASH, body, VERSION, "train the hash function of this pack")
+        size = file.number("num_experts", 65535)
+        stacks = {name: _stack(file, name, size) for name in STACKS if file.has_tensor(f"{name}.compress.weight")}
+        if not stacks:
+            raise file.wrong("has no stack")
+        return cls(size, stacks, _routed(file, size))
+
+
+def _routed(file: TensorFile, size: int) -> RoutedLoss | None:
+    if not file.has("routed_top_k"):
+        return None
+    values = file.tensor("routed", np.float64)
+    if values.shape != (3,) or not np.isfinite(values).all():
+        raise file.wrong("routed should be a loss and the two ends of its interval")
+    loss, low, high = values.tolist()
+    return RoutedLoss(file.number("routed_top_k", size), loss, low, high)
+
+
+def _stack(file: TensorFile, stack: StackName, size: int) -> StackHash:
+    """Every shape follows from `compress`, `heads` and the directions that are there."""
+
+    def take(name: str, *shape: int) -> F16:
+        array: F16 = file.tensor(f"{stack}.{name}", np.float16, len(shape))
+        expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
+        if array.shape != expected or not np.isfinite(array).all():
+            raise file.wrong(f"{stack}.{name} should be finite and of shape {expected}, found {array.shape}")
+        return array
+
+    compress = take("compress.weight", -1, -1)
+    width = len(compress)
+    if not 1 <= width <= MOST_WIDTH:
+        raise file.wrong(f"{stack} has {width} features, expected 1 to {MOST_WIDTH}")
+    ways = DIRECTIONS if file.has_tensor(f"{stack}.lstm.0.backward.inputs") else DIRECTIONS[:1]
+    if len(ways) > 1 and (stack != "encoder" or width % 2):
+        raise file.wrong(f"{stack} is read backward, which an encoder of an even width is")
+    cells = width // len(ways)
+    lstm = tuple(
+        tuple(
+            Lstm(
+                take(f"lstm.{layer}.{way}.inputs", 4 * cells, width),
+                take(f"lstm.{layer}.{way}.bias", 4 * cells),
+                take(f"lstm.{layer}.{way}.recurrent", cells, 4 * cells),
+            )
+            for way in ways
+        )
+        for layer in range(LSTM_LAYERS)
+    )
+    encoded = file.has_tensor(f"{stack}.encoded.query.weight")
+    heads = take("heads.weight", -1, size, width)
+    hits: F32 = file.tensor(f"{stack}.hits", np.float32, 2)
+    if hits.shape != (len(heads), 2) or not ((hits >= 0) & (hits <= 1)).all():
+        raise file.wrong(f"{stack}.hits should be two shares for each layer")
+    return StackHash(
+        compress,
+        take("compress.bias", width),
+        lstm,
+        {name: take(f"own.{name}.weight", width, width) for name in ATTENTION},
+        {name: take(f"encoded.{name}.weight", width, width) for name in ATTENTION} if encoded else {},
+        heads,
+        take("heads.bias", len(heads), size),
+        hits,
+    )

@@ -1,0 +1,84 @@
+"""hash.safetensors: what is written is read, and what contradicts itself is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moert.pack.errors import HeaderInvalid
+from moert.pack.hash import ATTENTION, HashFunction, Lstm, RoutedLoss, StackHash
+
+
+def random_stack(
+    width: int, d_model: int, layers: int, experts: int, *, both_ways: bool, encoded: bool, seed: int = 0
+) -> StackHash:
+    generator = np.random.default_rng(seed)
+
+    def some(*shape: int) -> npt.NDArray[np.float16]:
+        made: npt.NDArray[np.float16] = (generator.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float16)
+        return made
+
+    cells = width // 2 if both_ways else width
+    return StackHash(
+        some(width, d_model),
+        some(width),
+        tuple(
+            tuple(Lstm(some(4 * cells, width), some(4 * cells), some(cells, 4 * cells)) for _ in range(1 + both_ways))
+            for _ in range(2)
+        ),
+        {name: some(width, width) for name in ATTENTION},
+        {name: some(width, width) for name in ATTENTION} if encoded else {},
+        some(layers, experts, width),
+        some(layers, experts),
+        generator.random((layers, 2), np.float32),
+    )
+
+
+def pair() -> HashFunction:
+    encoder = random_stack(8, 6, 2, 4, both_ways=True, encoded=False)
+    decoder = random_stack(6, 6, 3, 4, both_ways=False, encoded=False)
+    return HashFunction(4, {"encoder": encoder, "decoder": replace(decoder)}, RoutedLoss(1, 0.02, 0.01, 0.03))
+
+
+def test_what_is_written_is_read() -> None:
+    function = pair()
+    body = function.to_bytes()
+    found = HashFunction.from_bytes(body)
+    assert found.to_bytes() == body
+    assert found.routed == function.routed
+    assert list(found.stacks) == ["encoder", "decoder"]
+    assert np.array_equal(found.stacks["encoder"].lstm[1][1].recurrent, function.stacks["encoder"].lstm[1][1].recurrent)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head_bias": np.zeros((3, 5), np.float16)}, r"heads.bias should be finite and of shape \(3, 4\)"),
+        ({"compress": np.full((6, 6), np.nan, np.float16)}, "compress.weight should be finite"),
+        ({"hits": np.full((3, 2), 1.5, np.float32)}, "two shares for each layer"),
+        ({"hits": np.full((2, 2), 0.5, np.float32)}, "two shares for each layer"),
+        ({"compress_bias": np.zeros(5, np.float16)}, "compress.bias should be"),
+        ({"own": {"query": np.zeros((6, 6), np.float16)}}, "lacks the tensor decoder.own.key.weight"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
+    function = pair()
+    stack = replace(function.stacks["decoder"], **change)
+    body = HashFunction(4, {"decoder": stack}).to_bytes()
+    with pytest.raises(HeaderInvalid, match=said):
+        HashFunction.from_bytes(body)
+
+
+def test_a_decoder_is_not_read_backward() -> None:
+    stack = random_stack(8, 6, 2, 4, both_ways=True, encoded=False)
+    with pytest.raises(HeaderInvalid, match="read backward"):
+        HashFunction.from_bytes(HashFunction(4, {"decoder": stack}).to_bytes())
+
+
+def test_bytes_that_are_no_file() -> None:
+    with pytest.raises(HeaderInvalid, match=r"train the hash function of this pack again"):
+        HashFunction.from_bytes(b"\0" * 64)
