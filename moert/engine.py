@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from mmap import PAGESIZE
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,13 @@ from weakref import WeakSet
 from moert.budget.admission import Admission, Notify
 from moert.budget.budget import Budget, CacheLimit
 from moert.budget.regulator import Regulator
-from moert.budget.routing import EXACT_ROUTING, preference_for, share_text
+from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, share_text
 from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
 from moert.experts.executor import CachedExperts
-from moert.experts.policy.names import predictor_for
+from moert.experts.policy.names import check_predictor, hash_for, predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.generation import room
 from moert.generation.prefix import Prefix
@@ -37,8 +37,12 @@ from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.pack.chat import load_chat
+from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Preference
 from moert.pack.reader import Pack
+from moert.predict import TAKE_HASH
+from moert.predict.foresight import Foresight
+from moert.predict.network import network_bytes, recalled_bytes
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.settings import EngineSettings
@@ -61,21 +65,26 @@ class Engine:
     """
 
     def __init__(
-        self, pack: Pack, backend: Backend, settings: EngineSettings, predictor: Predictor | None, weighed: bool = True
-    ) -> None:
+        self, pack: Pack, backend: Backend, settings: EngineSettings, predictor: Predictor | None, weighed: bool = True,
+        foreseeing: Foreseeing | None = None,
+    ) -> None:  # fmt: skip
         """`predictor`: any that fits the model, in place of the one that the settings name; not `weighed`, all is read
-        that it names, whatever that is worth. See `open` for the rest."""
+        that it names, whatever that is worth. `foreseeing`: the pack's hash function at work, for what asks it. See
+        `open` for the rest."""
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
-        self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads))
+        beside = 0 if foreseeing is None else network_bytes(pack.manifest.files[HASH].nbytes)
+        self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self.text = Text(pack)
         self._turns = Turns()
         self._streaming = Streaming(pack, backend, self.counters, settings.eviction, settings.reading)
-        footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences))
+        foresees = None if foreseeing is None else foreseeing.request_bytes
+        footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
         self._regulator, notes = _regulator(footprint, self.budget, self.cache, settings)
+        self._hashed = settings.routing == HASH_ROUTING
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
         self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in self._prefixes)
@@ -84,7 +93,10 @@ class Engine:
         self.ahead = None
         if predictor is not None:
             price = Worth() if weighed else None
-            self.ahead = Lookahead(self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price)
+            foresight = foreseeing.foresight if foreseeing is not None and settings.predictor in TAKE_HASH else None
+            self.ahead = Lookahead(
+                self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
+            )
         self._admission = Admission(self._regulator, self._streaming, self.ahead)
         self._admission.notes += notes
         if self.preference is not None:
@@ -93,6 +105,10 @@ class Engine:
         self.runner = CachedExperts(pack, self.cache, backend, self.ahead, [self._streaming.recorder.add])
         self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
         del weights
+        if foreseeing is not None:
+            self.model.foresee(foreseeing.foresight, foreseeing.routes_to)
+            self._streaming.foresight = foreseeing.foresight
+            self._admission.notes += foreseeing.notes()
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
         if self.ahead is not None:
@@ -115,12 +131,15 @@ class Engine:
         """
         chosen = (settings or EngineSettings()).but(**changes)
         pack = Pack.open(path)
-        predictor = predictor_for(pack, chosen.predictor)
+        check_predictor(pack, chosen.predictor)
+        function = hash_for(pack, chosen.predictor, chosen.eviction, chosen.routing == HASH_ROUTING)
         with memory_shortage(), ExitStack() as opened:
             count, cut = _threads(chosen.threads)
             backend = open_backend(chosen.kernels, count)
             opened.callback(backend.close)
-            engine = cls(pack, backend, chosen, predictor)
+            foreseeing = None if function is None else Foreseeing(pack, function, backend, chosen)
+            predictor = predictor_for(pack, chosen.predictor, None if foreseeing is None else foreseeing.foresight)
+            engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing)
             opened.pop_all()  # the engine closes it from now on
         if notify is not None:
             engine._admission.notify = notify
@@ -286,6 +305,8 @@ class Engine:
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
         routing = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
+        if self._hashed:
+            routing = HASH_ROUTING
         return run_stats(
             self.times, self.counters, ahead, given, Ways(streaming.eviction, streaming.io, routing),
             streaming.headroom(),
@@ -304,6 +325,29 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Foreseeing:
+    """The pack's hash function at work. `routes_to`: where it takes the place of the routers, how many experts a token
+    goes to."""
+
+    def __init__(self, pack: Pack, function: HashFunction, backend: Backend, settings: EngineSettings) -> None:
+        spec, routed, routes = pack.manifest.model, function.routed, settings.routing == HASH_ROUTING
+        self.routed = routed
+        self.routes_to = (spec.moe.router.top_k if routed is None else routed.top_k) if routes else None
+        self.foresight = Foresight(function, spec, backend, self.routes_to or spec.moe.router.top_k, routes)
+        self.request_bytes = partial(recalled_bytes, function)
+
+    def notes(self) -> list[str]:
+        """What a user should know of answers that come of it."""
+        if self.routes_to is None:
+            return []
+        if self.routed is None:
+            return ["the hash function takes the place of the routers: what that loses was not measured"]
+        return [
+            f"the hash function takes the place of the routers: held-out loss {100 * self.routed.loss:.1f}%, widths "
+            f"included"
+        ]
 
 
 def _regulator(

@@ -32,6 +32,10 @@ class PathsMissing(RunError):
     """A predictor needs the pack's path tables, and the pack has none."""
 
 
+class HashMissing(RunError):
+    """Something needs the pack's hash function, and the pack has none."""
+
+
 class SettingInvalid(RunError):
     """A setting that can't be. The message is one line that begins with its name."""
 

@@ -13,10 +13,11 @@ from typing import Any
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
+from moert.budget.routing import HASH_ROUTING
 from moert.command.prompts import read_records
 from moert.command.system import system_facts
 from moert.errors import DrawingImpossible, InputInvalid
-from moert.experts.policy.names import predictor_for
+from moert.experts.policy.names import check_predictor, hash_for
 from moert.pack.reader import MANIFEST, Pack
 
 
@@ -31,7 +32,9 @@ def bench(
     figures follow as tables, and as pictures in that folder. Raises PackError, RunError."""
     folder = None if plot is None else _folder(plot, packs)
     for path in packs:
-        predictor_for(Pack.open(path), settings.engine.predictor)
+        engine, pack = settings.engine, Pack.open(path)
+        check_predictor(pack, engine.predictor)
+        hash_for(pack, engine.predictor, engine.eviction, engine.routing == HASH_ROUTING)
     measured = []
     for path in packs:
         measured.append(measure(path, settings, texts))

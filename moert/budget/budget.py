@@ -6,7 +6,7 @@ import math
 import mmap
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
@@ -119,14 +119,16 @@ class Budget:
 
     @classmethod
     def of(
-        cls, manifest: Manifest, widened: bool = False, thread_bytes: int = 0, page_bytes: int = mmap.PAGESIZE
-    ) -> Budget:
+        cls, manifest: Manifest, widened: bool = False, thread_bytes: int = 0, page_bytes: int = mmap.PAGESIZE,
+        beside_bytes: int = 0,
+    ) -> Budget:  # fmt: skip
         """`widened`: weights are computed with in float32; otherwise they stay as they are stored. `thread_bytes`: of
-        all threads. `page_bytes`: of this machine's memory."""
+        all threads. `page_bytes`: of this machine's memory. `beside_bytes`: what is loaded beside the backbone."""
         files: dict[LayerKey, list[int]] = {}
         for entry in manifest.experts:
             files.setdefault(entry.key.at, []).append(entry.file_bytes)
-        return cls.sized(manifest.model, _stored_bytes(manifest), files, widened, thread_bytes, page_bytes)
+        found = cls.sized(manifest.model, _stored_bytes(manifest), files, widened, thread_bytes, page_bytes)
+        return replace(found, backbone_bytes=found.backbone_bytes + beside_bytes)
 
     @classmethod
     def sized(

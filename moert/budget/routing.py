@@ -8,21 +8,24 @@ from moert.errors import SettingInvalid
 from moert.pack.manifest import Preference
 
 AUTO_ROUTING, EXACT_ROUTING = "auto", "exact"
+HASH_ROUTING = "hash"
+"""The pack's hash function takes the place of the routers."""
 
 
 def check_routing(wanted: str) -> None:
     """Raises SettingInvalid for what can be the routing of no pack."""
-    if wanted not in (AUTO_ROUTING, EXACT_ROUTING):
+    if wanted not in (AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING):
         _share(wanted)
 
 
 def preference_for(wanted: str, known: Sequence[Preference], share: float) -> Preference | None:
-    """`wanted` is AUTO_ROUTING, EXACT_ROUTING, or the share of the experts that one is made for ("25%"). None: exact.
+    """`wanted` is AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING, or the share of the experts that one is made for ("25%").
+    None: the routers prefer nothing.
 
     AUTO_ROUTING takes that made for the largest share that is no more than `share`, which is what there is room for, or
     the smallest, and exact routing where there is room for all. Raises SettingInvalid for a share that none is for.
     """
-    if wanted == EXACT_ROUTING or (wanted == AUTO_ROUTING and (not known or share >= 1)):
+    if wanted in (EXACT_ROUTING, HASH_ROUTING) or (wanted == AUTO_ROUTING and (not known or share >= 1)):
         return None
     if wanted == AUTO_ROUTING:
         return next((one for one in reversed(known) if one.share <= share), known[0])
@@ -46,6 +49,7 @@ def _share(wanted: str) -> float:
         share = 0.0
     if not wanted.endswith("%") or not 0 < share < 1:
         raise SettingInvalid(
-            "routing", f"{wanted!r} should be {AUTO_ROUTING}, {EXACT_ROUTING}, or a share of the experts such as 25%"
+            "routing",
+            f"{wanted!r} should be {AUTO_ROUTING}, {EXACT_ROUTING}, {HASH_ROUTING}, or a share of the experts such as 25%",
         )
     return share

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from moert.budget.budget import FIRST_BYTES, Budget
 from moert.budget.regulator import TYPICAL
 from moert.budget.routing import share_text
 from moert.errors import TokenizerMissing
+from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, hash_for
 from moert.generation.text import Text
 from moert.kernels import library
 from moert.machine.cores import usable_cores
@@ -16,10 +18,12 @@ from moert.machine.memory import held_bytes, thread_bytes
 from moert.models.footprint import Footprint
 from moert.pack.chat import load_chat
 from moert.pack.errors import PackError
+from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
+from moert.predict.network import network_bytes, recalled_bytes
 from moert.stats import size
 
 
@@ -28,7 +32,8 @@ def describe(pack: Pack) -> dict[str, Any]:
     manifest, spec = pack.manifest, pack.manifest.model
     budget = Budget.of(manifest)
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
-    known = (BACKBONE, PATHS, TRACE)
+    known = (BACKBONE, PATHS, TRACE, HASH)
+    function = _function(pack)
     return {
         "pack": str(pack.root),
         "creator": manifest.creator,
@@ -55,11 +60,13 @@ def describe(pack: Pack) -> dict[str, Any]:
             "expert_tensors": manifest.expert_tensor_bytes(),
             "paths": files.get(PATHS, 0),
             "trace": files.get(TRACE, 0),
+            "hash": files.get(HASH, 0),
             "other": sum(nbytes for name, nbytes in files.items() if name not in known),
         },
         "quality": None if manifest.quality is None else asdict(manifest.quality),
         "preferences": [asdict(one) for one in manifest.preferences],
         "has_paths": PATHS in files,
+        "hash": None if function is None else _hash_facts(function),
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "has_chat": _chat_fault(pack) is None,
         "smallest_memory": {
@@ -96,9 +103,10 @@ def description_lines(pack: Pack) -> list[str]:
         f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk{files} "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
-        f"trace {size(nbytes['trace'])}, other {size(nbytes['other'])}",
+        f"trace {size(nbytes['trace'])}, hash {size(nbytes['hash'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),
         *_preference_lines(pack),
+        *_hash_lines(facts["hash"]),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
@@ -111,9 +119,37 @@ def _smallest_memory(pack: Pack) -> int:
     from moert import engine  # noqa: F401 - what it imports takes memory
 
     widened = library.missing() is not None
-    budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()))
-    needed = Footprint(pack.manifest.model, widened).request([TYPICAL])
+    function, nbytes = _function(pack), 0
+    if function is not None:
+        nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
+    budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()), beside_bytes=nbytes)
+    foreseeing = None if function is None else partial(recalled_bytes, function)
+    needed = Footprint(pack.manifest.model, widened, foreseeing=foreseeing).request([TYPICAL])
     return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
+
+
+def _function(pack: Pack) -> HashFunction | None:
+    return hash_for(pack, DEFAULT_PREDICTOR, DEFAULT_EVICTION, routes=False)
+
+
+def _hash_facts(function: HashFunction) -> dict[str, Any]:
+    """`hits` by stack, the mean over its layers: of top_k, and of 3 · top_k, experts that are named first."""
+    return {
+        "hits": {name: stack.hits.mean(axis=0).tolist() for name, stack in function.stacks.items()},
+        "routed": None if function.routed is None else asdict(function.routed),
+    }
+
+
+def _hash_lines(facts: dict[str, Any] | None) -> list[str]:
+    if facts is None:
+        return ["hash function    no: moeconv train-hash adds one"]
+    hits = ", ".join(
+        f"{name} {100 * first:.0f}% of held-out choices, {100 * third:.0f}% among three times as many"
+        for name, (first, third) in facts["hits"].items()
+    )
+    routed = facts["routed"]
+    loss = "not measured" if routed is None else f"loss {100 * routed['loss']:.2f}%"
+    return [f"hash function    foresees in the {hits}", f"                 in place of the routers: {loss}"]
 
 
 def _dense_text(dense: Dense | None) -> str:

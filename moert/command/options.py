@@ -21,10 +21,13 @@ class Eviction(str, Enum):
     lfu = "lfu"
     fifo = "fifo"
     lifo = "lifo"
+    foreseen = "foreseen"
 
 
 class Predict(str, Enum):
+    auto = "auto"
     gate = "gate"
+    hash = "hash"
     transitions = "transitions"
     popularity = "popularity"
     none = "none"
@@ -64,15 +67,17 @@ EvictionOption = Annotated[
     typer.Option(
         help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
         "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
-        "least), fifo (read first), lifo (read last); auto: what does best on the pack's recorded trace with this room "
-        "for experts."
+        "least), fifo (read first), lifo (read last), foreseen (as expected, but what the pack's hash function foresees of "
+        "the present pass stays); auto: what does best on the pack's recorded trace with this room for experts."
     ),
 ]
 PredictOption = Annotated[
     Predict,
     typer.Option(
-        help="What names the experts to read ahead: gate (the next layer's router, asked early), transitions or "
-        "popularity (the pack's path tables), none. Only what pays is read."
+        help="What names the experts to read ahead: gate (the next layer's router, asked early), hash (the pack's hash "
+        "function, which names those of all layers before the first has run; moeconv train-hash adds it), transitions or "
+        "popularity (the pack's path tables), none; auto: gate and hash together, or gate alone where there is no hash "
+        "function. Only what pays is read."
     ),
 ]
 IoOption = Annotated[
@@ -112,8 +117,9 @@ KvOption = Annotated[
 RoutingOption = Annotated[
     str,
     typer.Option(
-        metavar="auto|exact|SHARE",
-        help="Which experts a token goes to: exact, as the model says; 25%: nearly as good ones that were used lately "
+        metavar="auto|exact|SHARE|hash",
+        help="Which experts a token goes to: exact, as the model says; hash: as the pack's hash function says, without "
+        "asking the routers; 25%: nearly as good ones that were used lately "
         "are preferred, as the pack has it for room for that share of the experts, with a promise of its own (moeconv "
         "quantize --resident); auto: what the pack has for the room that there is. Answers depend on this.",
     ),

@@ -13,10 +13,14 @@ from moert.experts.demand import Arrivals, Demand
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName
 from moert.pack.paths import F64
-from moert.predict.predictor import Predictor, Selected, Situation
+from moert.predict.foresight import Foresight
+from moert.predict.predictor import Prediction, Predictor, Selected, Situation
 from moert.predict.worth import Worth
 from moert.stats import ExpertCounters, ReadAhead
 
+_DEPTH = 8
+"""Layers that are looked ahead at most, where they are foreseen."""
+_LIKELY = 0.5  # such experts of layers that come soon do not leave for others that are read ahead
 _UNWEIGHED = 2  # without a Worth: at most this many times top_k predicted experts are read for each token
 
 
@@ -35,8 +39,9 @@ class Lookahead:
 
     def __init__(
         self, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], cache: ExpertCache, counters: ExpertCounters,
-        predictor: Predictor, worth: Worth | None,
+        predictor: Predictor, worth: Worth | None, foresight: Foresight | None = None,
     ) -> None:  # fmt: skip
+        """`foresight` names what layers further away will ask for, and the first one of a pass."""
         self.routers: Mapping[LayerKey, Asked] = {}
         """The model's, for predictors that ask them early."""
         self._cache, self._counters, self._predictor, self._worth = cache, counters, predictor, worth
@@ -50,6 +55,11 @@ class Lookahead:
         self._asked_about: LayerKey | None = None
         self._token_s: float | None = None
         self._read = (0, 0.0)  # bytes and seconds of reading so far
+        self._foresight = foresight
+        self._foreseen_s = self._foreseeing_s = 0.0  # what that takes of a pass, for each layer
+        self._early: dict[LayerKey, list[int]] = {}  # experts of layers further away, of which reading was begun
+        if foresight is not None:
+            foresight.needed, foresight.told = self._needed, self._begins
 
     @property
     def figures(self) -> ReadAhead:
@@ -59,13 +69,16 @@ class Lookahead:
         """The present request is over: what comes next does not follow from it."""
         self._asked_about = self._token_s = None
         self._history = []
+        self._early.clear()
         self._cache.predict(())
 
     def demanded(self, demand: Demand, arrivals: Arrivals) -> None:
         """What came after the last `look`."""
+        if self._foresight is not None:
+            self._foresight.passed(demand.at)
         if self._worth is None:
             return
-        nbytes, begun = self._nbytes[demand.at], [key.expert for key in arrivals.begun]
+        nbytes, begun = self._nbytes[demand.at], self._begun(demand.at, arrivals)
         came_early = sum(nbytes[expert] for expert in begun if expert in demand.experts)
         self._worth.lacked(came_early + arrivals.missing * nbytes[0])
         if self._asked_about != demand.at:
@@ -81,7 +94,7 @@ class Lookahead:
         if place == self._first[present.stack]:
             self._history = []
             self._time_token(present.stack, len(experts))
-        if self._cache.n_resident == self._n_experts or (self._worth is not None and not self._worth.asks()):
+        if not self._pays():
             return
         started = time.perf_counter()
         self._history = [*self._history[-1:], experts]
@@ -93,18 +106,70 @@ class Lookahead:
         else:  # the first layer of another token, or of the decoder
             n_tokens = 1
             situation = Situation(at, [], n_tokens, self._top_k)
-        prediction = self._predictor.predict(situation)
-        absent = self._cache.absent([at.expert(number) for number, _ in prediction])
-        ranked = [each for each, is_absent in zip(prediction, absent, strict=True) if is_absent]
+        self._read_ahead(self._predictor.predict(situation), following, n_tokens)
+        if self._worth is not None and len(experts) == 1:
+            self._worth.asked(time.perf_counter() - started + self._foreseeing_s)
+
+    def _pays(self) -> bool:
+        return self._cache.n_resident < self._n_experts and (self._worth is None or self._worth.asks())
+
+    def _needed(self) -> bool:
+        """A pass is about to begin: will anybody ask what it demands?"""
+        self._foreseen_s = time.perf_counter()
+        return self._pays()
+
+    def _begins(self, stack: StackName, n_tokens: int) -> None:
+        """It was foreseen what a pass of so many tokens will ask for; its first layer is to run."""
+        if self._foresight is None or stack not in self._first or not self._pays():
+            return
+        place, layers = self._first[stack], sum(at.stack == stack for at in self._order)
+        self._foreseeing_s = (time.perf_counter() - self._foreseen_s) / layers if n_tokens == 1 else self._foreseeing_s
+        self._history = []
+        self._read_ahead(self._foresight.ranked(self._order[place]), place, n_tokens)
+
+    def _read_ahead(self, prediction: Prediction, place: int, n_tokens: int) -> None:
+        """Of the layer at this place in the order, then of those after it as far as they are foreseen."""
+        at = self._order[place]
+        ranked = self._absent(at, prediction)
+        most = _UNWEIGHED * self._top_k * n_tokens
         if self._worth is None:
-            most = _UNWEIGHED * self._top_k * n_tokens
             wanted = [expert for expert, _ in ranked[:most]]
         else:
             wanted = self._worth.wanted(ranked, self._nbytes[at])
             self._asked_about, self._asked_s, self._asked_stall_s = at, time.perf_counter(), self._counters.stall_s
-        self._cache.predict([at.expert(number) for number in wanted])
-        if self._worth is not None and len(experts) == 1:
-            self._worth.asked(time.perf_counter() - started)
+        keys = [at.expert(number) for number in wanted]
+        keep = self._keep(at, prediction, n_tokens) if self._foresight is not None else []
+        if self._foresight is not None:
+            for ahead, further in enumerate(self._order[place + 1 : place + _DEPTH], 2):
+                if self._worth is not None and self._worth.busy_layers >= ahead:
+                    break
+                prediction = self._foresight.ranked(further)
+                if not prediction:
+                    break
+                ranked = self._absent(further, prediction)
+                if self._worth is None:
+                    wanted = [expert for expert, _ in ranked[:most]]
+                else:
+                    wanted = self._worth.further(ranked, self._nbytes[further], ahead)
+                keys += [further.expert(number) for number in wanted]
+                keep += self._keep(further, prediction, n_tokens)
+        self._cache.predict(keys, keep)
+
+    def _absent(self, at: LayerKey, prediction: Prediction) -> Prediction:
+        """What is not in memory."""
+        absent = self._cache.absent([at.expert(number) for number, _ in prediction])
+        return [each for each, is_absent in zip(prediction, absent, strict=True) if is_absent]
+
+    def _keep(self, at: LayerKey, prediction: Prediction, n_tokens: int) -> list[ExpertKey]:
+        """What is more likely than not to be asked for."""
+        most = prediction[: self._top_k * n_tokens]
+        return [at.expert(number) for number, probability in most if probability >= _LIKELY]
+
+    def _begun(self, at: LayerKey, arrivals: Arrivals) -> list[int]:
+        """Experts of the layer that were begun to be read since it was first foreseen."""
+        for key in arrivals.begun:
+            self._early.setdefault(key.at, []).append(key.expert)
+        return self._early.pop(at, [])
 
     def _scores(self, at: LayerKey, x: F32) -> F64 | None:
         router = self.routers.get(at)

@@ -14,6 +14,7 @@ from moert.experts.policy.names import eviction_for
 from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
 from moert.kernels.backend import Backend
 from moert.pack.reader import Pack
+from moert.predict.foresight import Foresight
 from moert.stats import PAGE_CACHE, ExpertCounters
 
 
@@ -28,6 +29,8 @@ class Streaming:
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
         self.nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+        self.foresight: Foresight | None = None
+        """What a policy may ask of the pass that runs."""
         self._pack, self._begun, self._all_bytes = pack, False, sum(self.nbytes.values())
         self._measures_drive = io is None
         self._store = ExpertStore(pack, backend, counters, io or IoSettings(True, DEFAULT_THREADS))
@@ -56,7 +59,7 @@ class Streaming:
         if self._measures_drive:
             self._store.io = settings_for(self._store.files())
             self.cache.loaders = self._store.io.threads
-        choice = eviction_for(self._pack, self.eviction, self.nbytes, room_bytes, notify)
+        choice = eviction_for(self._pack, self.eviction, self.nbytes, room_bytes, notify, self.foresight)
         self.eviction = choice.name
         self.cache.use(choice.policy)
 

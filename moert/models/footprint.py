@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moert.models.activations import activation_bytes
@@ -30,12 +30,14 @@ Loads = Sequence[Load]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens; `prefers`: see Recent."""
+    """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens; `prefers`: see Recent;
+    `foreseeing`: what a Foresees takes for a prompt of so many tokens and so many new ones."""
 
     spec: ModelSpec
     widened: bool
     kv_bits: KvBits = 16
     prefers: bool = False
+    foreseeing: Callable[[int, int], int] | None = None
 
     def request(self, loads: Loads) -> int:
         """The most at one time, if all start or go on now and write all that they may."""
@@ -67,4 +69,6 @@ class Footprint:
         extra = fixed_bytes(self.spec) if load.marks else 0
         if self.prefers:
             extra += recent_bytes(self.spec, load.prompt_tokens)
+        if self.foreseeing is not None:
+            extra += self.foreseeing(load.prompt_tokens, written)
         return extra + state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)

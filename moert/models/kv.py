@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -146,6 +146,19 @@ Remembered = Kept | Fixed
 """Of one layer."""
 
 
+class Heard(Protocol):
+    """What a Foresees remembers of the tokens of a sequence."""
+
+    def copy(self) -> Heard: ...
+
+    def cut(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass
 class State:
     """All that a running sequence remembers: of each decoder layer what it has read, and with an encoder what that has
@@ -155,6 +168,8 @@ class State:
     cross: list[Kept] = field(default_factory=list)
     recent: list[Recent] = field(default_factory=list)
     """Of each decoder layer with experts, where routers prefer some."""
+    heard: Heard | None = None
+    """Where something foresees what layers will ask for."""
 
     @property
     def length(self) -> int:
@@ -163,7 +178,8 @@ class State:
 
     def copy(self) -> State:
         own, cross = [kept.copy() for kept in self.own], [kept.copy() for kept in self.cross]
-        return State(own, cross, [kept.copy() for kept in self.recent])
+        heard = None if self.heard is None else self.heard.copy()
+        return State(own, cross, [kept.copy() for kept in self.recent], heard)
 
     def exact_until(self, length: int) -> None:
         """The first `length` tokens are a prompt, and routed exactly."""
@@ -186,15 +202,21 @@ class State:
         all of it is to be thrown away."""
         for kept in self.recent:
             kept.cut(length)
+        if self.heard is not None:
+            self.heard.cut(length)
         return all(kept.cut(length, expected) for kept in self.own)
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.nbytes for kept in (*self.own, *self.cross, *self.recent))
+        return sum(kept.nbytes for kept in (*self.own, *self.cross)) + self._beside_bytes
 
     @property
     def written_bytes(self) -> int:
-        return sum(kept.written_bytes for kept in (*self.own, *self.cross)) + sum(kept.nbytes for kept in self.recent)
+        return sum(kept.written_bytes for kept in (*self.own, *self.cross)) + self._beside_bytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        return sum(kept.nbytes for kept in self.recent) + (0 if self.heard is None else self.heard.nbytes)
 
     @property
     def _fixed(self) -> list[Fixed]:

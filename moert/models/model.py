@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from moert.kernels.backend import NO_NORM, ROWS, AttentionWeights, Backend, Matrix, Positions
 from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
-from moert.models.kv import Kept, KvBits, Remembered, State, remembered
+from moert.models.foresees import Foresees
+from moert.models.kv import Heard, Kept, KvBits, Remembered, State, remembered
 from moert.models.positions import AddedPositions, DistanceBias, Rotary, query_scales
 from moert.models.recent import Recent
-from moert.models.router import LearnedRouter, PreferringRouter
+from moert.models.router import ForeseeingRouter, LearnedRouter, PreferringRouter
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
@@ -119,6 +121,10 @@ def _recent(states: Sequence[State], place: int | None) -> list[Recent]:
     return [state.recent[place] for state in states] if place is not None and states[0].recent else []
 
 
+def _heard(states: Sequence[State]) -> list[Heard]:
+    return [state.heard for state in states if state.heard is not None]
+
+
 def _pieces(rows: F32) -> list[F32]:
     return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
@@ -150,6 +156,17 @@ class Model:
         self.preference: Preference | None = None
         if preference is not None:
             self.prefer(preference)
+        self.foresight: Foresees | None = None
+
+    def foresee(self, foresight: Foresees, top_k: int | None = None) -> None:
+        """From now on what begins is told to it before the layers run. With `top_k` it takes the place of the routers,
+        whose tokens go to so many experts then."""
+        self.foresight = foresight
+        foresight.rows = lambda ids: self.backend.rows(self.embed, ids)
+        if top_k is not None:
+            for at, exact in list(self.routers.items()):
+                assert isinstance(exact, LearnedRouter)
+                self.routers[at] = ForeseeingRouter(exact, self.backend, partial(foresight.numbers, at), top_k)
 
     def prefer(self, preference: Preference) -> None:
         """From now on, what begins is routed by this; to be said once."""
@@ -220,12 +237,15 @@ class Model:
             State(
                 [remembered(layer.part, self.spec.d_model, expected, self.kv_bits) for layer in self._decoder.layers],
                 recent=self._nothing_recent(),
+                heard=None if self.foresight is None else self.foresight.begin(),
             )
             for expected in lengths
         ]
         for state, length in zip(states, lengths, strict=True):
             state.exact_until(length)
         if self._encoder is not None:
+            if self.foresight is not None:
+                self.foresight.encodes(prompts, _heard(states))
             for state, encoded in zip(states, self._encode(self._encoder, prompts), strict=True):
                 state.cross = [self._crossed(layer, encoded) for layer in self._decoder.layers]
         return states
@@ -268,6 +288,8 @@ class Model:
         """Runs the tokens of each sequence after those in its state → hidden states [all tokens, d_model]."""
         x = self._embedded(self._decoder, sequences, [state.length for state in states])
         lengths = [len(ids) for ids in sequences]
+        if self.foresight is not None:
+            self.foresight.decodes(sequences, _heard(states))
         prefixes = [0 if state.length else self._prefix(ids) for ids, state in zip(sequences, states, strict=True)]
         self._decoder.read(x, lengths, states, prefixes)
         return x

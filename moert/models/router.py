@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -109,6 +110,24 @@ class PreferringRouter:
         for kept in self._latest:
             scores[kept.experts[kept.experts >= 0]] += np.float32(self._bonus / len(self._latest))
         return scores
+
+
+class ForeseeingRouter:
+    """What was foreseen of the tokens takes the place of the router's product (SiDA, Du et al. 2023): a softmax of
+    these numbers is what tokens go by, each to `top_k` experts, and what chosen experts are weighed by."""
+
+    def __init__(self, exact: LearnedRouter, backend: Backend, numbers: Callable[[], F32], top_k: int) -> None:
+        self._exact, self._backend, self._numbers = exact, backend, numbers
+        self._chooser = LearnedRouter(replace(exact.weights, part=replace(exact.weights.part, top_k=top_k)), backend)
+
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        numbers = self._numbers()
+        scores = np.exp(numbers - numbers.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+        return Routed(self._backend.norm(x, self._exact.weights.norm), *self._chooser.choose(scores, lengths))
+
+    def guess(self, x: F32) -> F32:
+        return self._exact.guess(x)
 
 
 def without_overflow(experts: I64, n_experts: int, capacity: int) -> I64:

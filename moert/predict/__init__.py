@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from moert.pack.paths import TransitionTable
+from moert.predict.foresight import Foresight
 from moert.predict.gate import GateAhead
+from moert.predict.hash import HashAhead, HashAndGate
 from moert.predict.popularity import Popularity
 from moert.predict.predictor import Predictor
 from moert.predict.transitions import Transitions
 
-PREDICTORS: Mapping[str, Callable[[TransitionTable | None], Predictor | None]] = {
-    "transitions": lambda tables: Transitions(_needed(tables)),
-    "gate": lambda tables: GateAhead(),
-    "popularity": lambda tables: Popularity(_needed(tables)),
-    "none": lambda tables: None,
+AUTO_PREDICTOR = "auto"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a pack has for predictors: its tables, and its hash function at work."""
+
+    tables: TransitionTable | None = None
+    foresight: Foresight | None = None
+
+
+PREDICTORS: Mapping[str, Callable[[Known], Predictor | None]] = {
+    AUTO_PREDICTOR: lambda known: GateAhead() if known.foresight is None else HashAndGate(known.foresight),
+    "gate": lambda known: GateAhead(),
+    "hash": lambda known: HashAhead(_foresight(known)),
+    "transitions": lambda known: Transitions(_tables(known)),
+    "popularity": lambda known: Popularity(_tables(known)),
+    "none": lambda known: None,
 }
-"""Name → predictor, given the pack's tables if it has any; None where nothing is to be predicted. Oracle and Shuffled
-are not here: they are for measuring."""
+"""Name → predictor; None where nothing is to be predicted. Oracle and Shuffled are not here: they are for measuring."""
 
 NEED_TABLES = frozenset({"transitions", "popularity"})
+NEED_HASH = frozenset({"hash"})
+TAKE_HASH = frozenset({AUTO_PREDICTOR, *NEED_HASH})
+"""These look several layers ahead where there is a hash function."""
 
 
-def _needed(tables: TransitionTable | None) -> TransitionTable:
-    if tables is None:
+def _tables(known: Known) -> TransitionTable:
+    if known.tables is None:
         raise ValueError(f"{' and '.join(sorted(NEED_TABLES))} need path tables")
-    return tables
+    return known.tables
+
+
+def _foresight(known: Known) -> Foresight:
+    if known.foresight is None:
+        raise ValueError(f"{' and '.join(sorted(NEED_HASH))} need a hash function")
+    return known.foresight

@@ -41,6 +41,7 @@ class Worth:
         self._seen = [_PRIOR] * (_BUCKETS + 1)
         self._asked: Sequence[tuple[int, float]] | None = None
         self._nbytes: Sequence[int] = ()
+        self._busy_s = 0.0  # what reading all that was wanted takes
 
     def asks(self) -> bool:
         """Whether a question can pay: reading what the next layer is likely to lack must take longer than asking."""
@@ -67,11 +68,23 @@ class Worth:
         if not self._switch.on:
             self._asked = None
             return []
-        self._asked = asked = ranked[:_MOST]
-        self._nbytes = nbytes
-        window, rates, pace, missed = self._window_s or 0.0, self._rates, self._pace or _PACE, self._missed
-        chosen, start = [], 0.0
-        for expert, claim in asked:
+        self._asked, self._nbytes = ranked[:_MOST], nbytes
+        self._busy_s = 0.0
+        return self._chosen(self._asked, nbytes, self._window_s or 0.0)
+
+    def further(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int], layers: int) -> list[int]:
+        """After `wanted`, the same for a layer that is `layers` ahead, once what was wanted so far is read."""
+        return self._chosen(ranked[:_MOST], nbytes, layers * (self._window_s or 0.0))
+
+    @property
+    def busy_layers(self) -> float:
+        """For how many layers the drive is busy with what was wanted so far."""
+        return self._busy_s / self._window_s if self._window_s else 0.0
+
+    def _chosen(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int], window: float) -> list[int]:
+        rates, pace, missed = self._rates, self._pace or _PACE, self._missed
+        chosen, start = [], self._busy_s
+        for expert, claim in ranked:
             rate, takes = rates[int(claim * _BUCKETS)], nbytes[expert] * pace
             saved = window - start
             if saved > takes:
@@ -81,6 +94,7 @@ class Worth:
             if rate * saved > (1.0 - rate) * ((takes - saved) * missed + _WASTE * takes):
                 chosen.append(expert)
                 start += takes
+        self._busy_s = start
         return chosen
 
     def observe(self, demanded: Collection[int], started: Sequence[int], missed: int, window_s: float) -> None:

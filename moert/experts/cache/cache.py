@@ -114,11 +114,12 @@ class ExpertCache:
         with self._lock:
             return [key not in self._slots for key in keys]
 
-    def predict(self, keys: Sequence[ExpertKey]) -> None:
-        """What is worth reading ahead, most valuable first; replaces what is left of the last call."""
+    def predict(self, keys: Sequence[ExpertKey], keep: Sequence[ExpertKey] = ()) -> None:
+        """What is worth reading ahead, most valuable first; replaces what is left of the last call. What to `keep`, most
+        valuable first, does not leave for it."""
         with self._lock:
             self._begun = []
-            self._likely = tuple(keys)
+            self._likely = (*keep, *keys)
             self._predicted = deque(key for key in keys if key not in self._slots)
             if self._predicted:
                 self._wake(1)

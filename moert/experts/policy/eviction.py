@@ -121,13 +121,18 @@ class ExpectedWait:
         self._n_places = 1 + max(place_of(layer) for layer in order)
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        visits = self.visits(candidates)
+        return -(candidates.wait + candidates.interval * (visits - 1.0))
+
+    def visits(self, candidates: Candidates) -> F64:
+        """[n]: after how many visits of its layer each is likely to be needed, at least 1."""
         often = candidates.frequency / np.maximum(candidates.visits, 1)
         lately: F64 = (1.0 - FORGETTING) * candidates.recent * np.exp2(log2(FORGETTING) * candidates.age)
         probability: F64 = 0.5 * (often + lately)
         if self._succession is not None:
             probability = self._with_succession(self._succession, probability, candidates)
         visits: F64 = 1.0 / np.maximum(probability, _RARELY)
-        return -(candidates.wait + candidates.interval * (visits - 1.0))
+        return visits
 
     def _with_succession(self, succession: Succession, probability: F64, candidates: Candidates) -> F64:
         for place, experts in candidates.latest.items():
@@ -144,6 +149,32 @@ class ExpectedWait:
             if not self._following.size:
                 self._following = np.full((self._n_places, len(likely)), np.nan)
             self._following[place] = likely
+
+
+class Foresees(Protocol):
+    """See moert.predict.foresight.Foresight."""
+
+    def coming(self) -> tuple[Sequence[LayerKey], F64]: ...
+
+
+class Foreseen:
+    """What the pass is foreseen to ask for stays until then: ExpectedWait, but that for layers which the present pass
+    has still to reach, the hash function says how probable it is that they ask for an expert when they do (SiDA, Du et
+    al. 2023: what the table of a batch does not name leaves)."""
+
+    def __init__(self, order: LayerOrder, foresight: Foresees, succession: Succession | None = None) -> None:
+        self._expected, self._foresight = ExpectedWait(order, succession), foresight
+        self._n_places = 1 + max(place_of(at) for at in order)
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        visits = self._expected.visits(candidates)
+        layers, likely = self._foresight.coming()
+        if layers:
+            table = np.full((self._n_places, likely.shape[1]), np.nan)
+            table[[place_of(at) for at in layers]] = likely
+            sooner = table[candidates.place, candidates.expert]
+            visits = np.where(np.isnan(sooner), visits, sooner + (1.0 - sooner) * (1.0 + visits))
+        return -(candidates.wait + candidates.interval * (visits - 1.0))
 
 
 class _Factory(Protocol):

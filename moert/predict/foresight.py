@@ -1,0 +1,179 @@
+"""What a pass will ask for, before its first layer has run: the hash function's answer for every layer, kept until the
+next pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moert.kernels.backend import Backend
+from moert.pack.codec import F32
+from moert.pack.hash import HashFunction
+from moert.pack.model_spec import LayerKey, ModelSpec, StackName
+from moert.pack.paths import F64
+from moert.predict.network import Heard, readers
+from moert.predict.predictor import Prediction, ranked
+
+_CATCH_UP = 256
+"""Tokens that are read again at most, where nothing was asked for longer, unless the answers depend on it."""
+_SAMPLE = 256
+"""Tokens of a prompt that are looked at to say what all of them will demand."""
+
+
+class Foresight:
+    """`routes`: the function takes the place of the routers, so that it is run for each pass, and for all tokens.
+
+    `needed` says before a pass whether anybody will ask about it; `told` is called when it can be asked.
+    """
+
+    def __init__(self, function: HashFunction, spec: ModelSpec, backend: Backend, top_k: int, routes: bool) -> None:
+        self.needed: Callable[[], bool] = lambda: True
+        self.told: Callable[[StackName, int], None] = lambda stack, tokens: None
+        self.rows: Callable[[Sequence[int]], F32] | None = None
+        """Of the embedding, by token."""
+        self._top_k, self._routes = top_k, routes
+        self._readers = readers(function, backend)
+        self._layers = {name: spec.moe_layers(name) for name in function.stacks}
+        self._places = {at: place for layers in self._layers.values() for place, at in enumerate(layers)}
+        self._made: F32 | None = None  # [tokens, width], what the network has made of the present pass
+        self._stack: StackName = "decoder"
+        self._next = 0  # the layer that runs next, of those with experts
+        self._demanded: F64 | None = None  # [layers, experts] of the present pass
+        self._ranked: dict[LayerKey, Prediction] = {}
+
+    # What a model tells it: see moert.models.model.Foresees.
+
+    def begin(self) -> Heard:
+        """A new sequence."""
+        reader = self._readers.get("decoder")
+        assert reader is not None
+        return Heard(reader.begin)
+
+    def encodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
+        """An encoder is about to read these."""
+        self._forget()
+        if (reader := self._readers.get("encoder")) is None or not self._asked():
+            for each in heard:
+                each.encoded = None
+            return
+        counts = [len(ids) for ids in sequences]
+        made = reader.encode(self._embedded([token for ids in sequences for token in ids]), counts)
+        decoder = self._readers.get("decoder")
+        if decoder is not None:
+            for each, rows in zip(heard, np.split(made, np.cumsum(counts)[:-1]), strict=True):
+                each.encoded = decoder.shown(np.ascontiguousarray(rows))
+        self._tell("encoder", made)
+
+    def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
+        """A decoder is about to read these behind what it has read."""
+        self._forget()
+        for ids, each in zip(sequences, heard, strict=True):
+            each.ids += ids
+        if (reader := self._readers.get("decoder")) is None or not self._asked():
+            return
+        unread = [self._unread(each, len(ids)) for ids, each in zip(sequences, heard, strict=True)]
+        counts = [len(ids) for ids in unread]
+        rows = self._embedded([token for ids in unread for token in ids])
+        made = reader.read(rows, counts, [each.recall() for each in heard])
+        for each in heard:
+            each.done = len(each.ids)
+        if counts != [len(ids) for ids in sequences]:
+            parts = np.split(made, np.cumsum(counts)[:-1])
+            made = np.concatenate([part[-len(ids) :] for part, ids in zip(parts, sequences, strict=True)])
+        self._tell("decoder", made)
+
+    def passed(self, at: LayerKey) -> None:
+        """The router of this layer has decided."""
+        self._next = self._places.get(at, -1) + 1
+
+    def numbers(self, at: LayerKey) -> F32:
+        """What stands for the numbers of the layer's router, [tokens of the pass, experts]."""
+        assert self._made is not None
+        return self._readers[at.stack].of_layer(self._made, self._places[at])
+
+    # What is asked of it.
+
+    def likely(self, at: LayerKey) -> F64 | None:
+        """The probability that the present pass demands each expert of a layer that it has still to reach,
+        [num_experts]; None for others, and where nothing is known."""
+        place = self._places.get(at)
+        if self._made is None or place is None or at.stack != self._stack or place < self._next:
+            return None
+        found: F64 = self._table()[place]
+        return found
+
+    def ranked(self, at: LayerKey) -> Prediction:
+        """The same as a prediction; nothing where nothing is known."""
+        if at not in self._ranked:
+            likely = self.likely(at)
+            if likely is None:
+                return []
+            self._ranked[at] = ranked(likely)
+        return self._ranked[at]
+
+    def coming(self) -> tuple[Sequence[LayerKey], F64]:
+        """The layers that the present pass has still to reach, and `likely` of each, [layers, num_experts]."""
+        if self._made is None:
+            return [], np.zeros((0, 0))
+        return self._layers[self._stack][self._next :], self._table()[self._next :]
+
+    def _table(self) -> F64:
+        if self._demanded is None:
+            assert self._made is not None
+            made = self._made
+            if len(made) > _SAMPLE:
+                made = np.ascontiguousarray(made[np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64)])
+            self._demanded = any_demands(self._readers[self._stack].numbers(made), self._top_k, len(self._made))
+        return self._demanded
+
+    def _asked(self) -> bool:
+        return self._routes or self.needed()
+
+    def _unread(self, heard: Heard, new: int) -> list[int]:
+        """At least the `new` tokens at the end. What was not asked for too long begins anew."""
+        behind = len(heard.ids) - heard.done
+        if behind > max(_CATCH_UP, new) and not self._routes:
+            heard.recalled = None
+            return heard.ids[-max(_CATCH_UP, new) :]
+        heard.recall()
+        return heard.ids[heard.done :]
+
+    def _embedded(self, ids: Sequence[int]) -> F32:
+        assert self.rows is not None
+        return self.rows(ids)
+
+    def _forget(self) -> None:
+        self._made, self._demanded, self._next = None, None, 0
+        self._ranked.clear()
+
+    def _tell(self, stack: StackName, made: F32) -> None:
+        self._made, self._stack = made, stack
+        self.told(stack, len(made))
+
+
+def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:
+    """numbers [sample, layers, experts], as a router's before its softmax, of an even sample of `n_tokens` → the
+    probability that at least one of them goes to each expert, [layers, experts]."""
+    shifted = np.exp(numbers - numbers.max(axis=-1, keepdims=True), dtype=np.float64)
+    each = of_each_token((shifted / shifted.sum(axis=-1, keepdims=True)).reshape(-1, numbers.shape[-1]), top_k)
+    if n_tokens == 1:
+        return each
+    none_does = np.prod(1.0 - each.reshape(numbers.shape), axis=0)
+    found: F64 = 1.0 - none_does ** (n_tokens / len(numbers))
+    return found
+
+
+def of_each_token(weights: F64, top_k: int) -> F64:
+    """`moert.predict.predictor.of_one_token` for each row of weights [tokens, experts], all above zero."""
+    if top_k == 1:
+        return weights
+    descending = -np.sort(-weights, axis=1)
+    rest = np.cumsum(descending[:, ::-1], axis=1)[:, ::-1]  # [i]: of all but the i largest
+    left = top_k - np.arange(min(top_k, weights.shape[1]))
+    fits = descending[:, : len(left)] * left < rest[:, : len(left)]
+    full = np.where(fits.any(axis=1), fits.argmax(axis=1), len(left) - 1)
+    rows = np.arange(len(weights))
+    one = np.where(fits.any(axis=1), rest[rows, full] / left[full], descending[rows, len(left) - 1])
+    found: F64 = np.minimum(weights / one[:, None], 1.0)
+    return found
