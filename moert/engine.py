@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from mmap import PAGESIZE
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,10 @@ from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.pack.chat import load_chat
-from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Preference
 from moert.pack.reader import Pack
 from moert.predict import TAKE_HASH
-from moert.predict.foresight import Foresight
-from moert.predict.network import network_bytes, recalled_bytes
+from moert.predict.foreseeing import Foreseeing
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.settings import EngineSettings
@@ -74,7 +72,7 @@ class Engine:
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
-        beside = 0 if foreseeing is None else network_bytes(pack.manifest.files[HASH].nbytes)
+        beside = 0 if foreseeing is None else foreseeing.nbytes
         self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
         self.counters = ExpertCounters()
         self.times = RequestTimes()
@@ -108,6 +106,7 @@ class Engine:
         if foreseeing is not None:
             self.model.foresee(foreseeing.foresight, foreseeing.routes_to)
             self._streaming.foresight = foreseeing.foresight
+            self.runner.listeners.append(lambda demand: foreseeing.foresight.passed(demand.at))
             self._admission.notes += foreseeing.notes()
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
@@ -132,12 +131,13 @@ class Engine:
         chosen = (settings or EngineSettings()).but(**changes)
         pack = Pack.open(path)
         check_predictor(pack, chosen.predictor)
-        function = hash_for(pack, chosen.predictor, chosen.eviction, chosen.routing == HASH_ROUTING)
+        routes = chosen.routing == HASH_ROUTING
+        function = hash_for(pack, chosen.predictor, chosen.eviction, routes)
         with memory_shortage(), ExitStack() as opened:
             count, cut = _threads(chosen.threads)
             backend = open_backend(chosen.kernels, count)
             opened.callback(backend.close)
-            foreseeing = None if function is None else Foreseeing(pack, function, backend, chosen)
+            foreseeing = None if function is None else Foreseeing(pack, function, backend, routes)
             predictor = predictor_for(pack, chosen.predictor, None if foreseeing is None else foreseeing.foresight)
             engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing)
             opened.pop_all()  # the engine closes it from now on
@@ -325,29 +325,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Foreseeing:
-    """The pack's hash function at work. `routes_to`: where it takes the place of the routers, how many experts a token
-    goes to."""
-
-    def __init__(self, pack: Pack, function: HashFunction, backend: Backend, settings: EngineSettings) -> None:
-        spec, routed, routes = pack.manifest.model, function.routed, settings.routing == HASH_ROUTING
-        self.routed = routed
-        self.routes_to = (spec.moe.router.top_k if routed is None else routed.top_k) if routes else None
-        self.foresight = Foresight(function, spec, backend, self.routes_to or spec.moe.router.top_k, routes)
-        self.request_bytes = partial(recalled_bytes, function)
-
-    def notes(self) -> list[str]:
-        """What a user should know of answers that come of it."""
-        if self.routes_to is None:
-            return []
-        if self.routed is None:
-            return ["the hash function takes the place of the routers: what that loses was not measured"]
-        return [
-            f"the hash function takes the place of the routers: held-out loss {100 * self.routed.loss:.1f}%, widths "
-            f"included"
-        ]
 
 
 def _regulator(

@@ -134,9 +134,9 @@ def read_ahead_at_once(cache: ExpertCache) -> None:
     """Whoever leases reads the first of what is predicted, where it may, at the latest when it gives back: so something
     is read ahead even if the system gives the loaders no time."""
 
-    def then_read(call: Callable[[Any], None]) -> Callable[[Any], None]:
-        def both(what: Any) -> None:
-            call(what)
+    def then_read(call: Callable[..., None]) -> Callable[..., None]:
+        def both(*what: Any) -> None:
+            call(*what)
             with cache._lock:
                 if (slot := cache._next_predicted()) is not None:
                     cache._reading += 1

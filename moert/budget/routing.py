@@ -50,6 +50,7 @@ def _share(wanted: str) -> float:
     if not wanted.endswith("%") or not 0 < share < 1:
         raise SettingInvalid(
             "routing",
-            f"{wanted!r} should be {AUTO_ROUTING}, {EXACT_ROUTING}, {HASH_ROUTING}, or a share of the experts such as 25%",
+            f"{wanted!r} should be {AUTO_ROUTING}, {EXACT_ROUTING}, {HASH_ROUTING}, or a share of the experts such as "
+            "25%",
         )
     return share

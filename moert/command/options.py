@@ -67,16 +67,16 @@ EvictionOption = Annotated[
     typer.Option(
         help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
         "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
-        "least), fifo (read first), lifo (read last), foreseen (as expected, but what the pack's hash function foresees of "
-        "the present pass stays); auto: what does best on the pack's recorded trace with this room for experts."
+        "least), fifo (read first), lifo (read last), foreseen (expected, but what the pack's hash function foresees "
+        "of the present pass stays); auto: what does best on the pack's recorded trace with this room for experts."
     ),
 ]
 PredictOption = Annotated[
     Predict,
     typer.Option(
         help="What names the experts to read ahead: gate (the next layer's router, asked early), hash (the pack's hash "
-        "function, which names those of all layers before the first has run; moeconv train-hash adds it), transitions or "
-        "popularity (the pack's path tables), none; auto: gate and hash together, or gate alone where there is no hash "
+        "function, which names those of all layers before the first has run; moeconv train-hash adds it), transitions "
+        "or popularity (the pack's path tables), none; auto: gate and hash together, or gate where there is no hash "
         "function. Only what pays is read."
     ),
 ]

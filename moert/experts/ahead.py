@@ -74,8 +74,6 @@ class Lookahead:
 
     def demanded(self, demand: Demand, arrivals: Arrivals) -> None:
         """What came after the last `look`."""
-        if self._foresight is not None:
-            self._foresight.passed(demand.at)
         if self._worth is None:
             return
         nbytes, begun = self._nbytes[demand.at], self._begun(demand.at, arrivals)

@@ -115,8 +115,8 @@ class ExpertCache:
             return [key not in self._slots for key in keys]
 
     def predict(self, keys: Sequence[ExpertKey], keep: Sequence[ExpertKey] = ()) -> None:
-        """What is worth reading ahead, most valuable first; replaces what is left of the last call. What to `keep`, most
-        valuable first, does not leave for it."""
+        """What is worth reading ahead, most valuable first; replaces what is left of the last call. What to `keep`,
+        most valuable first, does not leave for it."""
         with self._lock:
             self._begun = []
             self._likely = (*keep, *keys)
