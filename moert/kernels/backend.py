@@ -274,6 +274,19 @@ class BackendOf(Protocol[M, E]):
         with the same b and c [tokens, groups, n] as there are heads for each group."""
         ...
 
+    def lstm(self, inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
+        """An LSTM over sequences of counts[s] rows each, which follow one another, each read from its last row to its
+        first if `backward`. inputs [rows, 4 * width]: what the gates input, forget, cell and output get from the rows,
+        biases among it. With h and c = state [sequences, 2, width]: gates = inputs + h recurrent [width, 4 * width];
+        c ← sigmoid(forget) c + sigmoid(input) tanh(cell); h ← sigmoid(output) tanh(c); → [rows, width]: h of each."""
+        ...
+
+    def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
+        """queries [rows, width], keys and values [n, width] → [rows, width]: of each row the sum of the values from
+        spans[row, 0] to spans[row, 1] - 1 times the sparsemax (Martins & Astudillo 2016) of query · key / √width; 0
+        where it sees none."""
+        ...
+
     def softplus(self, x: F32, bias: F32) -> F32:
         """x [tokens, n] → log(1 + e^(x + bias [n]))"""
         ...

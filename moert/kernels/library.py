@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 12
+ABI = 13
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -50,6 +50,8 @@ _FUNCTIONS = {
     "moert_convolve": (None, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
     "moert_delta_rule": (c_int, [_POOL, _DATA]),
     "moert_scan_tokens": (c_int, [_POOL, _DATA]),
+    "moert_lstm_tokens": (c_int, [_POOL, _DATA]),
+    "moert_attend_sparsely": (c_int, [_POOL, _DATA]),
     "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_sigmoid": (None, [_POOL, c_int64, _DATA, _DATA]),
     "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _DATA]),

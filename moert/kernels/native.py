@@ -240,6 +240,21 @@ class NativeBackend:
         check(self._call.moert_scan_tokens(self._pool, addressof(struct)))
         return out
 
+    def lstm(self, inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
+        given, lengths = [np.ascontiguousarray(each) for each in (inputs, recurrent)], (c_int32 * len(counts))(*counts)
+        out, sizes = np.empty((len(inputs), len(recurrent)), np.float32), (len(counts), len(recurrent), backward)
+        assert (len(inputs), *state.shape) == (sum(counts), len(counts), 2, len(recurrent))
+        struct = structs.Lstm(*map(_at, given), addressof(lengths), _in_place(state), _at(out), *sizes)
+        check(self._call.moert_lstm_tokens(self._pool, addressof(struct)))
+        return out
+
+    def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
+        given = [np.ascontiguousarray(each) for each in (queries, keys, values, spans)]
+        out = np.empty(queries.shape, np.float32)
+        struct = structs.Sparse(*map(_at, given), _at(out), *queries.shape)
+        check(self._call.moert_attend_sparsely(self._pool, addressof(struct)))
+        return out
+
     def softplus(self, x: F32, bias: F32) -> F32:
         x = np.ascontiguousarray(x)
         out = np.empty_like(x)

@@ -115,3 +115,21 @@ class Scan(Structure):
         ("state", c_void_p), ("y", c_void_p),
         ("tokens", c_int32), ("heads", c_int32), ("groups", c_int32), ("p", c_int32), ("n", c_int32), ("each", c_int32),
     ]  # fmt: skip
+
+
+class Lstm(Structure):
+    """The struct moert_lstm."""
+
+    _fields_ = [
+        ("inputs", c_void_p), ("recurrent", c_void_p), ("counts", c_void_p), ("state", c_void_p), ("y", c_void_p),
+        ("sequences", c_int32), ("width", c_int32), ("backward", c_int32),
+    ]  # fmt: skip
+
+
+class Sparse(Structure):
+    """The struct moert_sparse."""
+
+    _fields_ = [
+        ("queries", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("spans", c_void_p), ("y", c_void_p),
+        ("rows", c_int32), ("width", c_int32),
+    ]  # fmt: skip

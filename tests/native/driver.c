@@ -139,6 +139,8 @@ int main(int count, char **arguments) {
     run("conv", conv_cases);
     run("delta", delta_cases);
     run("scan", scan_cases);
+    run("lstm", lstm_cases);
+    run("sparse", sparse_cases);
     run("softplus", softplus_cases);
     run("gated", gated_cases);
     run("wild", wild_cases);

@@ -46,6 +46,8 @@ void gate_cases(void);
 void conv_cases(void);
 void delta_cases(void);
 void scan_cases(void);
+void lstm_cases(void);
+void sparse_cases(void);
 void softplus_cases(void);
 void gated_cases(void);
 void wild_cases(void);

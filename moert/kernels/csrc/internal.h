@@ -90,6 +90,16 @@ typedef struct {
     int first, heads;
 } scan_part;
 
+#define LSTM_UNITS 64 /* of an LSTM that one thread works at */
+
+/* One token of one sequence of a moert_lstm. */
+typedef struct {
+    const float *inputs; /* [4 * width] */
+    const float *h;      /* [width], before it */
+    float *c;            /* [width], which changes */
+    float *y;            /* [width]: h after it */
+} lstm_row;
+
 typedef struct {
     const char *name;
     int (*runs)(void);
@@ -135,6 +145,10 @@ typedef struct {
     void (*delta)(const delta_part *part);
     /* `own`: scan_room */
     void (*scan)(const scan_part *part, float *own);
+    /* Units first .. stop - 1 of rows of different sequences; at most LSTM_UNITS. */
+    void (*lstm)(const float *recurrent, int width, int first, int stop, int rows, const lstm_row *row);
+    /* One row. `scores`: room for one of each key that it sees. */
+    void (*attend_sparsely)(const moert_sparse *all, int row, float *scores);
 } operations;
 
 extern const operations *const moert_isas[];

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 12
+#define MOERT_ABI 13
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -166,6 +166,28 @@ typedef struct {
     int32_t each;             /* n: each column of S decays in its own way; or 1 */
 } moert_scan;
 
+/* An LSTM (Hochreiter & Schmidhuber 1997). For each token, with gates (input, forget, cell, output) = inputs + h recurrent:
+ * c = sigmoid(forget) c + sigmoid(input) tanh(cell); y = h = sigmoid(output) tanh(c). The rows of a sequence follow those of
+ * the one before it, and are read from the last to the first where `backward`. */
+typedef struct {
+    const float *inputs;      /* [rows, 4 * width] */
+    const float *recurrent;   /* [width, 4 * width] */
+    const int32_t *counts;    /* [sequences]: rows of each */
+    float *state;             /* [sequences, 2, width]: h and c */
+    float *y;                 /* [rows, width] */
+    int32_t sequences, width, backward;
+} moert_lstm;
+
+/* Attention to few keys: row r sees those from spans[r, 0] to spans[r, 1] - 1, and what it gets is the sum of their values
+ * times sparsemax(query · key / sqrt(width)) (Martins & Astudillo 2016); 0 where it sees none. */
+typedef struct {
+    const float *queries;     /* [rows, width] */
+    const float *keys, *values; /* [n, width] */
+    const int32_t *spans;     /* [rows, 2] */
+    float *y;                 /* [rows, width] */
+    int32_t rows, width;
+} moert_sparse;
+
 typedef struct moert_pool moert_pool;
 
 int moert_abi(void);
@@ -242,6 +264,10 @@ void moert_convolve(moert_pool *pool, const moert_taps *with, int tokens, const 
 /* Tokens at once, or a few in each call, give the same numbers. */
 int moert_delta_rule(moert_pool *pool, const moert_delta *rule);
 int moert_scan_tokens(moert_pool *pool, const moert_scan *scan);
+
+/* A sequence alone, or beside others, gets the same numbers; and so does a row. */
+int moert_lstm_tokens(moert_pool *pool, const moert_lstm *lstm);
+int moert_attend_sparsely(moert_pool *pool, const moert_sparse *sparse);
 
 /* y [rows, n] = log(1 + e^(x + bias)); bias [n] */
 void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const float *bias, float *y);

@@ -66,6 +66,12 @@ int run_products(moert_pool *pool, product *list, int count);
     int at = 0;                                                     \
     while (at < (count)-1 && (item) >= (list)[at].items) (item) -= (list)[at++].items
 
+/* How many pieces n has, and what of it is in piece `item`. */
+static inline int pieces(int64_t n, int64_t size) { return (int)((n + size - 1) / size); }
+static inline int piece(int64_t n, int64_t size, int64_t item) {
+    return (int)(n - item * size < size ? n - item * size : size);
+}
+
 /* As pool_run, but alone where the job (bytes of weights, times tokens) is not worth another thread's attention. */
 void run_items(moert_pool *pool, work run, const void *job, int n, int64_t amount);
 

@@ -7,11 +7,6 @@
 #define NUMBERS (4 << 10)  /* about as many make an item elsewhere */
 #define TOKENS_AT_ONCE 64  /* whose keys are held */
 
-static int pieces(int64_t n, int64_t size) { return (int)((n + size - 1) / size); }
-
-/* Of n, those of piece `item`. */
-static int piece(int64_t n, int64_t size, int64_t item) { return (int)(n - item * size < size ? n - item * size : size); }
-
 static int rows_an_item(int n) { return n < NUMBERS ? NUMBERS / (n ? n : 1) : 1; }
 
 typedef struct {

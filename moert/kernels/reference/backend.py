@@ -18,7 +18,7 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
-from moert.kernels.reference import recurrent
+from moert.kernels.reference import foresee, recurrent
 from moert.kernels.reference.arithmetic import Plain, ffn, normed, product, sigmoid
 from moert.kernels.reference.attention import heads, keys_and_values, latent_kept, latent_queries, mixed
 from moert.kernels.reference.codes import weights
@@ -160,6 +160,12 @@ class ReferenceBackend:
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
         return recurrent.scan(x, dt, a, b, c, d, state)
+
+    def lstm(self, inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
+        return foresee.lstm(inputs, recurrent, state, counts, backward)
+
+    def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
+        return foresee.attend_sparsely(queries, keys, values, spans)
 
     def softplus(self, x: F32, bias: F32) -> F32:
         return recurrent.softplus(x + bias)
