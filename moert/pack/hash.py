@@ -105,6 +105,8 @@ class HashFunction:
                 f"{HASH} names {self.num_experts} experts in (layers, d_model) {found}, the model has {spec.moe.n} in "
                 f"{expected}: train the hash function of this pack again"
             )
+        if len({stack.width for stack in self.stacks.values()}) > 1:
+            raise HeaderInvalid(f"{HASH}: both stacks should have as many features: train the hash function again")
         for name, stack in self.stacks.items():
             if bool(stack.encoded) != (name == "decoder" and "encoder" in self.stacks):
                 raise HeaderInvalid(f"{HASH}: only a decoder looks at the encoder: train the hash function again")

@@ -135,7 +135,8 @@ class Reader:
                 each.states[place] = state
         query, key, value = (self._linear(x, self._own[name]) for name in ("query", "key", "value"))
         asked = self._linear(x, self._encoded["query"]) if self._encoded else None
-        y, start = x.copy(), 0
+        y: F32 = x.copy()
+        start = 0
         for count, each in zip(counts, recalled, strict=True):
             own = slice(start, start + count)
             start += count

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from memory_store import read_ahead_at_once
+from random_hash import add_hash
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
 from moert.budget.budget import Budget, CacheLimit
@@ -40,7 +41,7 @@ KERNELS = ("auto", "reference")
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("engine")
-    return {name: write_pack(root / f"{name}.pack", spec) for name, spec in SPECS.items()}
+    return {name: add_hash(write_pack(root / f"{name}.pack", spec)) for name, spec in SPECS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -6,36 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from random_hash import random_stack
 
 from moert.pack.errors import HeaderInvalid
-from moert.pack.hash import ATTENTION, HashFunction, Lstm, RoutedLoss, StackHash
-
-
-def random_stack(
-    width: int, d_model: int, layers: int, experts: int, *, both_ways: bool, encoded: bool, seed: int = 0
-) -> StackHash:
-    generator = np.random.default_rng(seed)
-
-    def some(*shape: int) -> npt.NDArray[np.float16]:
-        made: npt.NDArray[np.float16] = (generator.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float16)
-        return made
-
-    cells = width // 2 if both_ways else width
-    return StackHash(
-        some(width, d_model),
-        some(width),
-        tuple(
-            tuple(Lstm(some(4 * cells, width), some(4 * cells), some(cells, 4 * cells)) for _ in range(1 + both_ways))
-            for _ in range(2)
-        ),
-        {name: some(width, width) for name in ATTENTION},
-        {name: some(width, width) for name in ATTENTION} if encoded else {},
-        some(layers, experts, width),
-        some(layers, experts),
-        generator.random((layers, 2), np.float32),
-    )
+from moert.pack.hash import HashFunction, RoutedLoss
 
 
 def pair() -> HashFunction:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import Moert
+from random_hash import add_hash
 from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, damage_expert, write_pack
 
 from moert import __version__
@@ -21,8 +22,7 @@ from moert.command import cli
 from moert.command.options import Eviction, Predict
 from moert.engine import Engine
 from moert.errors import RunError, SettingInvalid
-from moert.experts.policy.eviction import EVICTION
-from moert.experts.policy.selection import AUTO_EVICTION
+from moert.experts.policy.names import EVICTIONS
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Backend
@@ -40,7 +40,7 @@ NEW = ("--max-new-tokens", "6")
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pack(tmp_path_factory.mktemp("cli") / "switch.pack", SWITCH)
+    return add_hash(write_pack(tmp_path_factory.mktemp("cli") / "switch.pack", SWITCH))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_stats_go_to_stderr(moert, pack, expected) -> None:
 
 
 def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> None:
-    for eviction in EVICTION:
+    for eviction in EVICTIONS:
         for predict in PREDICTORS:
             flags = ("--eviction", eviction, "--predict", predict, "--cache", "40%", "--threads", "1")
             assert moert("run", pack, PROMPTS[3], *flags, *NEW) == 0
@@ -159,7 +159,7 @@ def test_threads_do_not_change_the_tokens(moert, pack, monkeypatch) -> None:
 
 
 def test_the_choices_offered_are_those_that_exist() -> None:
-    assert {choice.value for choice in Eviction} == {AUTO_EVICTION, *EVICTION}
+    assert {choice.value for choice in Eviction} == set(EVICTIONS)
     assert {choice.value for choice in Predict} == set(PREDICTORS)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moert.pack.model_spec import LayerKey
 from moert.pack.paths import build
-from moert.predict import NEED_TABLES, PREDICTORS
+from moert.predict import NEED_HASH, NEED_TABLES, PREDICTORS, Known
 from moert.predict.gate import GateAhead
 from moert.predict.oracle import Oracle
 from moert.predict.predictor import Situation, of_any_token, of_one_token, ranked
@@ -29,11 +29,12 @@ def rounded(prediction: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def test_each_predictor_answers_from_its_own_evidence() -> None:
-    made = {name: make(TABLE) for name, make in PREDICTORS.items()}
+    made = {name: make(Known(TABLE)) for name, make in PREDICTORS.items() if name not in NEED_HASH}
     assert [name for name, predictor in made.items() if predictor is None] == ["none"]
     answers = {name: rounded(predictor.predict(AFTER_1)) for name, predictor in made.items() if predictor is not None}
     expected = {
         "transitions": [(4, 1.0)],
+        "auto": [(3, 25 / 36), (1, 9 / 36), (0, 1 / 36), (4, 1 / 36)],
         "gate": [(3, 25 / 36), (1, 9 / 36), (0, 1 / 36), (4, 1 / 36)],
         "popularity": [(2, 0.5), (3, 0.25), (4, 0.25)],
     }
@@ -46,13 +47,16 @@ def test_at_the_first_layer_transitions_know_how_popular_experts_are_and_the_gat
     assert GateAhead().predict(start) == []
 
 
-def test_who_needs_tables_says_so() -> None:
+def test_who_needs_tables_or_a_hash_function_says_so() -> None:
     for name, make in PREDICTORS.items():
         if name in NEED_TABLES:
             with pytest.raises(ValueError, match="path tables"):
-                make(None)
+                make(Known())
+        elif name in NEED_HASH:
+            with pytest.raises(ValueError, match="hash function"):
+                make(Known())
         else:
-            make(None)
+            make(Known())
 
 
 def test_transitions_join_the_tokens_of_a_group() -> None:

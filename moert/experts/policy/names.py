@@ -94,9 +94,7 @@ def hash_for(pack: Pack, predictor: str, eviction: str, routes: bool) -> HashFun
         _check_hash(pack, said("routing", "hash"), said("routing", "exact"))
         score = pack.manifest.model.moe.router.score
         if score != "softmax":
-            raise SettingInvalid(
-                "routing", f"'hash' needs routers that weigh by a softmax; those of this pack: {score}"
-            )
+            raise SettingInvalid("routing", f"'hash' needs routers that weigh by a softmax, not by {score}")
     wanted = predictor in TAKE_HASH or eviction == FORESEEN or routes
     if not wanted or HASH not in pack.manifest.files:
         return None

@@ -1,0 +1,348 @@
+"""The hash function at work: what it foresees, whoever is beside it, and what becomes of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_hash import add_hash, random_hash
+from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
+
+from moert.engine import Engine
+from moert.errors import HashMissing, SettingInvalid
+from moert.experts.cache.residency import Residency
+from moert.experts.demand import Demand
+from moert.experts.policy.eviction import Foreseen
+from moert.generation.prefix import Continued, Prefix
+from moert.kernels import library, open_backend
+from moert.kernels.reference.foresee import sparsemax
+from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
+from moert.pack.model_spec import LayerKey
+from moert.predict.foresight import Foresight, of_each_token
+from moert.predict.network import Heard, Reader, readers, recalled_bytes
+from moert.predict.predictor import of_one_token
+
+NATIVE = library.load() is not None
+needs_native = pytest.mark.skipif(not NATIVE, reason=f"the same bit for bit on the native kernels: {library.missing()}")
+KERNELS = ["reference", pytest.param("auto", marks=needs_native)]
+ASKED: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+
+
+# The network ----------------------------------------------------------------------------------------------------------
+
+
+def plain_lstm(x: np.ndarray, part: Lstm, backward: bool) -> np.ndarray:
+    cells = len(part.recurrent)
+    h, c, out = np.zeros(cells), np.zeros(cells), np.zeros((len(x), cells))
+    for at in reversed(range(len(x))) if backward else range(len(x)):
+        gates = part.inputs.astype(np.float64) @ x[at] + part.bias + h @ part.recurrent.astype(np.float64)
+        i, f, g, o = np.split(gates, 4)
+        c = c / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
+        h = np.tanh(c) / (1 + np.exp(-o))
+        out[at] = h
+    return out
+
+
+def plainly(
+    function: HashFunction, stack: StackHash, rows: np.ndarray, encoded: np.ndarray | None, causal: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """As SPEC.md has it, in float64, one token after the other → y, numbers."""
+    x = rows @ stack.compress.T.astype(np.float64) + stack.compress_bias
+    for layer in stack.lstm:
+        x = np.concatenate([plain_lstm(x, part, bool(way)) for way, part in enumerate(layer)], axis=1)
+    own = {name: matrix.astype(np.float64) for name, matrix in stack.own.items()}
+    y = x.copy()
+    for at in range(len(x)):
+        seen = x[: at + 1] if causal else x
+        shares = sparsemax((seen @ own["key"].T) @ (own["query"] @ x[at]) / np.sqrt(stack.width))
+        y[at] += shares @ (seen @ own["value"].T)
+        if encoded is not None:
+            other = {name: matrix.astype(np.float64) for name, matrix in stack.encoded.items()}
+            shares = sparsemax((encoded @ other["key"].T) @ (other["query"] @ x[at]) / np.sqrt(stack.width))
+            y[at] += shares @ (encoded @ other["value"].T)
+    return y, np.einsum("tw,lew->tle", y, stack.heads.astype(np.float64)) + stack.head_bias
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_network_is_that_of_the_specification(kernels: str) -> None:
+    function, rng = random_hash(SWITCH), np.random.default_rng(1)
+    backend = open_backend(kernels, 1)
+    there = readers(function, backend)
+    text = rng.standard_normal((7, SWITCH.d_model)).astype(np.float32)
+    other = rng.standard_normal((3, SWITCH.d_model)).astype(np.float32)
+    y = there["encoder"].encode(np.concatenate([other, text]), [3, 7])
+    expected, numbers = plainly(function, function.stacks["encoder"], text, None, causal=False)
+    np.testing.assert_allclose(y[3:], expected, atol=2e-4)
+    np.testing.assert_allclose(there["encoder"].numbers(y[3:].copy()), numbers, atol=2e-3)
+    recalled = there["decoder"].begin()
+    recalled.encoded = there["decoder"].shown(y[3:].copy())
+    written = rng.standard_normal((5, SWITCH.d_model)).astype(np.float32)
+    made = there["decoder"].read(written, [5], [recalled])
+    expected, numbers = plainly(function, function.stacks["decoder"], written, expected, causal=True)
+    np.testing.assert_allclose(made, expected, atol=2e-4)
+    for layer in range(numbers.shape[1]):
+        np.testing.assert_allclose(there["decoder"].of_layer(made, layer), numbers[:, layer], atol=2e-3)
+    backend.close()
+
+
+@needs_native
+@given(cuts=st.lists(st.integers(1, 39), max_size=4, unique=True), seed=st.integers(0, 9))
+@settings(max_examples=25)
+def test_in_pieces_and_beside_others_each_token_gets_the_same_bits(cuts: list[int], seed: int) -> None:
+    spec = SPECS["decoder"]
+    backend, rng = open_backend("auto", 2), np.random.default_rng(seed)
+    reader = Reader(random_hash(spec).stacks["decoder"], backend)
+    rows = rng.standard_normal((40, spec.d_model)).astype(np.float32)
+    whole = reader.read(rows, [40], [reader.begin()])
+    mine, others, found = reader.begin(), reader.begin(), []
+    for piece in np.split(rows, sorted(cuts)):
+        beside = rng.standard_normal((3, spec.d_model)).astype(np.float32)
+        made = reader.read(np.concatenate([beside, piece]), [3, len(piece)], [others, mine])
+        found.append(made[3:])
+    assert np.array_equal(np.concatenate(found), whole)
+    backend.close()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_many_tokens_are_made_probabilities_as_one_is(top_k: int) -> None:
+    weights = np.random.default_rng(3).random((20, 7)) ** 6 + 1e-6
+    expected = [of_one_token(row, top_k) for row in weights]
+    if top_k > 1:
+        np.testing.assert_allclose(of_each_token(weights, top_k), expected, atol=1e-12)
+    shares = weights / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(of_each_token(shares, top_k), expected, atol=1e-12)
+
+
+# What is foreseen -----------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A Foresight with embeddings of its own, and what it was asked to read."""
+
+    def __init__(self, name: str, routes: bool = False) -> None:
+        self.spec = SPECS[name]
+        self.backend = open_backend("auto" if NATIVE else "reference", 1)
+        self.foresight = Foresight(random_hash(self.spec), self.spec, self.backend, self.spec.moe.router.top_k, routes)
+        table = np.random.default_rng(5).standard_normal((VOCAB, self.spec.d_model)).astype(np.float32)
+        self.read: list[int] = []
+        self.foresight.rows = lambda ids: (self.read.append(len(ids)), table[list(ids)])[1]
+
+    def likely(self, place: int = 0) -> np.ndarray | None:
+        return self.foresight.likely(self.spec.moe_layers("decoder")[place])
+
+
+def test_what_was_not_asked_about_is_read_when_something_is() -> None:
+    one, other = Watched("decoder"), Watched("decoder")
+    heard, twin = one.foresight.begin(), other.foresight.begin()
+    one.foresight.needed = lambda: False
+    for token in (5, 6, 7):
+        one.foresight.decodes([[token]], [heard])
+        other.foresight.decodes([[token]], [twin])
+    assert one.likely() is None
+    assert one.read == []
+    one.foresight.needed = lambda: True
+    one.foresight.decodes([[8]], [heard])
+    other.foresight.decodes([[8]], [twin])
+    assert one.read == [4]
+    np.testing.assert_allclose(one.likely(), other.likely(), atol=1e-5)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_what_was_left_for_long_begins_anew_unless_answers_depend_on_it(routes: bool) -> None:
+    watched = Watched("decoder", routes)
+    heard = watched.foresight.begin()
+    watched.foresight.needed = lambda: False
+    watched.foresight.decodes([[3] * 300], [heard])
+    watched.foresight.needed = lambda: True
+    watched.foresight.decodes([[4]], [heard])
+    assert sum(watched.read) == (301 if routes else 256)
+
+
+def test_what_was_cut_off_leaves_no_trace() -> None:
+    watched = Watched("decoder")
+    heard, other = watched.foresight.begin(), watched.foresight.begin()
+    watched.foresight.decodes([[5, 6, 7, 8]], [heard])
+    heard.cut(2)
+    watched.foresight.decodes([[9]], [heard])
+    found = watched.likely(1)
+    watched.foresight.decodes([[5, 6, 9]], [other])
+    alone = other.copy()
+    watched.foresight.decodes([[1]], [other])
+    watched.foresight.decodes([[1]], [alone])
+    again = watched.likely(1)
+    watched.foresight.decodes([[1]], [heard])
+    assert np.array_equal(watched.likely(1), again)
+    assert found is not None
+
+
+def test_layers_that_have_run_are_not_foreseen() -> None:
+    watched = Watched("decoder")
+    layers = watched.spec.moe_layers("decoder")
+    watched.foresight.decodes([[5, 6]], [watched.foresight.begin()])
+    assert [watched.foresight.likely(at) is not None for at in layers] == [True] * len(layers)
+    watched.foresight.passed(layers[0])
+    assert [watched.foresight.likely(at) is not None for at in layers] == [False] + [True] * (len(layers) - 1)
+    coming, likely = watched.foresight.coming()
+    assert list(coming) == layers[1:]
+    assert likely.shape == (len(layers) - 1, watched.spec.moe.n)
+    watched.foresight.passed(layers[-1])
+    assert list(watched.foresight.coming()[0]) == []
+    assert watched.foresight.ranked(layers[-1]) == []
+
+
+class Told:
+    """Foresees that the second layer asks for expert 3."""
+
+    def __init__(self, sure: float) -> None:
+        self.sure = sure
+
+    def coming(self) -> tuple[Sequence[LayerKey], np.ndarray]:
+        likely = np.zeros((1, 4))
+        likely[0, 3] = self.sure
+        return [LayerKey("decoder", 1)], likely
+
+
+@pytest.mark.parametrize(("sure", "leaves"), [(1.0, 2), (0.0, 3)])
+def test_what_the_pass_will_ask_for_stays(sure: float, leaves: int) -> None:
+    order = [LayerKey("decoder", 0), LayerKey("decoder", 1)]
+    residency = Residency(30, Foreseen(order, Told(sure)))
+    for _ in range(3):  # experts 2 and 3 are as frequent, 3 was used longer ago
+        for at, experts in ((order[1], (3,)), (order[1], (2,)), (order[0], (0,))):
+            residency.begin(Demand(at, experts))
+            for expert in experts:
+                key = at.expert(expert)
+                if key not in residency:
+                    residency.add(key, 10)
+                residency.demand(key)
+                residency.done(key)
+    residency.begin(Demand(order[0], (1,)))
+    first = residency.victims(10)
+    assert first is not None
+    assert [key.expert for key in first if key.at == order[1]] in ([leaves], [])
+    worths = [key for key in (residency.victims(20) or []) if key.at == order[1]]
+    assert worths[0].expert == leaves
+
+
+# Whole packs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("foresight")
+    return {name: add_hash(write_pack(root / f"{name}.pack", SPECS[name])) for name in ("decoder", "switch", "mixers")}
+
+
+def tokens(path: Path, batch: bool = False, **changes: Any) -> list[list[int]]:
+    with Engine.open(path, notify=lambda note: None, **changes) as engine:
+        if batch:
+            return [answer.result.tokens for answer in engine.generate_many(PROMPTS, **ASKED)]
+        return [engine.generate(prompt, **ASKED).result.tokens for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["decoder", "switch", "mixers"])
+def test_reading_ahead_and_eviction_by_it_change_no_answer(packs: dict[str, Path], name: str) -> None:
+    expected = tokens(packs[name], predictor="none")
+    for predictor, eviction in (("hash", "foreseen"), ("auto", "foreseen"), ("none", "foreseen"), ("hash", "lru")):
+        assert tokens(packs[name], predictor=predictor, eviction=eviction, cache="30%") == expected
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["decoder", "switch"])
+def test_routed_by_it_answers_depend_on_the_request_alone(packs: dict[str, Path], name: str) -> None:
+    expected = tokens(packs[name], routing="hash", predictor="none")
+    assert expected != tokens(packs[name], routing="exact")
+    assert tokens(packs[name], routing="hash", predictor="hash", cache="30%", eviction="foreseen") == expected
+    assert tokens(packs[name], routing="hash", predictor="gate", cache="30%") == expected
+    assert tokens(packs[name], routing="hash", batch=True, cache="50%") == expected
+    assert tokens(packs[name], routing="hash", batch=True, threads=1) == expected
+
+
+@needs_native
+def test_a_conversation_goes_on_as_if_it_were_read_at_once(packs: dict[str, Path]) -> None:
+    prefix, ids = Prefix(), [9, 8, 7, 6, 5, 4, 3]
+    with Engine.open(packs["decoder"], routing="hash", notify=lambda note: None) as engine, engine.session() as session:
+        for _ in range(2):
+            for length in (7, 4):
+                request = session.add(
+                    Continued(ids[:length], engine.text.detokenizer(), prefix), max_new_tokens=3, ignore_eos=True
+                )
+                list(session)
+                alone = session.add(ids[:length], max_new_tokens=3, ignore_eos=True)
+                list(session)
+                assert request.answer.result.tokens == alone.answer.result.tokens
+
+
+def test_the_router_is_left_out_and_the_function_decides(packs: dict[str, Path]) -> None:
+    with Engine.open(packs["decoder"], routing="hash", notify=lambda note: None) as engine:
+        at = engine.spec.moe_layers()[0]
+        numbers = np.random.default_rng(2).standard_normal((4, engine.spec.moe.n)).astype(np.float32)
+        assert engine.model.foresight is not None
+        engine.model.foresight.numbers = lambda at: numbers  # type: ignore[method-assign]
+        engine.model.foresee(engine.model.foresight)
+        router: Any = engine.model.routers[at]
+        router._numbers = lambda: numbers
+        x = np.random.default_rng(4).standard_normal((4, engine.spec.d_model)).astype(np.float32)
+        routed = router.route(x, [4])
+        top_k = engine.spec.moe.router.top_k
+        assert np.array_equal(routed.experts, np.sort(np.argsort(-numbers, axis=1)[:, :top_k], axis=1))
+        shares = np.exp(numbers) / np.exp(numbers).sum(axis=1, keepdims=True)
+        expected = np.take_along_axis(shares, routed.experts, axis=1)
+        if engine.spec.moe.router.renormalise:
+            expected /= expected.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(routed.weights, expected, rtol=1e-4)
+        assert np.array_equal(routed.hidden, router._exact.scores(x)[0])
+
+
+def test_it_is_said_what_routing_by_it_loses(packs: dict[str, Path], tmp_path: Path) -> None:
+    notes: list[str] = []
+    with Engine.open(packs["decoder"], routing="hash", notify=notes.append) as engine:
+        engine.generate("hello", max_new_tokens=1)
+    assert any("takes the place of the routers: what that loses was not measured" in note for note in notes)
+    path = write_pack(tmp_path / "measured.pack", SPECS["decoder"], paths=False)
+    add_hash(path, random_hash(SPECS["decoder"], routed=RoutedLoss(2, 0.034, 0.03, 0.04)))
+    with Engine.open(path, routing="hash", notify=notes.append) as engine:
+        engine.generate("hello", max_new_tokens=1)
+        assert engine.stats().routing == "hash"
+    assert "held-out loss 3.4%" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"predictor": "hash"}, {"eviction": "foreseen"}, {"routing": "hash"}], ids=lambda asked: next(iter(asked))
+)
+def test_without_a_function_one_line_says_what_adds_it(tmp_path: Path, asked: dict[str, str]) -> None:
+    path = write_pack(tmp_path / "bare.pack", SPECS["decoder"], paths=False)
+    with pytest.raises(HashMissing, match=f"has no {HASH} .moeconv train-hash adds it"):
+        Engine.open(path, **asked)
+    Engine.open(path).close()
+
+
+def test_numbers_of_a_softmax_take_no_other_routers_place(tmp_path: Path) -> None:
+    spec = SPECS["decoder"]
+    kinds = tuple(
+        replace(kind, ffn=replace(kind.ffn, router=replace(kind.ffn.router, score="sigmoid")))
+        if kind.ffn == spec.moe
+        else kind
+        for kind in spec.decoder.kinds
+    )
+    other = replace(spec, decoder=replace(spec.decoder, kinds=kinds))
+    path = add_hash(write_pack(tmp_path / "sigmoid.pack", other, paths=False))
+    with pytest.raises(SettingInvalid, match="routers that weigh by a softmax, not by sigmoid"):
+        Engine.open(path, routing="hash")
+    Engine.open(path, predictor="hash").close()
+
+
+@pytest.mark.parametrize("name", ["decoder", "switch"])
+@pytest.mark.parametrize("prompt_tokens", [1, 64, 65, 300])
+def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_tokens: int) -> None:
+    with Engine.open(packs[name], cache="50%", predictor="hash") as engine:
+        engine.reserve(prompt_tokens, 10)
+        (state, read), *_ = engine.model.begin([[9] * prompt_tokens])
+        engine.model.read([state], [read])
+        assert isinstance(state.heard, Heard)
+        assert 0 < state.heard.nbytes <= recalled_bytes(random_hash(SPECS[name]), prompt_tokens, 10)
