@@ -341,6 +341,8 @@ def test_numbers_of_a_softmax_take_no_other_routers_place(tmp_path: Path) -> Non
 @pytest.mark.parametrize("prompt_tokens", [1, 64, 65, 300])
 def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_tokens: int) -> None:
     with Engine.open(packs[name], cache="50%", predictor="hash") as engine:
+        assert isinstance(engine.model.foresight, Foresight)
+        engine.model.foresight.needed = lambda: True
         engine.reserve(prompt_tokens, 10)
         (state, read), *_ = engine.model.begin([[9] * prompt_tokens])
         engine.model.read([state], [read])
