@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeconv.command import options
+from moeconv.command import options, packs
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
+from moeconv.command.packs import progress, say
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from moeconv.command.recipe import Recipe
     from moeconv.conversion.settings import Settings
-    from moeconv.progress import Bar
 
 app = typer.Typer(
     help="Turn a Mixture-of-Experts checkpoint into a model.pack at a loss that you choose.",
@@ -217,65 +214,8 @@ def plan(
     print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
 
 
-@app.command()
-def report(
-    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack that was converted with calibration text.")],
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder for the page. Default: beside the pack, as PACK.report.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write a page that shows why each expert got its bits: index.html, and its figures as PNG and SVG."""
-    from moeconv.report.writer import write_report
-    from moert.pack.reader import Pack
-
-    found = Pack.open(pack)
-    written = write_report(found, out or found.root.parent / f"{found.root.name}.report")
-    print(json.dumps([str(path) for path in written]) if as_json else f"{written[0]} and {len(written) - 1} figures")
-
-
-@app.command()
-def profile_paths(
-    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack; the tables are added to it.")],
-    calib: Calib = None,
-    heldout: Heldout = None,
-    samples: Annotated[int | None, typer.Option(help="Samples (or windows) of each split. Default: all.")] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens in a window of running text. Default: as converted, else 256.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="With --calib: seed of its split. Default: 0.")] = None,
-    memory: options.Within = None,
-    as_json: Json = False,
-) -> None:
-    """Record which expert follows which, so that the runtime can load experts before they are asked for.
-
-    Without --calib, the text that the pack was converted with.
-    """
-    from moeconv.command.present import path_table
-    from moeconv.conversion.profile import profile_paths as run
-    from moert.pack.reader import Pack
-
-    found, nbytes = run(
-        Pack.open(pack), calib=calib, heldout=heldout, seed=seed, samples=samples, context=context, say=_say,
-        show=_progress, memory_bytes=options.bytes_of(memory),
-    )  # fmt: skip
-    print(json.dumps({**asdict(found), "nbytes": nbytes}) if as_json else path_table(found, nbytes))
-
-
-@app.command()
-def verify(
-    pack: Annotated[Path, typer.Argument(metavar="PACK", help="The pack to check.")],
-    against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Check every hash of a pack, and with --against that each expert is its source within its width's error."""
-    from moeconv.command.present import verified
-    from moeconv.packing.verify import verify as check
-    from moeconv.source.checkpoint import Checkpoint
-    from moert.pack.reader import Pack
-
-    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), _progress)
-    print(json.dumps(asdict(found)) if as_json else verified(found, pack, against))
+for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, packs.verify):
+    app.command()(work_on_a_pack)
 
 
 @recipe_app.command("run")
@@ -301,14 +241,14 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     from moeconv.conversion.profile import profile_paths as profile
     from moert.pack.reader import Pack
 
-    _, report = Conversion(recipe.settings, _say, _progress, profiled_next=recipe.paths).run()
+    _, report = Conversion(recipe.settings, say, progress, profiled_next=recipe.paths).run()
     out = recipe.settings.out
     failures = recipe.failures(report)
     outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures}
     print(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out)))
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
-                say=_say, show=_progress, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
+                say=say, show=progress, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
     return [f"{recipe.name}: {line}" for line in failures]
 
 
@@ -318,7 +258,7 @@ def _convert(settings: Settings, as_json: bool) -> bool:
     from moeconv.conversion.conversion import Conversion
     from moert.pack.paths import PATHS
 
-    manifest, report = Conversion(settings, _say, _progress).run()
+    manifest, report = Conversion(settings, say, progress).run()
     if as_json:
         print(json.dumps(_as_json(report)))
     else:
@@ -337,16 +277,6 @@ def _as_json(report: object) -> dict[str, object]:
     from moeconv.artifacts import to_json
 
     return to_json(report)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _progress(label: str, total: int, unit: str = "probe") -> AbstractContextManager[Bar]:
-    from moeconv.command.progress import bar
-
-    return bar(label, total, unit)
 
 
 def main(arguments: list[str] | None = None) -> None:

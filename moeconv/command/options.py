@@ -49,6 +49,10 @@ Within = Annotated[
     str | None, typer.Option("--memory", help="What the whole process may take, such as 4GB. A model that does not fit "
                                               "goes through memory layer by layer. Default: what is free.")
 ]  # fmt: skip
+PackContext = Annotated[
+    int | None,
+    typer.Option("--context", help="Tokens in a window of running text. Default: as converted, else 256."),
+]
 Curve = Annotated[bool, typer.Option("--curve", help="Show all plans too: size against predicted and measured loss.")]
 PackMemory = Annotated[
     str | None, typer.Option(help="Of a model: memory that its pack would run in, such as 4GB. Default: what is free.")

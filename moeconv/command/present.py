@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
+from moeconv.conversion.hashing import HashFigures
 from moeconv.conversion.planning import Planned
 from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
@@ -210,6 +211,24 @@ def path_table(found: PathFigures, nbytes: int) -> str:
         name = "1 layer known" if known == 1 else f"{known} layers known"
         lines.append(f"    {name:31}" + "  ".join(f"{_percent(v):>7}" for v in values))
     return "\n".join(lines)
+
+
+def hash_table(found: HashFigures) -> str:
+    """The result of `moeconv train-hash`."""
+    lines = [
+        f"hash function of width {found.width} from {found.tokens:,} tokens, {found.nbytes:,} bytes: {found.share:.1%} "
+        "of the pack",
+        f"  share of held-out choices (of {found.heldout_tokens:,} tokens) that it names among its",
+        f"    {'':12}{f'first {found.top_k}':>10}{f'first {3 * found.top_k}':>10}",
+    ]
+    lines += [f"    {at!s:12}{first:>10.1%}{more:>10.1%}" for at, (first, more) in found.hits.items()]
+    return "\n".join(lines)
+
+
+def hash_json(found: HashFigures) -> dict[str, object]:
+    """The same as values of JSON: layers by their names."""
+    hits = {str(at): list(shares) for at, shares in found.hits.items()}
+    return {**{name: value for name, value in vars(found).items() if name != "hits"}, "hits": hits}
 
 
 def _percent(value: float | None, digits: int = 1) -> str:

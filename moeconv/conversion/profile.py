@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from moeconv.calibration import Splits, load_splits
 from moeconv.conversion.limits import context_note, samples_note
+from moeconv.conversion.pack_text import text_of
 from moeconv.conversion.room import check_least, room_in, whole_bytes, within
-from moeconv.conversion.settings import DEFAULT_CONTEXT, check_counts
-from moeconv.errors import CalibrationError, ConversionError, SettingsError
+from moeconv.conversion.settings import check_counts
 from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers import Routed
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
@@ -19,7 +17,6 @@ from moeconv.packing.layers import PackedLayers
 from moeconv.packing.packed import PackedModel, described
 from moeconv.packing.paths import LEAST_BYTES, MOST_SHARE, PathFigures, bounded, figures, routes_of, trace_of
 from moeconv.progress import Progress, unseen
-from moeconv.report.document import read_report
 from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
@@ -49,7 +46,7 @@ def profile_paths(
     free, is run layer by layer. Raises ConversionError or PackError.
     """
     check_counts(samples=samples, context=context, seed=seed)
-    source = _source(pack, calib, heldout, seed)
+    source = text_of(pack, calib, heldout, seed)
     splits = source.splits
     metric = find_metric(default_metric(splits.seq2seq, splits.choices))
     check_fit(pack.manifest.model, splits, metric)
@@ -104,37 +101,3 @@ def _passes(pack: Pack) -> Path:
 def _bytes_without_routing(manifest: Manifest) -> int:
     others = sum(entry.nbytes for name, entry in manifest.files.items() if name not in (PATHS, TRACE))
     return others + sum(entry.file_bytes for entry in manifest.experts)
-
-
-@dataclass(frozen=True)
-class _Source:
-    splits: Splits
-    context: int
-
-
-def _source(pack: Pack, calib: str | None, heldout: str | None, seed: int | None) -> _Source:
-    """The text that was asked for; without one, the text that the pack was converted with."""
-    if calib is None and (heldout is not None or seed is not None):
-        raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
-    try:
-        report = read_report(pack)
-    except ConversionError as error:
-        if calib is None:
-            raise SettingsError(
-                f"the pack does not say what text it was converted with ({error}): give --calib"
-            ) from None
-        report = None
-    context = DEFAULT_CONTEXT if report is None else report.context
-    if calib is not None:
-        return _Source(load_splits(calib, heldout, seed=seed or 0, tokenizer=pack.root), context)
-    assert report is not None
-    if not report.calibration_source:
-        raise SettingsError("--calib is missing: the pack does not say what text it was converted with")
-    try:
-        splits = load_splits(
-            report.calibration_source, report.heldout_source, seed=report.seed, fields=report.fields,
-            tokenizer=pack.root,
-        )  # fmt: skip
-    except CalibrationError as error:
-        raise SettingsError(f"the pack's own calibration text can't be used ({error}): give --calib") from None
-    return _Source(splits, context)

@@ -1,16 +1,14 @@
 """Routing that prefers experts which a sequence has used lately, in a loaded model: token after token as moert decides.
 
-What a layer's router reads is heard at the module that has its matrix, and scores are made of it as the pack will have
-them (moert.pack.parts.Router). Within a layer a decision depends on those for earlier tokens of the same sequence in
+Within a layer a decision depends on those for earlier tokens of the same sequence in
 that layer alone, so that a pass over whole texts decides as a run token by token does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +16,11 @@ import torch
 from torch import Tensor
 
 from moeconv.source.archs.description import Description
-from moeconv.source.archs.weights import tensor_of
+from moeconv.source.routers import F32, Routers, deciding_of, numbers_of, scores_of, weights_of
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import LayerKey
-from moert.pack.parts import Experts, Router
 
-F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
-
-
-class _Layer(NamedTuple):
-    part: Router
-    weight: Tensor
-    bias: Tensor | None
-    choice_bias: F32 | None
-    expert_scale: Tensor | None
 
 
 class Recency:
@@ -65,13 +53,8 @@ class Preferring:
     """
 
     def __init__(self, model: Any, description: Description) -> None:
-        self._spec, self._heard = description.spec, dict[LayerKey, Tensor]()
-        self._modules: dict[LayerKey, Any] = {}
-        self._layers: dict[LayerKey, _Layer] = {}
-        for at in self.places:
-            self._layers[at] = _layer(model, description, at)
-            owner = description.parameters[f"{at.stack}.{at.layer}.router.weight"].name.rpartition(".")[0]
-            self._modules[at] = model.get_submodule(owner)
+        self._spec = description.spec
+        self._routers = Routers(model, description, self.places)
         self._preference: Preference | None = None
         self._going: dict[LayerKey, Recency] | None = None
         self.missed: dict[LayerKey, I64] = {}
@@ -93,14 +76,11 @@ class Preferring:
         self._preference, self.tokens = preference, 0
         self.missed = {at: np.zeros(n, np.int64) for at in self.places}
         self._gaps = dict.fromkeys(self.places, 0.0)
-        with ExitStack() as hooks:
-            for at, module in self._modules.items():
-                hooks.callback(module.register_forward_pre_hook(partial(self._hear, at)).remove)
+        with self._routers.listening():
             try:
                 yield
             finally:
                 self._preference = None
-                self._heard.clear()
 
     @property
     def gap(self) -> dict[LayerKey, float]:
@@ -123,19 +103,19 @@ class Preferring:
     def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """What the model's own router chose, and weighs [tokens, top_k], of sequences filled up on the right: real
         [sequences, places] says where there is a token. Returns what is chosen instead."""
-        if self._preference is None or at not in self._layers:
+        if self._preference is None or at not in self._routers.layers:
             return chosen, weights
-        layer, shape = self._layers[at], (*real.shape, self._spec.moe.n)
-        scores = _scores(self._heard[at], layer).reshape(shape).numpy()
-        deciding = _deciding(scores, layer)
+        layer, shape = self._routers.layers[at], (*real.shape, self._spec.moe.n)
+        scores = scores_of(numbers_of(self._routers.heard[at], layer), layer).reshape(shape).numpy()
+        deciding = deciding_of(scores, layer)
         recency = Recency(len(real), shape[-1]) if self._going is None else self._going[at]
         mine = self._decide(at, deciding, recency, real.numpy())
         found = torch.from_numpy(mine.reshape(-1, mine.shape[-1]))
-        return found, _weights(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
+        return found, weights_of(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
 
     def _decide(self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_]) -> I64:
         """deciding [sequences, places, experts] → chosen [sequences, places, top_k], the first choice first."""
-        preference, top_k = self._preference, self._layers[at].part.top_k
+        preference, top_k = self._preference, self._routers.layers[at].part.top_k
         assert preference is not None
         bonus = np.float32(preference.bonus[self.places.index(at)])
         found = np.zeros((*deciding.shape[:2], top_k), np.int64)
@@ -151,52 +131,6 @@ class Preferring:
             recency.use(chosen, going)
             found[:, place] = chosen
         return found
-
-    def _hear(self, at: LayerKey, module: Any, inputs: tuple[Any, ...]) -> None:
-        self._heard[at] = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
-
-
-def _layer(model: Any, description: Description, at: LayerKey) -> _Layer:
-    name = f"{at.stack}.{at.layer}.router"
-    part = description.spec.stacks[at.stack][at.layer].ffn
-    assert isinstance(part, Experts)
-
-    def tensor(suffix: str) -> Tensor | None:
-        canonical = f"{name}{suffix}"
-        if canonical not in description.parameters:
-            return None
-        shape = description.spec.tensors[canonical].shape
-        return description.parameters[canonical].read(partial(_fetch, model), shape).float()
-
-    weight, choice = tensor(".weight"), tensor(".choice_bias")
-    assert weight is not None
-    numbers = None if choice is None else choice.numpy()
-    return _Layer(part.router, weight, tensor(".bias"), numbers, tensor(".expert_scale"))
-
-
-def _fetch(model: Any, name: str, index: int | None) -> Tensor:
-    found = tensor_of(model, name)
-    return found if index is None else found[index]
-
-
-def _scores(x: Tensor, layer: _Layer) -> Tensor:
-    """x [tokens, d_model] → [tokens, experts]"""
-    numbers = torch.nn.functional.linear(x, layer.weight, layer.bias)
-    if layer.part.score == "softmax":
-        return numbers.softmax(-1)
-    return numbers.sigmoid() if layer.part.score == "sigmoid" else numbers
-
-
-def _deciding(scores: F32, layer: _Layer) -> F32:
-    """scores [..., experts] → what experts are chosen by, -infinity for those of groups that are left out."""
-    deciding = scores if layer.choice_bias is None else scores + layer.choice_bias
-    if (groups := layer.part.groups) is None:
-        return deciding
-    split = torch.from_numpy(deciding).reshape(*deciding.shape[:-1], groups.n, -1)
-    worth = split.topk(min(groups.top, split.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(worth).scatter_(-1, worth.topk(groups.best, dim=-1).indices, 1).bool()
-    found: F32 = split.masked_fill(~kept[..., None], -torch.inf).flatten(-2).numpy()
-    return found
 
 
 def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
@@ -214,28 +148,3 @@ def _gaps(numbers: F32, top_k: int) -> F32:
     behind = ordered[:, top_k : 2 * top_k]
     gaps: F32 = ordered[:, :top_k].mean(axis=1) - (behind.mean(axis=1) if behind.shape[1] else 0)
     return gaps
-
-
-def _weights(scores: Tensor, chosen: Tensor, layer: _Layer) -> Tensor:
-    """scores [tokens, experts], chosen [tokens, top_k], the first choice first → what chosen experts are weighed by."""
-    part = layer.part
-    weights = _mixed_sparsely(scores, chosen, part.jitter) if part.score == "sparsemixer" else scores.gather(1, chosen)
-    if part.score == "sigmoid_of_chosen":
-        weights = weights.sigmoid()
-    if part.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    if layer.expert_scale is not None:
-        weights = weights * layer.expert_scale[chosen]
-    return weights * part.factor
-
-
-def _mixed_sparsely(scores: Tensor, chosen: Tensor, jitter: float) -> Tensor:
-    """Of the sparse mixer: each choice has its share of the softmax over those that are left and near it."""
-    left, weights = scores.clone(), []
-    for place in range(chosen.shape[1]):
-        best = chosen[:, place : place + 1]
-        most = scores.gather(1, best)
-        far = (most - scores) / torch.maximum(scores.abs(), most) > 2 * jitter  # two zeros are not
-        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
-        left = left.scatter(1, best, -torch.inf)
-    return torch.cat(weights, dim=1)

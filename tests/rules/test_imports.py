@@ -34,7 +34,7 @@ MOECONV = [
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
     ("moeconv.measure",),
-    ("moeconv.sweep", "moeconv.promise", "moeconv.packing"),
+    ("moeconv.sweep", "moeconv.promise", "moeconv.packing", "moeconv.foresight"),
     ("moeconv.conversion",),
     ("moeconv.command",),
     ("moeconv.__main__",),
@@ -57,13 +57,14 @@ INSIDE = {
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone", "packed"), ("emit", "paths", "verify", "layers")],
+    "moeconv.foresight": [("sparsemax",), ("network", "examples"), ("batches",), ("training",)],
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("room",),
         ("bench", "subject", "examples", "delivery"), ("gradients",),
-        ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile"), ("residence",),
-        ("conversion",), ("api",),
+        ("references", "widths", "sweeping", "bonuses", "textless", "lessons"),
+        ("choice", "profile", "hashing"), ("residence",), ("conversion",), ("api",),
     ],
-    "moeconv.command": [("recipe", "check"), ("forecast",), ("cli",)],
+    "moeconv.command": [("recipe", "check"), ("forecast",), ("packs",), ("cli",)],
 }  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [
@@ -93,6 +94,7 @@ COMMAND_LINES = [
     "moert/command/cli.py",
     "moert/command/console.py",
     "moeconv/command/cli.py",
+    "moeconv/command/packs.py",
     "moert/__init__.py",
     "moeconv/__init__.py",
 ]

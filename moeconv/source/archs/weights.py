@@ -28,3 +28,13 @@ def tensor_of(model: Any, name: str) -> Tensor:
     module, _, last = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(module), last)
     return found.detach()
+
+
+def parameter(model: Any, description: Description, name: str) -> Tensor:
+    """The tensor of this canonical name as the model has it now."""
+
+    def fetch(name: str, index: int | None) -> Tensor:
+        found = tensor_of(model, name)
+        return found if index is None else found[index]
+
+    return description.parameters[name].read(fetch, description.spec.tensors[name].shape)

@@ -1,0 +1,228 @@
+"""The network of a hash function in torch, stack by stack, as SPEC.md has it: to be trained, and to route by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moeconv.foresight.sparsemax import sparsemax
+from moert.pack.hash import ATTENTION, DIRECTIONS, F16, F32, LSTM_LAYERS, HashFunction, Lstm, StackHash
+from moert.pack.model_spec import STACKS, ModelSpec, StackName
+
+_SUFFIXES = dict(zip(DIRECTIONS, ("_l0", "_l0_reverse"), strict=True))  # torch's names of them
+
+
+class Encoded(NamedTuple):
+    """What the encoder's network gave, y [rows, tokens, w], and where there is a token [rows, tokens]."""
+
+    y: Tensor
+    real: Tensor
+
+
+@dataclass
+class Past:
+    """What a decoder's network knows of the tokens so far: of each LSTM layer output and cells [1, rows, w], and keys
+    and values [rows, tokens, w]."""
+
+    states: list[tuple[Tensor, Tensor]]
+    keys: Tensor
+    values: Tensor
+
+    def keep(self, rows: Tensor) -> Past:
+        """Only those of these [rows]."""
+        states = [(output[:, rows], cells[:, rows]) for output, cells in self.states]
+        return Past(states, self.keys[rows], self.values[rows])
+
+
+class Shape(NamedTuple):
+    """Of a stack's network: `layers` with experts of `experts` each; `both_ways` that of an encoder, `encoded` that of
+    a decoder behind one."""
+
+    d_model: int
+    width: int
+    layers: int
+    experts: int
+    both_ways: bool
+    encoded: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, stack: StackName, width: int) -> Shape:
+        behind = stack == "decoder" and bool(spec.moe_layers("encoder"))
+        return cls(spec.d_model, width, len(spec.moe_layers(stack)), spec.moe.n, stack == "encoder", behind)
+
+    @property
+    def numbers(self) -> int:
+        """How many the network has."""
+        w, cells = self.width, self.width // (2 if self.both_ways else 1)
+        lstm = LSTM_LAYERS * (w // cells) * 4 * cells * (w + cells + 1)
+        attention = len(ATTENTION) * w * w * (2 if self.encoded else 1)
+        return w * (self.d_model + 1) + lstm + attention + self.layers * self.experts * (w + 1)
+
+
+class Attention(nn.Module):
+    """By SparseMax, of one head as wide as what it looks at."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in ATTENTION)
+
+    def of(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        """x [rows, tokens, w], keys and values [rows, others, w]; seen [rows, tokens or 1, others] → [rows, tokens,
+        w]"""
+        scores = self.query(x) @ keys.transpose(1, 2) / x.shape[-1] ** 0.5
+        return sparsemax(scores.masked_fill(~seen, -torch.inf)) @ values
+
+
+class StackNetwork(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.width
+        self.compress = nn.Linear(shape.d_model, width)
+        self.lstm = nn.ModuleList(
+            nn.LSTM(width, width // 2 if shape.both_ways else width, batch_first=True, bidirectional=shape.both_ways)
+            for _ in range(LSTM_LAYERS)
+        )
+        for name, bias in self.lstm.named_parameters():
+            if "bias_hh" in name:  # one bias is enough
+                nn.init.zeros_(bias)
+                bias.requires_grad_(False)
+        self.own = Attention(width)
+        self.encoded = Attention(width) if shape.encoded else None
+        self.heads = nn.Linear(width, shape.layers * shape.experts)
+
+    def forward(
+        self, rows: Tensor, real: Tensor, encoded: Encoded | None = None, past: Past | None = None
+    ) -> tuple[Tensor, Tensor, Past]:
+        """rows [rows, tokens, d_model] of the embedding, real [rows, tokens] where there is a token, those at the right
+        of a row missing. → what the heads say [rows, tokens, layers, experts], y [rows, tokens, w], and what a decoder
+        goes on from."""
+        x, states = self.compress(rows), []
+        for place, lstm in enumerate(self.lstm):
+            x, state = self._through(lstm, x, real, None if past is None else past.states[place])
+            states.append(state)
+        keys, values = self.own.key(x), self.own.value(x)
+        if past is not None:
+            keys, values = torch.cat([past.keys, keys], 1), torch.cat([past.values, values], 1)
+        y = x + self.own.of(x, keys, values, self._seen(real, keys.shape[1]))
+        if self.encoded is not None:
+            assert encoded is not None
+            e = encoded.y
+            y = y + self.encoded.of(x, self.encoded.key(e), self.encoded.value(e), encoded.real[:, None])
+        said = self.heads(y).unflatten(-1, (self.shape.layers, self.shape.experts))
+        return said, y, Past(states, keys, values)
+
+    def _seen(self, real: Tensor, others: int) -> Tensor:
+        if self.shape.both_ways:
+            return real[:, None]
+        tokens = real.shape[1]
+        return torch.ones((tokens, others), dtype=torch.bool).tril(others - tokens)[None]
+
+    def _through(
+        self, lstm: nn.Module, x: Tensor, real: Tensor, state: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What is missing at the right is read after all tokens there are, or not at all."""
+        if not self.shape.both_ways or real.all():
+            found: tuple[Tensor, tuple[Tensor, Tensor]] = lstm(x, state)
+            return found
+        packed = nn.utils.rnn.pack_padded_sequence(x, real.sum(1), batch_first=True, enforce_sorted=False)
+        through, after = lstm(packed)
+        return nn.utils.rnn.pad_packed_sequence(through, batch_first=True, total_length=x.shape[1])[0], after
+
+
+class Networks(nn.Module):
+    """Those of all stacks of a model that have experts. `scale` multiplies what they read of the embedding, so that it
+    is of usual size; in a HashFunction it is part of `compress`."""
+
+    def __init__(self, shapes: Mapping[StackName, Shape], scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.stacks = nn.ModuleDict({name: StackNetwork(shape) for name, shape in shapes.items()})
+
+    def stack(self, name: StackName) -> StackNetwork:
+        found = self.stacks[name]
+        assert isinstance(found, StackNetwork)
+        return found
+
+    @property
+    def names(self) -> list[StackName]:
+        return [name for name in STACKS if name in self.stacks]
+
+    def read(
+        self, name: StackName, rows: Tensor, real: Tensor, encoded: Encoded | None = None, past: Past | None = None
+    ) -> tuple[Tensor, Tensor, Past]:
+        """See StackNetwork.forward."""
+        found: tuple[Tensor, Tensor, Past] = self.stack(name)(rows * self.scale, real, encoded, past)
+        return found
+
+    def function(self, hits: Mapping[StackName, F32]) -> HashFunction:
+        """As it is stored, in 16 bits."""
+        experts = next(self.stack(name).shape.experts for name in self.names)
+        return HashFunction(experts, {name: _stored(self.stack(name), self.scale, hits[name]) for name in self.names})
+
+    @classmethod
+    def of(cls, function: HashFunction) -> Networks:
+        """Of what is stored."""
+        shapes = {name: _shape(name, stack) for name, stack in function.stacks.items()}
+        found = cls(shapes)
+        with torch.no_grad():
+            for name, stack in function.stacks.items():
+                _fill(found.stack(name), stack)
+        return found.requires_grad_(False)
+
+
+def _shape(name: StackName, stack: StackHash) -> Shape:
+    layers, experts, _ = stack.heads.shape
+    return Shape(stack.compress.shape[1], stack.width, layers, experts, len(stack.lstm[0]) > 1, bool(stack.encoded))
+
+
+def _half(tensor: Tensor) -> F16:
+    return tensor.detach().numpy().astype(np.float16)
+
+
+def _stored(network: StackNetwork, scale: float, hits: F32) -> StackHash:
+    shape, heads = network.shape, network.heads
+    lstm = tuple(
+        tuple(_direction(layer, way) for way in (DIRECTIONS if shape.both_ways else DIRECTIONS[:1]))
+        for layer in network.lstm
+    )
+    return StackHash(
+        _half(network.compress.weight * scale), _half(network.compress.bias), lstm, _matrices(network.own),
+        {} if network.encoded is None else _matrices(network.encoded),
+        _half(heads.weight).reshape(shape.layers, shape.experts, shape.width),
+        _half(heads.bias).reshape(shape.layers, shape.experts), hits,
+    )  # fmt: skip
+
+
+def _matrices(attention: Attention) -> dict[str, F16]:
+    return {name: _half(getattr(attention, name).weight) for name in ATTENTION}
+
+
+def _direction(layer: nn.Module, way: str) -> Lstm:
+    end = _SUFFIXES[way]
+    bias = getattr(layer, f"bias_ih{end}") + getattr(layer, f"bias_hh{end}")
+    recurrent = np.ascontiguousarray(_half(getattr(layer, f"weight_hh{end}")).T)
+    return Lstm(_half(getattr(layer, f"weight_ih{end}")), _half(bias), recurrent)
+
+
+def _fill(network: StackNetwork, stack: StackHash) -> None:
+    def put(parameter: Tensor, values: F16) -> None:
+        parameter.copy_(torch.from_numpy(values.astype(np.float32)).reshape(parameter.shape))
+
+    put(network.compress.weight, stack.compress)
+    put(network.compress.bias, stack.compress_bias)
+    for layer, parts in zip(network.lstm, stack.lstm, strict=True):
+        for way, part in zip(DIRECTIONS, parts, strict=False):
+            put(getattr(layer, f"weight_ih{_SUFFIXES[way]}"), part.inputs)
+            put(getattr(layer, f"bias_ih{_SUFFIXES[way]}"), part.bias)
+            put(getattr(layer, f"weight_hh{_SUFFIXES[way]}"), part.recurrent.T)
+    for attention, matrices in ((network.own, stack.own), (network.encoded, stack.encoded)):
+        for name, matrix in matrices.items():
+            put(getattr(attention, name).weight, matrix)
+    put(network.heads.weight, stack.heads)
+    put(network.heads.bias, stack.head_bias)

@@ -1,0 +1,264 @@
+"""The network of a hash function beside a plain definition of it, its training, and what goes to and from a pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeconv.errors import ConversionError
+from moeconv.foresight.batches import StackBatch, plan
+from moeconv.foresight.examples import Examples, Part, StackExamples
+from moeconv.foresight.network import Encoded, Networks, Shape
+from moeconv.foresight.sparsemax import sparsemax
+from moeconv.foresight.training import Course, Lesson, distillation, foretell, hits_of, trained
+from moeconv.progress import unseen
+from moert.pack.hash import F32, HashFunction, Lstm, StackHash
+from moert.pack.model_spec import ModelSpec, StackName
+from tests.tiny_packs import DECODER, SWITCH
+
+
+def networks_of(spec: ModelSpec, width: int = 6, scale: float = 1.0) -> Networks:
+    torch.manual_seed(1)
+    found = Networks({name: Shape.of(spec, name, width) for name in spec.stacks}, scale)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape) * 0.6)
+    return found
+
+
+def hits_in(spec: ModelSpec, value: float = 0.5) -> dict[StackName, F32]:
+    return {name: np.full((len(spec.moe_layers(name)), 2), value, np.float32) for name in spec.stacks}
+
+
+def plain_sparsemax(scores: F32) -> F32:
+    """By its definition: the threshold is found by trying each size of the support."""
+    found = np.zeros_like(scores)
+    for size in range(1, len(scores) + 1):
+        best = np.argsort(-scores)[:size]
+        threshold = (scores[best].sum() - 1) / size
+        if (scores[best] > threshold).all():
+            found = np.maximum(scores - threshold, 0)
+    return found
+
+
+def plain_lstm(part: Lstm, x: F32) -> F32:
+    """x [tokens, n] → [tokens, h]"""
+
+    def sigmoid(z: F32) -> F32:
+        return 1 / (1 + np.exp(-z))
+
+    h = len(part.recurrent)
+    output, cells, rows = np.zeros(h, np.float32), np.zeros(h, np.float32), []
+    for one in x:
+        gates = part.inputs.astype(np.float32) @ one + part.bias + part.recurrent.astype(np.float32).T @ output
+        into, forget, cell, out = np.split(gates, 4)
+        cells = sigmoid(forget) * cells + sigmoid(into) * np.tanh(cell)
+        output = sigmoid(out) * np.tanh(cells)
+        rows.append(output)
+    return np.stack(rows)
+
+
+def plain_attention(x: F32, other: F32, matrices: dict[str, F32], causal: bool) -> F32:
+    keys, values = other @ matrices["key"].T, other @ matrices["value"].T
+    rows = []
+    for place, one in enumerate(x):
+        seen = place + 1 if causal else len(other)
+        scores = keys[:seen] @ (matrices["query"] @ one) / np.sqrt(len(one))
+        rows.append(plain_sparsemax(scores) @ values[:seen])
+    return np.stack(rows)
+
+
+def plain(stack: StackHash, rows: F32, encoded: F32 | None) -> tuple[F32, F32]:
+    """SPEC.md's table, line by line: rows [tokens, d_model] → said [tokens, layers, experts], y [tokens, w]"""
+    x = rows @ stack.compress.astype(np.float32).T + stack.compress_bias
+    for layer in stack.lstm:
+        ways = [plain_lstm(layer[0], x)]
+        if len(layer) > 1:
+            ways.append(plain_lstm(layer[1], x[::-1])[::-1])
+        x = np.concatenate(ways, axis=1)
+    y = x + plain_attention(
+        x, x, {k: v.astype(np.float32) for k, v in stack.own.items()}, causal=len(stack.lstm[0]) == 1
+    )
+    if encoded is not None:
+        y = y + plain_attention(x, encoded, {k: v.astype(np.float32) for k, v in stack.encoded.items()}, causal=False)
+    return np.einsum("lew,tw->tle", stack.heads.astype(np.float32), y) + stack.head_bias, y
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 33])
+def test_sparsemax_is_its_definition_and_so_is_its_gradient(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    scores = torch.randn((5, n), generator=generator, dtype=torch.float64, requires_grad=True)
+    found = sparsemax(scores * 2)
+    expected = np.stack([plain_sparsemax(row) for row in (2 * scores).detach().numpy()])
+    assert np.allclose(found.detach().numpy(), expected)
+    assert torch.allclose(found.sum(-1), torch.ones(5, dtype=torch.float64))
+    assert torch.autograd.gradcheck(sparsemax, (scores,))
+
+
+def test_sparsemax_gives_nothing_to_what_is_left_out() -> None:
+    scores = torch.tensor([[0.1, -torch.inf, 0.3], [-torch.inf, 5.0, -torch.inf]], requires_grad=True)
+    found = sparsemax(scores)
+    assert torch.allclose(found, torch.tensor([[0.4, 0.0, 0.6], [0.0, 1.0, 0.0]]))
+    (gradient,) = torch.autograd.grad((found * torch.tensor([[1.0, 2.0, 3.0]])).sum(), scores)
+    assert torch.allclose(gradient, torch.tensor([[-1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("spec", [DECODER, SWITCH], ids=["decoder", "switch"])
+def test_the_network_is_what_the_format_says(spec: ModelSpec) -> None:
+    """From its file, on rows of several lengths at once."""
+    stored = networks_of(spec, scale=3.0).function(hits_in(spec))
+    function = HashFunction.from_bytes(stored.to_bytes())
+    function.check(spec)
+    networks = Networks.of(function)
+    lengths, rng = (5, 2, 7), np.random.default_rng(0)
+    real = torch.arange(7) < torch.tensor(lengths)[:, None]
+    encoded: Encoded | None = None
+    before: list[F32 | None] = [None] * len(lengths)
+    for name in networks.names:
+        rows = rng.normal(size=(3, 7, spec.d_model)).astype(np.float32)
+        said, y, _ = networks.read(name, torch.from_numpy(rows), real, encoded)
+        for row, length in enumerate(lengths):
+            expected, its_y = plain(function.stacks[name], rows[row, :length], before[row])
+            assert np.allclose(said[row, :length].numpy(), expected, atol=1e-4), (name, row)
+            assert np.allclose(y[row, :length].numpy(), its_y, atol=1e-4), (name, row)
+            before[row] = its_y
+        encoded = Encoded(y, real)
+
+
+def test_scale_becomes_part_of_the_file() -> None:
+    networks = networks_of(DECODER, scale=3.0)
+    rows, real = torch.randn((1, 4, DECODER.d_model)), torch.ones((1, 4), dtype=torch.bool)
+    again = Networks.of(networks.function(hits_in(DECODER)))
+    assert torch.allclose(networks.read("decoder", rows, real)[0], again.read("decoder", rows, real)[0], atol=0.2)
+    assert again.function(hits_in(DECODER)).to_bytes() == networks.function(hits_in(DECODER)).to_bytes()
+
+
+@pytest.mark.parametrize("spec", [DECODER, SWITCH], ids=["decoder", "switch"])
+def test_a_decoder_steps_as_it_reads_at_once(spec: ModelSpec) -> None:
+    networks = networks_of(spec).requires_grad_(False)
+    rows, real = torch.randn((2, 6, spec.d_model)), torch.ones((2, 6), dtype=torch.bool)
+    encoded = None if spec is DECODER else Encoded(torch.randn((2, 3, 6)), torch.ones((2, 3), dtype=torch.bool))
+    whole, _, _ = networks.read("decoder", rows, real, encoded)
+    _, _, past = networks.read("decoder", rows[:, :2], real[:, :2], encoded)
+    past = past.keep(torch.tensor([False, True]))
+    kept = None if encoded is None else Encoded(encoded.y[1:], encoded.real[1:])
+    for place in range(2, 6):
+        said, _, past = networks.read("decoder", rows[1:, place : place + 1], real[1:, :1], kept, past)
+        assert torch.allclose(said[:, 0], whole[1:, place], atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [DECODER, SWITCH], ids=["decoder", "switch"])
+def test_its_size_is_known_beforehand(spec: ModelSpec) -> None:
+    for name, stack in networks_of(spec, 10).function(hits_in(spec)).stacks.items():
+        numbers = sum(array.size for part, array in stack.tensors() if part != "hits")
+        assert numbers == Shape.of(spec, name, 10).numbers
+
+
+def lesson_of_a_rule(folder: Path, samples: int = 24) -> Lesson:
+    """Each token goes where the token before it says, in every layer of a decoder of 8 experts, top-2."""
+    rng = np.random.default_rng(0)
+    layers, experts = len(DECODER.moe_layers()), DECODER.moe.n
+
+    def examples(count: int) -> Examples:
+        lengths = rng.integers(5, 12, count)
+        tokens = rng.integers(0, experts, int(lengths.sum())).astype(np.int32)
+        numbers = np.zeros((len(tokens), layers, experts), np.float32)
+        at = 0
+        for length in lengths:
+            for place in range(length):
+                said = int(tokens[at + place - 1]) if place else 0
+                numbers[at + place, :, said] += 6
+                numbers[at + place, :, (said + 1) % experts] += 3
+            at += length
+        order = np.argsort(-numbers, axis=-1, kind="stable")
+        largest = np.take_along_axis(numbers, order, -1).astype(np.float16)
+        part = Part(tokens, largest, order.astype(np.uint16), order[..., :2].astype(np.int16))
+        return Examples({"decoder": StackExamples(lengths, np.cumsum(lengths) - lengths, part)})
+
+    embedding = torch.randn((experts, DECODER.d_model), generator=torch.Generator().manual_seed(0)) * 0.02
+    return Lesson(DECODER, embedding, examples(samples), examples(16), "a rule", folder / "checkpoint.pt")
+
+
+def test_it_learns_a_rule_and_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    course, said = Course(width=24, epochs=60, rate=1e-2), list[str]()
+    lesson = lesson_of_a_rule(tmp_path, samples=96)
+    function = trained(lesson, course, said.append, unseen)
+    hits = function.stacks["decoder"].hits
+    assert hits[:, 0].min() > 0.8, hits
+    assert hits[:, 1].min() > 0.95, hits
+    assert (hits[:, 1] >= hits[:, 0]).all()
+    measured = hits_of(function, lesson.embedding, lesson.heldout)["decoder"]
+    assert np.array_equal(measured, hits), "those of the function as it is stored"
+    assert said[0].startswith("epoch 1 of 60: of held-out choices it names ")
+
+
+def test_an_interrupted_training_goes_on_to_the_same_function(tmp_path: Path) -> None:
+    course = Course(width=8, epochs=4, rate=1e-2, seed=3)
+    whole = trained(lesson_of_a_rule(tmp_path), course, lambda line: None, unseen).to_bytes()
+    (tmp_path / "checkpoint.pt").unlink()
+
+    def stop(line: str) -> None:
+        if line.startswith("epoch 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(lesson_of_a_rule(tmp_path), course, stop, unseen)
+    said: list[str] = []
+    assert trained(lesson_of_a_rule(tmp_path), course, said.append, unseen).to_bytes() == whole
+    assert [line.split(":")[0] for line in said] == ["epoch 3 of 4", "epoch 4 of 4"]
+    other = Course(width=8, epochs=4, rate=1e-2, seed=4)
+    (tmp_path / "checkpoint.pt").unlink()
+    assert trained(lesson_of_a_rule(tmp_path), other, said.append, unseen).to_bytes() != whole
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(b"not one")
+    with pytest.raises(ConversionError, match="delete it, and training begins anew") as caught:
+        trained(lesson_of_a_rule(tmp_path), Course(width=8, epochs=1), print, unseen)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_loss_is_its_definition() -> None:
+    """A dropped token has no choice."""
+    torch.manual_seed(0)
+    said, numbers = torch.randn((3, 2, 8)), torch.randn((3, 2, 4)).sort(-1, descending=True).values
+    experts = torch.stack([torch.randperm(8)[:4] for _ in range(6)]).reshape(3, 2, 4)
+    chosen = experts[..., :2].clone()
+    chosen[1] = -1
+    divergence, surprise = list[Tensor](), list[Tensor]()
+    for token in range(3):
+        for layer in range(2):
+            p = numbers[token, layer].softmax(-1)
+            q = said[token, layer, experts[token, layer]].softmax(-1)
+            divergence.append((p * (p / q).log()).sum())
+            whole = said[token, layer].softmax(-1)
+            surprise += [-whole[expert].log() for expert in chosen[token, layer] if expert >= 0]
+    expected = torch.stack(divergence).mean() + 0.005 * torch.stack(surprise).mean()
+    batch = StackBatch(torch.zeros(1), torch.zeros(1), numbers, experts, chosen)
+    assert torch.allclose(distillation(said, batch), expected)
+
+
+def test_batches_hold_every_sample_once(tmp_path: Path) -> None:
+    lesson = lesson_of_a_rule(tmp_path, samples=150)
+    for seed in (None, 0, 1):
+        assert sorted(place for batch in plan(lesson.train, seed) for place in batch) == list(range(150))
+    assert plan(lesson.train, 0) == plan(lesson.train, 0) != plan(lesson.train, 1)
+
+
+def test_what_is_missing_at_the_right_of_a_row_changes_nothing(tmp_path: Path) -> None:
+    """Samples alone, and beside longer ones."""
+    lesson = lesson_of_a_rule(tmp_path)
+    networks = networks_of(DECODER).requires_grad_(False)
+    part = lesson.train.stacks["decoder"]
+    ids, real = torch.zeros((1, 20), dtype=torch.long), torch.zeros((1, 20), dtype=torch.bool)
+    tokens = torch.from_numpy(part.sample(0).tokens.astype(np.int64))
+    ids[0, : len(tokens)], real[0, : len(tokens)] = tokens, True
+    batch = StackBatch(ids, real, ids, ids, ids)
+    alone = StackBatch(tokens[None], torch.ones_like(tokens[None]).bool(), ids, ids, ids)
+    filled = foretell(networks, lesson.embedding, {"decoder": batch})["decoder"]
+    assert torch.allclose(filled, foretell(networks, lesson.embedding, {"decoder": alone})["decoder"], atol=1e-6)
