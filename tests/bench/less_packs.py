@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,21 +14,17 @@ from moeconv.artifacts import ConversionReport
 from moeconv.command.progress import bar
 from moeconv.command.recipe import Recipe
 from moeconv.conversion.account import Account
-from moeconv.conversion.bench import Bench
 from moeconv.conversion.bonuses import Bonuses
-from moeconv.conversion.coding import Coding
 from moeconv.conversion.conversion import Conversion
-from moeconv.conversion.material import Material
 from moeconv.conversion.references import References
 from moeconv.conversion.settings import Settings
-from moeconv.conversion.subject import directory_of, subject_of
 from moeconv.measure.assignments import Preferred
-from moeconv.measure.workdir import WorkDir
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import MeasuredPlan, search
 from moert.pack.files import write_atomically
 from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
 from moert.pack.reader import MANIFEST, Pack
+from tests.bench.opened import opened
 
 FOLDER = Path("build/bench/less")
 PLAIN = {name: Path(f"build/demo/{name}.pack") for name in ("wiki", "g2p")} | {
@@ -81,16 +76,6 @@ class Level:
     loss: float
     read: float
     exact_read: float
-
-
-@contextmanager
-def opened(settings: Settings) -> Iterator[Bench]:
-    """What a finished conversion measured with, over its journal."""
-    coding = Coding.open(settings)
-    material = Material.read(settings, coding.checkpoint)
-    directory = directory_of(subject_of(material, coding))
-    with WorkDir(settings.work / directory) as work:
-        yield Bench(coding, material, work.journal(directory), coding.moments_in(work.path))
 
 
 def levels(name: str) -> list[Level]:

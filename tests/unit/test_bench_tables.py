@@ -199,6 +199,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "gradients": ["wiki: time"],
     "large": ["olmoe, ssd, 1 GB: moert: decode", "olmoe, ssd, 1 GB (own routers): moert to llama.cpp Q4_K"],
     "many": ["6,144 experts: engine ready"],
+    "mixed": ["wiki, all at 16: size outside", "wiki, experts at 4: size"],
     "outlook": ["stream, wiki, ssd, 25%: off by", "less, wiki, all in memory: off by, all in memory"],
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
