@@ -28,7 +28,7 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.kept import KeptCodes
 from moeconv.quantizers.moments import collect, widest
 from moeconv.source.archs.errors import transformers_model
-from moeconv.source.skeleton import by_layers
+from moeconv.sweep.fisher import have_gradients
 from moeconv.sweep.runners import runner_for
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.model_spec import ModelSpec
@@ -58,7 +58,7 @@ class Bench:
             return True
         exact_was_asked = settings.signal != "kl" or settings.cluster is not None or settings.racing is not None
         many = len(spec.expert_keys()) * len(set(widths)) > EXACT_PROBES
-        return many and not exact_was_asked and by_layers(self.coding.checkpoint.family, spec)
+        return many and not exact_was_asked and have_gradients(self.coding.checkpoint.family, spec)
 
     @property
     def settings(self) -> Settings:

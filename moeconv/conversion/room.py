@@ -19,7 +19,7 @@ from moeconv.plan.question import uniform_bytes
 from moeconv.report.units import size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
-from moeconv.sweep.fisher import DRAWS
+from moeconv.sweep.fisher import DRAWS, have_gradients
 from moeconv.sweep.memory import blocks_for
 from moeconv.sweep.scales import WINDOWS
 from moert.machine.memory import most_bytes
@@ -128,10 +128,10 @@ def work_bytes(material: Material, coding: Coding) -> int:
 
 def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:
     """Raises SettingsError for gradients of a model that has none by layers, and for what takes a model in memory."""
-    if settings.signal == FISHER and not by_layers(checkpoint.family, checkpoint.spec):
+    if settings.signal == FISHER and not have_gradients(checkpoint.family, checkpoint.spec):
         raise SettingsError(
-            f"--signal {FISHER} is for models that continue text, layer by layer, which {checkpoint.spec.family} does "
-            "not: take --signal kl"
+            f"--signal {FISHER}: there is no way back through a {checkpoint.spec.family} model, which can't be run "
+            "layer by layer: take --signal kl"
         )
     if not memory.layered:
         if settings.signal == FISHER and settings.cluster is not None:

@@ -26,7 +26,7 @@ class LoadedModel:
         self.dense = dense or DenseCoder(checkpoint, None)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with transformers_model(checkpoint.path):
-            self.model: Any = checkpoint.model(torch.float32)
+            self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
         self._dense_is_stored = False
 

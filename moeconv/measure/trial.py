@@ -73,6 +73,10 @@ class Trial:
         self.loaded.set_dense(stored=False)
         self._set_experts(uniform(self.spec, ORIGINAL))
 
+    def original_experts(self) -> None:
+        """Unquantised experts among what a pack stores of everything else."""
+        self.assign(uniform(self.spec, ORIGINAL))
+
     def _set_experts(self, widths: Assignment) -> None:
         changed = {key: bits for key, bits in widths.items() if self._widths[key] != bits}
         for batch in batches(self.spec, changed.items()):

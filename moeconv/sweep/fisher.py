@@ -3,8 +3,9 @@
 For a small change d_t of what an expert gives for token t, the divergence of all later predictions is
 1/2 E[(sum_t G_t . d_t)^2], with G the gradient of sum_s log p(y_s) at the output of that layer's experts, and y drawn
 from the model's own distribution. Here d_t = p_t (FFN_q(x_t) - FFN(x_t)), p the router's weight. Sums go over the
-tokens of one window; windows add up. What the routers of later layers would decide otherwise no gradient sees: see
-`scales`.
+tokens of one text (a window, or a target and the input to it); texts add up. What the routers of later layers would
+decide otherwise no gradient sees: see `scales`. `Gradients` goes through a model layer by layer; see `fisher_pairs` for
+models that read one text and write another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ from moeconv.measure.passage import Passage
 from moeconv.measure.scorers.head import Head
 from moeconv.measure.scorers.text import Texts
 from moeconv.progress import Bar
-from moeconv.quantizers.coder import batches
-from moeconv.source.experts import Call, Weights, expert_ffn
-from moert.pack.model_spec import ExpertKey, LayerKey
+from moeconv.quantizers.coder import ExpertCoder, batches
+from moeconv.source.archs import Family
+from moeconv.source.experts import Call, ExpertCalls, Weights, expert_ffn
+from moeconv.source.skeleton import by_layers
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 DRAWS = 16
 _STATES_A_DRAW = (
@@ -34,35 +37,123 @@ _STATES_A_DRAW = (
 )
 
 
+def have_gradients(family: Family, spec: ModelSpec) -> bool:
+    """Whether there is a way back through such a model: by its layers, or in memory through both of its stacks."""
+    return spec.encoder is not None or by_layers(family, spec)
+
+
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of one layer's experts: tokens that each saw [experts], and nats above the base in sum over all windows for each
-    pattern of widths [patterns][experts]; and what it took, in expert rows and in time."""
+    """Of one layer's experts: tokens that each saw [experts], and nats above the base in sum over all texts for each
+    pattern of widths [patterns][experts]."""
 
     rows: tuple[int, ...]
     costs: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Those of all layers with experts, and what they took, in expert rows and in time."""
+
+    layers: Mapping[LayerKey, LayerCosts]
     flops: int
     seconds: float
 
 
+class ExpertCosts(Protocol):
+    """One way to find them."""
+
+    def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
+        """`about` names the text, the widths and what decides their codes. Raises ConversionError."""
+        ...
+
+
+class Totals:
+    """What the experts of one layer cost, added up. `patterns` are the widths that each expert is tried at, alone; the
+    first is the base, above which the others' costs are. `rows` [experts], `nats` [patterns, experts]."""
+
+    def __init__(self, calls: ExpertCalls, coder: ExpertCoder, patterns: Sequence[Bits]) -> None:
+        self.calls, self.coder, self.patterns = calls, coder, patterns
+        self.rows = torch.zeros(calls.spec.moe.n, dtype=torch.long)
+        self.nats = torch.zeros(len(patterns), calls.spec.moe.n, dtype=torch.float64)
+
+    def code(self, at: LayerKey) -> None:
+        """All experts of the layer together, which takes less time than one by one; where codes are kept they are
+        there."""
+        if self.coder.kept is not None:
+            return
+        keys = [at.expert(number) for number in range(len(self.rows))]
+        for bits in self.patterns:
+            for batch in batches(self.calls.spec, ((key, bits) for key in keys)):
+                self.coder.prepare(batch)
+
+    @torch.no_grad()
+    def add(self, key: ExpertKey, x: Tensor, given: Tensor, at_given: Tensor, text: Tensor) -> None:
+        """What enters an expert [rows, d_model], what it gives [rows, d_model], the gradients of each draw at that
+        [draws, rows, d_model], and which text each row is of [rows]."""
+        texts, base = int(text.max()) + 1, torch.zeros(())
+        self.rows[key.expert] += len(x)
+        for number, bits in enumerate(self.patterns):
+            changed = self.calls.ffn(key, x, self._coded(key, bits)) - given
+            effect = (at_given * changed).sum(-1).double()  # [draws, rows]
+            sums = torch.zeros(len(effect), texts, dtype=torch.float64).index_add_(1, text, effect)
+            if number == 0:
+                base = sums
+            self.nats[number, key.expert] += self._rise(bits, sums, base)
+
+    def found(self) -> dict[str, Any]:
+        return {"rows": self.rows.tolist(), "costs": self.nats.tolist()}
+
+    def _rise(self, bits: Bits, sums: Tensor, base: Tensor) -> float:
+        """Nats above the base, by the sums [draws, texts] of an expert's effect there and at these widths. For what
+        is narrower the change from one to the other counts: it ranks better than the difference of their squares
+        (0.78 on wiki at 3 bits), and its size is set by what the layer costs as a whole."""
+        if max(bits) > max(self.patterns[0]):
+            return float(0.5 * (sums.square() - base.square()).sum(1).mean())
+        return float(0.5 * (sums - base).square().sum(1).mean())
+
+    def _coded(self, key: ExpertKey, bits: Bits) -> Weights:
+        found = self.coder.weights(key, bits)
+        return tuple(torch.from_numpy(found[name]) for name in self.calls.spec.moe.ffn.projections)
+
+
+def drawn(head: Head, hidden: Tensor, draws: int, chance: torch.Generator) -> Iterator[Tensor]:
+    """For each draw from the model's own distributions the gradient of its log-likelihood at the last states of one
+    text. [places, d_model]"""
+    hidden = hidden.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        log_p = head.log_probabilities(hidden)
+    chosen = torch.multinomial(log_p.detach().exp(), draws, replacement=True, generator=chance)
+    for draw in range(draws):
+        ones = torch.zeros_like(log_p).scatter_(1, chosen[:, draw : draw + 1], 1.0)
+        yield torch.autograd.grad(log_p, hidden, ones, retain_graph=True)[0]
+
+
+def chance_of(seed: int, text: int) -> torch.Generator:
+    """What a text's draws are made with, whatever else is in its batch."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + text)
+
+
 class Gradients:
-    """A pass back through the layers. `patterns` are the widths that each expert is tried at, alone; the first is the
-    base, above which the others' costs are."""
+    """A pass back through the layers; `patterns` are those of Totals."""
 
     def __init__(self, model: LayeredModel, texts: Texts, patterns: Sequence[Bits], draws: int, seed: int) -> None:
         self.model, self.texts, self.patterns, self.draws, self.seed = model, texts, patterns, draws, seed
         self.ids, self.real = texts.ids, texts.real
         self.n_layers = len(model.skeleton.layers)
 
-    def run(self, journal: Journal, about: str, bar: Bar) -> dict[LayerKey, LayerCosts]:
-        """From the last layer to the first. `about` names the text, the widths and what decides their codes; a run that
-        was killed goes on at its layer. Raises ConversionError."""
+    def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
+        """From the last layer to the first; a run that was killed goes on at its layer."""
         model = self.model
         name = identity(about, "gradients", self.draws, self.seed, [list(bits) for bits in self.patterns])
-        known = {at: journal.get(identity(name, str(at))) for at in model.spec.moe_layers("decoder")}
-        if any(entry is None for entry in known.values()):
+        names = {at: identity(name, str(at)) for at in model.spec.moe_layers("decoder")}
+        if any(journal.get(each) is None for each in names.values()):
             self._measured(journal, name, bar)
-        return {at: _costs(journal, identity(name, str(at))) for at in known}
+        found = {at: cast("Mapping[str, Any]", journal.get(each)) for at, each in names.items()}
+        return Costs(
+            {at: layer_costs(entry) for at, entry in found.items()},
+            sum(entry["flops"] for entry in found.values()), sum(entry["seconds"] for entry in found.values()),
+        )  # fmt: skip
 
     def _measured(self, journal: Journal, name: str, bar: Bar) -> None:
         model = self.model
@@ -77,7 +168,8 @@ class Gradients:
         for at in range(self.n_layers - back.reached, -1, -1):
             with back.leaving(self.n_layers - at + 1) as fresh, model.ready(at):
                 layer = _Layer(self, at)
-                layer.code()
+                if layer.key is not None:
+                    layer.totals.code(layer.key)
                 for batch in model.batches(self.ids, _STATES_A_DRAW * self.draws * 4 * model.spec.d_model):
                     layer.back(states, batch, self._part(back.entering(self.n_layers - at), batch), fresh)
                 if layer.key is not None and journal.get(identity(name, str(layer.key))) is None:
@@ -91,20 +183,11 @@ class Gradients:
         with back.leaving(1) as fresh, self.model.head() as head:
             for row in range(len(self.ids)):
                 scored = self.texts.scored[row]
-                chance = torch.Generator().manual_seed(self.seed * 1_000_003 + row)
-                for draw, gradient in enumerate(self._drawn(head, finals[row][scored], chance)):
+                gradients = drawn(head, finals[row][scored], self.draws, chance_of(self.seed, row))
+                for draw, gradient in enumerate(gradients):
                     place = fresh[draw * len(self.ids) + row]
                     place.zero_()
                     place[scored] = gradient
-
-    def _drawn(self, head: Head, hidden: Tensor, chance: torch.Generator) -> Iterator[Tensor]:
-        hidden = hidden.clone().requires_grad_()
-        with torch.enable_grad():
-            log_p = head.log_probabilities(hidden)
-        drawn = torch.multinomial(log_p.detach().exp(), self.draws, replacement=True, generator=chance)
-        for draw in range(self.draws):
-            chosen = torch.zeros_like(log_p).scatter_(1, drawn[:, draw : draw + 1], 1.0)
-            yield torch.autograd.grad(log_p, hidden, chosen, retain_graph=True)[0]
 
     def _part(self, gradients: Tensor, batch: Tensor) -> Tensor:
         """[draws, rows of the batch, tokens, d_model]"""
@@ -112,28 +195,17 @@ class Gradients:
 
 
 class _Layer:
-    """One layer on its way back; `totals` [patterns, experts]."""
+    """One layer on its way back."""
 
     def __init__(self, of: Gradients, at: int) -> None:
         self.of, self.model, self.at = of, of.model, at
         keys = {one.layer: one for one in self.model.spec.moe_layers("decoder")}
         self.key: LayerKey | None = keys.get(at)
-        self.ffn, n = self.model.spec.moe.ffn, self.model.spec.moe.n
+        self.ffn = self.model.spec.moe.ffn
         self.adds = self.model.spec.decoder[at].adds_experts and at + 1 < of.n_layers
         """Whether gradients are the same whatever the experts give: not where that goes through a norm."""
         self._started, self._rows = time.perf_counter(), of.model.calls.rows
-        self.rows = torch.zeros(n, dtype=torch.long)
-        self.totals = torch.zeros(len(of.patterns), n, dtype=torch.float64)
-
-    def code(self) -> None:
-        """All experts of the layer together, which takes less time than one by one; where codes are kept they are
-        there."""
-        if self.key is None or self.model.coder.kept is not None:
-            return
-        keys = [self.key.expert(number) for number in range(self.model.spec.moe.n)]
-        for bits in self.of.patterns:
-            for batch in batches(self.model.spec, ((key, bits) for key in keys)):
-                self.model.coder.prepare(batch)
+        self.totals = Totals(self.model.calls, self.model.coder, of.patterns)
 
     def found(self) -> dict[str, Any]:
         calls = self.model.calls
@@ -141,7 +213,7 @@ class _Layer:
             "flops": calls.flops(calls.rows - self._rows),
             "seconds": round(time.perf_counter() - self._started, 4),
         }
-        return {"rows": self.rows.tolist(), "costs": self.totals.tolist(), **spent}
+        return {**self.totals.found(), **spent}
 
     def back(self, states: Passage, batch: Tensor, above: Tensor, fresh: Tensor) -> None:
         """`above` [draws, rows, tokens, d_model] are the gradients at what leaves the layer; those at what enters it go
@@ -199,33 +271,8 @@ class _Layer:
                 for draw in range(self.of.draws):
                     by_x[draw].index_add_(0, token, torch.autograd.grad(given, x, at_given[draw], retain_graph=True)[0])
                 self.model.calls.rows += self.of.draws * len(token)
-            self.rows[key.expert] += len(token)
-            self._count(key, x.detach(), given.detach(), at_given, window[token])
+            self.totals.add(key, x.detach(), given.detach(), at_given, window[token])
         return by_x, by_weights
-
-    @torch.no_grad()
-    def _count(self, key: ExpertKey, x: Tensor, given: Tensor, at_given: Tensor, window: Tensor) -> None:
-        windows, base = int(window.max()) + 1, torch.zeros(())
-        for number, bits in enumerate(self.of.patterns):
-            changed = expert_ffn(x, self._coded(key, bits), self.ffn, self.model.shelf.biases(key)) - given
-            self.model.calls.rows += len(x)
-            effect = (at_given * changed).sum(-1).double()  # [draws, rows]
-            sums = torch.zeros(len(effect), windows, dtype=torch.float64).index_add_(1, window, effect)
-            if number == 0:
-                base = sums
-            self.totals[number, key.expert] += self._rise(bits, sums, base)
-
-    def _rise(self, bits: Bits, sums: Tensor, base: Tensor) -> float:
-        """Nats above the base, by the sums [draws, windows] of an expert's effect there and at these widths. For what
-        is narrower the change from one to the other counts: it ranks better than the difference of their squares
-        (0.78 on wiki at 3 bits), and its size is set by what the layer costs as a whole."""
-        if max(bits) > max(self.of.patterns[0]):
-            return float(0.5 * (sums.square() - base.square()).sum(1).mean())
-        return float(0.5 * (sums - base).square().sum(1).mean())
-
-    def _coded(self, key: ExpertKey, bits: Bits) -> Weights:
-        found = self.model.coder.weights(key, bits)
-        return tuple(torch.from_numpy(found[name]) for name in self.ffn.projections)
 
 
 def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -238,8 +285,6 @@ def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.zeros_like(start) if found is None else found
 
 
-def _costs(journal: Journal, name: str) -> LayerCosts:
-    entry: Mapping[str, Any] | None = journal.get(name)
-    assert entry is not None, "every layer was measured"
-    costs = tuple(map(tuple, entry["costs"]))
-    return LayerCosts(tuple(entry["rows"]), costs, entry["flops"], entry["seconds"])
+def layer_costs(entry: Mapping[str, Any]) -> LayerCosts:
+    """What Totals found, out of the journal."""
+    return LayerCosts(tuple(entry["rows"]), tuple(map(tuple, entry["costs"])))

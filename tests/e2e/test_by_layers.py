@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import TINY
 
 from moeconv.artifacts import Target
 from moeconv.conversion import bench, profile, room
@@ -20,6 +22,7 @@ from moeconv.measure.layered import LayeredModel
 from moeconv.packing.layers import PackedLayers
 from moeconv.packing.verify import verify
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.sweep.fisher_pairs import PairGradients
 from moeconv.sweep.runners import runner_for
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
@@ -115,6 +118,26 @@ def test_gradients_rank_a_model_in_memory_too(sources: dict[str, Path], tmp_path
     assert any(len(set(probe.bits)) > 1 for probe in split.report.sensitivity.costs)
 
 
+@pytest.mark.parametrize("family", ["switch", "nllb-moe"])
+def test_gradients_rank_both_stacks_of_an_encoder_decoder(
+    family: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {"nllb-moe": TINY["nllb-moe"][0](tmp_path / "nllb", seed=1), **sources}
+    settings = settings_for(models, family, tmp_path, **{**SMALL, "loss": 0.02}, signal="fisher")
+    done = Done(settings)
+    assert (done.report.signal, done.report.heldout is not None) == ("fisher", True)
+    table, cost = done.report.sensitivity, done.report.sweep_cost
+    assert table is not None
+    assert {probe.key for probe in table.costs} == set(done.manifest.model.expert_keys())
+    for stack in ("encoder", "decoder"):
+        assert any(table.cost(probe, "kl") > 0 for probe in table.costs if probe.key.stack == stack)
+    assert cost is not None
+    assert cost.flops > 0
+    monkeypatch.setattr(PairGradients, "_measured", lambda self, part: pytest.fail("it was measured before"))
+    again = Done(replace(settings, out=tmp_path / "b.pack"))
+    assert again.manifest.experts == done.manifest.experts
+
+
 def test_what_takes_a_model_in_memory_is_refused(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,8 +153,9 @@ def test_what_takes_a_model_in_memory_is_refused(
         Done(settings_for(sources, "olmoe", tmp_path, memory_bytes=10**6))
     with pytest.raises(SettingsError, match="--cluster shares out the exact sweep, or coding layer by layer"):
         Done(settings_for(sources, "olmoe", tmp_path, signal="fisher", cluster="auto"))
-    with pytest.raises(SettingsError, match="--signal fisher is for models that continue text"):
-        Done(settings_for(sources, "switch", tmp_path, signal="fisher"))
+    gptsan = {**sources, "gptsan": TINY["gptsan-japanese"][0](tmp_path / "gptsan")}
+    with pytest.raises(SettingsError, match="--signal fisher: there is no way back through a gptsan-japanese model"):
+        Done(settings_for(gptsan, "gptsan", tmp_path, signal="fisher"))
     assert not (tmp_path / "m.pack").exists()
 
 
