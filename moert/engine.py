@@ -72,6 +72,7 @@ class Engine:
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
+        self._foreseeing = foreseeing
         beside = 0 if foreseeing is None else foreseeing.nbytes
         self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
         self.counters = ExpertCounters()
@@ -138,6 +139,9 @@ class Engine:
             backend = open_backend(chosen.kernels, count)
             opened.callback(backend.close)
             foreseeing = None if function is None else Foreseeing(pack, function, backend, routes)
+            if foreseeing is not None and usable_cores() > 1:
+                foreseeing.work_beforehand(open_backend(chosen.kernels, 1))
+                opened.callback(foreseeing.close)
             predictor = predictor_for(pack, chosen.predictor, None if foreseeing is None else foreseeing.foresight)
             engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing)
             opened.pop_all()  # the engine closes it from now on
@@ -316,6 +320,8 @@ class Engine:
         """Waits for a session of another thread; one of this thread ends here."""
         with self._turns.last():
             self.cache.close()
+            if self._foreseeing is not None:
+                self._foreseeing.close()
             self.backend.close()
 
     def __enter__(self) -> Engine:

@@ -250,6 +250,8 @@ class Session:
             return []
         started_s, running = time.perf_counter(), self._running
         logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
+        if self._waiting:
+            self._model.expects(each._generation.prompt_ids for each in self._waiting)
         for request in running:
             request._mark()
         pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]

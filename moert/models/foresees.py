@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from moert.kernels.backend import Matrix
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
 
 
 class Foresees(Protocol):
-    """See moert.predict.foresight.Foresight. `rows` gives the embedding of tokens, [tokens, d_model]."""
+    """See moert.predict.foresight.Foresight. `embed`: the model's embedding [vocab, d_model]."""
 
-    rows: Callable[[Sequence[int]], F32] | None
+    embed: Matrix | None
 
     def begin(self) -> Any:
         """What it will remember of a new sequence, a Heard."""
@@ -24,6 +25,10 @@ class Foresees(Protocol):
 
     def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Any]) -> None:
         """A decoder is about to read these behind what it has read."""
+        ...
+
+    def expects(self, prompts: Iterable[Sequence[int]]) -> None:
+        """These wait for others to end, the next one first."""
         ...
 
     def numbers(self, at: LayerKey) -> F32:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -162,7 +162,7 @@ class Model:
         """From now on what begins is told to it before the layers run. With `top_k` it takes the place of the routers,
         whose tokens go to so many experts then."""
         self.foresight = foresight
-        foresight.rows = lambda ids: self.backend.rows(self.embed, ids)
+        foresight.embed = self.embed
         if top_k is not None:
             for at, exact in list(self.routers.items()):
                 assert isinstance(exact, LearnedRouter)
@@ -175,6 +175,11 @@ class Model:
             exact = self.routers[at]
             assert isinstance(exact, LearnedRouter)
             self.routers[at] = PreferringRouter(exact, self.backend, bonus, preference.sure)
+
+    def expects(self, prompts: Iterable[Sequence[int]]) -> None:
+        """These wait for others to end, the next one first: what can be done beforehand may be."""
+        if self.foresight is not None:
+            self.foresight.expects(prompts)
 
     def prefill(self, ids: Sequence[int]) -> tuple[State, F32]:
         """Reads the prompt; returns the state after it and the logits [vocab] of the first token to write.

@@ -21,7 +21,20 @@ class Foreseeing:
         self.foresight = Foresight(function, spec, backend, self.routes_to or usual, routes)
         self.nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
         """Upper bound of what its weights take."""
+        self._other: Backend | None = None
         self.request_bytes = partial(recalled_bytes, function)
+
+    def work_beforehand(self, backend: Backend) -> None:
+        """Another thread works on prompts that wait, with a backend of its own, which is closed with this."""
+        self._other, self.foresight.before = backend, self.foresight.beforehand(backend)
+
+    def close(self) -> None:
+        if self.foresight.before is not None:
+            self.foresight.before.close()
+            self.foresight.before = None
+        if self._other is not None:
+            self._other.close()
+            self._other = None
 
     def notes(self) -> list[str]:
         """What a user should know of answers that come of it."""

@@ -3,15 +3,16 @@ next pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from moert.kernels.backend import Backend
+from moert.kernels.backend import Backend, Matrix
 from moert.pack.codec import F32
 from moert.pack.hash import HashFunction
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 from moert.pack.paths import F64
+from moert.predict.beforehand import Beforehand, Prompt, Ready
 from moert.predict.network import Heard, readers
 from moert.predict.predictor import Prediction, ranked
 
@@ -30,9 +31,11 @@ class Foresight:
     def __init__(self, function: HashFunction, spec: ModelSpec, backend: Backend, top_k: int, routes: bool) -> None:
         self.needed: Callable[[], bool] = lambda: True
         self.told: Callable[[StackName, int], None] = lambda stack, tokens: None
-        self.rows: Callable[[Sequence[int]], F32] | None = None
-        """Of the embedding, by token."""
-        self._top_k, self._routes = top_k, routes
+        self.embed: Matrix | None = None
+        """The model's embedding [vocab, d_model]."""
+        self.before: Beforehand | None = None
+        """What works on prompts that wait."""
+        self._top_k, self._routes, self._backend = top_k, routes, backend
         self._readers = readers(function, backend)
         self._layers = {name: spec.moe_layers(name) for name in function.stacks}
         self._places = {at: place for layers in self._layers.values() for place, at in enumerate(layers)}
@@ -58,7 +61,13 @@ class Foresight:
                 each.encoded = None
             return
         counts = [len(ids) for ids in sequences]
-        made = reader.encode(self._embedded([token for ids in sequences for token in ids]), counts)
+        parts = {place: ready.made for place, ids in enumerate(sequences) if (ready := self._ready(ids)) is not None}
+        rest = [place for place in range(len(sequences)) if place not in parts]
+        if rest:
+            rows = self._embedded([token for place in rest for token in sequences[place]])
+            made = reader.encode(rows, [counts[place] for place in rest])
+            parts.update(zip(rest, np.split(made, np.cumsum([counts[place] for place in rest])[:-1]), strict=True))
+        made = np.concatenate([parts[place] for place in range(len(sequences))])
         decoder = self._readers.get("decoder")
         if decoder is not None:
             for each, rows in zip(heard, np.split(made, np.cumsum(counts)[:-1]), strict=True):
@@ -72,15 +81,18 @@ class Foresight:
             each.ids += ids
         if (reader := self._readers.get("decoder")) is None or not self._asked():
             return
-        unread = [self._unread(each, len(ids)) for ids, each in zip(sequences, heard, strict=True)]
-        counts = [len(ids) for ids in unread]
-        rows = self._embedded([token for ids in unread for token in ids])
-        made = reader.read(rows, counts, [each.recall() for each in heard])
-        for each in heard:
-            each.done = len(each.ids)
-        if counts != [len(ids) for ids in sequences]:
-            parts = np.split(made, np.cumsum(counts)[:-1])
-            made = np.concatenate([part[-len(ids) :] for part, ids in zip(parts, sequences, strict=True)])
+        parts: dict[int, F32] = {}
+        for place, (ids, each) in enumerate(zip(sequences, heard, strict=True)):
+            if not each.done and len(each.ids) == len(ids) and (ready := self._ready(ids)) is not None:
+                each.recalled, each.done, parts[place] = ready.recalled, len(ids), ready.made
+        rest = [place for place in range(len(sequences)) if place not in parts]
+        if rest:
+            unread = [self._unread(heard[place], len(sequences[place])) for place in rest]
+            rows, counts = self._embedded([token for ids in unread for token in ids]), [len(ids) for ids in unread]
+            made = reader.read(rows, counts, [heard[place].recall() for place in rest])
+            for place, part in zip(rest, np.split(made, np.cumsum(counts)[:-1]), strict=True):
+                heard[place].done, parts[place] = len(heard[place].ids), part[-len(sequences[place]) :]
+        made = np.concatenate([parts[place] for place in range(len(sequences))])
         self._tell("decoder", made)
 
     def passed(self, at: LayerKey) -> None:
@@ -91,6 +103,26 @@ class Foresight:
         """What stands for the numbers of the layer's router, [tokens of the pass, experts]."""
         assert self._made is not None
         return self._readers[at.stack].of_layer(self._made, self._places[at])
+
+    def expects(self, prompts: Iterable[Sequence[int]]) -> None:
+        """These wait for others to end."""
+        if self.before is not None and self._asked():
+            self.before.expect(map(tuple, prompts))
+
+    def beforehand(self, backend: Backend) -> Beforehand:
+        """What works on prompts with this backend, of which nobody else makes use."""
+        stack: StackName = "encoder" if "encoder" in self._readers else "decoder"
+        reader = self._readers[stack].on(backend)
+
+        def work(prompt: Prompt) -> Ready:
+            assert self.embed is not None
+            rows = backend.rows(self.embed, prompt)
+            if stack == "encoder":
+                return Ready(reader.encode(rows, [len(prompt)]), None)
+            recalled = reader.begin()
+            return Ready(reader.read(rows, [len(prompt)], [recalled]), recalled)
+
+        return Beforehand(work)
 
     # What is asked of it.
 
@@ -140,8 +172,11 @@ class Foresight:
         return heard.ids[heard.done :]
 
     def _embedded(self, ids: Sequence[int]) -> F32:
-        assert self.rows is not None
-        return self.rows(ids)
+        assert self.embed is not None
+        return self._backend.rows(self.embed, ids)
+
+    def _ready(self, ids: Sequence[int]) -> Ready | None:
+        return None if self.before is None else self.before.take(tuple(ids))
 
     def _forget(self) -> None:
         self._made, self._demanded, self._next = None, None, 0

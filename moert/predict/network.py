@@ -80,6 +80,12 @@ class Reader:
         self._encoded = {name: matrix(weights) for name, weights in stack.encoded.items()}
         self._heads = [matrix(weights, bias) for weights, bias in zip(stack.heads, stack.head_bias, strict=True)]
 
+    def on(self, backend: Backend) -> Reader:
+        """The same with another backend of its kind; weights are shared."""
+        twin = copy.copy(self)
+        twin._backend = backend
+        return twin
+
     def begin(self) -> Recalled:
         """A sequence of which nothing was read."""
         return Recalled(np.zeros((LSTM_LAYERS, 2, self.width), np.float32), Grown(self.width), Grown(self.width))

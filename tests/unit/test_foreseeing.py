@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_store import PATIENCE_S, wait_until
 from random_hash import add_hash, random_hash
 from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
 
@@ -21,9 +23,11 @@ from moert.experts.demand import Demand
 from moert.experts.policy.eviction import Foreseen
 from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library, open_backend
+from moert.kernels.backend import Floats
 from moert.kernels.reference.foresee import sparsemax
 from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import LayerKey
+from moert.predict.beforehand import Beforehand, Ready
 from moert.predict.foresight import Foresight, of_each_token
 from moert.predict.network import Heard, Reader, readers, recalled_bytes
 from moert.predict.predictor import of_one_token
@@ -130,8 +134,10 @@ class Watched:
         self.backend = open_backend("auto" if NATIVE else "reference", 1)
         self.foresight = Foresight(random_hash(self.spec), self.spec, self.backend, self.spec.moe.router.top_k, routes)
         table = np.random.default_rng(5).standard_normal((VOCAB, self.spec.d_model)).astype(np.float32)
+        self.foresight.embed = self.backend.matrix(Floats("F32", table))
         self.read: list[int] = []
-        self.foresight.rows = lambda ids: (self.read.append(len(ids)), table[list(ids)])[1]
+        embedded = self.foresight._embedded
+        self.foresight._embedded = lambda ids: (self.read.append(len(ids)), embedded(ids))[1]  # type: ignore[method-assign]
 
     def likely(self, place: int = 0) -> np.ndarray | None:
         return self.foresight.likely(self.spec.moe_layers("decoder")[place])
@@ -297,6 +303,51 @@ def test_the_router_is_left_out_and_the_function_decides(packs: dict[str, Path])
             expected /= expected.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(routed.weights, expected, rtol=1e-4)
         assert np.array_equal(routed.hidden, router._exact.scores(x)[0])
+
+
+@needs_native
+@pytest.mark.parametrize("routing", ["hash", "exact"])
+@pytest.mark.parametrize("name", ["decoder", "switch"])
+def test_prompts_that_wait_are_worked_out_beforehand(packs: dict[str, Path], name: str, routing: str) -> None:
+    expected = tokens(packs[name], routing=routing, predictor="hash", cache="50%")
+    with (
+        Engine.open(packs[name], routing=routing, predictor="hash", cache="50%", notify=lambda note: None) as engine,
+        engine.session() as session,
+    ):
+        foresight: Any = engine.model.foresight
+        foresight.needed = lambda: True
+        if foresight.before is None:  # on one core
+            foresight.before = foresight.beforehand(open_backend("auto", 1))
+        engine._admission.together = lambda running, waiting: 0 if running else 1  # type: ignore[method-assign]
+        asked = [session.add(prompt, **ASKED) for prompt in PROMPTS]
+        session.turn()
+        wait_until(lambda: len(foresight.before._ready) == len(PROMPTS) - 1)
+        list(session)
+        assert [request.answer.result.tokens for request in asked] == expected
+        assert foresight.before.used == len(PROMPTS) - 1
+
+
+def test_what_is_not_expected_any_more_is_forgotten() -> None:
+    working, go = threading.Event(), threading.Event()
+
+    def work(prompt: tuple[int, ...]) -> Ready:
+        working.set()
+        assert go.wait(PATIENCE_S)
+        return Ready(np.zeros((len(prompt), 2), np.float32), None)
+
+    before = Beforehand(work)
+    before.expect([(1,), (2, 3)])
+    assert working.wait(PATIENCE_S)
+    assert before.take((1,)) is None  # it has begun without
+    before.expect([(2, 3)])
+    go.set()
+    wait_until(lambda: (2, 3) in before._ready)
+    assert (1,) not in before._ready
+    before.expect([])
+    assert before.take((2, 3)) is None
+    before.close()
+    before.expect([(4,)])
+    assert before.take((4,)) is None
 
 
 def test_it_is_said_what_routing_by_it_loses(packs: dict[str, Path], tmp_path: Path) -> None:
