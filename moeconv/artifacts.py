@@ -149,6 +149,20 @@ class DenseReport:
 
 
 @dataclass(frozen=True)
+class RouteReport:
+    """What sends tokens to experts where routers do not: `kind` "hash" is a hash function of `width` features, each
+    token going to the `top_k` experts that it names first. All figures of the report but those of ranking are with it.
+    `alone` is what that loses with unquantised experts, on the text of `ConversionReport.calibration`; `routers` what
+    the pack loses on held-out text where its own routers route."""
+
+    kind: str
+    top_k: int
+    width: int
+    alone: LossEstimate
+    routers: LossEstimate
+
+
+@dataclass(frozen=True)
 class Standing:
     """What the promise stands on. `asked` is the confidence that was asked for. Plans were judged on `documents`, worth
     `of_one_size` of one size, the result on `heldout_documents`; `needed` and `heldout_needed` are what the confidence
@@ -245,6 +259,7 @@ class ConversionReport:
     dense: DenseReport | None = None
     standing: Standing | None = None
     residences: tuple[Residence, ...] = ()
+    route: RouteReport | None = None
 
 
 def to_json(artifact: Any) -> dict[str, Any]:

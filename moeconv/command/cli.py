@@ -137,6 +137,11 @@ def quantize(
     layout: Annotated[
         str, typer.Option(help="What has a file of its own in the pack: each expert, or each layer with its experts.")
     ] = "expert",
+    route: Annotated[
+        str, typer.Option(help="What sends tokens to experts: router, the model's own, or hash, a function of the "
+                               "tokens alone that is trained first, on half of the calibration text. Widths and "
+                               "function keep --loss together.")
+    ] = "router",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -159,7 +164,7 @@ def quantize(
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
         heldout_samples, context, max_new_tokens, options.bytes_of(memory),
         None if racing is None else parse_share(racing, "--racing"), cluster,
-        None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout,
+        None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout, route,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)

@@ -38,6 +38,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"  expert bytes: {sizes['pack']:,} = {_share(sizes, 'fp16')} of FP16, {_share(sizes, 'int8')} of uniform "
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
         *_dense(report),
+        *_route(report),
         *_residences(report.residences, report.confidence),
         *_sweep(report),
         _took(report),
@@ -132,6 +133,19 @@ def _dense(report: ConversionReport) -> list[str]:
     return [
         f"  dense matrices: {width_text(dense.bits)}{alone}",
         f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
+    ]
+
+
+def _route(report: ConversionReport) -> list[str]:
+    route = report.route
+    if route is None:
+        return []
+    alone, routers = route.alone, route.routers
+    return [
+        f"  routed by a hash function, which by itself loses {alone.loss:.2%} (95% interval {alone.low:+.2%} to "
+        f"{alone.high:+.2%}): run it with moert run --route hash",
+        f"  with its own routers the pack loses {routers.loss:.2%} of the held-out text (95% interval "
+        f"{routers.low:+.2%} to {routers.high:+.2%})",
     ]
 
 

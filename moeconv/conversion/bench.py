@@ -14,7 +14,7 @@ from moeconv.conversion.coding import Coding
 from moeconv.conversion.material import Material
 from moeconv.conversion.room import Memory
 from moeconv.conversion.settings import Settings
-from moeconv.measure.assignments import Measure
+from moeconv.measure.assignments import Instead, Measure
 from moeconv.measure.codes import LayerCoding, Shared
 from moeconv.measure.coding import CodingJob, CodingWorker
 from moeconv.measure.journal import Journal
@@ -40,11 +40,13 @@ ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, o
 
 class Bench:
     """The model and its coder are made when they are first needed: a run that only reads its journal needs little of
-    it. `moments` is the file that the coder reads then, None where the quantizer needs none."""
+    it. `moments` is the file that the coder reads then, None where the quantizer needs none. `instead`: what takes the
+    routers' place where plans are judged."""
 
     def __init__(self, coding: Coding, material: Material, journal: Journal, moments: Path | None) -> None:
         self.coding, self.material, self.journal, self.moments = coding, material, journal, moments
         self.memory, self.show = Memory(), unseen
+        self.instead: Instead | None = None
 
     def within(self, memory: Memory, show: Progress) -> Bench:
         """The same in this memory; `show` says how far a pass through a model's layers is."""
@@ -108,10 +110,12 @@ class Bench:
             return cast("Trial", self.layered)  # all of it that Measure asks for
         return Trial(self.loaded, self.coder)
 
-    def measure(self, what: str, samples: tuple[Sample, ...], limit: int | None) -> Measure:
+    def measure(
+        self, what: str, samples: tuple[Sample, ...], limit: int | None, instead: Instead | None = None
+    ) -> Measure:
         return Measure(
             lambda: self.trial, lambda: self.material.scorer(self.trial, samples, limit), self.material.metric,
-            self.journal, f"{what}/{limit or 'all'}",
+            self.journal, f"{what}/{limit or 'all'}", instead,
         )  # fmt: skip
 
     def measured_by(self, scorer: Scorer, what: str) -> Measure:

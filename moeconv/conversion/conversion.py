@@ -18,6 +18,7 @@ from moeconv.conversion.material import Material
 from moeconv.conversion.references import References, evaluated, measured_references
 from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
+from moeconv.conversion.routing import check_route, route_report, routed_alone, taught, with_loss
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
@@ -57,6 +58,7 @@ class Conversion:
         if settings.calib is None:
             return self._unmeasured(coding)
         check_resident(settings, coding)
+        check_route(settings, coding.spec)
         material = Material.read(settings, coding.checkpoint)
         memory = memory_of(settings, coding.checkpoint, material)
         coding.check(settings, memory.layered)
@@ -95,7 +97,10 @@ class Conversion:
                 bench.collect_moments(bench.moments)
         references = measured_references(bench, account)
         judge = references.judge
+        bench.instead = routing = taught(bench, work, account)
+        references.routed_by(routing)
         looks = self._count_looks(bench, judge, conversion)
+        routed = routed_alone(bench, references, account)
         dense = dense_alone(bench, judge, account)
         widths = widths_worth_probing(bench, judge, account)
         sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)
@@ -112,7 +117,10 @@ class Conversion:
             sweep_cost=sweep.cost,
             curve=choice.curve(plan),
             dense_alone=dense,
+            route=route_report(bench, references, plan, routed),
         )
+        if routing is not None:
+            outcome = replace(outcome, function=with_loss(routing.function, bench.spec, outcome.heldout))
         return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost_paths)
 
     def _count_looks(self, bench: Bench, judge: Judge, conversion: str) -> int:
@@ -129,7 +137,7 @@ class Conversion:
         account.note(bound_doubt(bound))
         with account.step("held-out", bench.journal):
             found = estimate(heldout, evaluated(heldout, plan), used.heldout, seed)
-            shown = side_by_side(bench.material, lambda: bench.trial, bench.journal, plan.assignment)
+            shown = side_by_side(bench, plan.assignment)
         return Outcome(
             widths=plan.assignment,
             metric=bench.material.metric.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -18,6 +18,7 @@ from moeconv.artifacts import (
     CurvePoint,
     DenseReport,
     Residence,
+    RouteReport,
     SensitivityTable,
     Standing,
     Step,
@@ -34,6 +35,7 @@ from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moert.pack.errors import PackError
+from moert.pack.hash import HASH, HashFunction
 from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import Files, LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -64,6 +66,8 @@ class Outcome:
     standing: Standing | None = None
     preferences: tuple[Preference, ...] = ()
     residences: tuple[Residence, ...] = ()
+    function: HashFunction | None = None
+    route: RouteReport | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -85,15 +89,15 @@ def deliver(
 ) -> tuple[Manifest, ConversionReport]:
     """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
 
-    What `moeconv profile-paths` added to a pack that stands there is kept where the new one has the same weights; else
-    `lost_paths` is called at the end.
+    What `moeconv profile-paths` and `moeconv train-hash` added to a pack that stands there is kept where the new one
+    has the same weights; else `lost_paths` is called at the end.
     """
-    profile = _profile_in(settings.out)
+    profile = _profile_in(settings.out, (PATHS, TRACE) if outcome.function else (PATHS, TRACE, HASH))
     report = replace(
         _report(settings, coder, outcome, account.seconds()), dense=_dense_report(dense, outcome.dense_alone)
     )
     document = artifacts.to_json(report)
-    for name in ("dense", "standing", "residences"):
+    for name in ("dense", "standing", "residences", "route"):
         if not document[name]:
             del document[name]
     quality = None
@@ -104,9 +108,15 @@ def deliver(
             outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
         )  # fmt: skip
     body = (json.dumps(document, indent=1) + "\n").encode()
+    files = {REPORT: body, **({} if outcome.function is None else {HASH: outcome.function.to_bytes()})}
     preferences = tuple(sorted(outcome.preferences, key=lambda one: one.share))
     label = Label(
-        f"moeconv {moeconv.__version__}", outcome.importance() or {}, quality, {REPORT: body}, profile, preferences
+        f"moeconv {moeconv.__version__}",
+        outcome.importance() or {},
+        quality,
+        files,
+        profile,
+        preferences,
     )
     needed_bytes = _needed_bytes(coder, outcome.widths, dense, settings.layout)
     check_room(settings.out, needed_bytes, "--out", partial_of(settings.out))
@@ -129,13 +139,13 @@ def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder, lay
     return experts + padding + twice + dense.backbone_bytes()[0]
 
 
-def _profile_in(root: Path) -> Profile | None:
-    """None where there is no pack, or one without a profile that can be read."""
+def _profile_in(root: Path, names: Sequence[str]) -> Profile | None:
+    """What a pack has of these files; None where there is no pack, or one with none that can be read."""
     if not is_pack(root):
         return None
     try:
         pack = Pack.open(root)
-        bodies = {name: pack.read_file(name) for name in (PATHS, TRACE) if name in pack.manifest.files}
+        bodies = {name: pack.read_file(name) for name in names if name in pack.manifest.files}
     except PackError:
         return None
     return Profile(pack.manifest, bodies) if bodies else None
@@ -180,6 +190,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         samples=outcome.samples,
         standing=outcome.standing,
         residences=outcome.residences,
+        route=outcome.route,
     )
 
 

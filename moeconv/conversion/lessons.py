@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.conversion.room import whole_bytes, within
+from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
 from moeconv.foresight.examples import Examples, Routing, collected, stacks_of, token_bytes
 from moeconv.foresight.network import Shape
 from moeconv.foresight.training import Course, Lesson
 from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Volume
+from moeconv.plan.question import uniform_bytes
 from moeconv.progress import Progress
 from moeconv.report.units import size
 from moeconv.source.archs.description import Description
@@ -28,6 +30,7 @@ MOST_SHARE = 0.02
 """Of a pack, which a function takes where that leaves it LEAST_WIDTH."""
 USUAL_WIDTH, LEAST_WIDTH = 256, 128
 _STEP = 32
+_GUESSED_BITS = 4  # for the size of a pack before there is one
 _COPIES = 4  # of all numbers, in a checkpoint: those, two of the optimizer's, and what was best
 
 
@@ -77,13 +80,27 @@ def lesson_of(
     told = _digest(about)
 
     def examples(name: str, scorer: Routing) -> Examples:
-        with show(f"routing of {name} text", scorer.n_samples, "sample") as bar:
-            return collected(folder / name, told, subject, description, scorer, bar)
+        with show(f"routing {name}", scorer.n_samples, "sample") as bar:
+            return collected(folder / name.replace(" ", "-"), told, subject, description, scorer, bar)
 
-    train, heldout = examples("calibration", scorers[0]), examples("held-out", scorers[1])
-    decided = _digest({"examples": told, **asdict(course)})
+    train, heldout = examples("to learn", scorers[0]), examples("to judge by", scorers[1])
     embedding = parameter(subject.model, description, "embed.weight").float()
-    return Lesson(description.spec, embedding, train, heldout, decided, folder / "checkpoint.pt")
+    return Lesson(description.spec, embedding, train, heldout, decided_by(about, course), folder / "checkpoint.pt")
+
+
+def course_of(settings: Settings, spec: ModelSpec) -> Course:
+    """Of a conversion whose pack is routed by a function."""
+    return Course(usual_width(spec, uniform_bytes(spec, _GUESSED_BITS)), seed=settings.seed)
+
+
+def course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
+    """All that decides how it is trained, as JSON values."""
+    return asdict(course_of(settings, spec))
+
+
+def decided_by(about: Mapping[str, Any], course: Course) -> str:
+    """Digest of all that decides a function; see lesson_of."""
+    return _digest({"examples": _digest(about), **asdict(course)})
 
 
 def _digest(about: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_splits, samples_digest
@@ -17,10 +18,15 @@ from moeconv.measure.scorers import Scorer, Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 
+LEARNING_SHARE = 0.5
+"""Of the calibration text trains a hash function, where one routes."""
+NOTHING = Volume(0, 0, 0, np.zeros(0, np.int64), 0.0)
+
 
 @dataclass(frozen=True)
 class Material:
-    """`ranking` and `acceptance` are the two parts of the calibration text. `judged` and `heldout` say how many samples
+    """`ranking` and `acceptance` are the two parts of the calibration text; with --route hash there is a third,
+    `learning`, which a hash function is trained on and nothing else sees. `judged` and `heldout` say how many samples
     plans are judged on, and how many the result is measured on."""
 
     settings: Settings
@@ -30,6 +36,8 @@ class Material:
     tokenizer: Tokenizer
     ranking: tuple[Sample, ...]
     acceptance: tuple[Sample, ...]
+    learning: tuple[Sample, ...]
+    learned: Volume
     ranked: Volume
     judged: Volume
     heldout: Volume
@@ -45,13 +53,18 @@ class Material:
         metric = find_metric(named)
         check_fit(checkpoint.spec, splits, metric, settings.max_new_tokens)
         tokenizer = load_tokenizer(checkpoint.path / TOKENIZER, checkpoint.spelled)
-        ranking, acceptance = divide(splits.calibration, splits.seq2seq, RANKING_SHARE, settings.seed)
+        learning: tuple[Sample, ...] = ()
+        rest = splits.calibration
+        if settings.by_hash:
+            learning, rest = divide(rest, splits.seq2seq, LEARNING_SHARE, settings.seed)
+        ranking, acceptance = divide(rest, splits.seq2seq, RANKING_SHARE, settings.seed)
 
         def size(samples: Sequence[Sample], limit: int | None) -> Volume:
             return volume(checkpoint.spec, tokenizer, samples, _extent(settings, limit))
 
         return cls(
-            settings, splits, metric, named, tokenizer, ranking, acceptance,
+            settings, splits, metric, named, tokenizer, ranking, acceptance, learning,
+            size(learning, None) if learning else NOTHING,
             size(ranking, settings.sweep_samples), size(acceptance, settings.samples),
             size(splits.heldout, settings.heldout_samples),
         )  # fmt: skip

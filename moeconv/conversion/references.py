@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.errors import TargetMissed
-from moeconv.measure.assignments import Measure
+from moeconv.measure.assignments import Instead, Measure
 from moeconv.measure.evaluation import Evaluation
 from moeconv.plan.problem import Plan
 from moeconv.promise.evidence import Evidence
@@ -24,10 +24,14 @@ class References:
     @classmethod
     def of(cls, bench: Bench) -> References:
         material, settings = bench.material, bench.settings
-        acceptance = bench.measure("acceptance", material.acceptance, settings.samples)
-        heldout = bench.measure("held-out", material.splits.heldout, settings.heldout_samples)
+        acceptance = bench.measure("acceptance", material.acceptance, settings.samples, bench.instead)
+        heldout = bench.measure("held-out", material.splits.heldout, settings.heldout_samples, bench.instead)
         evidence = Evidence(material.judged.documents, material.heldout.documents)
         return cls(Judge(acceptance, evidence, settings.planned_loss, settings.confidence, settings.seed), heldout)
+
+    def routed_by(self, instead: Instead | None) -> None:
+        """From here on that takes the routers' place in what is judged."""
+        self.judge.measure.instead = self.heldout.instead = instead
 
 
 def measured_references(bench: Bench, account: Account) -> References:

@@ -141,7 +141,8 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
             )
         return
     for option, said in (
-        ("--resident", bool(settings.resident)), ("--racing", settings.racing is not None),
+        ("--resident", bool(settings.resident)), ("--route hash", settings.by_hash),
+        ("--racing", settings.racing is not None),
         (f"--signal {settings.signal}", settings.signal in ("metric", "nll")),
     ):  # fmt: skip
         if said:

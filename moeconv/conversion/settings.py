@@ -28,10 +28,11 @@ DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
 DEFAULT_ALLOCATION = "knapsack"
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 LAYOUTS: tuple[Files, ...] = get_args(Files)
+ROUTES = ("router", "hash")
 LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
-    "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident",
+    "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident", "route",
 )  # fmt: skip
 """What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
@@ -48,7 +49,8 @@ class Settings:
     a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
     widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
-    where there is no calibration text. `layout`: what has a file of its own in the pack."""
+    where there is no calibration text. `layout`: what has a file of its own in the pack. `route`: what sends tokens to
+    experts, one of ROUTES."""
 
     model: str
     out: Path
@@ -79,11 +81,17 @@ class Settings:
     strict: bool = False
     resident: tuple[float, ...] = ()
     layout: str = "expert"
+    route: str = "router"
 
     def __post_init__(self) -> None:
         if self.quantizer is not None:
             check_choice("--quantizer", self.quantizer, QUANTIZERS)
         check_choice("--layout", self.layout, LAYOUTS)
+        check_choice("--route", self.route, ROUTES)
+        if self.by_hash and self.resident:
+            raise SettingsError("--resident goes with routers: leave it out, or --route hash")
+        if self.by_hash and self.signal == FISHER:
+            raise SettingsError(f"--signal {FISHER} does not go with --route hash: take --signal kl")
         check_ranking(self.allocation, self.signal)
         if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
             find_metric(self.metric)
@@ -154,6 +162,11 @@ class Settings:
                 f"--resident {resident_text(self.resident)}: expected different shares of the experts below 100%, or "
                 "sizes of memory such as 2GB"
             )
+
+    @property
+    def by_hash(self) -> bool:
+        """Whether a hash function takes the routers' place."""
+        return self.route == "hash"
 
     @property
     def coded_by(self) -> str:

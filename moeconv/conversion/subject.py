@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moeconv.conversion.coding import Coding
+from moeconv.conversion.lessons import course_values
 from moeconv.conversion.material import Material
 from moeconv.conversion.settings import Settings
 
@@ -37,6 +38,7 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
         "max_new_tokens": settings.max_new_tokens,
         "documents_sha256": material.documents_sha256,
         **({} if dense is None else {"dense": asdict(dense)}),
+        **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
     }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from moeconv.artifacts import Assignment, Summary
 from moeconv.measure.evaluation import DECIMALS, Evaluation
@@ -29,9 +30,44 @@ class Preferred(NamedTuple):
     gaps: tuple[float, ...]
 
 
+class Instead(Protocol):
+    """What takes the routers' place while something is measured. `rule` says all that it goes by, as JSON values."""
+
+    @property
+    def rule(self) -> Any: ...
+
+    def on(self, trial: Trial) -> AbstractContextManager[object]:
+        """Inside the block tokens go where it says."""
+        ...
+
+    def seen(self, trial: Trial) -> dict[str, Any]:
+        """What it has seen in there, as JSON values."""
+        ...
+
+
+class _Prefers(NamedTuple):
+    preference: Preference
+
+    @property
+    def rule(self) -> Any:
+        return [self.preference.recent, self.preference.sure, list(self.preference.bonus)]
+
+    @contextmanager
+    def on(self, trial: Trial) -> Iterator[None]:
+        with trial.calls.rerouted(trial.preferring), trial.preferring.on(self.preference):
+            yield
+
+    def seen(self, trial: Trial) -> dict[str, Any]:
+        heard = trial.preferring
+        missed = [[*at, counts.tolist()] for at, counts in heard.missed.items()]
+        gaps = [round(gap, DECIMALS) for gap in heard.gap.values()]
+        return {"missed": missed, "routed_tokens": heard.tokens, "gaps": gaps}
+
+
 class Measure:
     """`samples_id` names the samples; with the widths it is the identity of a measurement. Trial and scorer are made
-    when something must be measured at all; the unquantised model is then run first, for divergences from it."""
+    when something must be measured at all; the unquantised model is then run first, for divergences from it. `instead`:
+    what takes the routers' place in all but that; None: nothing does."""
 
     def __init__(
         self,
@@ -40,8 +76,9 @@ class Measure:
         metric: Metric,
         journal: Journal,
         samples_id: str,
+        instead: Instead | None = None,
     ) -> None:
-        self.metric = metric
+        self.metric, self.instead = metric, instead
         self.samples_id = samples_id
         self.used: dict[str, Evaluation] = {}  # what this run asked for, measured now or before
         self._trial, self._make_scorer, self._journal = trial, scorer, journal
@@ -70,36 +107,39 @@ class Measure:
 
     def __call__(self, widths: Assignment, what: str) -> Evaluation:
         """The evaluation of an assignment (all experts given), from the journal or measured now."""
-        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())])
+        return self._used(self._entry(widths, what, self.instead))
 
-        def measured() -> dict[str, Any]:
-            scorer = self.scorer()
-            self._trial().assign(widths)
-            about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
-            return {**self._scored(scorer, what).to_json(), **about}
-
-        self.used[name] = Evaluation.from_json(self._journal.remember(name, measured))
-        return self.used[name]
+    def by_routers(self, widths: Assignment, what: str) -> Evaluation:
+        """The same where tokens go where the routers say, whatever is measured otherwise."""
+        return self._used(self._entry(widths, what, None))
 
     def preferring(self, widths: Assignment, preference: Preference, what: str) -> Preferred:
         """The same where routers prefer what was used lately, and what that asks for."""
-        rule = [preference.recent, preference.sure, list(preference.bonus)]
-        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], rule)
+        name, found = self._entry(widths, what, _Prefers(preference))
+        missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
+        return Preferred(self._used((name, found)), missed, found["routed_tokens"], tuple(found["gaps"]))
+
+    def _used(self, entry: tuple[str, dict[str, Any]]) -> Evaluation:
+        name, found = entry
+        self.used[name] = Evaluation.from_json(found)
+        return self.used[name]
+
+    def _entry(self, widths: Assignment, what: str, instead: Instead | None) -> tuple[str, dict[str, Any]]:
+        """A measurement, with its name in the journal."""
+        rule = [] if instead is None else [instead.rule]
+        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
 
         def measured() -> dict[str, Any]:
             scorer, trial = self.scorer(), self._trial()
             trial.assign(widths)
-            with trial.preferring.on(preference):
-                evaluation = self._scored(scorer, what)
-            heard = trial.preferring
-            missed = [[*at, counts.tolist()] for at, counts in heard.missed.items()]
-            gaps = [round(gap, DECIMALS) for gap in heard.gap.values()]
-            return {**evaluation.to_json(), "missed": missed, "routed_tokens": heard.tokens, "gaps": gaps}
+            with nullcontext() if instead is None else instead.on(trial):
+                evaluation = self._scored(scorer, what).to_json()
+            if instead is not self.instead:
+                return {**evaluation, **({} if instead is None else instead.seen(trial))}
+            about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
+            return {**evaluation, **about}
 
-        found = self._journal.remember(name, measured)
-        self.used[name] = Evaluation.from_json(found)
-        missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
-        return Preferred(self.used[name], missed, found["routed_tokens"], tuple(found["gaps"]))
+        return name, self._journal.remember(name, measured)
 
     def summary(self, evaluation: Evaluation) -> Summary:
         return evaluation.summary(self.metric, self.reference)

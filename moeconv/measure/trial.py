@@ -59,9 +59,8 @@ class Trial:
 
     @cached_property
     def preferring(self) -> Preferring:
-        """Routes the model's decoder otherwise, while it is on."""
-        self.calls.rerouting = found = Preferring(self.model, self.checkpoint.description)
-        return found
+        """Routes the model's decoder otherwise, where it takes the routers' place and is on."""
+        return Preferring(self.model, self.checkpoint.description)
 
     def assign(self, widths: Assignment) -> None:
         """Every expert in `widths` gets them (float32 weights, as the pack will give them back)."""

@@ -16,6 +16,7 @@ from moeconv.artifacts import (
     DenseReport,
     Probe,
     Residence,
+    RouteReport,
     SensitivityTable,
     Standing,
     Step,
@@ -29,7 +30,7 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 
 _EXPERT = re.compile(r"([ED])(\d{2,})/E(\d{3,})")
-_OPTIONAL = ("dense", "standing", "residences")
+_OPTIONAL = ("dense", "standing", "residences", "route")
 _PROBE = re.compile(r"(\S+) at (\d+(?:/\d+)*)")
 
 
@@ -75,6 +76,9 @@ def _report(document: dict[str, Any]) -> ConversionReport:
         "steps": lambda value: tuple(Step(**step) for step in value),
         "dense": lambda value: DenseReport(**{**value, "alone": _measured(value["alone"])}),
         "standing": lambda value: Standing(**{**value, "notes": tuple(map(str, value["notes"]))}),
+        "route": lambda value: RouteReport(
+            **{**value, "alone": LossEstimate(**value["alone"]), "routers": LossEstimate(**value["routers"])}
+        ),
         "residences": lambda value: tuple(map(Residence.from_json, value)),
         "samples": lambda value: tuple({str(name): str(text) for name, text in sample.items()} for sample in value),
     }

@@ -55,13 +55,21 @@ class Substitute:
 
 
 class Rerouting(Protocol):
-    """See moeconv.source.preferring.Preferring."""
+    """Routes in the place of a model's routers: by what was used lately (moeconv.source.preferring), or by a function
+    of the tokens (moeconv.foresight.following)."""
 
-    def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]: ...
+    def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model's own router chose, and weighs [tokens, top_k], of sequences filled up on the right: real
+        [sequences, places] says where there is a token. Returns what is chosen instead."""
+        ...
 
-    def writing(self, sequences: int) -> AbstractContextManager[object]: ...
+    def writing(self, sequences: int) -> AbstractContextManager[object]:
+        """Inside the block calls go on with these sequences, of which `keep` leaves some."""
+        ...
 
-    def keep(self, rows: Tensor) -> None: ...
+    def keep(self, rows: Tensor) -> None:
+        """Only these [sequences] go on."""
+        ...
 
 
 class Supply(Protocol):
@@ -102,7 +110,8 @@ class OwnExperts:
 
 class ExpertCalls:
     """Takes over the experts of all layers. `rows` counts rows computed, each by one expert. `rerouting`, if there is
-    one, may choose other experts than the routers did. `supply`: the model's own weights where None is given."""
+    one, may choose other experts than the routers did; `attended` says for each row of a decoder which row of the
+    encoder it looks at (None: the same). `supply`: the model's own weights where None is given."""
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec, supply: Supply | None = None) -> None:
         self.spec = spec
@@ -110,6 +119,7 @@ class ExpertCalls:
         self.family = family
         self.rows = 0
         self.rerouting: Rerouting | None = None
+        self.attended: Tensor | None = None
         self._watch: Callable[[LayerKey, Call], None] | None = None
         self._active: Tensor | None = None
         self._substitute: Substitute | None = None
@@ -151,6 +161,29 @@ class ExpertCalls:
             return
         with self.rerouting.writing(sequences):
             yield self.rerouting.keep
+
+    @contextmanager
+    def rerouted(self, rerouting: Rerouting) -> Iterator[None]:
+        """Inside the block that routes."""
+        before, self.rerouting = self.rerouting, rerouting
+        try:
+            yield
+        finally:
+            self.rerouting = before
+
+    @contextmanager
+    def attending(self, rows: Tensor) -> Iterator[None]:
+        """Inside the block a decoder's rows look at these [rows] of what the encoder read last."""
+        self.attended = rows
+        try:
+            yield
+        finally:
+            self.attended = None
+
+    @property
+    def active(self) -> Tensor | None:
+        """See `only`."""
+        return self._active
 
     @contextmanager
     def recording(self) -> Iterator[dict[LayerKey, Call]]:

@@ -88,7 +88,7 @@ class Preferring:
 
     @contextmanager
     def writing(self, sequences: int) -> Iterator[Preferring]:
-        """Inside the block calls go on with these sequences, of which `keep` leaves some."""
+        """See Rerouting."""
         self._going = {at: Recency(sequences, self._spec.moe.n) for at in self.places}
         try:
             yield self
@@ -96,13 +96,12 @@ class Preferring:
             self._going = None
 
     def keep(self, rows: Tensor) -> None:
-        """Only these [sequences] go on."""
+        """See Rerouting."""
         for recency in (self._going or {}).values():
             recency.stamps = recency.stamps[rows.numpy()]
 
     def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model's own router chose, and weighs [tokens, top_k], of sequences filled up on the right: real
-        [sequences, places] says where there is a token. Returns what is chosen instead."""
+        """See Rerouting."""
         if self._preference is None or at not in self._routers.layers:
             return chosen, weights
         layer, shape = self._routers.layers[at], (*real.shape, self._spec.moe.n)

@@ -57,12 +57,12 @@ INSIDE = {
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone", "packed"), ("emit", "paths", "verify", "layers")],
-    "moeconv.foresight": [("sparsemax",), ("network", "examples"), ("batches",), ("training",)],
+    "moeconv.foresight": [("sparsemax",), ("network", "examples"), ("batches", "following"), ("training",)],
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("room",),
-        ("bench", "subject", "examples", "delivery"), ("gradients",),
-        ("references", "widths", "sweeping", "bonuses", "textless", "lessons"),
-        ("choice", "profile", "hashing"), ("residence",), ("conversion",), ("api",),
+        ("lessons",), ("bench", "subject", "delivery"), ("gradients", "examples"),
+        ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile", "hashing", "routing"),
+        ("residence",), ("conversion",), ("api",),
     ],
     "moeconv.command": [("recipe", "check"), ("forecast",), ("packs",), ("cli",)],
 }  # fmt: skip

@@ -80,7 +80,8 @@ class GeneratedScorer:
     def target_states(self, bucket: Bucket, encoded: Tensor) -> Tensor:
         """Final hidden states [items, tokens, d_model] that predict the bucket's targets."""
         inputs = {"input_ids": self.model.fed(bucket.targets)}
-        return self.model.decode(inputs, bucket.targets >= 0, encoded[bucket.of_row], bucket.mask[bucket.of_row])
+        with self.subject.calls.attending(bucket.of_row):
+            return self.model.decode(inputs, bucket.targets >= 0, encoded[bucket.of_row], bucket.mask[bucket.of_row])
 
     def per_item(self, values: Tensor) -> Tensor:
         """Values of all items' tokens, one item after the other → sums [items], in float64."""
