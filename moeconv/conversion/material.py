@@ -70,6 +70,11 @@ class Material:
         )  # fmt: skip
 
     @property
+    def judged_share(self) -> float:
+        """Of the calibration text, what plans are judged on."""
+        return (1 - RANKING_SHARE) * (1 - LEARNING_SHARE if self.learning else 1)
+
+    @property
     def metric_file(self) -> list[Path]:
         """The module that a metric of the user's own lies in."""
         file, module, _ = self.metric_name.partition(".py")

@@ -61,7 +61,7 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
                 break
     if judge.holds(last) and len(tried) == 1:
         return Widths(widths[:1], tried)  # nothing can be smaller
-    _say_if_too_little(judge, list(tried.values()), account)
+    _say_if_too_little(judge, list(tried.values()), bench.material.judged_share, account)
     if not judge.holds(last):
         advice = _advice(judge, last, "allow wider experts with --bits")
         raise TargetMissed(
@@ -71,10 +71,11 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
     return Widths(widths[: len(tried) + 1], tried)  # single experts may still want more than all together
 
 
-def _say_if_too_little(judge: Judge, tried: Sequence[Evaluation], account: Account) -> None:
+def _say_if_too_little(judge: Judge, tried: Sequence[Evaluation], share: float, account: Account) -> None:
     needed, stated = judge.needed(tried), judge.stated
     if needed is not None and stated is not None:
-        account.say(f"note: {needed_text(needed, judge.used, f'{judge.planned_loss:.2%} at {stated:.0%}')}")
+        promised = f"{judge.planned_loss:.2%} at {stated:.0%}"
+        account.say(f"note: {needed_text(needed, judge.used, promised, share)}")
 
 
 def _advice(judge: Judge, missed: Evaluation, wider: str) -> str:

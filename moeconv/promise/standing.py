@@ -63,8 +63,9 @@ def unreached_text(table: SensitivityTable) -> str | None:
     )
 
 
-def needed_text(needed: Needed, used: Evidence, promised: str) -> str:
-    """A line on text that is little for the promise. `promised` is the loss and its confidence."""
+def needed_text(needed: Needed, used: Evidence, promised: str, share: float = 1 - RANKING_SHARE) -> str:
+    """A line on text that is little for the promise. `promised` is the loss and its confidence, `share` what part of
+    the calibration text plans are judged on."""
     if needed.both is None:
         more = "from so few no bound can be told"
     elif needed.acceptance is None:
@@ -73,7 +74,7 @@ def needed_text(needed: Needed, used: Evidence, promised: str) -> str:
         more = f"{needed.acceptance:,} of the former would do"
     what = "documents" if used.is_grouped else "samples"
     return (
-        f"{needed.have} calibration {what} to judge plans by ({1 - RANKING_SHARE:.0%} of the text, at most --samples) "
+        f"{needed.have} calibration {what} to judge plans by ({share:.0%} of the text, at most --samples) "
         f"and {used.heldout_number:.0f} held-out ones are few to promise {promised}: {more}; with these the pack will "
         "be larger than it needs to be, or no plan is accepted"
     )

@@ -103,7 +103,17 @@ def result(report: ConversionReport, n_experts: int) -> str:
         text += ". "
     if report.heldout is not None:
         text += f"On held-out text, measured once at the end, it is {interval_text(report.heldout)}. "
-    return " ".join([text + _verdict(report), *_notes(report)]).strip()
+    return " ".join([text + _verdict(report), *_route(report), *_notes(report)]).strip()
+
+
+def _route(report: ConversionReport) -> list[str]:
+    if report.route is None:
+        return []
+    alone, routers = report.route.alone, report.route.routers
+    return [
+        "All of this is with a hash function in the routers' place, which by itself, with unquantised experts, loses "
+        f"{interval_text(alone)}. With its own routers the pack loses {interval_text(routers)} of held-out text."
+    ]
 
 
 def _notes(report: ConversionReport) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeconv.artifacts import uniform
 from moeconv.command.cli import _exit_code
+from moeconv.command.present import conversion_table
 from moeconv.conversion.planning import plan
 from moeconv.conversion.references import References
 from moeconv.conversion.routing import check_route
@@ -23,6 +24,7 @@ from moeconv.foresight.network import Encoded, Networks
 from moeconv.measure.metrics import METRICS
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.document import read_report
+from moeconv.report.page import result
 from moeconv.source.experts import Call
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import LayerKey
@@ -55,6 +57,8 @@ def test_a_pack_has_its_function_and_what_it_loses_with_it(converted: dict[str, 
     assert (function.routed.loss, function.routed.low, function.routed.high) == (
         report.heldout.loss, report.heldout.low, report.heldout.high,
     )  # fmt: skip
+    assert "a hash function in the routers' place" in result(report, 8)
+    assert "routed by a hash function, which by itself loses" in conversion_table(report, "x")
     assert read_report(Pack.open(done.settings.out)).route == report.route
     assert report.route.routers.loss != report.heldout.loss, "its own routers are another model"
     assert any(line.startswith("routing by the hash function, experts unquantised: loss ") for line in done.said)
