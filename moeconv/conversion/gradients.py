@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moeconv.artifacts import Bits, SensitivityTable, SweepCost, uniform
@@ -18,19 +18,20 @@ from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.source.experts import ExpertCalls
 from moeconv.sweep.fisher import DRAWS, Costs, ExpertCosts, Gradients, LayerCosts
-from moeconv.sweep.fisher_pairs import SCALE_TOKENS, PairGradients, PairScales
+from moeconv.sweep.fisher_pairs import SCALE_TOKENS, PairGradients, PairScales, narrower, scaled_as_one
 from moeconv.sweep.scales import LayerScales, Measured
 from moeconv.sweep.sensitivity import BASE_BITS, probes_for
+from moert.pack.model_spec import LayerKey
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """What gradients say of `tokens` that are scored, and what whole layers cost on a `share` of them. `measure` tries
-    plans on the same text."""
+    """What gradients say, what whole layers cost, and what comes of both: `nats` above the base of each pattern and
+    expert, in sum over `tokens`. `measure` tries plans on the same text."""
 
     costs: Costs
     scales: Measured
-    share: float
+    nats: Mapping[LayerKey, list[list[float]]]
     tokens: int
     calls: ExpertCalls
     measure: Measure
@@ -45,7 +46,6 @@ def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) ->
     about = identity(samples_digest(bench.material.ranking), settings.context, settings.sweep_samples, "fisher")
     ranked = (_by_layers if spec.encoder is None else _of_pairs)(bench, patterns, about, account)
     found = ranked.costs.layers
-    nats = {at: _scaled(costs, ranked.scales.nats[at], ranked.share) for at, costs in found.items()}
     spent = SweepCost(
         len(probes), sum(count == 0 for costs in found.values() for count in costs.rows) * (len(patterns) - 1), 1.0,
         ranked.scales.flops + ranked.costs.flops,
@@ -55,7 +55,7 @@ def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) ->
     kls = {
         (at.expert(number), bits): row[number] / ranked.tokens
         for at in found
-        for bits, row in zip(patterns, nats[at], strict=True)
+        for bits, row in zip(patterns, ranked.nats[at], strict=True)
         for number in range(spec.moe.n)
     }
     costs = {probe: (math.nan, math.nan, kls[probe.key, probe.bits]) for probe in probes}
@@ -77,7 +77,8 @@ def _by_layers(bench: Bench, patterns: Sequence[Bits], about: str, account: Acco
         exact = scaled.run(bench.journal, about, bar)
     measure = bench.measured_by(scorer, f"ranking/{settings.sweep_samples or 'all'}")
     share = len(scaled.places) / len(scorer.texts.ids)
-    return Ranked(costs, exact, share, int(scorer.texts.scored.sum()), model.calls, measure)
+    nats = {at: _scaled(one, exact.nats[at], share) for at, one in costs.layers.items()}
+    return Ranked(costs, exact, nats, int(scorer.texts.scored.sum()), model.calls, measure)
 
 
 def _of_pairs(bench: Bench, patterns: Sequence[Bits], about: str, account: Account) -> Ranked:
@@ -89,9 +90,12 @@ def _of_pairs(bench: Bench, patterns: Sequence[Bits], about: str, account: Accou
     gradients = PairGradients(bench.trial, every, patterns, DRAWS, settings.seed, bench.memory.sweep_bytes // 2)
     costs = _found(gradients, bench, about, account, (len(gradients.parts), "batch"))
     with account.progress("scales of layers", len(bench.spec.moe_layers()), "layer") as bar:
-        exact = PairScales(bench.trial, some, patterns).run(bench.journal, about, bar)
+        exact = PairScales(bench.trial, some, narrower(patterns)).run(bench.journal, about, bar)
     measure = bench.measure("ranking", ranking, settings.sweep_samples)
-    return Ranked(costs, exact, _tokens(some) / tokens, tokens, bench.trial.calls, measure)
+    nats = {
+        at: scaled_as_one(one, patterns, exact.nats[at], _tokens(some) / tokens) for at, one in costs.layers.items()
+    }
+    return Ranked(costs, exact, nats, tokens, bench.trial.calls, measure)
 
 
 def _found(way: ExpertCosts, bench: Bench, about: str, account: Account, work: tuple[int, str]) -> Costs:

@@ -18,8 +18,8 @@ from moeconv.measure.journal import Journal
 from moeconv.measure.trial import Trial
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.source.experts import Call
-from moeconv.sweep.fisher import Costs, chance_of
-from moeconv.sweep.fisher_pairs import PairGradients, PairScales, Part
+from moeconv.sweep.fisher import Costs, LayerCosts, chance_of
+from moeconv.sweep.fisher_pairs import PairGradients, PairScales, Part, narrower, scaled_as_one
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 TinyModel = Callable[[str, str], Path]
@@ -177,3 +177,15 @@ def test_layers_are_measured_with_all_of_their_experts(
         assert found.nats[at][1] > found.nats[at][0] > 0
     monkeypatch.setattr(PairScales, "_measured", lambda self, at: pytest.fail("it was measured before"))
     assert PairScales(trial, scorer, [(4, 4), (2, 2)]).run(Journal(path, "s"), "text", Unseen()) == found
+
+
+def test_a_layer_is_scaled_by_what_it_costs_at_all_narrower_widths() -> None:
+    patterns, costs = [(4, 4), (2, 2), (3, 4), (8, 8)], ((0.0, 0.0), (3.0, 5.0), (1.0, 1.0), (-0.5, -0.5))
+    assert narrower(patterns) == [(2, 2), (3, 4)]
+    scaled = scaled_as_one(LayerCosts((7, 7), costs), patterns, [6.0, 4.0], 0.5)
+    assert scaled == [[0, 0], [6, 10], [2, 2], [-1, -1]]
+    assert narrower([(4, 4), (8, 8)]) == [(4, 4)]
+    assert scaled_as_one(LayerCosts((7, 7), costs[::3]), patterns[::3], [3.0], 1.0) == [[0, 0], [-1.5, -1.5]]
+    nothing = LayerCosts((0, 0), ((0.0, 0.0),) * 4)
+    assert scaled_as_one(nothing, patterns, [0.0, 0.0], 1.0) == [[0, 0]] * 4
+    assert scaled_as_one(LayerCosts((7, 7), costs[:1]), patterns[:1], [1.0], 1.0) == [[0, 0]]
