@@ -93,6 +93,10 @@ def train_hash(
         Path | None, typer.Option(help="Where routing and what was learnt are kept until it is done. Default: beside "
                                        "the pack, as PACK.hash.")
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
+                                      "against it where the function takes the routers' place.")
+    ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train a small network that says from the tokens alone which experts all layers will choose.
@@ -104,7 +108,7 @@ def train_hash(
     from moeconv.conversion.hashing import train_hash as run
     from moert.pack.reader import Pack
 
-    asked = Asked(calib, heldout, seed, samples, context, width, epochs, work)
+    asked = Asked(calib, heldout, seed, samples, context, width, epochs, work, against)
     found = run(Pack.open(pack), asked, say, progress)
     print(json.dumps(hash_json(found)) if as_json else hash_table(found))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
@@ -235,6 +236,9 @@ def hash_table(found: HashFigures) -> str:
         f"  share of held-out choices (of {found.heldout_tokens:,} tokens) that it names among its",
         f"    {'':12}{f'first {found.top_k}':>10}{f'first {3 * found.top_k}':>10}",
     ]
+    if found.routed is not None:
+        loss, low, high = found.routed.loss, found.routed.low, found.routed.high
+        lines.insert(1, f"  in the routers' place it loses {loss:.2%} (95% interval {low:+.2%} to {high:+.2%})")
     lines += [f"    {at!s:12}{first:>10.1%}{more:>10.1%}" for at, (first, more) in found.hits.items()]
     return "\n".join(lines)
 
@@ -242,7 +246,7 @@ def hash_table(found: HashFigures) -> str:
 def hash_json(found: HashFigures) -> dict[str, object]:
     """The same as values of JSON: layers by their names."""
     hits = {str(at): list(shares) for at, shares in found.hits.items()}
-    return {**{name: value for name, value in vars(found).items() if name != "hits"}, "hits": hits}
+    return {**asdict(replace(found, hits={})), "hits": hits}
 
 
 def _percent(value: float | None, digits: int = 1) -> str:

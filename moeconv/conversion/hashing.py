@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moeconv.calibration import Splits
+from moeconv.conversion.fidelity import Text, routed_loss, source_of
 from moeconv.conversion.lessons import check_memory, held_samples, lesson_bytes, lesson_of, usual_width
 from moeconv.conversion.limits import context_note, samples_note
 from moeconv.conversion.pack_text import text_of
@@ -21,7 +23,7 @@ from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import Progress
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
-from moert.pack.hash import HASH, MOST_WIDTH
+from moert.pack.hash import HASH, MOST_WIDTH, RoutedLoss
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.reader import Pack
@@ -40,6 +42,7 @@ class Asked:
     width: int | None = None
     epochs: int | None = None
     work: Path | None = None
+    against: str | None = None
 
     def __post_init__(self) -> None:
         check_counts(samples=self.samples, context=self.context, seed=self.seed, width=self.width, epochs=self.epochs)
@@ -54,7 +57,8 @@ class Asked:
 @dataclass(frozen=True)
 class HashFigures:
     """`hits`: of each layer the share of held-out choices among the top_k, and among the 3 · top_k, experts that the
-    function names first, of `heldout_tokens`. `share`: what its `nbytes` are of the pack's."""
+    function names first, of `heldout_tokens`. `share`: what its `nbytes` are of the pack's. `routed`: None where that
+    was not asked for."""
 
     tokens: int
     heldout_tokens: int
@@ -63,6 +67,7 @@ class HashFigures:
     nbytes: int
     share: float
     hits: Mapping[LayerKey, tuple[float, float]]
+    routed: RoutedLoss | None = None
 
 
 def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progress) -> HashFigures:
@@ -70,9 +75,10 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
     spec, others = pack.manifest.model, _other_bytes(pack.manifest)
     source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
     splits = source.splits
-    metric = find_metric(default_metric(splits.seq2seq, splits.choices))
+    metric = find_metric(_metric_of(pack, asked, splits))
     check_fit(spec, splits, metric)
-    check_memory(spec)
+    check_memory(spec, 1 if asked.against is None else 2)
+    unquantised = None if asked.against is None else source_of(spec, asked.against)
     tokenizer = load_tokenizer(pack.file(TOKENIZER))
     if note := context_note(asked.context, spec):
         say(note)
@@ -94,15 +100,30 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
             "weights": _weights_of(pack.manifest), "context": whole.context, "samples": asked.samples,
             "text": [splits.digest("calibration"), splits.digest("heldout")],
         }  # fmt: skip
-        lesson = lesson_of(packed, described(pack)[1], scorers, course, work.path, about, show)
+        description = described(pack)[1]
+        lesson = lesson_of(packed, description, scorers, course, work.path, about, show)
         function = trained(lesson, course, say, show)
+        if unquantised is not None:
+            say("what routing by the function loses")
+            text = Text(tokenizer, splits.heldout, metric, held)
+            routed = routed_loss(packed, description, function, unquantised, text, course.seed)
+            function = replace(function, routed=routed)
     body = function.to_bytes()
     add_files(pack.root, pack.manifest, {HASH: body})
     shutil.rmtree(folder, ignore_errors=True)
     return HashFigures(
         lesson.train.tokens, lesson.heldout.tokens, spec.moe.router.top_k, course.width, len(body),
         len(body) / (others + len(body)), function.layer_hits(spec),
+        function.routed,
     )  # fmt: skip
+
+
+def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
+    """That of the conversion, where its text is used."""
+    quality = pack.manifest.quality
+    if asked.calib is None and quality is not None:
+        return quality.metric
+    return splits.metric or default_metric(splits.seq2seq, splits.choices)
 
 
 def _other_bytes(manifest: Manifest) -> int:

@@ -61,9 +61,9 @@ def lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: Course) -> in
     return tokens * token_bytes(spec) + _COPIES * 4 * _numbers(spec, course.width)
 
 
-def check_memory(spec: ModelSpec) -> None:
-    """Raises SettingsError where the model does not fit what is free."""
-    limit, whole = within(None), whole_bytes(spec)
+def check_memory(spec: ModelSpec, models: int = 1) -> None:
+    """Raises SettingsError where so many models of this shape do not fit what is free."""
+    limit, whole = within(None), models * whole_bytes(spec)
     if limit is not None and whole > limit:
         raise SettingsError(
             f"a hash function is trained on a model in memory, which takes {size(whole)}, and {size(limit)} are free: "

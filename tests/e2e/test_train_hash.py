@@ -155,6 +155,21 @@ def test_killed_and_interrupted_it_goes_on_to_the_same_file(packs: dict[str, Pat
     assert Pack.open(other).read_file(HASH) == Pack.open(whole).read_file(HASH)
 
 
+@pytest.mark.parametrize("family", ["switch", "olmoe"])
+def test_what_routing_by_it_loses_is_measured_against_the_source(
+    packs: dict[str, Path], sources: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    pack = copied(packs[family], tmp_path)
+    found = trained(pack, epochs=2, against=str(sources[family]))
+    assert found.routed is not None
+    assert found.routed.low <= found.routed.loss <= found.routed.high
+    assert found.routed.loss != 0
+    assert HashFunction.from_bytes(Pack.open(pack).read_file(HASH)).routed == found.routed
+    other = "olmoe" if family == "switch" else "switch"
+    with pytest.raises(SettingsError, match="the pack was made from another model"):
+        trained(pack, epochs=2, against=str(sources[other]))
+
+
 def test_what_is_wrong_is_one_line(packs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pack = str(packs["olmoe"])
     for more, said in (
