@@ -107,7 +107,7 @@ class Engine:
         if foreseeing is not None:
             self.model.foresee(foreseeing.foresight, foreseeing.routes_to)
             self._streaming.foresight = foreseeing.foresight
-            self.runner.listeners.append(lambda demand: foreseeing.foresight.passed(demand.at))
+            self.runner.listeners.append(lambda demand: foreseeing.foresight.passed(*demand))
             self._admission.notes += foreseeing.notes()
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))

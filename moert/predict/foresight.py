@@ -25,12 +25,14 @@ _SAMPLE = 256
 class Foresight:
     """`routes`: the function takes the place of the routers, so that it is run for each pass, and for all tokens.
 
-    `needed` says before a pass whether anybody will ask about it; `told` is called when it can be asked.
+    `needed` says before a pass whether anybody will ask about it; `told` is called when it can be asked, `came` when a
+    layer has decided.
     """
 
     def __init__(self, function: HashFunction, spec: ModelSpec, backend: Backend, top_k: int, routes: bool) -> None:
         self.needed: Callable[[], bool] = lambda: True
         self.told: Callable[[StackName, int], None] = lambda stack, tokens: None
+        self.came: Callable[[LayerKey, Sequence[int]], None] = lambda at, experts: None
         self.embed: Matrix | None = None
         """The model's embedding [vocab, d_model]."""
         self.before: Beforehand | None = None
@@ -43,6 +45,7 @@ class Foresight:
         self._stack: StackName = "decoder"
         self._next = 0  # the layer that runs next, of those with experts
         self._demanded: F64 | None = None  # [layers, experts] of the present pass
+        self._shares: F64 | None = None  # [layers, experts] of its only token
         self._ranked: dict[LayerKey, Prediction] = {}
 
     # What a model tells it: see moert.models.model.Foresees.
@@ -95,9 +98,10 @@ class Foresight:
         made = np.concatenate([parts[place] for place in range(len(sequences))])
         self._tell("decoder", made)
 
-    def passed(self, at: LayerKey) -> None:
-        """The router of this layer has decided."""
+    def passed(self, at: LayerKey, experts: Sequence[int] = ()) -> None:
+        """The router of this layer has decided, for these."""
         self._next = self._places.get(at, -1) + 1
+        self.came(at, experts)
 
     def numbers(self, at: LayerKey) -> F32:
         """What stands for the numbers of the layer's router, [tokens of the pass, experts]."""
@@ -129,10 +133,17 @@ class Foresight:
     def likely(self, at: LayerKey) -> F64 | None:
         """The probability that the present pass demands each expert of a layer that it has still to reach,
         [num_experts]; None for others, and where nothing is known."""
-        place = self._places.get(at)
-        if self._made is None or place is None or at.stack != self._stack or place < self._next:
+        if not self._is_coming(at):
             return None
-        found: F64 = self._table()[place]
+        found: F64 = self._table()[self._places[at]]
+        return found
+
+    def shares(self, at: LayerKey) -> F64 | None:
+        """What the function says of a layer that the only token of the present pass has still to reach: a distribution
+        over its experts, of which the token goes to top_k. None as in `likely`, and for more tokens."""
+        if not self._is_coming(at) or self._made is None or len(self._made) > 1:
+            return None
+        found: F64 = self._only_token(self._made)[self._places[at]]
         return found
 
     def ranked(self, at: LayerKey) -> Prediction:
@@ -150,10 +161,23 @@ class Foresight:
             return [], np.zeros((0, 0))
         return self._layers[self._stack][self._next :], self._table()[self._next :]
 
+    def _only_token(self, made: F32) -> F64:
+        """[layers, experts]"""
+        if self._shares is None:
+            self._shares = softmax(self._readers[self._stack].numbers(made)[0])
+        return self._shares
+
+    def _is_coming(self, at: LayerKey) -> bool:
+        place = self._places.get(at)
+        return self._made is not None and place is not None and at.stack == self._stack and place >= self._next
+
     def _table(self) -> F64:
         if self._demanded is None:
             assert self._made is not None
             made = self._made
+            if len(made) == 1:
+                self._demanded = of_each_token(self._only_token(made), self._top_k)
+                return self._demanded
             if len(made) > _SAMPLE:
                 made = np.ascontiguousarray(made[np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64)])
             self._demanded = any_demands(self._readers[self._stack].numbers(made), self._top_k, len(self._made))
@@ -179,7 +203,7 @@ class Foresight:
         return None if self.before is None else self.before.take(tuple(ids))
 
     def _forget(self) -> None:
-        self._made, self._demanded, self._next = None, None, 0
+        self._made, self._demanded, self._shares, self._next = None, None, None, 0
         self._ranked.clear()
 
     def _tell(self, stack: StackName, made: F32) -> None:
@@ -190,12 +214,16 @@ class Foresight:
 def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:
     """numbers [sample, layers, experts], as a router's before its softmax, of an even sample of `n_tokens` → the
     probability that at least one of them goes to each expert, [layers, experts]."""
-    shifted = np.exp(numbers - numbers.max(axis=-1, keepdims=True), dtype=np.float64)
-    each = of_each_token((shifted / shifted.sum(axis=-1, keepdims=True)).reshape(-1, numbers.shape[-1]), top_k)
-    if n_tokens == 1:
-        return each
+    each = of_each_token(softmax(numbers).reshape(-1, numbers.shape[-1]), top_k)
     none_does = np.prod(1.0 - each.reshape(numbers.shape), axis=0)
     found: F64 = 1.0 - none_does ** (n_tokens / len(numbers))
+    return found
+
+
+def softmax(numbers: F32) -> F64:
+    """Over the last axis."""
+    shifted = np.exp(numbers - numbers.max(axis=-1, keepdims=True), dtype=np.float64)
+    found: F64 = shifted / shifted.sum(axis=-1, keepdims=True)
     return found
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from moert.predict.foresight import Foresight
+from moert.predict.pool import Pool
 from moert.predict.predictor import Prediction, Situation, of_any_token, of_one_token, ranked
 
 
@@ -19,18 +18,18 @@ class HashAhead:
 
 
 class HashAndGate:
-    """For one token the product of both, as if they were independent witnesses; before the first layer, for many
-    tokens, and where one of both can't tell, what the other says."""
+    """For one token the pool of both; before the first layer, for many tokens, and where one of both can't tell, what
+    the other says."""
 
     def __init__(self, foresight: Foresight) -> None:
-        self._foresight = foresight
+        self._foresight, self._pool = foresight, Pool()
+        foresight.came = self._pool.came
 
     def predict(self, situation: Situation) -> Prediction:
-        hashed = self._foresight.likely(situation.at)
-        if hashed is not None and situation.n_tokens > 1:
-            return self._foresight.ranked(situation.at)
-        scores = situation.scores()
+        at, hashed = situation.at, self._foresight.shares(situation.at)
+        foreseen = self._foresight.ranked(at)
+        scores = situation.scores() if hashed is not None or not foreseen else None
         if scores is None:
-            return self._foresight.ranked(situation.at)
-        weights = scores if hashed is None else scores * np.sqrt(hashed)
-        return ranked(of_any_token(of_one_token(weights**2, situation.top_k), situation.n_tokens))
+            return foreseen
+        weights = scores**2 if hashed is None else self._pool.both(at, scores, hashed)
+        return ranked(of_any_token(of_one_token(weights, situation.top_k), situation.n_tokens))
