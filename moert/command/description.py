@@ -143,13 +143,13 @@ def _hash_facts(function: HashFunction) -> dict[str, Any]:
 def _hash_lines(facts: dict[str, Any] | None) -> list[str]:
     if facts is None:
         return ["hash function    no: moeconv train-hash adds one"]
-    hits = ", ".join(
-        f"{name} {100 * first:.0f}% of held-out choices, {100 * third:.0f}% among three times as many"
-        for name, (first, third) in facts["hits"].items()
-    )
     routed = facts["routed"]
     loss = "not measured" if routed is None else f"loss {100 * routed['loss']:.2f}%"
-    return [f"hash function    foresees in the {hits}", f"                 in place of the routers: {loss}"]
+    return [
+        "hash function    names of held-out choices, and among three times as many experts:",
+        *(f"  {name:<14} {100 * first:.0f}%, {100 * third:.0f}%" for name, (first, third) in facts["hits"].items()),
+        f"  instead of the routers: {loss}",
+    ]
 
 
 def _dense_text(dense: Dense | None) -> str:
