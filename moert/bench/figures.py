@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moert.bench.bound import furthest_first
+from moert.bench.choices import Choices, Shares
 from moert.bench.measure import BenchRun
 from moert.bench.summary import percentile
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import succession_of
 from moert.experts.policy.replay import replay
+from moert.pack.model_spec import StackName
 from moert.stats import size
 
 Points = Sequence[tuple[str, float]]
-Kind = Literal["lines", "bars", "shares"]
+Kind = Literal["lines", "counts", "bars", "shares"]
 
 CACHE_SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 _LATENCY_STEPS = (10, 25, 50, 75, 90, 95, 100)
@@ -26,8 +28,9 @@ _LATENCY_STEPS = (10, 25, 50, 75, 90, 95, 100)
 class Figure:
     """Series of (place, value), all with the same places where they have any; `places` and `values` say what they are.
 
-    Lines have percentages for places, on the x axis; bars have names. Where places are shares of all values ("shares"),
-    values lie along the x axis and shares grow upwards. `caption`: what is seen, of which packs, on which machine.
+    Lines have percentages for places, on the x axis, or whole numbers ("counts"); bars have names. Where places are
+    shares of all values ("shares"), values lie along the x axis and shares grow upwards. `caption`: what is seen, of
+    which packs, on which machine.
     """
 
     name: str
@@ -139,3 +142,37 @@ def ablation(measured: Sequence[BenchRun], runs: Mapping[str, Points]) -> Figure
     seen = f"Mean time of a token after the first, each step with all that comes before it ({_work_of(measured[0])})"
     caption = f"{seen}. {_packs_of(measured)}."
     return Figure("ablation", "Time of a token, part by part", "step", "ms", "bars", runs, caption)
+
+
+def idle_experts(measured: Sequence[BenchRun], found: Sequence[Choices]) -> Figure:
+    """Experts that an input leaves idle, over its length (SiDA Fig. 4)."""
+    series = _by_stack(measured, [each.idle for each in found])
+    seen = (
+        "Experts of a layer that no token of an input goes to, by how many tokens of it are read (prompts; by the "
+        "decoder of an encoder-decoder, what it wrote); mean over layers and all inputs that are so long"
+    )
+    title, caption = "Experts that stay idle", f"{seen}. {_packs_of(measured)}."
+    return Figure("idle-experts", title, "tokens read", "% of a layer's experts", "counts", series, caption)
+
+
+def dependence(measured: Sequence[BenchRun], found: Sequence[Choices]) -> Figure | None:
+    """How far a token's experts depend on other tokens (SiDA Fig. 7); None where no token has others."""
+    series = _by_stack(measured, [each.same for each in found])
+    if not series:
+        return None
+    seen = (
+        "Experts that a token still goes to when all tokens at this distance and beyond are random ones, in a decoder "
+        "of those before it; mean over layers and all tokens that have others so far away. At 1 all others are random"
+    )
+    title, caption = "Experts that stay when tokens further away change", f"{seen}. {_packs_of(measured)}."
+    place = "distance from which on tokens are random"
+    return Figure("dependence", title, place, "% of a token's experts", "counts", series, caption)
+
+
+def _by_stack(measured: Sequence[BenchRun], found: Sequence[Mapping[StackName, Shares]]) -> dict[str, Points]:
+    return {
+        f"{label_of(each)}, {name}": [(str(tokens), share) for tokens, share in shares.items()]
+        for each, stacks in zip(measured, found, strict=True)
+        for name, shares in stacks.items()
+        if shares
+    }

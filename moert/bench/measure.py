@@ -132,7 +132,7 @@ def measure(
     started = time.perf_counter()
     with Engine.open(path, settings.engine, trace=trace, notify=notify) as engine:
         open_s = time.perf_counter() - started
-        prompts = [engine.encode(text) for text in texts] if texts else _tokens(engine, TEXTS, settings.new_tokens)
+        prompts = prompts_of(engine, texts, settings.new_tokens)
         first_request_s = _warm(engine, settings.new_tokens).first_s
         before, held = engine.stats(), engine.cache.resident()
         trace.clear()
@@ -218,6 +218,11 @@ def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
             room_bytes = max(room_bytes, engine.cache.capacity_bytes)
     later = tuple(late - early for early, late in itertools.pairwise(times))
     return Sample(len(ids), tuple(request.answer.result.tokens), times[0] - started, later, room_bytes)
+
+
+def prompts_of(engine: Engine, texts: Sequence[str] | None, new_tokens: int) -> list[list[int]]:
+    """Token ids of what a run reads: `texts`, or the built-in ones."""
+    return [engine.encode(text) for text in texts] if texts else _tokens(engine, TEXTS, new_tokens)
 
 
 def _tokens(engine: Engine, texts: Sequence[str], new_tokens: int) -> list[list[int]]:

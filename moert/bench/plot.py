@@ -7,10 +7,14 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moert.bench.figures import Figure
 from moert.errors import DrawingImpossible
 from moert.pack.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _CAPTION_COLUMNS = 112
 
@@ -66,10 +70,14 @@ def _png(figure: Figure) -> bytes:
             axes.set_xticks(range(len(places)), places)
         elif figure.kind == "shares":
             axes.step(values, [_percent(place) for place in places], where="post", marker="o", label=name)
+        elif figure.kind == "counts":
+            axes.plot([int(place) for place in places], values, marker="o", label=name)
         else:
             axes.plot([_percent(place) for place in places], values, marker="o", label=name)
     x, y = figure.places, figure.values
-    if figure.kind != "bars":
+    if figure.kind == "counts":
+        _count_in_powers(axes, figure)
+    elif figure.kind != "bars":
         x = f"{x} (%)"
     if figure.kind == "shares":
         x, y = y, x
@@ -84,6 +92,14 @@ def _png(figure: Figure) -> bytes:
     drawn = io.BytesIO()
     canvas.savefig(drawn, dpi=120)
     return drawn.getvalue()
+
+
+def _count_in_powers(axes: Axes, figure: Figure) -> None:
+    """Twice as many tokens lie as far apart everywhere; all places are named."""
+    places = sorted({int(place) for points in figure.series.values() for place, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, map(str, places))
+    axes.minorticks_off()
 
 
 def _percent(place: str) -> float:

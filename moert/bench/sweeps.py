@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from moert.bench import figures
+from moert.bench.choices import choices
 from moert.bench.figures import Figure, label_of, token_ms
 from moert.bench.measure import BenchRun, BenchSettings, measure, silent
 from moert.budget.budget import Budget, CacheLimit
@@ -30,7 +32,18 @@ def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Se
         ]
         steps[label] = [(name, _token_ms(each, step, texts)) for name, step in ablation_steps(settings, least).items()]
     found += [figures.budgets(measured, over), figures.ablation(measured, steps)]
-    return found if len(measured) == 1 else [*found, figures.targets(measured)]
+    if len(measured) > 1:
+        found.append(figures.targets(measured))
+    return found + _of_choices(measured, texts)
+
+
+def _of_choices(measured: Sequence[BenchRun], texts: Sequence[str] | None) -> list[Figure]:
+    found = [choices(each, texts) for each in measured]
+    idle, dependence = figures.idle_experts(measured, found), figures.dependence(measured, found)
+    if dependence is None:
+        print("moert: no picture of how far choices depend on other tokens: no input has any others", file=sys.stderr)
+        return [idle]
+    return [idle, dependence]
 
 
 def with_cache(settings: BenchSettings, nbytes: int) -> BenchSettings:

@@ -213,7 +213,8 @@ def bench(
         typer.Option(
             "--plot",
             metavar="DIR",
-            help="Also run over cache sizes and with parts of the engine left out, and draw figures into this folder.",
+            help="Also run over cache sizes and with parts of the engine left out, see which experts tokens go to, and "
+            "draw figures of it all into this folder.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,

@@ -29,11 +29,12 @@ def test_pictures_come_with_their_tables(pack: Path, tmp_path: Path, capsys: pyt
     bench([pack, tmp_path / "other.pack"], SETTINGS, ["hello"], plot=tmp_path / "new" / "folder")
     out = capsys.readouterr().out
     pictures = {path.name for path in (tmp_path / "new/folder").iterdir()}
-    names = ("latencies", "hit-rates-tiny.pack", "hit-rates-other.pack", "budgets", "ablation", "targets")
+    single = ("latencies", "budgets", "ablation", "targets", "idle-experts", "dependence")
+    names = (*single, "hit-rates-tiny.pack", "hit-rates-other.pack")
     assert pictures == {f"{name}.png" for name in names}
     assert all((tmp_path / "new/folder" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
     assert [json.loads(line)["samples"] for line in out.splitlines() if line.startswith("{")] == [1, 1]
-    for title in ("Time of a sample", "Hit rate", "part by part", "target"):
+    for title in ("Time of a sample", "Hit rate", "part by part", "target", "stay idle", "tokens further away change"):
         assert title in out
 
 
@@ -69,8 +70,8 @@ def test_a_table_has_a_line_for_each_place() -> None:
 
 def test_bars_and_lines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for kind in ("lines", "bars", "shares"):
-        figure = Figure(kind, "Title", "x", "y", kind, {"a": [("1%", 1.0)], "b": [("1%", 2.0)]})  # type: ignore[arg-type]
+    for kind, place in (("lines", "1%"), ("bars", "1%"), ("shares", "1%"), ("counts", "4")):
+        figure = Figure(kind, "Title", "x", "y", kind, {"a": [(place, 1.0)], "b": [(place, 2.0)]})  # type: ignore[arg-type]
         assert draw(figure, tmp_path).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -103,9 +104,9 @@ def test_every_caption_says_what_is_seen_the_pack_and_the_machine(
     pytest.importorskip("matplotlib")
     bench([pack], SETTINGS, ["hello"], plot=tmp_path)
     captions = [line for line in capsys.readouterr().out.splitlines() if "Machine: " in line]
-    assert len(captions) == 4
+    assert len(captions) == 6
     assert all("tiny.pack: " in caption and "bits" in caption for caption in captions)
-    assert len({caption.split(" (")[0] for caption in captions}) == 4
+    assert len({caption.split(" (")[0] for caption in captions}) == 6
 
 
 def test_a_picture_that_can_t_be_written_is_named_and_leaves_nothing(
