@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeconv.artifacts import Target, uniform
 from moeconv.command.cli import _exit_code
-from moeconv.command.present import conversion_table
+from moeconv.command.present import conversion_table, next_steps
 from moeconv.conversion.planning import plan
 from moeconv.conversion.references import References
 from moeconv.conversion.routing import check_route
@@ -226,3 +226,8 @@ def test_what_does_not_go_with_it_is_one_line(
         other = replace(spec, decoder=replace(spec.decoder, kinds=(replace(layer, ffn=part),)))
         with pytest.raises(SettingsError, match=said):
             check_route(settings, other)
+
+
+def test_the_next_step_is_to_run_it_so(converted: dict[str, Done]) -> None:
+    done = converted["olmoe"]
+    assert '"some text" --route hash' in next_steps(done.report, done.settings.out, profiled=False)
