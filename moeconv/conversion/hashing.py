@@ -90,7 +90,7 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
     held = whole if asked.samples else replace(whole, limit=held_samples(sizes[1]))
     folder = asked.work or pack.root.with_name(f"{pack.root.name}.hash")
     check_room(folder, lesson_bytes(spec, sizes, course), "--work", folder)
-    with WorkDir(folder) as work, transformers_model(pack.root):
+    with WorkDir(folder) as work:
         packed = PackedModel.open(pack)
         scorers = (
             build_scorer(packed, tokenizer, splits.calibration, metric, whole),
@@ -101,7 +101,8 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
             "text": [splits.digest("calibration"), splits.digest("heldout")],
         }  # fmt: skip
         description = described(pack)[1]
-        lesson = lesson_of(packed, description, scorers, course, work.path, about, show)
+        with transformers_model(pack.root):
+            lesson = lesson_of(packed, description, scorers, course, work.path, about, show)
         function = trained(lesson, course, say, show)
         if unquantised is not None:
             say("what routing by the function loses")
