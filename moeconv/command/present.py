@@ -58,7 +58,8 @@ def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
     """What a user may run after `moeconv quantize`; profile and report need the calibration text. `profiled` is true
     where the pack has its paths already."""
     pack = shlex.quote(str(out))
-    steps = [(f'moert run {pack} "some text"', "runs it"), (f"moert info {pack}", "says what is in it")]
+    routed = "" if report.route is None else f" --route {report.route.kind}"
+    steps = [(f'moert run {pack} "some text"{routed}', "runs it"), (f"moert info {pack}", "says what is in it")]
     if report.calibration is not None and not profiled:
         steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))
     if report.calibration is not None:
@@ -144,7 +145,7 @@ def _route(report: ConversionReport) -> list[str]:
     alone, routers = route.alone, route.routers
     return [
         f"  routed by a hash function, which by itself loses {alone.loss:.2%} (95% interval {alone.low:+.2%} to "
-        f"{alone.high:+.2%}): run it with moert run --route hash",
+        f"{alone.high:+.2%})",
         f"  with its own routers the pack loses {routers.loss:.2%} of the held-out text (95% interval "
         f"{routers.low:+.2%} to {routers.high:+.2%})",
     ]

@@ -14,7 +14,7 @@ from moeconv.conversion.limits import context_note, samples_note
 from moeconv.conversion.pack_text import text_of
 from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import check_counts
-from moeconv.errors import SettingsError
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.foresight.training import Course, trained
 from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
@@ -23,7 +23,7 @@ from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import Progress
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
-from moert.pack.hash import HASH, MOST_WIDTH, RoutedLoss
+from moert.pack.hash import HASH, MOST_WIDTH, HashFunction, RoutedLoss
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.reader import Pack
@@ -90,7 +90,7 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
     held = whole if asked.samples else replace(whole, limit=held_samples(sizes[1]))
     folder = asked.work or pack.root.with_name(f"{pack.root.name}.hash")
     check_room(folder, lesson_bytes(spec, sizes, course), "--work", folder)
-    with WorkDir(folder) as work, transformers_model(pack.root):
+    with WorkDir(folder) as work:
         packed = PackedModel.open(pack)
         scorers = (
             build_scorer(packed, tokenizer, splits.calibration, metric, whole),
@@ -101,21 +101,31 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
             "text": [splits.digest("calibration"), splits.digest("heldout")],
         }  # fmt: skip
         description = described(pack)[1]
-        lesson = lesson_of(packed, description, scorers, course, work.path, about, show)
+        with transformers_model(pack.root):
+            lesson = lesson_of(packed, description, scorers, course, work.path, about, show)
         function = trained(lesson, course, say, show)
         if unquantised is not None:
             say("what routing by the function loses")
             text = Text(tokenizer, splits.heldout, metric, held)
             routed = routed_loss(packed, description, function, unquantised, text, course.seed)
             function = replace(function, routed=routed)
-    body = function.to_bytes()
-    add_files(pack.root, pack.manifest, {HASH: body})
+    nbytes = _add(pack, function)
     shutil.rmtree(folder, ignore_errors=True)
     return HashFigures(
-        lesson.train.tokens, lesson.heldout.tokens, spec.moe.router.top_k, course.width, len(body),
-        len(body) / (others + len(body)), function.layer_hits(spec),
+        lesson.train.tokens, lesson.heldout.tokens, spec.moe.router.top_k, course.width, nbytes,
+        nbytes / (others + nbytes), function.layer_hits(spec),
         function.routed,
     )  # fmt: skip
+
+
+def _add(pack: Pack, function: HashFunction) -> int:
+    """To the pack as it is now, which may have got other files since. Returns the bytes. Raises ConversionError."""
+    now = Pack.open(pack.root).manifest
+    if _weights_of(now) != _weights_of(pack.manifest):
+        raise ConversionError(f"{pack.root} was replaced in the meantime: run the same command again")
+    body = function.to_bytes()
+    add_files(pack.root, now, {HASH: body})
+    return len(body)
 
 
 def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:

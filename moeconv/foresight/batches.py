@@ -12,7 +12,7 @@ from torch import Tensor
 from moeconv.foresight.examples import Examples, Part, StackExamples
 from moert.pack.model_spec import StackName
 
-ROWS = 64
+ROWS = 32
 TOKENS = 4096
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from moeconv.progress import Bar
 from moeconv.source.archs.description import Description
 from moeconv.source.routers import Routers, RouterWeights, deciding_of, numbers_of, scores_of
 from moert.pack.files import write_atomically
-from moert.pack.model_spec import LayerKey, ModelSpec, StackName
+from moert.pack.model_spec import ModelSpec, StackName
 
 MOST_NUMBERS = 30
 _DONE = "examples.json"
@@ -204,8 +204,3 @@ def foretold(x: Tensor, layer: RouterWeights) -> Tensor:
         return numbers
     deciding = torch.from_numpy(deciding_of(scores_of(numbers, layer).numpy(), layer))
     return deciding.clamp(min=_LEAST).log()
-
-
-def layers_of(examples: Examples, spec: ModelSpec) -> Sequence[LayerKey]:
-    """In the order of execution."""
-    return [at for name in examples.stacks for at in spec.moe_layers(name)]

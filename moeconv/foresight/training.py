@@ -38,7 +38,7 @@ class Course:
 
     width: int
     epochs: int = 16
-    rate: float = 2e-3
+    rate: float = 5e-3
     seed: int = 0
 
 

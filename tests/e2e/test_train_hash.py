@@ -30,6 +30,7 @@ from moeconv.progress import unseen
 from moeconv.source.archs.weights import parameter
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.reader import Pack
+from moert.pack.writer import add_files
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,25 @@ def test_what_routing_by_it_loses_is_measured_against_the_source(
     other = "olmoe" if family == "switch" else "switch"
     with pytest.raises(SettingsError, match="the pack was made from another model"):
         trained(pack, epochs=2, against=str(sources[other]))
+
+
+def test_a_pack_that_changed_meanwhile(packs: dict[str, Path], tmp_path: Path) -> None:
+    """What was added to it stays; one of other weights is left as it is."""
+    pack = copied(packs["olmoe"], tmp_path)
+
+    def add(line: str) -> None:
+        add_files(pack, Pack.open(pack).manifest, {"more.txt": line.encode()})
+
+    train_hash(Pack.open(pack), Asked(epochs=1), add, unseen)
+    assert {"more.txt", HASH} <= set(Pack.open(pack).manifest.files)
+
+    def change(line: str) -> None:
+        add_files(pack, Pack.open(pack).manifest, {"config.json": pack.joinpath("config.json").read_bytes() + b"\n"})
+
+    before = Pack.open(pack).read_file(HASH)
+    with pytest.raises(ConversionError, match="was replaced in the meantime"):
+        train_hash(Pack.open(pack), Asked(epochs=1, seed=5), change, unseen)
+    assert Pack.open(pack).read_file(HASH) == before
 
 
 def test_what_is_wrong_is_one_line(packs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
