@@ -5,14 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from moert.engine import Engine
 from moert.experts.demand import Demand
 from moert.experts.policy.belady import reads_of_belady
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.eviction import EVICTION, Foreseen
+from moert.experts.policy.names import succession_of
 from moert.experts.policy.replay import replay
 from moert.experts.policy.selection import demands_of
+from moert.experts.policy.usage import F64
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, StackName
@@ -23,7 +28,7 @@ from tests.bench.result import Row
 
 SHARES = (0.25, 0.5, 0.75)
 POLICIES = ("auto", "foreseen")
-BELADY = "Belady"
+BELADY, PERFECT = "Belady", "foreseen without error"
 ENCODER_AIM, WON_AIM = 3.0, 50.0
 """Points behind Belady at most, and of what `auto` lacks of Belady, what is won at least."""
 KS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -64,8 +69,16 @@ class Counting(Found):
             self._stack = at.stack
 
 
-def hit_rates(pack: Path, texts: Sequence[Sequence[int]], new_tokens: int, share: float) -> dict[str, Found]:
-    """By policy, and of BELADY, in the same room, for the same text."""
+@dataclass(frozen=True)
+class Compared:
+    """In the same room, for the same text: `found` by policy, and by BELADY. `perfect`: the hit rate of both stacks
+    under `foreseen` if the function were always right about the present pass."""
+
+    found: Mapping[str, Found]
+    perfect: float
+
+
+def hit_rates(pack: Path, texts: Sequence[Sequence[int]], new_tokens: int, share: float) -> Compared:
     found: dict[str, Found] = {}
     for policy in POLICIES:
         trace: list[Demand] = []
@@ -75,7 +88,8 @@ def hit_rates(pack: Path, texts: Sequence[Sequence[int]], new_tokens: int, share
                 read(engine, ids, new_tokens)
             counting.settle()
             capacity = engine.cache.capacity_bytes
-    return {**found, BELADY: _belady(trace, Pack.open(pack), capacity)}
+    read_pack = Pack.open(pack)
+    return Compared({**found, BELADY: _belady(trace, read_pack, capacity)}, _perfectly(trace, read_pack, capacity))
 
 
 def _belady(trace: Sequence[Demand], pack: Pack, capacity_bytes: int) -> Found:
@@ -89,8 +103,40 @@ def _belady(trace: Sequence[Demand], pack: Pack, capacity_bytes: int) -> Found:
     return found
 
 
-def eviction_rows(name: str, share: float, found: dict[str, Found]) -> Iterator[Row]:
+class Perfect:
+    """Foresees what the present pass will demand, and nothing of the next: a hash function that is never wrong."""
+
+    def __init__(self, trace: Sequence[Demand], experts: int) -> None:
+        self._trace, self._experts, self._at = trace, experts, 0
+        self._ends = [len(trace)] * len(trace)  # of the pass that a demand belongs to
+        for at in reversed(range(len(trace) - 1)):
+            here, after = trace[at].at, trace[at + 1].at
+            goes_on = here.stack == after.stack and here.layer < after.layer
+            self._ends[at] = self._ends[at + 1] if goes_on else at + 1
+
+    def __iter__(self) -> Iterator[Demand]:
+        for at, demand in enumerate(self._trace):
+            self._at = at
+            yield demand
+
+    def coming(self) -> tuple[Sequence[LayerKey], F64]:
+        demands = self._trace[self._at + 1 : self._ends[self._at]]
+        likely = np.zeros((len(demands), self._experts))
+        for row, demand in zip(likely, demands, strict=True):
+            row[list(demand.experts)] = 1.0
+        return [demand.at for demand in demands], likely
+
+
+def _perfectly(trace: Sequence[Demand], pack: Pack, capacity_bytes: int) -> float:
+    spec, nbytes = pack.manifest.model, {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+    perfect = Perfect(trace, spec.moe.n)
+    policy = Foreseen(spec.moe_layers(), perfect, succession_of(pack, lambda note: None))
+    return replay(perfect, nbytes, capacity_bytes, policy).hit_rate
+
+
+def eviction_rows(name: str, share: float, compared: Compared) -> Iterator[Row]:
     """Of each stack, and of both together, which is what Belady's rule is best at: one may win what the other loses."""
+    found = compared.found
     for stack in sorted(found[BELADY].asked, reverse=True):
         where = f"{name}, {stack}, {share:.0%}"
         yield from _rate_rows(where, {policy: each.rate(stack) for policy, each in found.items()})
@@ -98,7 +144,7 @@ def eviction_rows(name: str, share: float, found: dict[str, Found]) -> Iterator[
             left = found[BELADY].rate(stack) - found["foreseen"].rate(stack)
             yield Row(f"{where}: foreseen, behind Belady", 100 * left, "points").at_most(ENCODER_AIM)
     where, rates = f"{name}, {share:.0%}", {policy: each.rate() for policy, each in found.items()}
-    yield from _rate_rows(where, rates)
+    yield from _rate_rows(where, {**rates, PERFECT: compared.perfect})
     lacking, won = rates[BELADY] - rates["auto"], rates["foreseen"] - rates["auto"]
     if lacking > 0:
         yield Row(f"{where}: won by foreseen", 100 * won / lacking, "% of what auto lacks").at_least(WON_AIM)

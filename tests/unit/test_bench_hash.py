@@ -9,8 +9,10 @@ import pytest
 from random_hash import add_hash
 from tiny_packs import SPECS, write_pack
 
+from moert.experts.demand import Demand
+from moert.pack.model_spec import LayerKey
 from tests.bench.blocks import rendered
-from tests.bench.hash_evictions import BELADY, Found, eviction_rows, hit_rates
+from tests.bench.hash_evictions import BELADY, Compared, Found, Perfect, eviction_rows, hit_rates
 from tests.bench.hash_race import BEST, DEFAULT, NONE, ON_DEMAND, called, race_rows
 from tests.bench.hash_watch import READ, WHOLE, Hits, Recalls, opened, read
 from tests.bench.race import Outcome
@@ -54,10 +56,11 @@ def test_of_more_that_are_read_more_are_demanded(packs: dict[str, Path]) -> None
 
 
 def test_hits_of_both_stacks_are_all_hits(packs: dict[str, Path]) -> None:
-    found = hit_rates(packs["switch"], TEXTS, NEW_TOKENS, 0.5)
+    compared = hit_rates(packs["switch"], TEXTS, NEW_TOKENS, 0.5)
+    found = compared.found
     asked = {policy: each.asked for policy, each in found.items()}
     assert asked["auto"] == asked["foreseen"] == asked[BELADY]
-    assert found[BELADY].rate() >= max(found["auto"].rate(), found["foreseen"].rate())
+    assert found[BELADY].rate() >= max(found["auto"].rate(), found["foreseen"].rate(), compared.perfect)
 
 
 def counted(hits: int) -> Found:
@@ -67,9 +70,20 @@ def counted(hits: int) -> Found:
 
 
 def test_what_is_won_is_a_share_of_what_is_lacking() -> None:
-    rows = list(eviction_rows("m", 0.5, {"auto": counted(40), "foreseen": counted(55), BELADY: counted(60)}))
+    compared = Compared({"auto": counted(40), "foreseen": counted(55), BELADY: counted(60)}, 0.57)
+    rows = list(eviction_rows("m", 0.5, compared))
     won = next(row for row in rows if "won" in row.name)
     assert (won.value, won.met) == (pytest.approx(75), True)
+
+
+def test_who_foresees_without_error_knows_the_present_pass_alone() -> None:
+    layers = [LayerKey("decoder", layer) for layer in range(3)]
+    trace = [Demand(at, (number,)) for number in range(2) for at in layers]
+    perfect, told = Perfect(trace, 4), []
+    for _ in perfect:
+        coming, likely = perfect.coming()
+        told.append([(at.layer, row.nonzero()[0].tolist()) for at, row in zip(coming, likely, strict=True)])
+    assert told == [[(1, [0]), (2, [0])], [(2, [0])], [], [(1, [1]), (2, [1])], [(2, [1])], []]
 
 
 def test_a_part_of_a_run_can_be_shown() -> None:

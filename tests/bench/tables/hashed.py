@@ -13,7 +13,7 @@ LENGTHS = ("short", "middle", "long")
 HALF = 50
 PREDICTORS = ("gate", "hash", "both", "tables")
 TIMES = (1, 2, 3)
-POLICIES = ("auto", "foreseen", "Belady")
+POLICIES = ("auto", "foreseen", "foreseen without error", "Belady")
 AT_HALF = ("on demand", "gate", "tables", "hash", "none, foreseen", "hash, foreseen", "auto, foreseen")
 ABLATION = {
     "everything": f"auto {HALF}%", "without reading ahead": f"none {HALF}%", "without the cache": "without the cache",
