@@ -26,6 +26,7 @@ from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 from tests.bench import race as races
 from tests.bench.contenders import BUDGETED, IN_MEMORY, IO_FREE, MOERT, RESIDENT, UNBUDGETED
+from tests.bench.devices import DEVICES, PROCESS_BYTES, alive, tell
 from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
 from tests.bench.readahead import read_ahead
@@ -36,14 +37,8 @@ from tests.bench.streamed import PIECE, THREADS
 from tests.cgroups import missing
 
 LLAMA = Path("build/peers/llama/bin/python")
-DEVICES = {
-    "board": Device("board", 100_000_000),
-    "ssd": Device("ssd", 500_000_000),
-    "nvme": Device("nvme", None),
-}
 SAME_AS_Q2_K = "Q2_K"
 Q2_K_BITS = 8 * 84 / 256  # a block of 256 weights takes 84 bytes, and experts are in nothing else
-PROCESS_BYTES = 300_000_000  # Python, its libraries, keys, values, activations: what a budget gets beside the weights
 HALF = 0.5  # the budget of baselines that read a prompt, of llama.cpp, and of starts
 STARTS = 3
 PLANNED_S = {"g2p": 90, "wiki": 90, "olmoe-shaped": 300, "llama": 60}
@@ -90,19 +85,6 @@ def streaming(device: Device, packs: Packs, sizes: Sizes, seconds: float) -> dic
             reads = prompt if each is MOERT or share == HALF else 0
             entries.append(races.ours(each, packs, share, memory_bytes(packs, share), reads))
     return race(device, entries, seconds, sizes.rounds)
-
-
-def alive(where: str, outcomes: dict[str, Outcome], failed: list[str]) -> dict[str, Outcome]:
-    """Without those whose programs ended: `failed` gets their names, and they cost their own rows only."""
-    for name, outcome in outcomes.items():
-        if outcome.ended is not None:
-            tell(f"{where}: {name}", outcome.ended, failed)
-    return {name: outcome for name, outcome in outcomes.items() if outcome.ended is None}
-
-
-def tell(what: str, why: object, failed: list[str]) -> None:
-    print(f"{what} failed: {why}", file=sys.stderr, flush=True)
-    failed.append(what)
 
 
 def start_rows(where: str, device: Device, packs: Packs, failed: list[str]) -> list[Row]:
