@@ -133,7 +133,8 @@ class Engine:
         pack = Pack.open(path)
         check_predictor(pack, chosen.predictor)
         routes = chosen.routing == HASH_ROUTING
-        function = hash_for(pack, chosen.predictor, chosen.eviction, routes)
+        noted: list[str] = []
+        function = hash_for(pack, chosen.predictor, chosen.eviction, routes, noted.append)
         with memory_shortage(), ExitStack() as opened:
             count, cut = _threads(chosen.threads)
             backend = open_backend(chosen.kernels, count)
@@ -150,7 +151,7 @@ class Engine:
         if trace is not None:
             engine.runner.listeners.append(trace.append)
         slow = missing_note() if chosen.kernels == AUTO_KERNELS else None
-        engine._admission.notes += [note for note in (slow, cut) if note is not None]
+        engine._admission.notes += [*noted, *(note for note in (slow, cut) if note is not None)]
         return engine
 
     @property

@@ -17,7 +17,7 @@ from moert.budget.routing import HASH_ROUTING
 from moert.command.prompts import read_records
 from moert.command.system import system_facts
 from moert.errors import DrawingImpossible, InputInvalid
-from moert.experts.policy.names import check_predictor, hash_for
+from moert.experts.policy.names import check_hash, check_predictor
 from moert.pack.reader import MANIFEST, Pack
 
 
@@ -34,7 +34,7 @@ def bench(
     for path in packs:
         engine, pack = settings.engine, Pack.open(path)
         check_predictor(pack, engine.predictor)
-        hash_for(pack, engine.predictor, engine.eviction, engine.routing == HASH_ROUTING)
+        check_hash(pack, engine.eviction, engine.routing == HASH_ROUTING)
     measured = []
     for path in packs:
         measured.append(measure(path, settings, texts))

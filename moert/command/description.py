@@ -129,7 +129,8 @@ def _smallest_memory(pack: Pack) -> int:
 
 
 def _function(pack: Pack) -> HashFunction | None:
-    return hash_for(pack, DEFAULT_PREDICTOR, DEFAULT_EVICTION, routes=False)
+    """None without one, or without one for this model."""
+    return hash_for(pack, DEFAULT_PREDICTOR, DEFAULT_EVICTION, routes=False, notify=lambda note: None)
 
 
 def _hash_facts(function: HashFunction) -> dict[str, Any]:

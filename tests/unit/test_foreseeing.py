@@ -25,6 +25,7 @@ from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats
 from moert.kernels.reference.foresee import sparsemax
+from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import LayerKey
 from moert.predict.beforehand import Beforehand, Ready
@@ -371,6 +372,21 @@ def test_without_a_function_one_line_says_what_adds_it(tmp_path: Path, asked: di
     with pytest.raises(HashMissing, match=f"has no {HASH} .moeconv train-hash adds it"):
         Engine.open(path, **asked)
     Engine.open(path).close()
+
+
+@pytest.mark.parametrize("name", ["switch", "mixers"])
+def test_one_of_another_model_is_left_aside_unless_it_is_named(tmp_path: Path, name: str) -> None:
+    path = write_pack(tmp_path / "decoder.pack", SPECS["decoder"], paths=False)
+    add_hash(path, random_hash(SPECS[name]))
+    notes: list[str] = []
+    with Engine.open(path, notify=notes.append) as engine:
+        engine.generate("hello", max_new_tokens=1)
+    assert [note for note in notes if HASH in note and note.endswith("the run goes on without it")]
+    with pytest.raises(HeaderInvalid, match="train the hash function of this pack again"):
+        Engine.open(path, predictor="hash")
+    (path / HASH).write_bytes(b"x" * (path / HASH).stat().st_size)
+    with pytest.raises(HashMismatch):
+        Engine.open(path)
 
 
 def test_numbers_of_a_softmax_take_no_other_routers_place(tmp_path: Path) -> None:

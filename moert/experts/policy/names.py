@@ -85,9 +85,32 @@ def check_predictor(pack: Pack, name: str) -> None:
         _check_hash(pack, said("predictor", name), said("predictor", DEFAULT_PREDICTOR))
 
 
-def hash_for(pack: Pack, predictor: str, eviction: str, routes: bool) -> HashFunction | None:
+def hash_for(
+    pack: Pack, predictor: str, eviction: str, routes: bool, notify: Callable[[str], None]
+) -> HashFunction | None:
     """The pack's hash function, if any of these names asks for it, or it `routes`: takes the place of the routers.
-    Raises PackError, HashMissing, or SettingInvalid where its numbers can't take that place."""
+
+    `notify` hears of one that is not for this model where nobody named it: it is left aside then. Raises PackError,
+    HashMissing, or SettingInvalid where its numbers can't take the routers' place.
+    """
+    check_hash(pack, eviction, routes)
+    named = predictor in NEED_HASH or eviction == FORESEEN or routes
+    if HASH not in pack.manifest.files or not (named or predictor in TAKE_HASH):
+        return None
+    body = pack.read_file(HASH)
+    try:
+        function = HashFunction.from_bytes(body)
+        function.check(pack.manifest.model)
+    except (HeaderInvalid, FormatTooNew) as error:
+        if named:
+            raise
+        notify(f"{error}; the run goes on without it")
+        return None
+    return function
+
+
+def check_hash(pack: Pack, eviction: str, routes: bool) -> None:
+    """Raises HashMissing, or SettingInvalid where the function's numbers can't take the routers' place."""
     if eviction == FORESEEN:
         _check_hash(pack, said("eviction", eviction), said("eviction", AUTO_EVICTION))
     if routes:
@@ -95,12 +118,6 @@ def hash_for(pack: Pack, predictor: str, eviction: str, routes: bool) -> HashFun
         score = pack.manifest.model.moe.router.score
         if score != "softmax":
             raise SettingInvalid("routing", f"'hash' needs routers that weigh by a softmax, not by {score}")
-    wanted = predictor in TAKE_HASH or eviction == FORESEEN or routes
-    if not wanted or HASH not in pack.manifest.files:
-        return None
-    function = HashFunction.from_bytes(pack.read_file(HASH))
-    function.check(pack.manifest.model)
-    return function
 
 
 def _check_hash(pack: Pack, asked: str, instead: str) -> None:
