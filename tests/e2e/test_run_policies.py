@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_hash import add_hash
 from tiny import tiny_olmoe, tiny_switch
 from tiny_packs import record_routes
 
@@ -26,7 +27,7 @@ from moert.experts.cache import cache as cache_module
 from moert.experts.drive import store as store_module
 from moert.experts.drive.io import IoSettings, is_direct, open_expert, read_into
 from moert.experts.executor import CachedExperts
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.names import EVICTIONS
 from moert.generation.settings import GenerationSettings
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
@@ -49,7 +50,7 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
     manifest = emit(coder, widths, out, seed=0, label=Label("tests"))
     add_to_pack(out, manifest, PATHS, build(spec.moe.n, record_routes(out, PROMPTS)).to_bytes())
-    return out
+    return add_hash(out)
 
 
 def run(capsys: pytest.CaptureFixture[str], pack: Path, source: Path, *flags: str) -> tuple[list, dict]:
@@ -142,7 +143,7 @@ def test_a_limit_for_the_process_leaves_the_answers_alone(pack, source, expected
     assert figures["memory_bytes"] > figures["cache_bytes"] > 0
 
 
-@pytest.mark.parametrize("eviction", [*EVICTION, "auto"])
+@pytest.mark.parametrize("eviction", EVICTIONS)
 def test_every_eviction_writes_the_same(pack, source, expected, capsys, eviction: str) -> None:
     flags = ("--eviction", eviction, "--predict", "none", "--cache", "40%", "--io", "direct,1")
     answers, figures = run(capsys, pack, source, *flags)
