@@ -15,7 +15,7 @@ from moeconv.conversion.pack_text import text_of
 from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import check_counts
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.foresight.training import Course, trained
+from moeconv.foresight.training import EPOCHS, Course, trained
 from moeconv.measure.metrics import default_metric, find_metric
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.measure.workdir import WorkDir
@@ -50,8 +50,8 @@ class Asked:
             raise SettingsError(f"--width {self.width}: expected an even number, at most {MOST_WIDTH}")
 
     def course(self, spec: ModelSpec, pack_bytes: int) -> Course:
-        usual, asked = Course(self.width or usual_width(spec, pack_bytes)), {"epochs": self.epochs, "seed": self.seed}
-        return replace(usual, **{name: value for name, value in asked.items() if value is not None})
+        width = self.width or usual_width(spec, pack_bytes)
+        return Course(width, self.epochs or EPOCHS, seed=self.seed or 0)
 
 
 @dataclass(frozen=True)

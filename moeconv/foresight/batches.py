@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +13,15 @@ from torch import Tensor
 from moeconv.foresight.examples import Examples, Part, StackExamples
 from moert.pack.model_spec import StackName
 
-ROWS = 32
-TOKENS = 4096
+
+class Size(NamedTuple):
+    """Of a batch at most: samples, and tokens with what fills them up."""
+
+    rows: int = 32
+    tokens: int = 2048
+
+
+USUAL = Size()
 
 
 @dataclass(frozen=True)
@@ -31,28 +39,27 @@ class StackBatch:
 Batch = Mapping[StackName, StackBatch]
 
 
-def batches(examples: Examples, seed: int | None = None) -> Iterator[Batch]:
+def batches(examples: Examples, seed: int | None = None, size: Size = USUAL) -> Iterator[Batch]:
     """Every sample once; without a seed in order of length."""
-    for rows in plan(examples, seed):
+    for rows in plan(examples, seed, size):
         yield {stack: _batch(part, rows) for stack, part in examples.stacks.items()}
 
 
-def plan(examples: Examples, seed: int | None) -> list[list[int]]:
+def plan(examples: Examples, seed: int | None, size: Size = USUAL) -> list[list[int]]:
     """Places of the samples of each batch."""
     longest = np.max([stack.lengths for stack in examples.stacks.values()], axis=0)
     if seed is None:
-        return list(_cut(np.argsort(longest, kind="stable").tolist(), longest.tolist()))
+        return list(_cut(np.argsort(longest, kind="stable").tolist(), longest.tolist(), size))
     rng = np.random.default_rng(seed)
     order = np.lexsort((rng.random(len(longest)), longest))
-    found = list(_cut(order.tolist(), longest.tolist()))
+    found = list(_cut(order.tolist(), longest.tolist(), size))
     return [found[place] for place in rng.permutation(len(found))]
 
 
-def _cut(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """At most ROWS samples, of at most TOKENS tokens with what fills them up."""
+def _cut(order: Sequence[int], lengths: Sequence[int], size: Size) -> Iterator[list[int]]:
     batch: list[int] = []
     for place in order:
-        if batch and (len(batch) == ROWS or (len(batch) + 1) * lengths[place] > TOKENS):
+        if batch and (len(batch) == size.rows or (len(batch) + 1) * lengths[place] > size.tokens):
             yield batch
             batch = []
         batch.append(place)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.batches import Batch, StackBatch, batches, plan
+from moeconv.foresight.batches import USUAL, Batch, Size, StackBatch, batches, plan
 from moeconv.foresight.examples import Examples
 from moeconv.foresight.network import Encoded, Networks, Shape
 from moeconv.progress import Progress
@@ -25,6 +25,7 @@ from moert.pack.model_spec import ModelSpec, StackName
 
 CHOICE_WEIGHT = 0.005
 """Of the cross-entropy with the choice, beside the divergence."""
+EPOCHS = 16
 _WARM = 0.05  # of all steps, until the rate has grown
 _DECAY = 0.01
 _LONGEST_GRADIENT = 1.0
@@ -34,12 +35,14 @@ _PATIENCE = 4
 
 @dataclass(frozen=True)
 class Course:
-    """How a function is trained: `width` features; `rate` that AdamW begins with, and falls from by a cosine."""
+    """How a function is trained: `width` features; `rate` that AdamW begins with, and falls from by a cosine; `batch`:
+    what it sees at once."""
 
     width: int
-    epochs: int = 16
+    epochs: int = EPOCHS
     rate: float = 5e-3
     seed: int = 0
+    batch: Size = USUAL
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,10 @@ def trained(lesson: Lesson, course: Course, say: Callable[[str], None], show: Pr
     on after its last whole epoch, and ends with the same function. Raises ConversionError."""
     training = _Training(lesson, course)
     training.resume()
-    a_epoch = len(plan(lesson.train, 0))
+    a_epoch = len(plan(lesson.train, 0, course.batch))
     with show("hash function", (course.epochs - training.epoch) * a_epoch, "batch") as bar:
         while training.epoch < course.epochs and training.epoch - training.best_epoch < _PATIENCE:
-            for batch in batches(lesson.train, course.seed * 1000 + training.epoch):
+            for batch in batches(lesson.train, course.seed * 1000 + training.epoch, course.batch):
                 training.step(batch)
                 bar.update(1)
             hits = training.finish()
@@ -82,7 +85,7 @@ class _Training:
         self.networks = Networks(shapes, 1 / float(lesson.embedding.square().mean().sqrt()))
         self.parameters = [part for part in self.networks.parameters() if part.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, course.rate, weight_decay=_DECAY)
-        self.steps = course.epochs * len(plan(lesson.train, 0))
+        self.steps = course.epochs * len(plan(lesson.train, 0, course.batch))
         self.done = self.epoch = self.best_epoch = 0
         self.best, self.best_hits = b"", -1.0
 
