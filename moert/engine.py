@@ -20,7 +20,7 @@ from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
 from moert.experts.executor import CachedExperts
-from moert.experts.policy.names import check_predictor, hash_for, predictor_for
+from moert.experts.policy.names import FORESEEN, check_predictor, hash_for, predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.generation import room
 from moert.generation.prefix import Prefix
@@ -105,9 +105,7 @@ class Engine:
         self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
         del weights
         if foreseeing is not None:
-            self.model.foresee(foreseeing.foresight, foreseeing.routes_to)
-            self._streaming.foresight = foreseeing.foresight
-            self.runner.listeners.append(lambda demand: foreseeing.foresight.passed(*demand))
+            self._foresee(foreseeing, settings)
             self._admission.notes += foreseeing.notes()
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
@@ -153,6 +151,20 @@ class Engine:
         slow = missing_note() if chosen.kernels == AUTO_KERNELS else None
         engine._admission.notes += [*noted, *(note for note in (slow, cut) if note is not None)]
         return engine
+
+    def _foresee(self, foreseeing: Foreseeing, settings: EngineSettings) -> None:
+        """Who tells the hash function of passes, and who asks it."""
+        foresight, all_experts = foreseeing.foresight, len(self._streaming.nbytes)
+        keeps, looks = settings.eviction == FORESEEN, foresight.needed if settings.predictor in TAKE_HASH else None
+
+        def needed() -> bool:
+            looked = looks is not None and looks()
+            return looked or (keeps and self.cache.n_resident < all_experts)
+
+        foresight.needed = needed
+        self.model.foresee(foresight, foreseeing.routes_to)
+        self._streaming.foresight = foresight
+        self.runner.listeners.append(lambda demand: foresight.passed(demand.at, demand.experts))
 
     @property
     def cache(self) -> ExpertCache:

@@ -4,6 +4,7 @@ next pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,14 @@ _CATCH_UP = 256
 """Tokens that are read again at most, where nothing was asked for longer, unless the answers depend on it."""
 _SAMPLE = 256
 """Tokens of a prompt that are looked at to say what all of them will demand."""
+
+
+class _Said(NamedTuple):
+    """Of the present pass: `demanded` [layers, experts], and of its only token `shares` [layers, experts]."""
+
+    stack: StackName
+    demanded: F64
+    shares: F64 | None
 
 
 class Foresight:
@@ -42,10 +51,9 @@ class Foresight:
         self._layers = {name: spec.moe_layers(name) for name in function.stacks}
         self._places = {at: place for layers in self._layers.values() for place, at in enumerate(layers)}
         self._made: F32 | None = None  # [tokens, width], what the network has made of the present pass
-        self._stack: StackName = "decoder"
+        self._said: _Said | None = None
+        self._is_needed = False
         self._next = 0  # the layer that runs next, of those with experts
-        self._demanded: F64 | None = None  # [layers, experts] of the present pass
-        self._shares: F64 | None = None  # [layers, experts] of its only token
         self._ranked: dict[LayerKey, Prediction] = {}
 
     # What a model tells it: see moert.models.model.Foresees.
@@ -133,18 +141,12 @@ class Foresight:
     def likely(self, at: LayerKey) -> F64 | None:
         """The probability that the present pass demands each expert of a layer that it has still to reach,
         [num_experts]; None for others, and where nothing is known."""
-        if not self._is_coming(at):
-            return None
-        found: F64 = self._table()[self._places[at]]
-        return found
+        return None if self._said is None else self._row(self._said, self._said.demanded, at)
 
     def shares(self, at: LayerKey) -> F64 | None:
         """What the function says of a layer that the only token of the present pass has still to reach: a distribution
         over its experts, of which the token goes to top_k. None as in `likely`, and for more tokens."""
-        if not self._is_coming(at) or self._made is None or len(self._made) > 1:
-            return None
-        found: F64 = self._only_token(self._made)[self._places[at]]
-        return found
+        return None if self._said is None else self._row(self._said, self._said.shares, at)
 
     def ranked(self, at: LayerKey) -> Prediction:
         """The same as a prediction; nothing where nothing is known."""
@@ -157,34 +159,19 @@ class Foresight:
 
     def coming(self) -> tuple[Sequence[LayerKey], F64]:
         """The layers that the present pass has still to reach, and `likely` of each, [layers, num_experts]."""
-        if self._made is None:
-            return [], np.zeros((0, 0))
-        return self._layers[self._stack][self._next :], self._table()[self._next :]
+        said, start = self._said, self._next
+        return ([], np.zeros((0, 0))) if said is None else (self._layers[said.stack][start:], said.demanded[start:])
 
-    def _only_token(self, made: F32) -> F64:
-        """[layers, experts]"""
-        if self._shares is None:
-            self._shares = softmax(self._readers[self._stack].numbers(made)[0])
-        return self._shares
-
-    def _is_coming(self, at: LayerKey) -> bool:
+    def _row(self, said: _Said, table: F64 | None, at: LayerKey) -> F64 | None:
         place = self._places.get(at)
-        return self._made is not None and place is not None and at.stack == self._stack and place >= self._next
-
-    def _table(self) -> F64:
-        if self._demanded is None:
-            assert self._made is not None
-            made = self._made
-            if len(made) == 1:
-                self._demanded = of_each_token(self._only_token(made), self._top_k)
-                return self._demanded
-            if len(made) > _SAMPLE:
-                made = np.ascontiguousarray(made[np.linspace(0, len(made) - 1, _SAMPLE).astype(np.int64)])
-            self._demanded = any_demands(self._readers[self._stack].numbers(made), self._top_k, len(self._made))
-        return self._demanded
+        if table is None or place is None or at.stack != said.stack or place < self._next:
+            return None
+        found: F64 = table[place]
+        return found
 
     def _asked(self) -> bool:
-        return self._routes or self.needed()
+        self._is_needed = self.needed()
+        return self._routes or self._is_needed
 
     def _unread(self, heard: Heard, new: int) -> list[int]:
         """At least the `new` tokens at the end. What was not asked for too long begins anew."""
@@ -203,12 +190,22 @@ class Foresight:
         return None if self.before is None else self.before.take(tuple(ids))
 
     def _forget(self) -> None:
-        self._made, self._demanded, self._shares, self._next = None, None, None, 0
+        self._made, self._said, self._next = None, None, 0
         self._ranked.clear()
 
     def _tell(self, stack: StackName, made: F32) -> None:
-        self._made, self._stack = made, stack
-        self.told(stack, len(made))
+        self._made = made
+        if not self._is_needed:
+            return
+        reader, n_tokens = self._readers[stack], len(made)
+        if n_tokens == 1:
+            shares = softmax(reader.numbers(made)[0])
+            self._said = _Said(stack, of_each_token(shares, self._top_k), shares)
+        else:
+            if n_tokens > _SAMPLE:
+                made = np.ascontiguousarray(made[np.linspace(0, n_tokens - 1, _SAMPLE).astype(np.int64)])
+            self._said = _Said(stack, any_demands(reader.numbers(made), self._top_k, n_tokens), None)
+        self.told(stack, n_tokens)
 
 
 def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:

@@ -203,6 +203,30 @@ def test_layers_that_have_run_are_not_foreseen() -> None:
     assert watched.foresight.ranked(layers[-1]) == []
 
 
+def test_questions_of_other_threads_compute_nothing() -> None:
+    """A policy is asked by threads that read, while the backend is the model's."""
+    watched = Watched("decoder")
+    layers, heard = watched.spec.moe_layers("decoder"), watched.foresight.begin()
+    for ids in ([5], [6, 7]):
+        watched.foresight.decodes([ids], [heard])
+        backend: Any = watched.foresight._backend
+        watched.foresight._readers["decoder"]._backend = None  # type: ignore[assignment]
+        assert len(watched.foresight.coming()[1]) == len(layers)
+        for at in layers:
+            assert watched.foresight.likely(at) is not None
+            assert watched.foresight.ranked(at)
+            assert (watched.foresight.shares(at) is None) == (len(ids) > 1)
+        watched.foresight._readers["decoder"]._backend = backend
+
+
+def test_where_nobody_asks_only_routers_are_answered() -> None:
+    watched = Watched("decoder", routes=True)
+    watched.foresight.needed = lambda: False
+    watched.foresight.decodes([[5, 6]], [watched.foresight.begin()])
+    assert list(watched.foresight.coming()[0]) == []
+    assert watched.foresight.numbers(watched.spec.moe_layers("decoder")[1]).shape == (2, watched.spec.moe.n)
+
+
 class Told:
     """Foresees that the second layer asks for expert 3."""
 
