@@ -58,7 +58,7 @@ def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
     """What a user may run after `moeconv quantize`; profile and report need the calibration text. `profiled` is true
     where the pack has its paths already."""
     pack = shlex.quote(str(out))
-    routed = "" if report.route is None else f" --route {report.route.kind}"
+    routed = "" if report.route is None else f" --routing {report.route.kind}"
     steps = [(f'moert run {pack} "some text"{routed}', "runs it"), (f"moert info {pack}", "says what is in it")]
     if report.calibration is not None and not profiled:
         steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))

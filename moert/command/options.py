@@ -117,6 +117,8 @@ KvOption = Annotated[
 RoutingOption = Annotated[
     str,
     typer.Option(
+        "--routing",
+        "--route",
         metavar="auto|exact|SHARE|hash",
         help="Which experts a token goes to: exact, as the model says; hash: as the pack's hash function says, without "
         "asking the routers; 25%: nearly as good ones that were used lately "

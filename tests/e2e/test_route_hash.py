@@ -230,4 +230,4 @@ def test_what_does_not_go_with_it_is_one_line(
 
 def test_the_next_step_is_to_run_it_so(converted: dict[str, Done]) -> None:
     done = converted["olmoe"]
-    assert '"some text" --route hash' in next_steps(done.report, done.settings.out, profiled=False)
+    assert '"some text" --routing hash' in next_steps(done.report, done.settings.out, profiled=False)
