@@ -221,7 +221,7 @@ def test_the_room_decides_where_nobody_does() -> None:
     with pytest.raises(SettingInvalid, match=r"'25%' is not in this pack: it has exact, and for shares 30%, 60%"):
         preference_for("25%", known, 0.1)
     for wanted in ("half", "25", "0%", "100%", "-5%", "nan%", ""):
-        with pytest.raises(SettingInvalid, match="should be auto, exact, or a share"):
+        with pytest.raises(SettingInvalid, match="should be auto, exact, hash, or a share"):
             preference_for(wanted, known, 0.1)
 
 
