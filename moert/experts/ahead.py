@@ -55,7 +55,7 @@ class Lookahead:
         self._asked_about: LayerKey | None = None
         self._token_s: float | None = None
         self._read = (0, 0.0)  # bytes and seconds of reading so far
-        self._foresight = foresight
+        self._foresight, self._depth = foresight, 1 if foresight is None else _DEPTH
         self._foreseen_s = self._foreseeing_s = 0.0  # what that takes of a pass, for each layer
         self._early: dict[LayerKey, list[int]] = {}  # experts of layers further away, of which reading was begun
         if foresight is not None:
@@ -127,31 +127,27 @@ class Lookahead:
 
     def _read_ahead(self, prediction: Prediction, place: int, n_tokens: int) -> None:
         """Of the layer at this place in the order, then of those after it as far as they are foreseen."""
-        at = self._order[place]
-        ranked = self._absent(at, prediction)
-        most = _UNWEIGHED * self._top_k * n_tokens
-        if self._worth is None:
-            wanted = [expert for expert, _ in ranked[:most]]
-        else:
-            wanted = self._worth.wanted(ranked, self._nbytes[at])
-            self._asked_about, self._asked_s, self._asked_stall_s = at, time.perf_counter(), self._counters.stall_s
-        keys = [at.expert(number) for number in wanted]
-        keep = self._keep(at, prediction, n_tokens) if self._foresight is not None else []
-        if self._foresight is not None:
-            for ahead, further in enumerate(self._order[place + 1 : place + _DEPTH], 2):
-                if self._worth is not None and self._worth.busy_layers >= ahead:
+        keys, keep = list[ExpertKey](), list[ExpertKey]()
+        for ahead, at in enumerate(self._order[place : place + self._depth], 1):
+            if ahead > 1 and self._foresight is not None:
+                prediction = self._foresight.ranked(at)
+                if not prediction or (self._worth is not None and self._worth.busy_layers >= ahead):
                     break
-                prediction = self._foresight.ranked(further)
-                if not prediction:
-                    break
-                ranked = self._absent(further, prediction)
-                if self._worth is None:
-                    wanted = [expert for expert, _ in ranked[:most]]
-                else:
-                    wanted = self._worth.further(ranked, self._nbytes[further], ahead)
-                keys += [further.expert(number) for number in wanted]
-                keep += self._keep(further, prediction, n_tokens)
+            keys += [at.expert(number) for number in self._wanted(at, prediction, ahead, n_tokens)]
+            if self._foresight is not None:
+                keep += self._keep(at, prediction, n_tokens)
         self._cache.predict(keys, keep)
+
+    def _wanted(self, at: LayerKey, prediction: Prediction, ahead: int, n_tokens: int) -> list[int]:
+        """What to read of a layer that is so many ahead."""
+        ranked = self._absent(at, prediction)
+        if self._worth is None:
+            return [expert for expert, _ in ranked[: _UNWEIGHED * self._top_k * n_tokens]]
+        if ahead > 1:
+            return self._worth.further(ranked, self._nbytes[at], ahead)
+        wanted = self._worth.wanted(ranked, self._nbytes[at])
+        self._asked_about, self._asked_s, self._asked_stall_s = at, time.perf_counter(), self._counters.stall_s
+        return wanted
 
     def _absent(self, at: LayerKey, prediction: Prediction) -> Prediction:
         """What is not in memory."""
