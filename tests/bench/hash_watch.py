@@ -46,7 +46,9 @@ class Watched(Replaced):
 def opened(pack: Path, **changes: Any) -> Engine:
     """An engine whose hash function is asked before each pass, and reads nothing ahead."""
     asked: dict[str, Any] = {"predictor": "none", "eviction": "foreseen", "threads": THREADS, "routing": "exact"}
-    return Engine.open(pack, notify=lambda line: None, **{**asked, **changes})
+    engine = Engine.open(pack, notify=lambda line: None, **{**asked, **changes})
+    foresight_of(engine).needed = lambda: True
+    return engine
 
 
 def watch(engine: Engine, hear: Hear) -> None:
