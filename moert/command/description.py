@@ -17,7 +17,7 @@ from moert.machine.cores import usable_cores
 from moert.machine.memory import held_bytes, thread_bytes
 from moert.models.footprint import Footprint
 from moert.pack.chat import load_chat
-from moert.pack.errors import PackError
+from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
@@ -119,7 +119,8 @@ def _smallest_memory(pack: Pack) -> int:
     from moert import engine  # noqa: F401 - what it imports takes memory
 
     widened = library.missing() is not None
-    function, nbytes = _function(pack), 0
+    function = hash_for(pack, DEFAULT_PREDICTOR, DEFAULT_EVICTION, routes=False, notify=lambda note: None)
+    nbytes = 0
     if function is not None:
         nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
     budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()), beside_bytes=nbytes)
@@ -130,7 +131,12 @@ def _smallest_memory(pack: Pack) -> int:
 
 def _function(pack: Pack) -> HashFunction | None:
     """None without one, or without one for this model."""
-    return hash_for(pack, DEFAULT_PREDICTOR, DEFAULT_EVICTION, routes=False, notify=lambda note: None)
+    if HASH not in pack.manifest.files:
+        return None
+    try:
+        return hash_for(pack, "hash", DEFAULT_EVICTION, routes=False, notify=lambda note: None)
+    except (HeaderInvalid, FormatTooNew):
+        return None
 
 
 def _hash_facts(function: HashFunction) -> dict[str, Any]:

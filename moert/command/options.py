@@ -77,7 +77,7 @@ PredictOption = Annotated[
         help="What names the experts to read ahead: gate (the next layer's router, asked early), hash (the pack's hash "
         "function, which names those of all layers before the first has run; moeconv train-hash adds it), transitions "
         "or popularity (the pack's path tables), none; auto: gate and hash together, or gate where there is no hash "
-        "function. Only what pays is read."
+        "function, and none where experts are so small that reading ahead loses. Only what pays is read."
     ),
 ]
 IoOption = Annotated[

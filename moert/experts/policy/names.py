@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moert.errors import HashMissing, PathsMissing, SettingInvalid
+from moert.experts.cache.cache import are_handed_over
 from moert.experts.policy.eviction import EVICTION, Foreseen
 from moert.experts.policy.selection import AUTO_EVICTION, Choice, choose_eviction
 from moert.experts.policy.succession import Succession
@@ -64,9 +65,12 @@ def _trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
 
 
 def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predictor | None:
-    """None if nothing is to be predicted. `foresight`: the pack's, see hash_for. Raises PackError, PathsMissing, and
+    """None if nothing is to be predicted, as of AUTO_PREDICTOR where experts are small: handing their reads to other
+    threads takes longer than reading them. `foresight`: the pack's, see hash_for. Raises PackError, PathsMissing, and
     KeyError for an unknown name."""
     check_predictor(pack, name)
+    if name == AUTO_PREDICTOR and not are_handed_over(pack.manifest):
+        return None
     tables = None
     if name in NEED_TABLES:
         tables = TransitionTable.from_bytes(pack.read_file(PATHS))
@@ -95,7 +99,8 @@ def hash_for(
     """
     check_hash(pack, eviction, routes)
     named = predictor in NEED_HASH or eviction == FORESEEN or routes
-    if HASH not in pack.manifest.files or not (named or predictor in TAKE_HASH):
+    taken = predictor in TAKE_HASH and are_handed_over(pack.manifest)
+    if HASH not in pack.manifest.files or not (named or taken):
         return None
     body = pack.read_file(HASH)
     try:
