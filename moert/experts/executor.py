@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import ExpertCache, are_handed_over
+from moert.experts.cache.cache import HANDED_OVER_BYTES, ExpertCache
 from moert.experts.cache.lease import Lease
 from moert.experts.demand import Demand, Listener
 from moert.kernels.backend import I64, ROWS, Backend
@@ -33,7 +33,7 @@ class CachedExperts:
         self.listeners = list(listeners)
         self._cache, self._backend, self._ahead = cache, backend, ahead
         manifest = pack.manifest
-        self._overlaps = are_handed_over(manifest)
+        self._overlaps = manifest.mean_expert_bytes >= HANDED_OVER_BYTES
         self._ffn = manifest.model.moe.ffn
         self._keys = {
             at: [at.expert(number) for number in range(manifest.model.moe.n)] for at in manifest.model.moe_layers()

@@ -250,6 +250,11 @@ class Manifest:
     def expert_tensor_bytes(self) -> int:
         return sum(entry.tensor_bytes for entry in self.experts)
 
+    @property
+    def mean_expert_bytes(self) -> float:
+        """Of their files."""
+        return sum(entry.file_bytes for entry in self.experts) / len(self.experts)
+
     def effective_bits(self) -> float:
         """Bits per expert weight, scales and minima included, headers and padding not."""
         weights = len(self.experts) * self.model.weights_per_expert()

@@ -163,7 +163,7 @@ def test_every_prediction_writes_the_same(pack, source, expected, paths, capsys,
     assert answers == expected
     assert figures["evictions"] > 0
     assert figures["prefetch_used_bytes"] <= figures["prefetch_issued_bytes"] <= figures["bytes_read"]
-    if predict == "none":
+    if predict in ("none", "auto"):  # experts are small
         assert figures["prefetch_issued_bytes"] == 0
         assert paths.readers == {"MainThread"}
     elif not weighed:

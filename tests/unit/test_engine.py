@@ -81,9 +81,10 @@ def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
                     assert engine.cache.used_bytes <= engine.cache.capacity_bytes
             counters = engine.counters
             assert counters.evictions > 0 if room == least else room or counters.evictions == 0
-            if predictor != "none" and room == least + 60_000:
+            reads_ahead = predictor not in ("none", "auto")  # the experts are small
+            if reads_ahead and room == least + 60_000:
                 assert counters.prefetch_used > 0
-            if predictor == "none":
+            if not reads_ahead:
                 assert counters.prefetch_issued == 0
                 assert counters.reads == counters.requests - counters.hits
 

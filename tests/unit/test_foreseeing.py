@@ -18,9 +18,9 @@ from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
 
 from moert.engine import Engine
 from moert.errors import HashMissing, SettingInvalid
-from moert.experts.cache import cache as cache_module
 from moert.experts.cache.residency import Residency
 from moert.experts.demand import Demand
+from moert.experts.policy import names as names_module
 from moert.experts.policy.eviction import Foreseen
 from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library, open_backend
@@ -282,7 +282,7 @@ def test_by_default_it_is_asked_where_experts_are_large(
 ) -> None:
     with Engine.open(packs["decoder"]) as engine:
         assert (engine.ahead, engine.model.foresight) == (None, None)
-    monkeypatch.setattr(cache_module, "HANDED_OVER_BYTES", 1)
+    monkeypatch.setattr(names_module, "HANDED_OVER_BYTES", 1)
     with Engine.open(packs["decoder"]) as engine:
         assert engine.ahead is not None
         assert engine.model.foresight is not None
@@ -292,7 +292,7 @@ def test_by_default_it_is_asked_where_experts_are_large(
 def test_reading_ahead_and_eviction_by_it_change_no_answer(
     packs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "HANDED_OVER_BYTES", 1)
+    monkeypatch.setattr(names_module, "HANDED_OVER_BYTES", 1)
     expected = tokens(packs[name], predictor="none")
     for predictor, eviction in (("hash", "foreseen"), ("auto", "foreseen"), ("none", "foreseen"), ("hash", "lru")):
         assert tokens(packs[name], predictor=predictor, eviction=eviction, cache="30%") == expected
@@ -417,7 +417,7 @@ def test_without_a_function_one_line_says_what_adds_it(tmp_path: Path, asked: di
 def test_one_of_another_model_is_left_aside_unless_it_is_named(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "HANDED_OVER_BYTES", 1)
+    monkeypatch.setattr(names_module, "HANDED_OVER_BYTES", 1)
     path = write_pack(tmp_path / "decoder.pack", SPECS["decoder"], paths=False)
     add_hash(path, random_hash(SPECS[name]))
     notes: list[str] = []

@@ -15,18 +15,12 @@ from moert.experts.demand import Arrivals, Demand
 from moert.experts.policy.eviction import EvictionPolicy
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
-from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
 from moert.stats import ExpertCounters
 
 HANDED_OVER_BYTES = 128 << 10
 """From this size on other threads read while the model computes; below, handing over takes longer than reading."""
 _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
-
-
-def are_handed_over(manifest: Manifest) -> bool:
-    """Whether other threads may read a pack's experts in less time than handing them over takes, on the mean."""
-    return sum(entry.file_bytes for entry in manifest.experts) >= HANDED_OVER_BYTES * len(manifest.experts)
 
 
 class ExpertCache:

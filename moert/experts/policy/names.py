@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moert.errors import HashMissing, PathsMissing, SettingInvalid
-from moert.experts.cache.cache import are_handed_over
+from moert.experts.cache.cache import HANDED_OVER_BYTES
 from moert.experts.policy.eviction import EVICTION, Foreseen
 from moert.experts.policy.selection import AUTO_EVICTION, Choice, choose_eviction
 from moert.experts.policy.succession import Succession
@@ -15,7 +15,7 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE, Trace
-from moert.predict import AUTO_PREDICTOR, NEED_HASH, NEED_TABLES, PREDICTORS, TAKE_HASH, Known
+from moert.predict import AUTO_PREDICTOR, NEED_HASH, NEED_TABLES, PREDICTORS, Known
 from moert.predict.foresight import Foresight
 from moert.predict.predictor import Predictor
 from moert.wording import said
@@ -69,7 +69,7 @@ def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predict
     threads takes longer than reading them. `foresight`: the pack's, see hash_for. Raises PackError, PathsMissing, and
     KeyError for an unknown name."""
     check_predictor(pack, name)
-    if name == AUTO_PREDICTOR and not are_handed_over(pack.manifest):
+    if name == AUTO_PREDICTOR and pack.manifest.mean_expert_bytes < HANDED_OVER_BYTES:
         return None
     tables = None
     if name in NEED_TABLES:
@@ -99,7 +99,7 @@ def hash_for(
     """
     check_hash(pack, eviction, routes)
     named = predictor in NEED_HASH or eviction == FORESEEN or routes
-    taken = predictor in TAKE_HASH and are_handed_over(pack.manifest)
+    taken = predictor == AUTO_PREDICTOR and pack.manifest.mean_expert_bytes >= HANDED_OVER_BYTES
     if HASH not in pack.manifest.files or not (named or taken):
         return None
     body = pack.read_file(HASH)
