@@ -20,7 +20,7 @@ from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
 from moert.experts.executor import CachedExperts
-from moert.experts.policy.names import FORESEEN, check_predictor, hash_for, predictor_for
+from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.generation import room
 from moert.generation.prefix import Prefix
@@ -83,7 +83,6 @@ class Engine:
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
         self._regulator, notes = _regulator(footprint, self.budget, self.cache, settings)
-        self._hashed = settings.routing == HASH_ROUTING
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
         self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in self._prefixes)
@@ -129,7 +128,6 @@ class Engine:
         """
         chosen = (settings or EngineSettings()).but(**changes)
         pack = Pack.open(path)
-        check_predictor(pack, chosen.predictor)
         routes = chosen.routing == HASH_ROUTING
         noted: list[str] = []
         function = hash_for(pack, chosen.predictor, chosen.eviction, routes, noted.append)
@@ -155,7 +153,8 @@ class Engine:
     def _foresee(self, foreseeing: Foreseeing, settings: EngineSettings) -> None:
         """Who tells the hash function of passes, and who asks it."""
         foresight, all_experts = foreseeing.foresight, len(self._streaming.nbytes)
-        keeps, looks = settings.eviction == FORESEEN, foresight.needed if settings.predictor in TAKE_HASH else None
+        keeps = settings.eviction == FORESEEN
+        looks = foresight.needed if self.ahead is not None and settings.predictor in TAKE_HASH else None
 
         def needed() -> bool:
             looked = looks is not None and looks()
@@ -322,7 +321,7 @@ class Engine:
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
         routing = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
-        if self._hashed:
+        if self._foreseeing is not None and self._foreseeing.routes_to is not None:
             routing = HASH_ROUTING
         return run_stats(
             self.times, self.counters, ahead, given, Ways(streaming.eviction, streaming.io, routing),

@@ -72,7 +72,7 @@ class HashFigures:
 
 def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progress) -> HashFigures:
     """Adds hash.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or PackError."""
-    spec, others = pack.manifest.model, _other_bytes(pack.manifest)
+    spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
     source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
     splits = source.splits
     metric = find_metric(_metric_of(pack, asked, splits))
@@ -134,12 +134,6 @@ def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
     if asked.calib is None and quality is not None:
         return quality.metric
     return splits.metric or default_metric(splits.seq2seq, splits.choices)
-
-
-def _other_bytes(manifest: Manifest) -> int:
-    """Of the pack without a hash function."""
-    files = sum(entry.nbytes for name, entry in manifest.files.items() if name != HASH)
-    return files + sum(entry.file_bytes for entry in manifest.experts)
 
 
 def _weights_of(manifest: Manifest) -> list[str]:

@@ -21,7 +21,6 @@ from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
 from moeconv.source.skeleton import by_layers
-from moert.pack.manifest import Manifest
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE
@@ -71,7 +70,7 @@ def profile_paths(
     num_experts = packed.spec.moe.n
     parts = routed("calibration")
     seen = routes_of(parts)
-    kept = bounded(build(num_experts, seen), _bytes_without_routing(pack.manifest))
+    kept = bounded(build(num_experts, seen), pack.manifest.nbytes(without=(PATHS, TRACE)))
     if kept.least > 1:
         say(
             f"tables take at most {MOST_SHARE:.0%} of a pack, or {size(LEAST_BYTES)}: what followed after an expert or "
@@ -96,8 +95,3 @@ def _subject(pack: Pack, show: Progress, memory_bytes: int | None) -> PackedMode
 def _passes(pack: Pack) -> Path:
     """Where what goes from layer to layer is kept until a run has ended well: one that was killed goes on there."""
     return pack.root.with_name(f"{pack.root.name}.passes")
-
-
-def _bytes_without_routing(manifest: Manifest) -> int:
-    others = sum(entry.nbytes for name, entry in manifest.files.items() if name not in (PATHS, TRACE))
-    return others + sum(entry.file_bytes for entry in manifest.experts)

@@ -10,7 +10,7 @@ from moert.budget.budget import FIRST_BYTES, Budget
 from moert.budget.regulator import TYPICAL
 from moert.budget.routing import share_text
 from moert.errors import TokenizerMissing
-from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, hash_for
+from moert.experts.policy.names import DEFAULT_EVICTION, hash_for, reading_ahead_pays
 from moert.generation.text import Text
 from moert.kernels import library
 from moert.machine.cores import usable_cores
@@ -70,7 +70,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "has_chat": _chat_fault(pack) is None,
         "smallest_memory": {
-            "bytes": _smallest_memory(pack),
+            "bytes": _smallest_memory(pack, function),
             "prompt_tokens": TYPICAL.prompt_tokens,
             "new_tokens": TYPICAL.max_new_tokens,
         },
@@ -114,17 +114,15 @@ def description_lines(pack: Pack) -> list[str]:
     ]
 
 
-def _smallest_memory(pack: Pack) -> int:
+def _smallest_memory(pack: Pack, function: HashFunction | None) -> int:
     """Of the whole process, as it is once all code is loaded, and with the weights to come."""
     from moert import engine  # noqa: F401 - what it imports takes memory
 
     widened = library.missing() is not None
-    function = hash_for(pack, DEFAULT_PREDICTOR, DEFAULT_EVICTION, routes=False, notify=lambda note: None)
-    nbytes = 0
-    if function is not None:
-        nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
+    nbytes, foreseeing = 0, None
+    if function is not None and reading_ahead_pays(pack):
+        nbytes, foreseeing = network_bytes(pack.manifest.files[HASH].nbytes), partial(recalled_bytes, function)
     budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()), beside_bytes=nbytes)
-    foreseeing = None if function is None else partial(recalled_bytes, function)
     needed = Footprint(pack.manifest.model, widened, foreseeing=foreseeing).request([TYPICAL])
     return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
 

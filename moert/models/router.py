@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from moert.kernels.backend import I64, Backend, Matrix, RouterWeights
+from moert.kernels.reference.arithmetic import softmax
 from moert.models.recent import Recent
 from moert.pack.codec import F32
 
@@ -121,10 +122,8 @@ class ForeseeingRouter:
         self._chooser = LearnedRouter(replace(exact.weights, part=replace(exact.weights.part, top_k=top_k)), backend)
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
-        numbers = self._numbers()
-        scores = np.exp(numbers - numbers.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
-        return Routed(self._backend.norm(x, self._exact.weights.norm), *self._chooser.choose(scores, lengths))
+        chosen = self._chooser.choose(softmax(self._numbers()), lengths)
+        return Routed(self._backend.norm(x, self._exact.weights.norm), *chosen)
 
     def guess(self, x: F32) -> F32:
         return self._exact.guess(x)

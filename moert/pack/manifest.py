@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -249,6 +249,11 @@ class Manifest:
 
     def expert_tensor_bytes(self) -> int:
         return sum(entry.tensor_bytes for entry in self.experts)
+
+    def nbytes(self, without: Collection[str] = ()) -> int:
+        """Of all files but the manifest, and but those of these names."""
+        others = sum(entry.nbytes for name, entry in self.files.items() if name not in without)
+        return others + sum(entry.file_bytes for entry in self.experts)
 
     @property
     def mean_expert_bytes(self) -> float:

@@ -80,14 +80,14 @@ class Beforehand:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (prompt := self._next()) is not None:
-            try:
+            ready = None
+            with suppress(MemoryError):  # whoever runs it will say so, if it is still so then
                 ready = self._work(prompt)
-            except MemoryError:
-                continue  # whoever runs it will say so, if it is still so then
             with self._lock:
                 if prompt in self._waiting:
                     self._waiting.remove(prompt)
-                    self._ready[prompt] = ready
+                    if ready is not None:
+                        self._ready[prompt] = ready
 
     def _next(self) -> Prompt | None:
         with self._lock:

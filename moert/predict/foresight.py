@@ -4,6 +4,7 @@ next pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from moert.predict.predictor import Prediction, ranked
 
 _CATCH_UP = 256
 """Tokens that are read again at most, where nothing was asked for longer, unless the answers depend on it."""
+_EXPECTED = 16
+"""Prompts that wait and are worked out beforehand, at most."""
 _SAMPLE = 256
 """Tokens of a prompt that are looked at to say what all of them will demand."""
 
@@ -118,8 +121,8 @@ class Foresight:
 
     def expects(self, prompts: Iterable[Sequence[int]]) -> None:
         """These wait for others to end."""
-        if self.before is not None and self._asked():
-            self.before.expect(map(tuple, prompts))
+        if self.before is not None and (self._routes or self.needed()):
+            self.before.expect(map(tuple, islice(prompts, _EXPECTED)))
 
     def beforehand(self, backend: Backend) -> Beforehand:
         """What works on prompts with this backend, of which nobody else makes use."""

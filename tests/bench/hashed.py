@@ -35,9 +35,8 @@ def function_rows(subject: Subject) -> Iterator[Row]:
     """What the function is."""
     manifest, function = Pack.open(subject.pack).manifest, function_of(subject.pack)
     nbytes = manifest.files["hash.safetensors"].nbytes
-    whole = sum(each.nbytes for each in manifest.files.values()) + sum(each.file_bytes for each in manifest.experts)
     yield Row(f"{subject.name}: hash function", nbytes / 1e6, "MB")
-    yield Row(f"{subject.name}: hash function, of the pack", 100 * nbytes / whole, "%")
+    yield Row(f"{subject.name}: hash function, of the pack", 100 * nbytes / manifest.nbytes(), "%")
     yield Row(f"{subject.name}: features", next(iter(function.stacks.values())).width, "")
 
 

@@ -390,6 +390,33 @@ def test_what_is_not_expected_any_more_is_forgotten() -> None:
     assert before.take((4,)) is None
 
 
+def test_what_finds_no_memory_is_left_to_its_run() -> None:
+    tried: list[tuple[int, ...]] = []
+
+    def work(prompt: tuple[int, ...]) -> Ready:
+        tried.append(prompt)
+        if prompt == (1,):
+            raise MemoryError
+        return Ready(np.zeros((len(prompt), 2), np.float32), None)
+
+    before = Beforehand(work)
+    before.expect([(1,), (2, 3)])
+    wait_until(lambda: (2, 3) in before._ready)
+    assert tried == [(1,), (2, 3)]
+    assert before.take((1,)) is None
+    before.close()
+
+
+def test_by_default_nothing_is_foreseen_for_nobody(packs: dict[str, Path]) -> None:
+    """Routed by the function, while nothing reads ahead or keeps experts by it."""
+    with Engine.open(packs["decoder"], routing="hash", notify=lambda note: None) as engine:
+        engine.generate(PROMPTS[0], **ASKED)
+        assert engine.ahead is None
+        assert isinstance(engine.model.foresight, Foresight)
+        assert list(engine.model.foresight.coming()[0]) == []
+        assert not engine.model.foresight.needed()
+
+
 def test_it_is_said_what_routing_by_it_loses(packs: dict[str, Path], tmp_path: Path) -> None:
     notes: list[str] = []
     with Engine.open(packs["decoder"], routing="hash", notify=notes.append) as engine:

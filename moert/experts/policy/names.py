@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 from moert.errors import HashMissing, PathsMissing, SettingInvalid
 from moert.experts.cache.cache import HANDED_OVER_BYTES
@@ -11,7 +12,7 @@ from moert.experts.policy.selection import AUTO_EVICTION, Choice, choose_evictio
 from moert.experts.policy.succession import Succession
 from moert.pack.errors import FormatTooNew, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE, Trace
@@ -20,10 +21,18 @@ from moert.predict.foresight import Foresight
 from moert.predict.predictor import Predictor
 from moert.wording import said
 
+_F = TypeVar("_F", bound="_OfAModel")
+
 FORESEEN = "foreseen"
 EVICTIONS = (AUTO_EVICTION, *EVICTION, FORESEEN)
 DEFAULT_EVICTION = AUTO_EVICTION
 DEFAULT_PREDICTOR = AUTO_PREDICTOR
+
+
+class _OfAModel(Protocol):
+    """What one of a pack's optional files says."""
+
+    def check(self, spec: ModelSpec) -> None: ...
 
 
 def eviction_for(
@@ -52,16 +61,24 @@ def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | Non
 
 
 def _trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
-    if TRACE not in pack.manifest.files:
-        return None
-    body = pack.read_file(TRACE)
+    return _of_this_model(pack, TRACE, Trace.from_bytes, notify) if TRACE in pack.manifest.files else None
+
+
+def _of_this_model(
+    pack: Pack, name: str, read: Callable[[bytes], _F], notify: Callable[[str], None] | None = None
+) -> _F | None:
+    """What a file of the pack says. One that is not for this model is left aside, and `notify` hears of it, where there
+    is that; else HeaderInvalid or FormatTooNew is raised. Raises PackError if it is damaged."""
+    body = pack.read_file(name)
     try:
-        trace = Trace.from_bytes(body)
-        trace.check(pack.manifest.model)
+        found = read(body)
+        found.check(pack.manifest.model)
     except (HeaderInvalid, FormatTooNew) as error:
+        if notify is None:
+            raise
         notify(f"{error}; the run goes on without it")
         return None
-    return trace
+    return found
 
 
 def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predictor | None:
@@ -69,13 +86,15 @@ def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predict
     threads takes longer than reading them. `foresight`: the pack's, see hash_for. Raises PackError, PathsMissing, and
     KeyError for an unknown name."""
     check_predictor(pack, name)
-    if name == AUTO_PREDICTOR and pack.manifest.mean_expert_bytes < HANDED_OVER_BYTES:
+    if name == AUTO_PREDICTOR and not reading_ahead_pays(pack):
         return None
-    tables = None
-    if name in NEED_TABLES:
-        tables = TransitionTable.from_bytes(pack.read_file(PATHS))
-        tables.check(pack.manifest.model)
+    tables = _of_this_model(pack, PATHS, TransitionTable.from_bytes) if name in NEED_TABLES else None
     return PREDICTORS[name](Known(tables, foresight))
+
+
+def reading_ahead_pays(pack: Pack) -> bool:
+    """Whether experts are so large, on the mean, that handing reads over takes less time than reading."""
+    return pack.manifest.mean_expert_bytes >= HANDED_OVER_BYTES
 
 
 def check_predictor(pack: Pack, name: str) -> None:
@@ -99,19 +118,10 @@ def hash_for(
     """
     check_hash(pack, eviction, routes)
     named = predictor in NEED_HASH or eviction == FORESEEN or routes
-    taken = predictor == AUTO_PREDICTOR and pack.manifest.mean_expert_bytes >= HANDED_OVER_BYTES
+    taken = predictor == AUTO_PREDICTOR and reading_ahead_pays(pack)
     if HASH not in pack.manifest.files or not (named or taken):
         return None
-    body = pack.read_file(HASH)
-    try:
-        function = HashFunction.from_bytes(body)
-        function.check(pack.manifest.model)
-    except (HeaderInvalid, FormatTooNew) as error:
-        if named:
-            raise
-        notify(f"{error}; the run goes on without it")
-        return None
-    return function
+    return _of_this_model(pack, HASH, HashFunction.from_bytes, None if named else notify)
 
 
 def check_hash(pack: Pack, eviction: str, routes: bool) -> None:
