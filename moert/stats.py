@@ -39,6 +39,19 @@ class ExpertCounters:
 
 
 @dataclass
+class NeuronCounters:
+    """Of experts whose neurons are read by themselves: `neurons` asked, each for each token, of which `fired` gave
+    anything but zero; `blocks` that had one that fired, each once for all tokens of a layer, and `block_hits` of them that
+    were in memory."""
+
+    neurons: int = 0
+    fired: int = 0
+    blocks: int = 0
+    block_hits: int = 0
+    block_evictions: int = 0
+
+
+@dataclass
 class RequestTimes:
     """Token counts and times over one or more requests. `decode_s`: while tokens after the first of a request were
     written, for one or several requests at once."""
