@@ -101,7 +101,7 @@ def run(
     memory: MemoryOption = None,
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
-    predict: PredictOption = Predict.gate,
+    predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
@@ -162,7 +162,7 @@ def chat(
     memory: MemoryOption = None,
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
-    predict: PredictOption = Predict.gate,
+    predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: MaxNewTokensOption = 1024,
     temperature: TemperatureOption = 0.0,
@@ -199,7 +199,7 @@ def bench(
     memory: MemoryOption = None,
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
-    predict: PredictOption = Predict.gate,
+    predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
