@@ -78,7 +78,9 @@ class Engine:
         self.times = RequestTimes()
         self.text = Text(pack)
         self._turns = Turns()
-        self._streaming = Streaming(pack, backend, self.counters, settings.eviction, settings.reading)
+        self._streaming = Streaming(
+            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons
+        )
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
         self._regulator, notes = _regulator(footprint, self.budget, self._streaming, settings)
@@ -324,7 +326,7 @@ class Engine:
             routing = HASH_ROUTING
         return run_stats(
             self.times, self.counters, ahead, given, Ways(streaming.eviction, streaming.io, routing),
-            streaming.headroom(),
+            streaming.headroom(), None if streaming.firing is None else streaming.firing.counters,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from moert.experts.drive.store import ExpertStore
 from moert.experts.executor import CachedExperts
 from moert.experts.neurons.executor import FiringExperts
 from moert.experts.neurons.firing import Firing
+from moert.experts.neurons.keeping import DEFAULT_KEEPING
 from moert.experts.policy.belady import Recorder, headroom
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import eviction_for
@@ -27,9 +28,10 @@ class Streaming:
     """The cache of a pack's experts, and what reads into it."""
 
     def __init__(
-        self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None
-    ) -> None:
-        """`io`: None to find out what is best. Raises PackError."""
+        self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None,
+        keep_neurons: str = DEFAULT_KEEPING,
+    ) -> None:  # fmt: skip
+        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping. Raises PackError."""
         self.eviction = eviction
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
@@ -42,7 +44,7 @@ class Streaming:
         self._store = ExpertStore(pack, backend, counters, settings)
         nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self._all_bytes = sum(nbytes.values())
-        self.firing = Firing(pack, counters, settings) if pack.has_neurons else None
+        self.firing = Firing(pack, counters, settings, keep_neurons) if pack.has_neurons else None
         """Where experts run neuron by neuron: then what is cached, and counted, of an expert are its rows."""
         self.nbytes = nbytes if self.firing is None else self.firing.nbytes
         """What is cached of each expert."""

@@ -9,7 +9,7 @@ from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Listener
 from moert.experts.drive.io import IoSettings
 from moert.experts.neurons.executor import FiringExperts
-from moert.experts.neurons.keeping import DEFAULT, KEEPING
+from moert.experts.neurons.keeping import KEEPING
 from moert.experts.neurons.sharing import Shares, shares
 from moert.experts.neurons.slots import BlockCache
 from moert.experts.neurons.store import ColumnReader, Pieces, RowStore
@@ -21,7 +21,7 @@ from moert.stats import ExpertCounters, NeuronCounters
 class Firing:
     """Rows of experts are cached as whole experts are, in a cache that the caller makes of `store`; columns in blocks."""
 
-    def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str = DEFAULT) -> None:
+    def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str) -> None:
         """`keeping`: a name of moert.experts.neurons.keeping. Raises PackError."""
         self.counters = NeuronCounters()
         self.pieces = Pieces(pack, counters, io)

@@ -49,7 +49,7 @@ KEEPING: Mapping[str, Keeping] = {
 }
 """lru: who was used last stays; lfu: who was used most; recent: the same, where a use counts half eight visits later
 (Lee et al. 2001, LRFU); window: what fired for the last tokens, as many of these as fit (Alizadeh et al. 2023)."""
-DEFAULT = "recent"
+DEFAULT_KEEPING = "recent"
 
 
 class Taken(NamedTuple):
