@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 13
+#define MOERT_ABI 14
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -283,6 +283,29 @@ void moert_gated(moert_pool *pool, const moert_norm *norm, int groups, int last,
 /* The CRC-32 of zlib, of more data after that whose checksum is `crc` (0: none), and whether it is fast here. */
 uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n);
 int moert_crc32_fast(void);
+
+/* A read of consecutive bytes of a file, and what came of it. */
+typedef struct {
+    int64_t offset, nbytes;   /* in the file */
+    void *place;              /* where they go */
+    int32_t fd;
+    uint32_t crc;             /* their CRC-32, if it is to be checked */
+    int32_t checked, forget;  /* forget: what was read through the page cache does not stay there */
+    int64_t found;            /* of the bytes; fewer than asked for where the file ends or an error comes */
+    int32_t error, wrong;     /* what errno said, or 0; whether all were found and have another CRC-32 */
+} moert_read;
+
+/* By io_uring if `by_ring` and the system lets us, else by so many threads, the caller among them. NULL: no memory. One
+ * thread at a time uses a reader. */
+typedef struct moert_reader moert_reader;
+moert_reader *moert_reader_open(int threads, int by_ring);
+void moert_reader_close(moert_reader *reader);
+int moert_reader_has_ring(const moert_reader *reader);
+
+/* All of them; how many are not whole and right. Returns when none is on its way any more. Those that follow each other,
+ * here and in a file, are asked for together. Direct reads want places, and offsets and lengths, that the drive takes:
+ * others are read through the page cache, and the descriptor is made to do so from then on. */
+int moert_read_many(moert_reader *reader, moert_read *reads, int count);
 
 #pragma GCC visibility pop
 
