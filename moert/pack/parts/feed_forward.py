@@ -21,6 +21,11 @@ class Act:
     slope: Annotated[float, Above(0)] = 1.0
     plus: float = 0.0
 
+    @property
+    def exact_zeros(self) -> bool:
+        """Whether it is zero, and not merely small, for all that is below zero."""
+        return self.name in ("relu", "relu2")
+
 
 @dataclass(frozen=True)
 class Ffn:
