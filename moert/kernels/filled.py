@@ -12,8 +12,10 @@ import numpy.typing as npt
 
 from moert.kernels import structs
 from moert.kernels.backend import AttentionWeights, KeptKeys, NormWeights, Positions, RouterWeights, Stored
-from moert.kernels.structs import SCORES, Keys, Matrix
+from moert.kernels.structs import KINDS, SCORES, Keys, Matrix
 from moert.pack.codec import F32
+from moert.pack.layout import group_of
+from moert.pack.neurons import MatrixPlace, NeuronLayout
 from moert.pack.parts import Attention
 
 _S = TypeVar("_S", bound=Structure)
@@ -58,6 +60,23 @@ def address_in_place(state: F32) -> int:
     """The address of what is changed there, which no copy can stand for."""
     assert state.flags.c_contiguous
     return address(state)
+
+
+def neurons(layout: NeuronLayout) -> structs.Neurons:
+    places = {name: _place(each, layout.d_model) for name, each in layout.rows.items()}
+    return structs.Neurons(
+        down=_place(layout.columns, layout.d_model), d_model=layout.d_model, d_ff=layout.d_ff,
+        block_rows=layout.per_block, **places,
+    )  # fmt: skip
+
+
+def _place(matrix: MatrixPlace, cols: int) -> structs.Place:
+    assert matrix.form16 != "MXFP4" or matrix.bits < 16
+    data, scale, minimum = matrix.places if matrix.bits < 16 else (matrix.places[0], 0, 0)
+    kind, group = (
+        (KINDS[matrix.form16], cols) if matrix.bits == 16 else (matrix.bits, group_of(cols, matrix.group_size))
+    )
+    return structs.Place(data, scale, minimum, -1 if matrix.bias_place is None else matrix.bias_place, kind, group)
 
 
 def norm(of: NormWeights) -> structs.Norm:

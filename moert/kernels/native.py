@@ -30,7 +30,8 @@ from moert.kernels.filled import address as _at
 from moert.kernels.filled import address_in_place as _in_place
 from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
-from moert.pack.codec import F32, MX_GROUP, QuantizedMatrix
+from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
+from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Act, Ffn, Latent
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -58,6 +59,7 @@ class NativeBackend:
         self._arena = Arena()
         self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
         self._acts: dict[Act, structs.Act] = {}
+        self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
 
     def close(self) -> None:
         """Ends the threads. Nothing may be computed after that."""
@@ -203,6 +205,31 @@ class NativeBackend:
         first = np.zeros(len(parts), np.int32)
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
 
+    def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
+        x, offsets = np.ascontiguousarray(x), np.ascontiguousarray(offsets)
+        hidden = np.empty((len(x), layout.d_ff), np.float32)
+        assert len(offsets) == layout.n_blocks
+        assert x.shape[1] == layout.d_model
+        check(
+            self._call.moert_fire(
+                self._pool, self._neurons(layout), self._act(spec), _at(base), _at(offsets), _at(x), len(x), _at(hidden)
+            )
+        )  # fmt: skip
+        return hidden
+
+    def project(self, layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32 | None) -> F32:
+        hidden, offsets = np.ascontiguousarray(hidden), np.ascontiguousarray(offsets)
+        out, biases = np.empty((len(hidden), layout.d_model), np.float32), None if bias is None else _at(bias)
+        assert len(offsets) == layout.n_blocks
+        assert hidden.shape[1] == layout.d_ff
+        failed = self._call.moert_project(
+            self._pool, self._neurons(layout), _at(base), _at(offsets), _at(hidden), len(hidden), biases, _at(out)
+        )  # fmt: skip
+        if failed > 0:
+            raise ValueError("a neuron that fired is not there")
+        check(failed)
+        return out
+
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
         x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
         out, (k, channels) = np.empty_like(x), taps.shape
@@ -271,6 +298,12 @@ class NativeBackend:
             limit = math.inf if act.limit is None else act.limit
             self._acts[act] = structs.Act(ACTIVATIONS[act.name], limit, act.slope, act.plus)
         return addressof(self._acts[act])
+
+    def _neurons(self, layout: NeuronLayout) -> int:
+        key = layout.d_model, layout.d_ff, layout.per_block, layout.columns, *layout.rows.items()
+        if key not in self._layouts:
+            self._layouts[key] = filled.neurons(layout)
+        return addressof(self._layouts[key])
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
         """A copy in large pages."""
