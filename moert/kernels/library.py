@@ -39,6 +39,8 @@ _FUNCTIONS = {
     "moert_mixture": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
     "moert_parts": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
     "moert_add_parts": (None, [_POOL, _DATA, _DATA, _DATA, c_int, c_int, _DATA]),
+    "moert_fire": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
+    "moert_project": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, c_int, _DATA, _DATA]),
     "moert_attend": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
     "moert_attend_latent": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
     "moert_keep": (c_int, [_POOL, _DATA, c_int, _DATA, c_int, _DATA]),

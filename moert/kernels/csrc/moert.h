@@ -32,6 +32,9 @@ typedef struct {
     int32_t kind;
     int32_t rows, cols;
     int32_t group;            /* inputs that share a scale; cols: one scale a row */
+    int32_t block_rows;       /* rows of a block, where they lie in blocks; the last may have fewer */
+    const int64_t *blocks;    /* or NULL: of each block, bytes that all of the above lie further on; -1: it is not there, and
+                               * what the matrix gives for its rows is 0 */
 } moert_matrix;
 
 /* x / sqrt(mean(x²) + eps) * weight; with a bias, the mean is taken from x before, and the bias added. Where the weight is
@@ -188,6 +191,21 @@ typedef struct {
     int32_t rows, width;
 } moert_sparse;
 
+/* A matrix within pieces that have one of its blocks each: what lies how many bytes behind a piece's beginning. */
+typedef struct {
+    int64_t data, scale, minimum;
+    int64_t bias;             /* -1: none */
+    int32_t kind, group;      /* as in moert_matrix */
+} moert_place;
+
+/* A feed-forward by its neurons, in blocks of block_rows: each has a row of gate and up and a column of down. down is stored by
+ * columns, [d_ff, d_model]: groups run along d_model. */
+typedef struct {
+    moert_place gate, up;     /* of a piece of rows; gate.kind is 0 without one */
+    moert_place down;         /* of a piece of columns */
+    int32_t d_model, d_ff, block_rows;
+} moert_neurons;
+
 typedef struct moert_pool moert_pool;
 
 int moert_abi(void);
@@ -223,6 +241,17 @@ int moert_parts(moert_pool *pool, const moert_act *act, int experts, const moert
                 const int32_t *token_of, const float *x, int tokens, float *parts);
 void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,
                      int cols, float *out);
+
+/* hidden [tokens, d_ff]: act(up x), or with a gate act(gate x) * up x. Block k's piece of rows lies at[k] bytes behind base; -1:
+ * it is not there, and its neurons get 0. */
+int moert_fire(moert_pool *pool, const moert_neurons *neurons, const moert_act *act, const void *base, const int64_t *at,
+               const float *x, int tokens, float *hidden);
+
+/* y [tokens, d_model] = the sum of hidden[i] times column i, in the order of the neurons, with one rounding for each
+ * (fma); column i is fl(fl(scale * code) + minimum). Then bias [d_model] (or NULL) is added. Neurons with 0 are skipped, which
+ * is the same; pieces of columns lie as those of rows do. 1 if one is not there whose neuron has something else than 0. */
+int moert_project(moert_pool *pool, const moert_neurons *neurons, const void *base, const int64_t *at, const float *hidden,
+                  int tokens, const float *bias, float *y);
 
 /* Tokens of one sequence through an attention block: x [tokens, d_model] += o · attention(norm(x)). They are those from
  * position `start` on; with k and v, their keys and values are written there first. `length` keys are there then. */
