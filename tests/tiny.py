@@ -279,7 +279,7 @@ def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
                 weight.copy_(1.5 * noise * weight.shape[-1] ** -0.5)
         inside = getattr(model, "model", model)
         for stack in ("encoder", "decoder"):
-            if hasattr(inside, stack):  # with an untied head transformers keeps three embeddings, a pack one
+            if hasattr(inside, "shared") and hasattr(inside, stack):  # if untied, these are three, and a pack has one
                 getattr(inside, stack).embed_tokens.weight.copy_(inside.shared.weight)
         if first is not None:
             model.generation_config.forced_bos_token_id = first
