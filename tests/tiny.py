@@ -221,6 +221,9 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
 
+ROUTED = {name: tiny for name, tiny in TINY.items() if name != "opt"}
+"""The same without those whose layers have one expert, so that there is nothing to choose."""
+
 
 def transformers_model(path: Path) -> Any:
     """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between.

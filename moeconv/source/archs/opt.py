@@ -1,5 +1,5 @@
 """OPT: a decoder without routers, whose layers' networks are packed as experts, one a layer, so that each gets a width
-of its own; learnt positions, LayerNorms and biases. With gelu, and maybe without biases, Galactica."""
+of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INSIDE: Inside = {
     "mixer_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm", "attn.o": "self_attn.out_proj",
 }  # fmt: skip
 _NORMS = ("norm.weight", "norm.bias")
-_PLAIN_BEFORE = "only layers with their norms before attention and network can be packed, as all but OPT-350m have"
+_BEFORE = "only layers with their norms before attention and network can be packed, as all but OPT-350m have"
 
 
 class Opt(Family):
@@ -43,9 +43,9 @@ class Opt(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect(*_IDLE)
-        config.must_be("do_layer_norm_before", True, _PLAIN_BEFORE)
+        config.must_be("do_layer_norm_before", True, _BEFORE)
         d_model, n_layers = config.count("hidden_size"), config.count("num_hidden_layers")
-        config.must_be("word_embed_proj_dim", d_model, f"embeddings of other than hidden_size {d_model} can't be packed")
+        config.must_be("word_embed_proj_dim", d_model, "only embeddings of hidden_size can be packed")
         bias, learnt = bool(config.get("enable_bias")), bool(config.get("layer_norm_elementwise_affine"))
         ffn = Ffn(config.count("ffn_dim"), config.activation("activation_function"), gated=False, bias=bias)
         layer = Layer(_NORM, _attention(config, d_model, bias), None, Experts(1, ffn, Router(1, False, None)))
@@ -119,10 +119,13 @@ class _Network(nn.Module):
 
 def _attention(config: Config, d_model: int, bias: bool) -> Attention:
     """Raises UnsupportedModel."""
-    if d_model % (heads := config.count("num_attention_heads")):
-        raise UnsupportedModel(f"config.json sets num_attention_heads {heads} for hidden_size {d_model}: a rest is left")
-    dim = d_model // heads
-    return Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases="qkvo" if bias else None)
+    heads = config.count("num_attention_heads")
+    if d_model % heads:
+        raise UnsupportedModel(
+            f"config.json sets num_attention_heads {heads} for hidden_size {d_model}: that leaves a rest"
+        )
+    dim, biases = d_model // heads, "qkvo" if bias else None
+    return Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases=biases)
 
 
 def _of(last: str) -> OfExpert:
