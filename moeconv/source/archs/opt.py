@@ -48,7 +48,7 @@ class Opt(Family):
         config.must_be("word_embed_proj_dim", d_model, "only embeddings of hidden_size can be packed")
         bias, learnt = bool(config.get("enable_bias")), bool(config.get("layer_norm_elementwise_affine"))
         ffn = Ffn(config.count("ffn_dim"), config.activation("activation_function"), gated=False, bias=bias)
-        layer = Layer(_NORM, _attention(config, d_model, bias), None, Experts(1, ffn, Router(1, False, None)))
+        layer = Layer(_NORM, _attention(config, d_model), None, Experts(1, ffn, Router(1, False, None)))
         layers, positions = [layer] * n_layers, PositionTable(config.count("max_position_embeddings"))
         if positions.n > _MOST_POSITIONS:
             raise UnsupportedModel(f"config.json sets max_position_embeddings {positions.n}: {_MOST_POSITIONS} at most")
@@ -81,13 +81,10 @@ class Opt(Family):
             del positions.forward
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        return self._matrix(model, key, projection).weight.detach()
+        return self.experts_module(model, key.at).get_parameter(f"{projection}.weight").detach()
 
     def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        return self._matrix(model, key, projection).bias.detach()
-
-    def _matrix(self, model: nn.Module, key: ExpertKey, projection: str) -> Any:
-        return self.experts_module(model, key.at).get_submodule(projection)
+        return self.experts_module(model, key.at).get_parameter(f"{projection}.bias").detach()
 
 
 class _Expert(nn.Module):
@@ -117,14 +114,14 @@ class _Network(nn.Module):
         return found
 
 
-def _attention(config: Config, d_model: int, bias: bool) -> Attention:
+def _attention(config: Config, d_model: int) -> Attention:
     """Raises UnsupportedModel."""
     heads = config.count("num_attention_heads")
     if d_model % heads:
         raise UnsupportedModel(
             f"config.json sets num_attention_heads {heads} for hidden_size {d_model}: that leaves a rest"
         )
-    dim, biases = d_model // heads, "qkvo" if bias else None
+    dim, biases = d_model // heads, config.biases("enable_bias", "qkvo")
     return Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases=biases)
 
 
