@@ -74,6 +74,8 @@ class HashFigures:
 def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progress) -> HashFigures:
     """Adds hash.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or PackError."""
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
+    if not spec.moe.chooses:
+        raise SettingsError(f"{pack.root} has nothing to foresee: every token passes all experts of a layer")
     source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
     splits = source.splits
     metric = find_metric(_metric_of(pack, asked, splits))

@@ -103,7 +103,12 @@ class Fitting:
 
 
 def check_resident(settings: Settings, coding: Coding) -> None:
-    """Raises SettingsError for memory that moert could not run in, whatever the widths."""
+    """Raises SettingsError for memory that moert could not run in, whatever the widths, and where there is nothing to
+    route."""
+    if settings.resident and not coding.spec.moe.chooses:
+        raise SettingsError(
+            "--resident would have no choice, as every token passes all experts of a layer: leave it out"
+        )
     least = min(settings.bits)
     for asked in settings.resident:
         if asked >= LEAST_MEMORY:

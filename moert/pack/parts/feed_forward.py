@@ -170,6 +170,11 @@ class Experts:
     narrow: Narrow | None = None
     bypass: bool = False
 
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens go to different experts: there is more than one for those that a token takes."""
+        return self.router.top_k < self.n
+
     def width(self, d_model: int) -> int:
         """Features that an expert gets and gives."""
         return d_model if self.narrow is None else self.narrow.features
