@@ -57,7 +57,12 @@ class EngineSettings(Adjustable):
             raise SettingInvalid(
                 "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"
             )
-        names = {"eviction": EVICTIONS, "predictor": tuple(PREDICTORS), "kv_bits": KV_BITS, "keep_neurons": tuple(KEEPING)}
+        names = {
+            "eviction": EVICTIONS,
+            "predictor": tuple(PREDICTORS),
+            "kv_bits": KV_BITS,
+            "keep_neurons": tuple(KEEPING),
+        }
         for name, known in names.items():
             if getattr(self, name) not in known:
                 others = ", ".join(map(str, known))

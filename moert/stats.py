@@ -41,8 +41,8 @@ class ExpertCounters:
 @dataclass
 class NeuronCounters:
     """Of experts whose neurons are read by themselves: `neurons` asked, each for each token, of which `fired` gave
-    anything but zero; `blocks` that had one that fired, each once for all tokens of a layer, and `block_hits` of them that
-    were in memory."""
+    anything but zero; `blocks` that had one that fired, each once for all tokens of a layer, and `block_hits` of them
+    that were in memory."""
 
     neurons: int = 0
     fired: int = 0
@@ -205,7 +205,7 @@ class RunStats:
             return []
         hits = 100 * self.block_hits / self.block_requests
         return [
-            f"neurons          {100 * self.neurons_fired:.1f}% fired; blocks of them asked for {self.block_requests} times, "
+            f"neurons          {100 * self.neurons_fired:.1f}% fired; blocks asked for {self.block_requests} times, "
             f"{hits:.1f}% in memory"
         ]
 

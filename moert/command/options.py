@@ -81,8 +81,8 @@ EvictionOption = Annotated[
 KeepNeuronsOption = Annotated[
     KeepNeurons,
     typer.Option(
-        help="Which neurons stay, of a pack whose experts lie in blocks of them: recent (used often and lately), lru (used "
-        "last), lfu (used most), window (those that fired for the last tokens, as many as fit)."
+        help="Which neurons stay, of a pack whose experts lie in blocks of them: recent (used often and lately), lru "
+        "(used last), lfu (used most), window (those that fired for the last tokens, as many as fit)."
     ),
 ]
 PredictOption = Annotated[

@@ -31,7 +31,8 @@ class Streaming:
         self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None,
         keep_neurons: str = DEFAULT_KEEPING,
     ) -> None:  # fmt: skip
-        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping. Raises PackError."""
+        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping. Raises
+        PackError."""
         self.eviction = eviction
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()

@@ -18,7 +18,6 @@ from moert.experts.drive import reads
 from moert.experts.neurons.keeping import KEEPING
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch
-from moert.pack.model_spec import ModelSpec
 from moert.pack.neurons import Neurons
 from moert.pack.reader import Pack
 
@@ -62,7 +61,9 @@ def test_no_room_and_no_policy_changes_an_answer(pack: Path, expected: list[tupl
         assert same(answers(pack, cache=cache, keep_neurons=keep), expected), cache
 
 
-@pytest.mark.parametrize("how", [{"threads": 1}, {"io": "direct,2"}, {"io": "buffered,1"}, {"predictor": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"threads": 1}, {"io": "direct,2"}, {"io": "buffered,1"}, {"predictor": "none"}], ids=str
+)
 def test_no_way_of_running_changes_an_answer(
     pack: Path, expected: list[tuple[list[int], F32]], how: dict[str, Any]
 ) -> None:
@@ -117,7 +118,7 @@ def test_room_is_kept_to(pack: Path) -> None:
 
 @pytest.fixture
 def damaged(pack: Path, tmp_path: Path) -> Iterator[Path]:
-    yield Path(shutil.copytree(pack, tmp_path / "m.pack"))
+    return Path(shutil.copytree(pack, tmp_path / "m.pack"))
 
 
 @pytest.mark.parametrize("where", ["rows", "columns"])
@@ -146,10 +147,13 @@ def test_a_file_cut_short_while_it_runs_is_named(damaged: Path) -> None:
             run_greedy(engine, engine.encode(PROMPTS[0]), NEW)
 
 
-def test_the_command_says_what_fired(pack: Path, moert: Moert) -> None:
+def test_the_command_says_what_fired(
+    pack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moert = Moert(capsys, monkeypatch)
     flags = ["run", pack, PROMPTS[0], "--cache", "60%", "--max-new-tokens", "8", "--stats"]
     assert moert(*flags, "--keep-neurons", "window") == 0
-    assert " fired; blocks of them asked for " in moert.err
+    assert " fired; blocks asked for " in moert.err
     assert moert(*flags, "--json") == 0
-    assert json.loads(moert.err.splitlines()[-1])["block_requests"] > 0
+    assert json.loads(moert.out)["stats"]["block_requests"] > 0
     assert "Invalid value for '--keep-neurons'" in moert.refuses(*flags, "--keep-neurons", "none")

@@ -69,7 +69,9 @@ def check(lent: Lent, key: ExpertKey, blocks: list[int]) -> None:
 
 
 asked = st.lists(
-    st.tuples(st.sampled_from([key for keys in LAYERS.values() for key in keys]), st.sets(st.integers(0, N_BLOCKS - 1))),
+    st.tuples(
+        st.sampled_from([key for keys in LAYERS.values() for key in keys]), st.sets(st.integers(0, N_BLOCKS - 1))
+    ),
     max_size=20,
 )
 
@@ -125,7 +127,7 @@ def failing() -> Iterator[tuple[BlockCache, Drive]]:
     cache, drive, _ = opened(8)
     cache.fetch(KEY, np.array([1]))
     drive.fails = True
-    yield cache, drive
+    return cache, drive
 
 
 @pytest.mark.parametrize("blocks", [[1, 2], list(range(N_BLOCKS))])
@@ -140,8 +142,16 @@ def test_what_was_not_read_is_read_the_next_time(failing: tuple[BlockCache, Driv
 room = st.integers(0, 3000)
 
 
-@given(room_bytes=room, rows=st.integers(1, 900), least=st.integers(1, 100), columns=st.integers(1, 900), one=st.integers(1, 90))
-def test_shares_never_come_to_more_than_the_room(room_bytes: int, rows: int, least: int, columns: int, one: int) -> None:
+@given(
+    room_bytes=room,
+    rows=st.integers(1, 900),
+    least=st.integers(1, 100),
+    columns=st.integers(1, 900),
+    one=st.integers(1, 90),
+)
+def test_shares_never_come_to_more_than_the_room(
+    room_bytes: int, rows: int, least: int, columns: int, one: int
+) -> None:
     least = min(least, rows)
     found = shares(room_bytes, rows, least, columns, one)
     assert 0 <= found.columns_bytes <= columns

@@ -23,8 +23,8 @@ from moert.stats import NeuronCounters
 
 
 class FiringExperts:
-    """An ExpertRunner of moert.models, as CachedExperts: answers are those of whole experts bit by bit, since what does not
-    fire adds nothing. `rows` caches gate and up of experts, `columns` blocks of down."""
+    """An ExpertRunner of moert.models, as CachedExperts: answers are those of whole experts bit by bit, since what does
+    not fire adds nothing. `rows` caches gate and up of experts, `columns` blocks of down."""
 
     def __init__(
         self, ffn: Ffn, rows: ExpertCache, columns: BlockCache, biases: Mapping[ExpertKey, F32], backend: Backend,

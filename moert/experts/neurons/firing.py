@@ -19,7 +19,8 @@ from moert.stats import ExpertCounters, NeuronCounters
 
 
 class Firing:
-    """Rows of experts are cached as whole experts are, in a cache that the caller makes of `store`; columns in blocks."""
+    """Rows of experts are cached as whole experts are, in a cache that the caller makes of `store`; columns in
+    blocks."""
 
     def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str) -> None:
         """`keeping`: a name of moert.experts.neurons.keeping. Raises PackError."""

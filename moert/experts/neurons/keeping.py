@@ -1,7 +1,7 @@
 """Which blocks of neurons stay in memory: by a score of each that a use raises, or by a window over tokens. Pure.
 
-Blocks of one layer, of all its experts, are numbered from 0. A *visit* is one pass through the layer: a token, or several
-at once. Whoever has the lowest score leaves first, so that a choice costs one look at the scores.
+Blocks of one layer, of all its experts, are numbered from 0. A *visit* is one pass through the layer: a token, or
+several at once. Whoever has the lowest score leaves first, so that a choice costs one look at the scores.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Blocks:
         self.n_slots = n_slots
 
     def want(self, blocks: I64) -> Taken:
-        """A visit asks for `blocks` [n], ascending, each once, no more than there are slots: all have one then. Of those
-        that had none the caller reads the contents."""
+        """A visit asks for `blocks` [n], ascending, each once, no more than there are slots: all have one then. Of
+        those that had none the caller reads the contents."""
         self._visit += 1
         missing = blocks[self.slot_of[blocks] < 0]
         slots = self._room(blocks, len(missing)) if len(missing) else missing
@@ -129,7 +129,7 @@ class Hits(NamedTuple):
 
 
 def replay(visits: Sequence[I64], n_blocks: int, n_slots: int, keeping: Keeping) -> Hits:
-    """A recorded trace of a layer, the blocks [n] of each visit ascending, with so many slots that are empty at first."""
+    """A recorded trace of a layer, the blocks [n] of each visit ascending, with so many slots, at first empty."""
     blocks, asked, missed = Blocks(n_blocks, keeping), 0, 0
     blocks.resize(n_slots)
     for wanted in visits:

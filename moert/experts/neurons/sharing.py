@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 COLUMNS = 0.25
-"""Of the room, what columns get at least: rows are read whole where an expert is asked for, columns only where they fire."""
+"""Of the room, what columns get at least: rows are read whole where an expert is asked for, columns where they fire."""
 
 
 class Shares(NamedTuple):

@@ -143,7 +143,7 @@ class BlockCache:
 
     @contextmanager
     def _slots(self, layer: _Layer, blocks: I64) -> Iterator[tuple[I64, I64]]:
-        """Blocks of a layer that have no contents yet, and their slots; they have none again where these can't be had."""
+        """Blocks of a layer that have no contents yet, and their slots, which they lose where these can't be had."""
         before = layer.blocks.evictions
         taken = layer.blocks.want(blocks)
         layer.touched = max(layer.touched, int(taken.slots.max(initial=-1)) + 1)

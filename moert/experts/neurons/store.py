@@ -33,8 +33,8 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What of every block lies in a file as one piece: that of block k is file[at + k · step:][:nbytes], its checksum the
-    one numbered check + k. It comes `place` bytes behind the beginning of what is kept of the block."""
+    """What of every block lies in a file as one piece: that of block k is file[at + k · step:][:nbytes], its checksum
+    the one numbered check + k. It comes `place` bytes behind the beginning of what is kept of the block."""
 
     at: int
     step: int
@@ -82,8 +82,8 @@ class Pieces:
         return found.view(np.float32)
 
     def read(self, key: ExpertKey, parts: Sequence[Part], blocks: I64, into: U8, places: I64) -> None:
-        """These parts of blocks [n] of an expert, ascending, to what begins at their places [n] in `into`. What lies side
-        by side in the file is one request. Raises PackError."""
+        """These parts of blocks [n] of an expert, ascending, to what begins at their places [n] in `into`. What lies
+        side by side in the file is one request. Raises PackError."""
         entry, sums = self._pack.entry(key), self._sums[key]
         reads: Table = np.zeros(len(blocks) * len(parts), READ)
         for first, part in enumerate(parts):
@@ -163,7 +163,7 @@ class ColumnReader:
     def read_all(self, key: ExpertKey, into: U8) -> I64:
         layout = self._pieces.layout(key)
         parts = [columns_of(layout)]
-        if layout.rows_step == layout.columns_step:  # bundled: what lies between is read too, in one request
+        if layout.rows_step > layout.rows_bytes:  # bundled: what lies between is read too, in one request
             parts = [rows_of(layout), columns_of(layout, layout.rows_bytes)]
         blocks = np.arange(layout.n_blocks)
         self._pieces.read(key, parts, blocks, into, blocks * layout.columns_step)
