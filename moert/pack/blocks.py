@@ -94,8 +94,9 @@ def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, w
 
 def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
     """The reverse: uint8 [d_ff, nbytes]."""
-    rows: U8 = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
-    return rows[: layout.d_ff]
+    rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
+    found: U8 = rows[: layout.d_ff]
+    return found
 
 
 def _given(biases: Mapping[str, F32], name: str) -> F32:
