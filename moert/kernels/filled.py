@@ -73,10 +73,9 @@ def neurons(layout: NeuronLayout) -> structs.Neurons:
 def _place(matrix: MatrixPlace, cols: int) -> structs.Place:
     assert matrix.form16 != "MXFP4" or matrix.bits < 16
     data, scale, minimum = matrix.places if matrix.bits < 16 else (matrix.places[0], 0, 0)
-    kind, group = (
-        (KINDS[matrix.form16], cols) if matrix.bits == 16 else (matrix.bits, group_of(cols, matrix.group_size))
-    )
-    return structs.Place(data, scale, minimum, -1 if matrix.bias_place is None else matrix.bias_place, kind, group)
+    kind = KINDS[matrix.form16] if matrix.bits == 16 else matrix.bits
+    group, bias = cols if matrix.bits == 16 else group_of(cols, matrix.group_size), matrix.bias_place
+    return structs.Place(data, scale, minimum, -1 if bias is None else bias, kind, group)
 
 
 def norm(of: NormWeights) -> structs.Norm:

@@ -128,6 +128,8 @@ int main(int count, char **arguments) {
     run("linear", linear_cases);
     run("rows", rows_cases);
     run("mixture", mixture_cases);
+    run("fire", fire_cases);
+    run("project", project_cases);
     run("attend", attend_cases);
     run("latent", latent_cases);
     run("keep", keep_cases);

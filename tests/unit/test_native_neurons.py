@@ -220,7 +220,7 @@ def test_columns_of_those_that_fired(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_are_skipped_and_change_no_bit(backends: Natives, kind: Kind) -> None:
-    """Beside tokens that fire all neurons nothing is skipped; a sum that is so small that -0 is left of it becomes 0."""
+    """Beside tokens that fire all neurons nothing is skipped. A sum so small that -0 is left of it becomes 0."""
     neurons, rng = problem(7, 70, 64, 5, [8, kind], 32), np.random.default_rng(8)
     hidden = neurons.sparse(rng, 9, 0.2)
     hidden[4], hidden[7] = 1, 0
