@@ -108,7 +108,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"trace {size(nbytes['trace'])}, hash {size(nbytes['hash'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),
         *_preference_lines(pack),
-        *_hash_lines(facts["hash"]),
+        *_hash_lines(facts["hash"], pack.manifest.model.moe.chooses),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
@@ -173,7 +173,9 @@ def _hash_facts(function: HashFunction) -> dict[str, Any]:
     }
 
 
-def _hash_lines(facts: dict[str, Any] | None) -> list[str]:
+def _hash_lines(facts: dict[str, Any] | None, chooses: bool) -> list[str]:
+    if not chooses:
+        return ["hash function    no: every token passes all experts of a layer"]
     if facts is None:
         return ["hash function    no: moeconv train-hash adds one"]
     routed = facts["routed"]

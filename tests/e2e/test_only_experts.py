@@ -103,7 +103,9 @@ def test_paths_report_and_info(done: Done, tmp_path: Path) -> None:
     for at, paths in table.layers.items():
         assert paths.frequency.tolist() == [table.layers[pack.manifest.model.moe_layers()[0]].frequency[0]], at
     assert write_report(pack, tmp_path / "report")
-    assert any("1 a layer" in line for line in description_lines(pack))
+    said = description_lines(pack)
+    assert any("1 a layer" in line for line in said)
+    assert "hash function    no: every token passes all experts of a layer" in said
 
 
 @pytest.mark.parametrize(
