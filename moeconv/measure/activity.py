@@ -122,7 +122,7 @@ class _Counts:
         chosen = call.chosen
         there = (chosen >= 0).any(dim=1)
         times = self.tokens + there.cumsum(0) - 1
-        for expert in chosen[there].unique().tolist():
+        for expert in set(chosen[there].flatten().tolist()):
             if expert >= 0:
                 rows = (chosen == expert).any(dim=1)
                 self._fire(expert, self.calls.inner(self.place.expert(expert), call.x[rows]) != 0, times[rows])
@@ -137,7 +137,8 @@ class _Counts:
         self.last[expert] = seen[-1]
         self.lately += [int((ages <= most).sum()) for most in LATELY]
         for place, size in enumerate(BLOCKS):
-            blocks = torch.nn.functional.pad(on, (0, -on.shape[1] % size)).unflatten(1, (-1, size)).any(-1)
+            padded = torch.nn.functional.pad(on, (0, -on.shape[1] % size))
+            blocks = padded.view(len(on), -1, size).any(-1)
             self.touched[place] += int(blocks.sum())
             self.blocks[place] += blocks.numel()
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ from recipes.train import loop, vocabulary
 
 if TYPE_CHECKING:
     from recipes.train.decoder import Text
+    from recipes.train.opt import OptTask
+    from recipes.train.restraint import Restraint
     from recipes.train.switch import SwitchTask
 
 DATA_DIR = loop.ROOT / "build" / "data"
@@ -90,14 +91,24 @@ def wiki(seed: int) -> loop.Task:
     return olmoe.task("wiki", settings, wiki_text(), seed)
 
 
-def opt(seed: int, restrained: bool = True) -> loop.Task:
-    """Wikipedia text: 6 dense layers of 1,280 ReLU neurons, of which few are to fire."""
+def opt_task(name: str, seed: int, restraint: Restraint | None) -> OptTask:
+    """Wikipedia text: 6 dense layers of 1,280 ReLU neurons."""
     from recipes.train.opt import OptSettings, OptTask
+
+    settings = OptSettings(d_model=320, d_ff=1280, layers=6, heads=5, context=512, batch=6, restraint=restraint)
+    return OptTask(name, settings, wiki_text(), seed)
+
+
+def opt(seed: int) -> loop.Task:
+    """Few of its neurons are to fire."""
     from recipes.train.restraint import Restraint
 
-    restraint = Restraint(share=0.09, since=250) if restrained else None
-    settings = OptSettings(d_model=320, d_ff=1280, layers=6, heads=5, context=512, batch=6, restraint=restraint)
-    return OptTask("opt" if restrained else "opt_free", settings, wiki_text(), seed)
+    return opt_task("opt", seed, Restraint(share=0.09, since=210, pace=0.015))
+
+
+def opt_free(seed: int) -> loop.Task:
+    """The same with no regard to how many do."""
+    return opt_task("opt_free", seed, None)
 
 
 def wikids(seed: int) -> loop.Task:
@@ -136,7 +147,7 @@ def marks_sparse(seed: int) -> loop.Task:
     """Goes on from marks, until few of the experts' neurons fire."""
     from recipes.train.restraint import Restraint
 
-    task = marks_task("marks_sparse", seed + 1, restraint=Restraint(share=0.09))
+    task = marks_task("marks_sparse", seed + 1, restraint=Restraint(share=0.09, first=0.02, pace=0.02))
     task.begin_with(loop.MODEL_DIR / "marks")
     return task
 
@@ -152,14 +163,15 @@ class Plan:
     embedding_rate: float
     embeddings: tuple[str, ...]
     muon: bool
+    routed: bool = True  # it has experts
     compared: bool = False  # only trained to compare another with: it stays under build/train
 
 
 PLANS = {
     "g2p": Plan("g2p", g2p, 16, 2e-3, 2e-2, ("shared",), muon=False),
     "wiki": Plan("wiki", wiki, 90, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
-    "opt": Plan("wiki", opt, 26, 4e-3, 3e-3, ("embed_",), muon=True),
-    "opt_free": Plan("wiki", partial(opt, restrained=False), 26, 4e-3, 3e-3, ("embed_",), muon=True, compared=True),
+    "opt": Plan("wiki", opt, 20, 4e-3, 3e-3, ("embed_",), muon=True, routed=False),
+    "opt_free": Plan("wiki", opt_free, 20, 4e-3, 3e-3, ("embed_",), muon=True, routed=False, compared=True),
     "wikids": Plan("wiki", wikids, 100, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
     "marks": Plan("marks", marks, 100, 4e-3, 2e-2, ("shared",), muon=True),
     "marks_sparse": Plan("marks", marks_sparse, 15, 1.5e-3, 5e-3, ("shared",), muon=True),
