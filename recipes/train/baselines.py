@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -130,7 +131,7 @@ def restored(rows: Rows, outputs: list[str]) -> dict[str, float]:
     }
 
 
-def marks(sample: int) -> list[dict[str, Any]]:
+def marks(name: str, sample: int) -> list[dict[str, Any]]:
     """Model, first letter and full stop alone, and the commonest form of each word as well, on rows of all articles."""
     rows = train.rows_of("marks", "heldout")
     rows = rows[:: max(1, len(rows) // sample)]
@@ -138,7 +139,7 @@ def marks(sample: int) -> list[dict[str, Any]]:
     forms = commonest_forms(train.rows_of("marks", "train"))
     likely = [" ".join(forms.get(word, word) for word in text.split()) for text in inputs]
     ways = {
-        "model": generate("marks", inputs),
+        "model": generate(name, inputs),
         "first letter and full stop": [finished(text) for text in inputs],
         "commonest forms": [finished(text) for text in likely],
     }
@@ -208,19 +209,19 @@ def kept_five_gram() -> tuple[float, dict[str, Any]]:
     return kept["perplexity"], kept["facts"]
 
 
-def model_perplexity(name: str, stride: int = 128) -> float:
-    """Word-level perplexity of the exported model (fp32) on the whole held-out text.
+def model_perplexity(folder: Path) -> float:
+    """Word-level perplexity of an exported model (fp32) on the whole held-out text.
 
-    Windows of the context length advance by ``stride`` tokens; only tokens not scored before count, so that all but
-    the first have at least context − stride tokens before them. exp(total negative log-likelihood / words).
+    Windows of the context length advance by half of it; only tokens not scored before count, so that all but the first
+    have at least half of the context before them. exp(total negative log-likelihood / words).
     """
     from transformers import AutoModelForCausalLM
 
-    folder = report.model_folder(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text = "".join(row["text"] for row in train.rows_of("wiki", "heldout"))
     ids = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
     span, total, scored = model.config.max_position_embeddings, math.log(model.config.vocab_size), 1
+    stride = span // 2
     starts = range(0, max(len(ids) - span, 0) + stride, stride)
     for batch in (starts[i : i + 16] for i in range(0, len(starts), 16)):
         windows = [ids[start : start + span] for start in batch]
@@ -241,12 +242,14 @@ def wiki(name: str, sample: int) -> list[dict[str, Any]]:
     perplexity, facts = kept_five_gram()
     rows = [{"name": "kneser-ney 5-gram word perplexity", "value": perplexity}]
     rows += [{"name": name, "value": value} for name, value in facts.items()]
-    return [{"name": "model word perplexity", "value": model_perplexity(name)}, *rows]
+    return [{"name": "model word perplexity", "value": model_perplexity(report.model_folder(name))}, *rows]
 
 
 BASELINES = {
     "g2p": (g2p, 400),
-    "marks": (marks, 1000),
+    "marks": (partial(marks, "marks"), 1000),
+    "marks_sparse": (partial(marks, "marks_sparse"), 1000),
+    "opt": (partial(wiki, "opt"), 0),
     "wiki": (partial(wiki, "wiki"), 0),
     "wikids": (partial(wiki, "wikids"), 0),
 }

@@ -96,6 +96,7 @@ class DecoderTask:
         self.name, self.model, self.context, self.tokenizer = name, model, reading.context, text.tokenizer
         self.model.set_attn_implementation(attention.register())
         self.blocks = replace(self.model)
+        self.kept: dict[str, float] = {}
         self.windows = Windows(text.streams, reading, seed)
         self.heldout_words = len(text.heldout.split())
         self.heldout = torch.tensor(text.tokenizer.encode(text.heldout).ids)

@@ -6,12 +6,15 @@ no per-expert autograd graph is built. The mathematics are those of the Hugging 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from recipes.train.restraint import Moments
 
 COMPUTE_DTYPE = torch.bfloat16
 ROUND_ROWS = 64  # groups are padded to a multiple of this, so that the matrix kernels meet few distinct shapes
@@ -81,6 +84,40 @@ def _activate_gradient(grad: Tensor, up: Tensor, gated: bool) -> Tensor:
     return torch.cat([grad * value * (sigmoid + silu * (1 - sigmoid)), grad * silu], dim=-1)
 
 
+def _forward(
+    ctx: Any, x: Tensor, scores: Tensor, index: Tensor, up: Tensor, down: Tensor, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """What the experts give, see GroupedExperts, and what enters down [padded rows, h]: zero in rows between."""
+    tokens, k = index.shape
+    places, bounds = layout(index.reshape(-1), up.shape[0])
+    up_low, down_low = up.to(COMPUTE_DTYPE), down.to(COMPUTE_DTYPE)
+    low = x.to(COMPUTE_DTYPE)
+    rows = _scatter(low.repeat_interleave(k, 0) if k > 1 else low, places, bounds[-1])
+    wide = _forward_slices(rows, up_low, bounds)
+    hidden = _activate(wide, gated)
+    result = _forward_slices(hidden, down_low, bounds).index_select(0, places).view(tokens, k, -1)
+    ctx.save_for_backward(rows, wide, hidden, result, scores, places, up_low, down_low)
+    ctx.bounds, ctx.gated, ctx.k, ctx.dtype = bounds, gated, k, x.dtype
+    return (result * scores.unsqueeze(-1).to(COMPUTE_DTYPE)).sum(1, dtype=torch.float32).to(x.dtype), hidden
+
+
+def _backward(ctx: Any, given: Tensor, beside: Callable[[Tensor], Tensor] | None) -> tuple[Tensor | None, ...]:
+    """Gradients of what ``_forward`` got but ``gated``; ``beside`` gives more of the gradient of what enters down."""
+    rows, wide, hidden, result, scores, places, up_low, down_low = ctx.saved_tensors
+    grad = given.unsqueeze(1)  # [tokens, 1, d]
+    grad_scores = (result * grad).sum(-1).to(scores.dtype)
+    spread = _scatter((grad * scores.unsqueeze(-1)).to(COMPUTE_DTYPE).flatten(0, 1), places, ctx.bounds[-1])
+    grad_down = _weight_gradient(spread, hidden, ctx.bounds)
+    grad_hidden = _input_gradient(spread, down_low, ctx.bounds)
+    if beside is not None:
+        grad_hidden += beside(hidden)
+    grad_wide = _activate_gradient(grad_hidden, wide, ctx.gated)
+    grad_up = _weight_gradient(grad_wide, rows, ctx.bounds)
+    grad_rows = _input_gradient(grad_wide, up_low, ctx.bounds).index_select(0, places)
+    grad_x = grad_rows.view(-1, ctx.k, grad_rows.shape[-1]).sum(1, dtype=torch.float32).to(ctx.dtype)
+    return grad_x, grad_scores, None, grad_up.float(), grad_down.float()
+
+
 class GroupedExperts(torch.autograd.Function):
     """Weighted sum over the chosen experts' outputs.
 
@@ -90,30 +127,29 @@ class GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scores: Tensor, index: Tensor, up: Tensor, down: Tensor, gated: bool) -> Tensor:
-        tokens, k = index.shape
-        places, bounds = layout(index.reshape(-1), up.shape[0])
-        up_low, down_low = up.to(COMPUTE_DTYPE), down.to(COMPUTE_DTYPE)
-        low = x.to(COMPUTE_DTYPE)
-        rows = _scatter(low.repeat_interleave(k, 0) if k > 1 else low, places, bounds[-1])
-        wide = _forward_slices(rows, up_low, bounds)
-        hidden = _activate(wide, gated)
-        result = _forward_slices(hidden, down_low, bounds).index_select(0, places).view(tokens, k, -1)
-        ctx.save_for_backward(rows, wide, hidden, result, scores, places, up_low, down_low)
-        ctx.bounds, ctx.gated, ctx.k, ctx.dtype = bounds, gated, k, x.dtype
-        return (result * scores.unsqueeze(-1).to(COMPUTE_DTYPE)).sum(1, dtype=torch.float32).to(x.dtype)
+        return _forward(ctx, x, scores, index, up, down, gated)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        rows, wide, hidden, result, scores, places, up_low, down_low = ctx.saved_tensors
-        grad = grads[0].unsqueeze(1)  # [tokens, 1, d]
-        grad_scores = (result * grad).sum(-1).to(scores.dtype)
-        spread = _scatter((grad * scores.unsqueeze(-1)).to(COMPUTE_DTYPE).flatten(0, 1), places, ctx.bounds[-1])
-        grad_down = _weight_gradient(spread, hidden, ctx.bounds)
-        grad_wide = _activate_gradient(_input_gradient(spread, down_low, ctx.bounds), wide, ctx.gated)
-        grad_up = _weight_gradient(grad_wide, rows, ctx.bounds)
-        grad_rows = _input_gradient(grad_wide, up_low, ctx.bounds).index_select(0, places)
-        grad_x = grad_rows.view(-1, ctx.k, grad_rows.shape[-1]).sum(1, dtype=torch.float32).to(ctx.dtype)
-        return grad_x, grad_scores, None, grad_up.float(), grad_down.float(), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, grads[0], None), None
+
+
+class RestrainedExperts(torch.autograd.Function):
+    """ReLU experts: the same, the spread of their activations (see restraint.Moments) and the share not zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, index: Tensor, up: Tensor, down: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, hidden = _forward(ctx, x, scores, index, up, down, False)
+        ctx.moments = Moments.of(hidden, index.numel() * hidden.shape[1])
+        firing = (hidden > 0).sum() / ctx.moments.count
+        ctx.mark_non_differentiable(firing)
+        return out, torch.tensor(ctx.moments.spread), firing
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, grads[0], lambda hidden: ctx.moments.slope(hidden).mul_(float(grads[1])))
 
 
 def balance_loss(probabilities: Tensor, index: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

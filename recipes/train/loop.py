@@ -28,6 +28,7 @@ class Task(Protocol):
 
     name: str
     model: nn.Module
+    kept: dict[str, float]  # what else a stopped run goes on with
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """Training loss of the batch that belongs to this step, and figures for the log."""
@@ -54,6 +55,8 @@ class Settings:
     snapshot_minutes: float = 4.0
     log_seconds: float = 20.0
     muon: bool = False  # for matrices; embeddings and vectors stay with AdamW
+    steps: int | None = None  # in place of the time budget: runs that are compared take as many
+    models: Path | None = None  # where models are put under their names; none: recipes/models
     seed: int = 2026
 
 
@@ -106,6 +109,7 @@ def save_checkpoint(path: Path, task: Task, optimizers: Optimizers, step: int, e
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": step,
         "elapsed": elapsed,
+        "kept": task.kept,
     }
     with atomic_write(path) as fresh:
         torch.save(state, fresh)
@@ -117,6 +121,7 @@ def load_checkpoint(path: Path, task: Task, optimizers: Optimizers) -> tuple[int
         return 0, 0.0
     state = torch.load(path, map_location="cpu", weights_only=True)
     task.model.load_state_dict(state["model"])
+    task.kept.update(state.get("kept", {}))
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         peaks = [group["peak"] for group in optimizer.param_groups]
         optimizer.load_state_dict(saved)
@@ -133,15 +138,15 @@ def thin_log(source: Path, target: Path, keep: int = 200) -> None:
     target.write_text("\n".join(chosen) + "\n", encoding="utf-8")
 
 
-def snapshot(task: Task, log: Path, step: int, elapsed: float) -> None:
-    """Evaluate, log the figures, and put model and thinned log into recipes/models/NAME file by file."""
+def snapshot(task: Task, log: Path, step: int, elapsed: float, models: Path) -> None:
+    """Evaluate, log the figures, and put model and thinned log into ``models``/NAME file by file."""
     task.model.eval()
     append_log(log, {"step": step, "seconds": round(elapsed), **task.evaluate()})
     staging = TRAIN_DIR / task.name / "export"
     staging.mkdir(parents=True, exist_ok=True)
     task.export(staging)
     thin_log(log, staging / "training_log.jsonl")
-    final = MODEL_DIR / task.name
+    final = models / task.name
     final.mkdir(parents=True, exist_ok=True)
     for path in sorted(staging.iterdir()):
         path.chmod(0o644)
@@ -172,13 +177,20 @@ def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
     folder = TRAIN_DIR / task.name
     folder.mkdir(parents=True, exist_ok=True)
     log, checkpoint = folder / "log.jsonl", folder / "checkpoint.pt"
+    models = settings.models or MODEL_DIR
     optimizers = make_optimizers(task.model, settings, embeddings)
     step, spent = load_checkpoint(checkpoint, task, optimizers)
     budget, begun = settings.minutes * 60, _worked(settings) - spent
+
+    def progress() -> float:
+        """Share of the budget that is spent."""
+        return step / settings.steps if settings.steps else (_worked(settings) - begun) / budget
+
     next_log, next_snapshot, last_step, last_time = spent, spent + settings.snapshot_minutes * 60, step, spent
     task.model.train()
-    while (elapsed := _worked(settings) - begun) < budget:
-        factor = rate_factor(step, elapsed / budget, settings)
+    while (done := progress()) < 1:
+        elapsed = _worked(settings) - begun
+        factor = rate_factor(step, done, settings)
         figures = update(task, optimizers, step, factor, settings.clip)
         step += 1
         if elapsed >= next_log:
@@ -187,10 +199,11 @@ def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
             next_log, last_step, last_time = elapsed + settings.log_seconds, step, elapsed
         if elapsed >= next_snapshot:
             save_checkpoint(checkpoint, task, optimizers, step, elapsed)
-            snapshot(task, log, step, elapsed)
+            snapshot(task, log, step, elapsed, models)
             next_snapshot = elapsed + settings.snapshot_minutes * 60
-    save_checkpoint(checkpoint, task, optimizers, step, max(elapsed, budget))
-    snapshot(task, log, step, elapsed)
+    elapsed = _worked(settings) - begun
+    save_checkpoint(checkpoint, task, optimizers, step, elapsed if settings.steps else max(elapsed, budget))
+    snapshot(task, log, step, elapsed, models)
 
 
 def keep_freed_memory() -> None:

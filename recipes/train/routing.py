@@ -163,7 +163,7 @@ def trace_decoder(folder: Path, text: str, tokens: int) -> tuple[dict[str, Choic
 def main(argv: list[str] | None = None) -> int:
     """Trace one model, print the table and write the report."""
     parser = argparse.ArgumentParser(description="Routing skew of one trained reference model.")
-    parser.add_argument("name", choices=sorted(train.PLANS))
+    parser.add_argument("name", choices=sorted(name for name, plan in train.PLANS.items() if plan.routed))
     parser.add_argument("--rows", type=int, default=4000, help="rows a split (encoder–decoder models)")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a split (language model)")
     args = parser.parse_args(argv)

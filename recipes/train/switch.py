@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from transformers import (
 
 from recipes.train import attention, vocabulary
 from recipes.train.cross import ChunkedCross
-from recipes.train.grouped import GroupedExperts, balance_loss
+from recipes.train.grouped import GroupedExperts, RestrainedExperts, balance_loss
+from recipes.train.restraint import Restraint, Watch
 
 PAD_ID, EOS_ID = 0, 1
 SHORT = 36  # tokens
@@ -48,6 +49,7 @@ class SwitchSettings:
     balance: float = 0.05
     z_loss: float = 1e-4
     smoothing: float = 0.05
+    restraint: Restraint | None = None  # how few of the experts' neurons are to fire
 
 
 def config_of(settings: SwitchSettings, vocab: int) -> SwitchTransformersConfig:
@@ -88,6 +90,9 @@ class TrainingBlock(nn.Module):
         self.balance: Tensor | None = None
         self.z_loss: Tensor | None = None
         self.share: Tensor | None = None
+        self.restrained = False
+        self.spread: Tensor | None = None
+        self.firing: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, d_model] → the same."""
@@ -99,7 +104,11 @@ class TrainingBlock(nn.Module):
             if self.training:
                 self.balance, self.share = balance_loss(probabilities, index, self.mask)
                 self.z_loss = logits.logsumexp(-1).square().mean()
-            out = GroupedExperts.apply(flat, score, index, self.up, self.down, False)
+            inputs = flat, score, index, self.up, self.down
+            if self.training and self.restrained:
+                out, self.spread, self.firing = RestrainedExperts.apply(*inputs)
+            else:
+                out = GroupedExperts.apply(*inputs, False)
         return out.view_as(x)
 
 
@@ -130,6 +139,23 @@ def plain_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
             for expert, weight in enumerate(value):
                 plain[f"{stem}.experts.expert_{expert}.{part}.weight"] = weight
     return plain
+
+
+def stacked_state(plain: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The other way: what the training model calls ``names``, from the state dict of the Hugging Face model."""
+    stacked: dict[str, Tensor] = {}
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".mlp"):
+            stacked[name] = plain[name]
+        elif last == "router":
+            stacked[name] = plain[f"{stem}.router.classifier.weight"]
+        else:
+            part, found = {"up": "wi", "down": "wo"}[last], list[Tensor]()
+            while (weight := plain.get(f"{stem}.experts.expert_{len(found)}.{part}.weight")) is not None:
+                found.append(weight)
+            stacked[name] = torch.stack(found)
+    return stacked
 
 
 class Buckets:
@@ -199,11 +225,18 @@ class SwitchTask:
     ):
         self.name, self.settings, self.tokenizer, self.heldout = name, settings, tokenizer, heldout
         self.metric = metric
+        self.kept: dict[str, float] = {}
         self.config = config_of(settings, tokenizer.get_vocab_size())
         self.model = SwitchTransformersForConditionalGeneration(self.config)
         self.model.set_attn_implementation(attention.register())
         self.encoder_blocks, self.decoder_blocks = replace_blocks(self.model)
+        self.watch = Watch(settings.restraint, self.encoder_blocks + self.decoder_blocks, self.kept)
         self.batches = ShortFirst(self._encode(train), settings.batch, seed, settings.short_steps)
+
+    def begin_with(self, folder: Path) -> None:
+        """Take the weights of an exported model of the same shape."""
+        plain = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).state_dict()
+        self.model.load_state_dict(stacked_state(plain, self.model.state_dict()))
 
     def _encode(self, rows: list[dict[str, str]]) -> list[Pair]:
         """Token ids of all rows, cut to the longest lengths; the end token stays."""
@@ -239,16 +272,19 @@ class SwitchTask:
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """Smoothed cross-entropy plus balance and z losses; the log gets the plain parts and the busiest share."""
+        self.watch.begin(step)
         cross = self._cross(*self.batches.at(step), self.settings.smoothing)
+        extra, figures = self.watch.end()
         blocks = self.encoder_blocks + self.decoder_blocks
         balance = torch.stack([block.balance for block in blocks]).mean()
         z_loss = torch.stack([block.z_loss for block in blocks]).mean()
-        total = cross + self.settings.balance * balance + self.settings.z_loss * z_loss
+        total = cross + self.settings.balance * balance + self.settings.z_loss * z_loss + extra
         shares = [float(block.share.max()) for block in blocks]
         return total, {
             "cross": float(cross.detach()),
             "balance": float(balance.detach()),
             "max_share": max(shares),
+            **figures,
         }
 
     def generate(self, inputs: list[str], batch: int = 250) -> list[str]:

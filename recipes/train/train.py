@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,6 +20,9 @@ from recipes.train import loop, vocabulary
 
 if TYPE_CHECKING:
     from recipes.train.decoder import Text
+    from recipes.train.opt import OptTask
+    from recipes.train.restraint import Restraint
+    from recipes.train.switch import SwitchTask
 
 DATA_DIR = loop.ROOT / "build" / "data"
 
@@ -88,6 +91,26 @@ def wiki(seed: int) -> loop.Task:
     return olmoe.task("wiki", settings, wiki_text(), seed)
 
 
+def opt_task(name: str, seed: int, restraint: Restraint | None) -> OptTask:
+    """Wikipedia text: 6 dense layers of 1,280 ReLU neurons."""
+    from recipes.train.opt import OptSettings, OptTask
+
+    settings = OptSettings(d_model=320, d_ff=1280, layers=6, heads=5, context=512, batch=6, restraint=restraint)
+    return OptTask(name, settings, wiki_text(), seed)
+
+
+def opt(seed: int) -> loop.Task:
+    """Few of its neurons are to fire."""
+    from recipes.train.restraint import Restraint
+
+    return opt_task("opt", seed, Restraint(share=0.09, since=210, pace=0.015))
+
+
+def opt_free(seed: int) -> loop.Task:
+    """The same with no regard to how many do."""
+    return opt_task("opt_free", seed, None)
+
+
 def wikids(seed: int) -> loop.Task:
     """Wikipedia text: a dense layer, then 6 of 64 experts, 6 a token beside a shared one."""
     from recipes.train import deepseek
@@ -99,20 +122,34 @@ def wikids(seed: int) -> loop.Task:
     return deepseek.task("wikids", settings, wiki_text(), seed)
 
 
-def marks(seed: int) -> loop.Task:
+def marks_task(name: str, seed: int, **changes: Any) -> SwitchTask:
     """Case and punctuation restored: 6 + 6 layers, 3 + 3 of them of 64 experts."""
     from calib_data.marked_words import f1
     from recipes.train.switch import SwitchSettings, SwitchTask
 
     settings = SwitchSettings(
         d_model=192, d_ff=160, d_kv=32, layers=6, heads=6, experts=64, batch=64, max_input=112, max_target=128,
-        sparse_every=2, short_steps=600, smoothing=0.0,
+        sparse_every=2, smoothing=0.0, **changes,
     )  # fmt: skip
     train = rows_of("marks", "train")
     texts = (row[side] for row in train for side in ("input", "target"))
     tokenizer = kept_tokenizer("marks", lambda: vocabulary.byte_pairs(texts, 4096, eos=True))
     some = rows_of("marks", "heldout")[::25]  # of all articles
-    return SwitchTask("marks", settings, tokenizer, train, some, seed, f1)
+    return SwitchTask(name, settings, tokenizer, train, some, seed, f1)
+
+
+def marks(seed: int) -> loop.Task:
+    """From nothing, short examples first."""
+    return marks_task("marks", seed, short_steps=600)
+
+
+def marks_sparse(seed: int) -> loop.Task:
+    """Goes on from marks, until few of the experts' neurons fire."""
+    from recipes.train.restraint import Restraint
+
+    task = marks_task("marks_sparse", seed + 1, restraint=Restraint(share=0.09, first=0.02, pace=0.02))
+    task.begin_with(loop.MODEL_DIR / "marks")
+    return task
 
 
 @dataclass(frozen=True)
@@ -126,13 +163,18 @@ class Plan:
     embedding_rate: float
     embeddings: tuple[str, ...]
     muon: bool
+    routed: bool = True  # it has experts
+    compared: bool = False  # only trained to compare another with: it stays under build/train
 
 
 PLANS = {
     "g2p": Plan("g2p", g2p, 16, 2e-3, 2e-2, ("shared",), muon=False),
     "wiki": Plan("wiki", wiki, 90, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
+    "opt": Plan("wiki", opt, 20, 4e-3, 3e-3, ("embed_",), muon=True, routed=False),
+    "opt_free": Plan("wiki", opt_free, 20, 4e-3, 3e-3, ("embed_",), muon=True, routed=False, compared=True),
     "wikids": Plan("wiki", wikids, 100, 4e-3, 3e-3, ("embed_tokens", "lm_head"), muon=True),
     "marks": Plan("marks", marks, 100, 4e-3, 2e-2, ("shared",), muon=True),
+    "marks_sparse": Plan("marks", marks_sparse, 15, 1.5e-3, 5e-3, ("shared",), muon=True),
 }
 
 
@@ -141,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train one reference model; a second start resumes.")
     parser.add_argument("name", choices=sorted(PLANS))
     parser.add_argument("--minutes", type=float, help="time budget; the schedule is stretched over it")
+    parser.add_argument("--steps", type=int, help="budget in steps in place of time; the schedule likewise")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--snapshot-minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=2026)
@@ -153,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         embedding_rate=plan.embedding_rate,
         snapshot_minutes=args.snapshot_minutes,
         muon=plan.muon,
+        steps=args.steps,
+        models=loop.TRAIN_DIR / "models" if plan.compared else None,
         seed=args.seed,
     )
     loop.prepare(args.threads, args.seed)

@@ -51,8 +51,8 @@ INSIDE = {
     "moeconv.source": [("features", "outline"), ("tensors",), ("checkpoint", "experts", "skeleton")],
     "moeconv.quantizers": [("sample",), ("moments",), ("coder",), ("dense", "alone")],
     "moeconv.measure": [
-        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf"), ("passes",), ("trial", "layered"),
-        ("assignments", "codes"),
+        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf", "activity"), ("passes",),
+        ("trial", "layered"), ("assignments", "codes"),
     ],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from recipes.train import attention, deepseek, grouped, loop, muon, olmoe, switch, vocabulary
+from recipes.train import attention, deepseek, grouped, loop, muon, olmoe, opt, switch, vocabulary
 from recipes.train.cross import ChunkedCross
 from recipes.train.decoder import DecoderTask, Text
 from recipes.train.kneser_ney import KneserNey
@@ -115,7 +115,12 @@ def tiny_olmoe() -> DecoderTask:
     return olmoe.task("tiny", settings, tiny_text(), 0)
 
 
-DECODERS = {tiny_deepseek: "DeepseekV3ForCausalLM", tiny_olmoe: "OlmoeForCausalLM"}
+def tiny_opt() -> DecoderTask:
+    settings = opt.OptSettings(d_model=24, d_ff=40, layers=2, heads=2, context=12, batch=4)
+    return opt.OptTask("tiny", settings, tiny_text(), 0)
+
+
+DECODERS = {tiny_deepseek: "DeepseekV3ForCausalLM", tiny_olmoe: "OlmoeForCausalLM", tiny_opt: "OPTForCausalLM"}
 
 
 @pytest.mark.parametrize("make", DECODERS)
@@ -126,6 +131,9 @@ def test_decoders_compute_what_transformers_computes_from_their_exports(make: ob
         torch.nn.init.normal_(block.gate.weight, std=0.5)
         if hasattr(block.gate, "e_score_correction_bias"):
             block.gate.e_score_correction_bias.normal_(0, 0.3)
+    for name, parameter in task.model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
     task.export(tmp_path)
     plain = getattr(transformers, DECODERS[make]).from_pretrained(tmp_path, dtype=torch.float32).eval()
     window = task.windows.at(0)
