@@ -80,7 +80,8 @@ def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], in
 
 
 def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -> U8:
-    return np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
+    pieces: U8 = np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
+    return pieces
 
 
 def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, what: str) -> None:
