@@ -179,6 +179,7 @@ def check(
         str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A local Hugging Face directory, a config.json, or a hub "
                                                             "id, of which only the JSON files are fetched.")
     ],
+    layout: Annotated[str, typer.Option(help="How experts lie in the pack, as quantize takes it.")] = "expert",
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Say whether a model can be converted, and what its pack would take; reads no weights."""
@@ -187,7 +188,7 @@ def check(
     from moeconv.command.check import lines
     from moeconv.conversion.host import this_host
 
-    found = run(model, this_host())
+    found = run(model, this_host(), layout)
     print(json.dumps(plain(found)) if as_json else "\n".join(lines(found)))
 
 

@@ -71,10 +71,15 @@ class GptqQuantizer:
 
     def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
         check_range(weights)
-        _, out_features, in_features = weights.shape
+        n, out_features, in_features = weights.shape
         size = group_of(out_features, self.group_size)
-        problem = ColumnProblem(_by_input(torch.from_numpy(weights)), hessian_of(_known(weights, inputs)), bits, size)
-        return to_matrices(problem.solved(_sweeps(in_features, bits)), bits, size)
+        hessian, sweeps = hessian_of(_known(weights, inputs)), _sweeps(in_features, bits)
+        groups = max(1, _WORK_BYTES // (_COPIES * 4 * n * in_features * size))
+        parts = [
+            ColumnProblem(_by_input(part), hessian, bits, size).solved(sweeps)
+            for part in torch.split(torch.from_numpy(weights), groups * size, 1)
+        ]
+        return to_matrices(Fitted(*(torch.cat(each, 2) for each in zip(*parts, strict=True))), bits, size)
 
 
 def _known(weights: F32, inputs: Inputs | None) -> Inputs:

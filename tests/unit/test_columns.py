@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moeconv.errors import WeightsUnusable
 from moeconv.packing.verify import error_share
-from moeconv.quantizers import QUANTIZERS, Inputs
+from moeconv.quantizers import QUANTIZERS, Inputs, gptq
 from moeconv.quantizers.columns import ColumnProblem
 from moeconv.quantizers.feedback import hessian_of
 from moert.pack.codec import F32, INT_WIDTHS, dequantize, unpack_codes
@@ -88,6 +88,19 @@ def test_no_sweep_makes_anything_worse(size: int) -> None:
         losses.append(float((miss * torch.stack([h @ m for h, m in zip(hessian.products, miss, strict=True)])).sum()))
     assert losses == sorted(losses, reverse=True)
     assert losses[1] < 0.97 * losses[0]
+
+
+def test_large_matrices_are_coded_a_few_groups_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of outputs have nothing to do with each other."""
+    weights, inputs, seen = random_weights((2, 150, 40), 0), inputs_of(2, 40, 200, "products"), []
+    whole = QUANTIZERS["gptq"](32).columns(weights, 3, inputs)
+    solved = ColumnProblem.solved
+    monkeypatch.setattr(ColumnProblem, "solved", lambda self, sweeps: seen.append(self.out) or solved(self, sweeps))
+    monkeypatch.setattr(gptq, "_WORK_BYTES", 2 * gptq._COPIES * 4 * 2 * 40 * 32)
+    for one, other in zip(QUANTIZERS["gptq"](32).columns(weights, 3, inputs), whole, strict=True):
+        assert one.scale.shape == other.scale.shape
+        assert np.allclose(dequantize(one), dequantize(other), atol=1e-2)
+    assert seen == [64, 64, 22]
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
