@@ -209,10 +209,13 @@ def lines(found: Expected) -> Iterator[str]:
     yield f"  memory      {size(place.memory_bytes)}, a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more"
     yield f"  drive       {size(place.drive.bytes_per_s)}/s, {place.drive_from}"
     yield f"  kernels     {_kernels(place.processor)}"
-    yield (
-        f"  like        {like.name}, whose routing was recorded: {like.kind}, {like.experts} experts a layer, "
-        f"{like.top_k} for each token"
-    )
+    if like.rates:
+        yield (
+            f"  like        {like.name}, whose routing was recorded: {like.kind}, {like.experts} experts a layer, "
+            f"{like.top_k} for each token"
+        )
+    else:
+        yield "  like        no other: every token takes all experts of a layer, and finds those that have room"
     yield ""
     yield from (f"  {' '.join(name.rjust(9) for name in names)}".rstrip() for names in _HEADING)
     yield from map(_row, found.forecasts)

@@ -21,7 +21,8 @@ Kind = Literal["encoder-decoder", "decoder"]
 @dataclass(frozen=True)
 class Reference:
     """A model whose routing was recorded. `rates`: (share of the experts' bytes that has room, hit rate under the
-    eviction that `auto` takes there), by rising share."""
+    eviction that `auto` takes there), by rising share; none where a token takes all experts of a layer, of which those
+    are found that have room."""
 
     name: str
     kind: Kind
@@ -58,7 +59,9 @@ def kind_of(spec: ModelSpec) -> Kind:
 
 def nearest(spec: ModelSpec, known: Sequence[Reference]) -> Reference:
     """Of the same kind where there is one; then the most like in experts of a layer and experts of a token, by the
-    ratios of these numbers."""
+    ratios of these numbers. One that chooses nothing is like itself alone."""
+    if not spec.moe.chooses:
+        return Reference(spec.family, kind_of(spec), spec.moe.n, spec.moe.router.top_k, len(spec.experts), ())
 
     def distance(one: Reference) -> tuple[bool, float]:
         moe = spec.moe

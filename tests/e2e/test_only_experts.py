@@ -31,6 +31,7 @@ from moert.kernels import REFERENCE
 from moert.kernels.backend import opaque
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
+from tests.e2e.test_by_layers import tight
 from tests.kept_keys import WideKeys
 from tests.parity.packs import open_model, reference_greedy
 
@@ -91,6 +92,22 @@ def test_other_ways_to_convert(source: Path, sources: dict[str, Path], changes: 
     assert verify(pack, Checkpoint.open(source)).worst is not None
     with Engine.open(out) as engine:
         assert len(engine.generate(prompts()[1], SETTINGS).result.tokens) == 10
+
+
+def test_it_is_converted_layer_by_layer(
+    source: Path, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, changes = {**sources, "opt": source}, {"loss": 0.3, "samples": 8, "sweep_samples": 4, "heldout_samples": 6}
+    whole = Done(settings_for(both, "opt", tmp_path, **changes, bits=(3,), out=tmp_path / "a.pack"))
+    layered = Done(
+        settings_for(
+            both, "opt", tmp_path, **changes, bits=(3,), memory_bytes=tight(monkeypatch), work=tmp_path / "other"
+        )
+    )
+    assert any("coding at 3 bits" in line for line in layered.said)
+    assert layered.report.calibration is not None
+    assert whole.report.calibration is not None
+    assert layered.report.calibration.value == pytest.approx(whole.report.calibration.value, rel=2e-3)
 
 
 def test_paths_report_and_info(done: Done, tmp_path: Path) -> None:

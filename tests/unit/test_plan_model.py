@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import DEEPSEEK_V3_FP8, GPT_OSS_20B, MIXTRAL_8X7B
+from published import DEEPSEEK_V3_FP8, GPT_OSS_20B, MIXTRAL_8X7B, PUBLISHED
 from tiny import TINY, tiny_olmoe
 
 from moeconv.command import cli, forecast
@@ -51,6 +51,24 @@ def test_a_person_reads_sizes_speeds_and_what_converting_takes(
     assert text.count(" bits ") > 10
     assert "without text group: " in text
     assert "of it for the exact sweep" in text
+
+
+def test_what_takes_all_experts_finds_those_that_have_room(
+    tmp_path: Path, still: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path / "opt", PUBLISHED["OPT-6.7B"])
+    asked = ["plan", model, "--memory", "4.5GB", "--drive", "3GB/s"]
+    assert cli._exit_code(asked) == 0
+    text = capsys.readouterr().out
+    assert "like        no other: every token takes all experts of a layer, and finds those that have room\n" in text
+    assert cli._exit_code([*asked, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["hit_rates_of"] == {"model": "opt", "kind": "decoder", "experts": 1, "top_k": 1}
+    shares = [each["room_share"] for each in said["packs"] if each["room_share"] is not None]
+    assert any(0 < share < 1 for share in shares)
+    assert [each["hit_rate"] for each in said["packs"] if each["room_share"] is not None] == pytest.approx(
+        [min(1.0, share) for share in shares]
+    )
 
 
 def test_json_has_the_same_in_plain_figures(tmp_path: Path, still: None, capsys: pytest.CaptureFixture[str]) -> None:

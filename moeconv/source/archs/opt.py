@@ -1,5 +1,6 @@
 """OPT: a decoder without routers, whose layers' networks are packed as experts, one a layer, so that each gets a width
-of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu."""
+of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu. A checkpoint without
+safetensors or tokenizer.json gets both where transformers' save_pretrained writes model and tokenizer anew."""
 
 from __future__ import annotations
 
