@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Arrivals, Demand
 from moert.experts.policy.eviction import EVICTION
-from moert.pack.errors import HashMismatch
+from moert.pack.errors import HashMismatch, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.stats import ExpertCounters
 
@@ -35,6 +35,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.reads: list[ExpertKey] = []
+        self.calls: list[list[ExpertKey]] = []  # what was to be read together
         self.twice: list[ExpertKey] = []  # read while the same expert was being read
         self.gates: dict[ExpertKey, threading.Event] = {}
         self.entered: dict[ExpertKey, threading.Event] = {}
@@ -73,6 +74,19 @@ class MemoryStore:
             return into
         into[:] = 0
         return np.full_like(into, mark(wanted))
+
+    def read_all(self, wanted: Sequence[tuple[ExpertKey, np.ndarray]]) -> list[Any]:
+        self.calls.append([each for each, _ in wanted])
+        return [self._tried(each, into) for each, into in wanted]
+
+    def _tried(self, wanted: ExpertKey, into: np.ndarray) -> Any:
+        try:
+            return self.read(wanted, into)
+        except PackError as error:
+            return error
+
+    def close(self) -> None:
+        pass
 
     def expert(self, wanted: ExpertKey, buffer: np.ndarray) -> np.ndarray:
         assert len(buffer) == self.nbytes(wanted)
@@ -140,7 +154,7 @@ def read_ahead_at_once(cache: ExpertCache) -> None:
             with cache._lock:
                 if (slot := cache._next_predicted()) is not None:
                     cache._reading += 1
-                    cache._read(slot)
+                    cache._read((slot,))
                     cache._reading -= 1
 
         return both

@@ -82,6 +82,7 @@ class Streaming:
     def expects(self) -> None:
         """A request is about to begin: what is read once may stay in the system's page cache for the next start, unless
         the user says how to read."""
+        self._store.expect()
         self._store.leaves_page_cache = self._measures_drive
 
     def adapt(self, room_bytes: int, notify: Callable[[str], None]) -> None:

@@ -59,6 +59,7 @@ _FUNCTIONS = {
     "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),
+    "moert_leave": (c_int64, [_DATA, _DATA, c_int64, _DATA, _DATA]),
     "moert_reader_open": (_READER, [c_int, c_int]),
     "moert_reader_close": (None, [_READER]),
     "moert_reader_has_ring": (c_int, [_READER]),

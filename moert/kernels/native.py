@@ -25,24 +25,18 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
+from moert.kernels.expert import Kinds, NativeExpert
 from moert.kernels.filled import NativeMatrix, keys_of
 from moert.kernels.filled import address as _at
 from moert.kernels.filled import address_in_place as _in_place
 from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
-from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
+from moert.pack.codec import F32, U8, QuantizedMatrix
 from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Act, Ffn, Latent
 
 _Item = TypeVar("_Item", bound=np.generic)
 _W = TypeVar("_W")
-
-
-class NativeExpert:
-    """A feed-forward part; `alive` is what holds its bytes."""
-
-    def __init__(self, ffn: structs.Ffn, alive: object) -> None:
-        self.ffn, self.address, self._alive = ffn, addressof(ffn), alive
 
 
 class NativeBackend:
@@ -60,6 +54,7 @@ class NativeBackend:
         self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
         self._acts: dict[Act, structs.Act] = {}
         self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
+        self._kinds = Kinds()
 
     def close(self) -> None:
         """Ends the threads. Nothing may be computed after that."""
@@ -164,21 +159,13 @@ class NativeBackend:
         return out
 
     def expert(self, view: ExpertView) -> NativeExpert:
-        start, ffn = _at(view.buffer), structs.Ffn()
-        for name, part in view.projections.items():
-            places = [start + at for at in part.places]
-            kind = part.bits if part.form is None else KINDS[part.form]
-            group = {None: part.group_size, "MXFP4": MX_GROUP}.get(part.form, part.shape[1])
-            bias = None if part.bias_place is None else start + part.bias_place
-            parts, (rows, cols) = (*places, *[None] * (3 - len(places))), part.shape
-            setattr(ffn, name, Matrix(*parts, bias, kind, rows, cols, min(group, cols)))
-        return NativeExpert(ffn, view.buffer)
+        return self._kinds.expert(view)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
         ffn = structs.Ffn(up=up.struct, down=down.struct)
         if gate is not None:
             ffn.gate = gate.struct
-        return NativeExpert(ffn, (gate, up, down))
+        return NativeExpert(ffn, addressof(ffn), (gate, up, down))
 
     def mixture(
         self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 
 KINDS = {"MXFP4": 5, "F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes of ours, which have their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3, "relu2": 4}
@@ -151,4 +151,19 @@ class Sparse(Structure):
     _fields_ = [
         ("queries", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("spans", c_void_p), ("y", c_void_p),
         ("rows", c_int32), ("width", c_int32),
+    ]  # fmt: skip
+
+
+RULES = {"recency": 0, "frequency": 1, "nearness": 2, "wait": 3}
+
+
+class Residents(Structure):
+    """The struct moert_residents."""
+
+    _fields_ = [
+        ("rows", c_int64), ("steps", c_int64), ("place", c_void_p), ("order", c_void_p), ("frequency", c_void_p),
+        ("last_used", c_void_p), ("loaded_at", c_void_p), ("last_visit", c_void_p), ("nbytes", c_void_p),
+        ("recent", c_void_p), ("visits", c_void_p), ("visited_at", c_void_p), ("interval", c_void_p),
+        ("nearness", c_void_p), ("following", c_void_p), ("forgotten", c_void_p), ("forgotten_n", c_int64),
+        ("remembered", c_double), ("rule", c_int32), ("experts", c_int32),
     ]  # fmt: skip

@@ -76,6 +76,7 @@ class Paths:
         self.pauses_s = 0.0
         monkeypatch.setattr(store_module, "open_expert", self._open)
         monkeypatch.setattr(store_module, "read_into", self._read)
+        monkeypatch.setattr(store_module, "TOGETHER_BYTES", 0)  # one by one
 
     def count_as_large(self) -> None:
         """Experts are read by other threads and computed with as they come; the disk is slow enough to see it."""
@@ -91,7 +92,8 @@ class Paths:
         self._monkeypatch.setattr(CachedExperts, "_run_as_they_come", counted)
 
     def predict_at_any_price(self) -> None:
-        """So small experts are never worth a prediction."""
+        """So small experts are never worth a prediction. Reads take so long that other threads get a turn."""
+        self.pauses_s = 0.001
         self._monkeypatch.setattr(engine_module, "Worth", lambda: None)
 
     def _open(self, path: str, direct: bool) -> int:

@@ -35,7 +35,7 @@ read_into, cache._CLOSE_S = store.read_into, 0.5
 def slowly(fd, into, offset):
     time.sleep({seconds})
     return read_into(fd, into, offset)
-store.read_into = slowly
+store.read_into, store.TOGETHER_BYTES = slowly, 0
 """
 
 
@@ -243,7 +243,7 @@ def sometimes(fd, into, offset):
     if {fails}:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     return read_into(fd, into, offset)
-store.read_into = sometimes
+store.read_into, store.TOGETHER_BYTES = sometimes, 0
 """
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 from memory_store import PATIENCE_S, Model, begin, key, make, mark, use, wait_until
 
+from moert.experts.cache import cache as cache_module
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.cache.lease import Slot
 from moert.experts.cache.supply import Moves
@@ -124,8 +125,9 @@ def test_experts_lent_together_are_given_back_when_one_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize("asked", [([0, 1, 2], []), ([0], [1, 2])], ids=["together", "one by one"])
-def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked) -> None:
-    cache, store, counters = make(60)
+def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked, monkeypatch) -> None:
+    monkeypatch.setattr(cache_module, "HANDED_OVER_BYTES", 0)  # or all would be read together
+    cache, store, counters = make(60, loaders=0)
     store.damage(key(0, 0))
     now, later = ([key(0, expert) for expert in experts] for experts in asked)
     begin(cache, 0, [0, 1, 2])
@@ -136,10 +138,27 @@ def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked)
     with pytest.raises(HashMismatch):
         use(cache, 0, [0, 1, 2])
     Model(lambda: use(cache, 1, [0, 1, 2])).end()
+    cache.loaders = 1
     cache.predict([key(2, 0)])  # waits for nothing that was given up
     wait_until(lambda: key(2, 0) in cache.resident())
     cache.close()
     assert (counters.requests, counters.hits) == (3, 0)
+
+
+@pytest.mark.parametrize("asked", [([0, 1, 2], []), ([0], [1, 2])], ids=["together", "one by one"])
+def test_small_experts_come_together_and_one_that_can_not_be_read_keeps_none_back(asked) -> None:
+    cache, store, counters = make(60)
+    store.damage(key(0, 0))
+    now, later = ([key(0, expert) for expert in experts] for experts in asked)
+    begin(cache, 0, [0, 1, 2])
+    with pytest.raises(HashMismatch), cache.lease(now, later) as lease:
+        lease.expert(0)
+    assert store.calls == [[key(0, expert) for expert in range(3)]]
+    assert (cache.used_bytes, cache.resident()) == (50, [key(0, 1), key(0, 2)])
+    store.broken.clear()
+    use(cache, 0, [0, 1, 2])
+    assert store.calls[1:] == [[key(0, 0)]]
+    assert counters.requests == 3 + len(now) - 1
 
 
 def test_ctrl_c_in_a_read_ends_the_run_and_not_the_cache() -> None:

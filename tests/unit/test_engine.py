@@ -16,7 +16,7 @@ from moert.budget.budget import Budget, CacheLimit
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
 from moert.experts.demand import Demand
-from moert.experts.drive import store
+from moert.experts.drive import files, store
 from moert.experts.drive.io import IoSettings, open_expert
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.replay import replay
@@ -178,7 +178,8 @@ def test_a_way_of_reading_that_was_asked_for_is_used_though_all_experts_fit(pack
         ways.add(direct)
         return open_expert(path, direct)
 
-    monkeypatch.setattr(store, "open_expert", opened)
+    for module in (store, files):
+        monkeypatch.setattr(module, "open_expert", opened)
     with Engine.open(packs["decoder"], predictor="none", io=io) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))
         assert engine.stats().io == used

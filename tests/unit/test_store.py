@@ -236,6 +236,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, opened: list[bool]) -> Faults:
             return left.pop()() if left else read_into(handle, into, offset)
 
         monkeypatch.setattr(store_module, "read_into", faulty)
+        monkeypatch.setattr(store_module, "TOGETHER_BYTES", 0)  # one by one
 
     return inject
 

@@ -15,6 +15,7 @@ from moert.experts.demand import Arrivals, Demand
 from moert.experts.policy.eviction import EvictionPolicy
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
+from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 from moert.stats import ExpertCounters
 
@@ -151,6 +152,7 @@ class ExpertCache:
         until = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
+        self._store.close()
 
     # What a lease calls.
 
@@ -298,43 +300,57 @@ class ExpertCache:
         self._under_way = self._waited_for = 0
 
     def _read_or_wait(self, queued: Slot | None) -> None:
-        """Reads this one, or without one waits until some expert has been read."""
+        """Reads this one, and if it is small all other small ones that are queued; without one, waits until some expert
+        has been read."""
         started = time.perf_counter()
-        if queued is not None:
-            self._queue.remove(queued)
-            self._read(queued)
-        else:
+        if queued is None:
             self._arrived.wait()
+        elif queued.buffer.nbytes >= HANDED_OVER_BYTES:
+            self._queue.remove(queued)
+            self._read((queued,))
+        else:
+            together = [slot for slot in self._queue if slot.buffer.nbytes < HANDED_OVER_BYTES]
+            for slot in together:
+                self._queue.remove(slot)
+            self._read(together)
         self._counters.stall_s += time.perf_counter() - started
 
-    def _read(self, slot: Slot) -> None:
-        """Fills a slot, without holding the lock meanwhile."""
-        expert: Expert | None = None
-        error: BaseException | None = None
-        place = slot.buffer
+    def _read(self, slots: Sequence[Slot]) -> None:
+        """Fills slots, without holding the lock meanwhile."""
+        came: list[tuple[Expert, U8] | BaseException]
         try:
             self._lock.release()
-            place = self._store.read(slot.key, slot.buffer)
-            expert = self._store.expert(slot.key, place)
+            places = self._store.read_all([(slot.key, slot.buffer) for slot in slots])
+            came = [
+                place if isinstance(place, PackError) else (self._store.expert(slot.key, place), place)
+                for slot, place in zip(slots, places, strict=True)
+            ]
         except BaseException as caught:
-            error = caught
+            came = [caught] * len(slots)
         finally:
             self._lock.acquire()
+        for slot, what in zip(slots, came, strict=True):
+            self._come(slot, what)
+        self._arrived.notify_all()
+        error = came[-1]
+        if isinstance(error, BaseException) and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for whoever runs, not for whoever asks for these experts
+        if self._predicted and not self._waited_for:
+            self._wake(1)
+
+    def _come(self, slot: Slot, what: tuple[Expert, U8] | BaseException) -> None:
+        """An expert, and where it lies; or why it did not come."""
         if slot.awaited:
             slot.awaited = False
             self._waited_for -= 1
-        slot.expert, slot.error = expert, error
-        if error is not None:
+        if isinstance(what, BaseException):
+            slot.error = what
             self._drop(slot)
-        else:
-            self._moves.add(slot, place)
-            if not slot.leases:
-                self._locked.discard(slot.key)
-        self._arrived.notify_all()
-        if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C is for whoever runs, not for whoever asks for this expert
-        if self._predicted and not self._waited_for:
-            self._wake(1)
+            return
+        slot.expert, place = what
+        self._moves.add(slot, place)
+        if not slot.leases:
+            self._locked.discard(slot.key)
 
     def _wake(self, readers: int) -> None:
         while len(self._threads) < self.loaders:
@@ -358,7 +374,7 @@ class ExpertCache:
                     continue
                 self._reading += 1
                 if slot is not None:
-                    self._read(slot)
+                    self._read((slot,))
                 elif move is not None:
                     self._move(*move)
                 self._reading -= 1

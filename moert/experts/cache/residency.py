@@ -9,7 +9,9 @@ import numpy as np
 
 from moert.experts.demand import Demand
 from moert.experts.policy.eviction import EvictionPolicy
+from moert.experts.policy.leaving import Leaving
 from moert.experts.policy.usage import Usage
+from moert.kernels import library
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 
@@ -20,7 +22,8 @@ class Residency:
     else has left already (a long prompt can need more of one layer than fits; what it needs last goes first then).
     """
 
-    def __init__(self, capacity_bytes: int, policy: EvictionPolicy) -> None:
+    def __init__(self, capacity_bytes: int, policy: EvictionPolicy, native: bool = True) -> None:
+        """`native`: who leaves is found by the native library, where there is one that knows the policy."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.policy = policy
@@ -31,6 +34,8 @@ class Residency:
         self._is_resident = bytearray()  # by row
         self._nbytes = array("q")  # by row
         self._smallest = 1 << 62  # of all experts so far
+        found = library.load() if native else None
+        self._leaving = None if found is None else Leaving(found, self._usage, self._nbytes)
 
     def __contains__(self, key: ExpertKey) -> bool:
         return key in self._resident
@@ -111,6 +116,14 @@ class Residency:
                 row = self._resident.get(key)
                 if row is not None:
                     free[row] = 0
+        rule_of = getattr(self.policy, "rule", None)
+        if self._leaving is not None and rule_of is not None:
+            found = self._leaving.rows(rule_of(present, self._usage.latest), free, missing)
+            return self._named(found, missing)
+        return self._choose_slowly(free, missing, present)
+
+    def _choose_slowly(self, free: bytearray, missing: int, present: LayerKey) -> tuple[list[ExpertKey], int]:
+        """The same in numpy."""
         rows = np.frombuffer(free, dtype=np.bool_).nonzero()[0]
         most = min(len(rows), -(-missing // self._smallest))  # that may have to leave
         if not most:
@@ -122,8 +135,12 @@ class Residency:
         leaving = rows[least[np.lexsort(sorted_by)]]
         freed = np.frombuffer(self._nbytes, dtype=np.int64)[leaving].cumsum()
         count = min(int(freed.searchsorted(missing)) + 1, len(leaving))
-        keys = self._usage.keys
-        return [keys[row] for row in leaving[:count].tolist()], missing - int(freed[count - 1])
+        return self._named(leaving[:count].tolist(), missing)
+
+    def _named(self, rows: list[int], missing: int) -> tuple[list[ExpertKey], int]:
+        """The experts of these rows, and what is missing once they have left."""
+        keys, nbytes = self._usage.keys, self._nbytes
+        return [keys[row] for row in rows], missing - sum([nbytes[row] for row in rows])
 
     def _last_resort(self, locked: Collection[ExpertKey], predicted: Sequence[ExpertKey]) -> list[ExpertKey]:
         unlikely_first = [key for key in reversed(predicted) if key not in self._needed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from moert.experts.cache.lease import Slot
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
+from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 
 
@@ -19,9 +20,11 @@ class Store(Protocol):
 
     def nbytes(self, key: ExpertKey) -> int: ...
 
-    def read(self, key: ExpertKey, into: U8) -> U8: ...
+    def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]: ...
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert: ...
+
+    def close(self) -> None: ...
 
 
 class Moves:

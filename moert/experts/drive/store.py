@@ -1,4 +1,4 @@
-"""Experts on the disk: one explicit read for each, straight into its place, checked."""
+"""Experts on the disk: one explicit read for each, straight into its place, checked; of small ones many in one call."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from moert.experts.drive.files import OpenFile, OpenFiles
 from moert.experts.drive.io import IoSettings, in_page_cache, mapped, open_expert, read_into
+from moert.experts.drive.reads import Read, Reader, Table, open_reader, table_of
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.checksum import crc32
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import group_of
+from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, unreadable
 from moert.stats import ExpertCounters
 
+TOGETHER_BYTES = 128 << 10
+"""Below this size experts are read many in one call, from files that stay open."""
 MAPPED_BYTES = 256 << 10
 """From this size on an expert that the page cache has is used there at first; smaller ones are read as quickly."""
 _PAUSES_S = (0.02, 0.1, 0.5)  # before a failed read is tried again
 _FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
+_FAILURES = (OSError, FileTruncated, HashMismatch, HeaderInvalid)
 
 
 class ExpertStore:
@@ -38,6 +46,11 @@ class ExpertStore:
         it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
         self._lock = threading.Lock()
+        self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
+        self._readers: list[Reader] = []  # that nobody uses
+        self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
+        self._views: dict[ExpertKey, Mapping[str, ProjectionView]] = {}
+        self._kinds: dict[object, Mapping[str, ProjectionView]] = {}  # of views, which many experts share
 
     def files(self) -> list[Path]:
         """The files of all experts."""
@@ -47,33 +60,68 @@ class ExpertStore:
         """Bytes that the expert takes in memory: all that it has of its file, as it is read."""
         return self._pack.entry(key).file_bytes
 
+    def expect(self) -> None:
+        """A request is about to begin: something may have happened to the files since the last one."""
+        self._files.expect()
+
+    def close(self) -> None:
+        """Closes files that nobody reads from any more."""
+        self._files.close()
+        while self._readers:
+            self._readers.pop().close()
+
     def read(self, key: ExpertKey, into: U8) -> U8:
         """Fills `into`, uint8 [nbytes], page-aligned, and gives it back; or leaves it as it is, and gives the bytes
         where the page cache has them, not to be written. Raises a PackError if the file does not begin with what the
         manifest promises; what has been added behind that is not looked at."""
-        for pause_s in (*_PAUSES_S, None):
-            started = time.perf_counter()
-            try:
-                place = self._read_once(key, into)
-            except (OSError, FileTruncated, HashMismatch, HeaderInvalid) as error:
-                if pause_s is None or (isinstance(error, OSError) and error.errno in _FINAL):
-                    raise self._named(key, error) from None
-                with self._lock:
-                    self._counters.retries += 1
-                time.sleep(pause_s)
-            else:
-                with self._lock:
-                    self._counters.reads += 1
-                    self._counters.bytes_read += len(into)
-                    self._counters.read_s += time.perf_counter() - started
-                return place
-        raise AssertionError("the last try returns or raises")
+        try:
+            return self._read_once(key, into)
+        except _FAILURES as error:
+            return self._again(key, into, error)
+
+    def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
+        """The same for several experts: the place of each, or why it can't be read."""
+        if self.leaves_page_cache or any(len(into) >= TOGETHER_BYTES for _, into in wanted):
+            return [self._tried(key, into) for key, into in wanted]
+        return [
+            into if error is None else self._tried(key, into, error)
+            for (key, into), error in zip(wanted, self._read_together(wanted), strict=True)
+        ]
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """What was read, as the backend takes it."""
-        return self._backend.expert(ExpertView(buffer, _views(self._pack, key)))
+        views = self._views.get(key)
+        if views is None:
+            entry = self._pack.entry(key)
+            kind = (*entry.bits.items(), self._pack.layout(key).data_offset)
+            views = self._views[key] = self._kinds.setdefault(kind, _views(self._pack, key))
+        return self._backend.expert(ExpertView(buffer, views))
+
+    def _tried(self, key: ExpertKey, into: U8, error: Exception | None = None) -> U8 | PackError:
+        """With an `error`, which it failed with, once more."""
+        try:
+            return self.read(key, into) if error is None else self._again(key, into, error)
+        except PackError as caught:
+            return caught
+
+    def _again(self, key: ExpertKey, into: U8, error: Exception) -> U8:
+        """After a read that failed."""
+        for pause_s in _PAUSES_S:
+            if isinstance(error, OSError) and error.errno in _FINAL:
+                break
+            with self._lock:
+                self._counters.retries += 1
+            time.sleep(pause_s)
+            try:
+                return self._read_once(key, into)
+            except _FAILURES as caught:
+                error = caught
+        if isinstance(error, OSError):
+            raise unreadable(self._pack.root, self._pack.entry(key).path, error) from None
+        raise error from None
 
     def _read_once(self, key: ExpertKey, into: U8) -> U8:
+        started = time.perf_counter()
         entry = self._pack.entry(key)
         path = os.path.join(self._pack.root, entry.path)  # looked at when the pack was opened
         direct = not in_page_cache(path, entry.offset) if self.leaves_page_cache else self.io.direct
@@ -83,6 +131,7 @@ class ExpertStore:
                 place = mapped(handle, len(into), entry.offset)
                 if place is not None:
                     self._pack.check_expert(key, place, crc32)
+                    self._count(1, len(into), started)
                     return place
             found = read_into(handle, into, entry.offset)
             if (direct or not self.leaves_page_cache) and hasattr(os, "posix_fadvise"):
@@ -90,15 +139,76 @@ class ExpertStore:
         finally:
             os.close(handle)
         if found != len(into):
-            raise FileTruncated(f"{entry.path}: read {found} of {len(into)} bytes: copy the pack again")
+            raise _ends_early(entry, found)
         self._pack.check_expert(key, into, crc32)
+        self._count(1, len(into), started)
         return into
 
-    def _named(self, key: ExpertKey, error: Exception) -> PackError:
-        if isinstance(error, OSError):
-            return unreadable(self._pack.root, self._pack.entry(key).path, error)
-        assert isinstance(error, PackError)
-        return error
+    def _read_together(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[Exception | None]:
+        """In one call: of each, why it failed."""
+        started = time.perf_counter()
+        errors: list[Exception | None] = [None] * len(wanted)
+        files: list[OpenFile | None] = []
+        try:
+            for place, (key, _) in enumerate(wanted):
+                files.append(None)
+                try:
+                    files[-1] = self._files.take(self._pack.entry(key).path, self.io.direct)
+                except OSError as error:
+                    errors[place] = error
+            table, failed = self._carry_out(wanted, files)
+            for place, (key, into) in enumerate(wanted):
+                if errors[place] is None and (failed or key not in self._sound):
+                    errors[place] = self._wrong(key, into, table[place])
+        finally:
+            for file, error in zip(files, errors, strict=False):
+                if file is not None:
+                    self._files.give(file, failed=error is not None)
+        arrived = [into for (_, into), error in zip(wanted, errors, strict=True) if error is None]
+        self._count(len(arrived), sum(map(len, arrived)), started)
+        return errors
+
+    def _carry_out(
+        self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]
+    ) -> tuple[Table, int]:
+        """What came of each, and how many failed."""
+        entries = [self._pack.entry(key) for key, _ in wanted]
+        table = table_of([
+            Read(-1 if file is None else file.fd, entry.offset, into, entry.crc32, forget=True)
+            for file, entry, (_, into) in zip(files, entries, wanted, strict=True)
+        ])  # fmt: skip
+        try:
+            reader = self._readers.pop()
+        except IndexError:
+            reader = open_reader(self.io.threads)
+        failed = reader.read_many(table)
+        self._readers.append(reader)
+        return table, failed
+
+    def _wrong(self, key: ExpertKey, into: U8, row: Any) -> Exception | None:
+        """What is wrong with what came of a read; None if nothing is."""
+        entry = self._pack.entry(key)
+        if row["error"]:
+            return OSError(int(row["error"]), os.strerror(int(row["error"])))
+        if row["found"] != len(into):
+            return _ends_early(entry, int(row["found"]))
+        if row["wrong"] or key not in self._sound:
+            try:
+                self._pack.check_expert(key, into, crc32)
+            except (HashMismatch, HeaderInvalid) as error:
+                return error
+        self._sound.add(key)
+        return None
+
+    def _count(self, reads: int, nbytes: int, started: float) -> None:
+        with self._lock:
+            self._counters.reads += reads
+            self._counters.bytes_read += nbytes
+            self._counters.read_s += time.perf_counter() - started
+
+
+def _ends_early(entry: ExpertEntry, found: int) -> FileTruncated:
+    return FileTruncated(f"{entry.path}: read {found} of {entry.file_bytes} bytes: copy the pack again")
 
 
 def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import log2
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,30 @@ from moert.pack.model_spec import LayerKey
 LayerOrder = Sequence[LayerKey]
 """Every layer with experts, in the order of execution (ModelSpec.moe_layers)."""
 
+Latest = Mapping[int, tuple[int, ...]]
+"""See Candidates.latest."""
+
 _RARELY = 1e-9  # stands for the probability of what was never demanded
 
 
+class Rule(NamedTuple):
+    """A policy that the native library knows, by its name (moert.kernels.structs.RULES) and what it needs: `nearness`
+    int64 [places of layers], `following` float64 [places, num_experts], not a number where nothing is known."""
+
+    name: str
+    nearness: npt.NDArray[np.int64] | None = None
+    following: F64 | None = None
+
+
+_RECENCY, _FREQUENCY = Rule("recency"), Rule("frequency")
+
+
 class EvictionPolicy(Protocol):
-    """Says what each candidate is worth."""
+    """Says what each candidate is worth.
+
+    One that the native library knows also has `rule(present, latest)`: the Rule that finds the same, of the present
+    layer and what each layer has demanded last.
+    """
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
@@ -43,10 +62,14 @@ class PaperEviction:
 
     def __init__(self, order: LayerOrder) -> None:
         self._nearness = {present: self._row(order, present) for present in order}
+        self._rules = {present: Rule("nearness", nearness=row) for present, row in self._nearness.items()}
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         nearness = self._nearness[present][candidates.place]
         return np.where(nearness < 0, -1, candidates.frequency * nearness)
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        return self._rules[present]
 
     @staticmethod
     def _row(order: LayerOrder, present: LayerKey) -> npt.NDArray[np.int64]:
@@ -63,6 +86,9 @@ class LeastRecentlyUsed:
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return np.maximum(candidates.last_used, candidates.loaded_at)
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        return _RECENCY
 
 
 class LeastRecentOfLayer:
@@ -88,6 +114,9 @@ class LeastFrequentlyUsed:
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return candidates.frequency
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        return _FREQUENCY
 
 
 class FirstInFirstOut:
@@ -119,6 +148,12 @@ class ExpectedWait:
         self._latest: dict[int, tuple[int, ...]] = {}  # by place: what _following was looked up for
         self._following = np.zeros((0, 0))  # [places, num_experts], not a number where nothing is known
         self._n_places = 1 + max(place_of(layer) for layer in order)
+        self._rule = Rule("wait")
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        if self._succession is not None:
+            self._follow(self._succession, latest)
+        return self._rule
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         visits = self.visits(candidates)
@@ -135,19 +170,23 @@ class ExpectedWait:
         return visits
 
     def _with_succession(self, succession: Succession, probability: F64, candidates: Candidates) -> F64:
-        for place, experts in candidates.latest.items():
-            if self._latest.get(place) is not experts:
-                self._latest[place] = experts
-                self._look_up(succession.after(place, experts), place)
+        self._follow(succession, candidates.latest)
         if not self._following.size:
             return probability
         following = self._following[candidates.place, candidates.expert]
         return np.where(np.isnan(following), probability, 0.5 * (probability + following))
 
+    def _follow(self, succession: Succession, latest: Latest) -> None:
+        for place, experts in latest.items():
+            if self._latest.get(place) is not experts:
+                self._latest[place] = experts
+                self._look_up(succession.after(place, experts), place)
+
     def _look_up(self, likely: F64 | None, place: int) -> None:
         if likely is not None:
             if not self._following.size:
                 self._following = np.full((self._n_places, len(likely)), np.nan)
+                self._rule = Rule("wait", following=self._following)
             self._following[place] = likely
 
 

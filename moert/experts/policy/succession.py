@@ -45,7 +45,8 @@ class Succession:
         """
         if place not in self._shares or not experts:
             return None
-        likely: F64 = self._shares[place][list(experts)].mean(axis=0, dtype=np.float64)
+        likely: F64 = np.add.reduce(self._shares[place][list(experts)], axis=0, dtype=np.float64)
+        likely /= len(experts)
         return likely
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ F64 = npt.NDArray[np.float64]
 
 FORGETTING = 0.5**0.125
 """What a demand still counts in `recent` one visit of its layer later: half after eight visits."""
+FORGOTTEN = np.exp2(log2(FORGETTING) * np.arange(8700))
+"""[visits]: what a demand still counts after so many, which is nothing after more."""
 _USUAL = 0.05  # weight of the latest interval between two visits of a layer in the mean of them
 
 
@@ -127,6 +130,25 @@ class Usage:
             expert=_view(self._order)[rows] & 0xFFFF,
             latest=self._latest,
         )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Experts and places of layers that are known."""
+        return len(self.keys), len(self._visits)
+
+    def columns(self) -> dict[str, array[Any]]:
+        """All that is known, by row and by place, under the names of moert.kernels.structs.Residents. They lie
+        elsewhere once `size` has changed."""
+        return {
+            "place": self._place, "order": self._order, "frequency": self._frequency, "last_used": self._last_used,
+            "loaded_at": self._loaded_at, "last_visit": self._last_visit, "recent": self._recent,
+            "visits": self._visits, "visited_at": self._visited_at, "interval": self._interval,
+        }  # fmt: skip
+
+    @property
+    def latest(self) -> Mapping[int, tuple[int, ...]]:
+        """See Candidates."""
+        return self._latest
 
     def order(self, rows: I64) -> I64:
         """Numbers that sort like the experts' keys."""

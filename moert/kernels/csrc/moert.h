@@ -313,6 +313,28 @@ void moert_gated(moert_pool *pool, const moert_norm *norm, int groups, int last,
 uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n);
 int moert_crc32_fast(void);
 
+/* What is known of experts, by row, and of layers, by place; and the rule by which they leave (moert/experts/policy): the
+ * latest of use and loading; demands; those times how near the layer is, -1 for what leaves first; how long until the next
+ * demand is to be expected. */
+enum { MOERT_RECENCY, MOERT_FREQUENCY, MOERT_NEARNESS, MOERT_WAIT };
+typedef struct {
+    int64_t rows, steps;
+    const int64_t *place, *order, *frequency, *last_used, *loaded_at, *last_visit, *nbytes; /* [rows] */
+    const double *recent;                                     /* [rows] */
+    const int64_t *visits;                                    /* [places] */
+    const double *visited_at, *interval;                      /* [places] */
+    const int64_t *nearness;                                  /* [places] */
+    const double *following;                                  /* [places, experts], not a number: unknown; or NULL */
+    const double *forgotten;                                  /* [forgotten_n]: what is left after so many visits */
+    int64_t forgotten_n;                                      /* none is left after more */
+    double remembered;                                        /* the share of a mean that forgets */
+    int32_t rule, experts;
+} moert_residents;
+
+/* Of those rows that are `free`, who leaves until no bytes are missing: how many do, their rows in order in `leaving`. Both
+ * that and `worth` have room for all rows. */
+int64_t moert_leave(const moert_residents *all, const uint8_t *free, int64_t missing, double *worth, int64_t *leaving);
+
 /* A read of consecutive bytes of a file, and what came of it. */
 typedef struct {
     int64_t offset, nbytes;   /* in the file */

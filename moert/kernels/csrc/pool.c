@@ -4,17 +4,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "internal.h"
-
-#if defined(__x86_64__) || defined(__i386__)
-#define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define PAUSE() __asm__ volatile("yield")
-#else
-#define PAUSE() ((void)0)
-#endif
+#include "waiting.h"
 
 #define IDLE_NS 200000  /* how long a thread looks for the next job before it sleeps */
 #define FINISH_NS 20000 /* how long the caller looks for the end of a job before it sleeps */
@@ -46,12 +38,6 @@ struct moert_pool {
     pthread_mutex_t lock;
     pthread_cond_t wake, finished;
 };
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 /* Takes items of the present job until none is left. */
 static void take_items(moert_pool *pool, int thread) {

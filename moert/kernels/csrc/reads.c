@@ -11,10 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "moert.h"
+#include "waiting.h"
 
 #if defined(__linux__) && defined(__has_include)
 #if __has_include(<linux/io_uring.h>)
@@ -33,6 +33,7 @@
 
 enum { MOST = 256, DEPTH = 64, PAGE = 4096, MOST_THREADS = 64 };
 #define MOST_TOGETHER (1 << 20) /* bytes of one request that is made of several reads */
+#define LOOK_NS 150000          /* how long the caller looks for what comes before it sleeps */
 
 typedef struct {
     int first, count;
@@ -41,6 +42,7 @@ typedef struct {
 typedef struct {
     int fd; /* -1: there is none */
     unsigned *sq_head, *sq_tail, *sq_array, sq_mask;
+    unsigned *flags; /* NULL: what has come is not told without asking */
     unsigned *cq_head, *cq_tail, cq_mask;
     void *sqes, *cqes, *rings;
     size_t sqes_bytes, rings_bytes;
@@ -182,6 +184,8 @@ static void read_by_threads(moert_reader *reader, int n) {
 #define STORE(at, value) __atomic_store_n(at, value, __ATOMIC_RELEASE)
 #ifndef IORING_SETUP_COOP_TASKRUN
 #define IORING_SETUP_COOP_TASKRUN (1U << 8)
+#define IORING_SETUP_TASKRUN_FLAG (1U << 9)
+#define IORING_SQ_TASKRUN (1U << 2)
 #endif
 
 static void close_ring(ring *r) {
@@ -198,7 +202,7 @@ static void *map_ring(int fd, size_t nbytes, off_t what) {
 
 /* Leaves fd at -1 where the system refuses: an old one, or one that does not trust this process. */
 static void open_ring(ring *r) {
-    struct io_uring_params with = {.flags = IORING_SETUP_COOP_TASKRUN};
+    struct io_uring_params with = {.flags = IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG};
     *r = (ring){.fd = (int)syscall(__NR_io_uring_setup, DEPTH, &with)};
     if (r->fd < 0 && errno == EINVAL) {
         with = (struct io_uring_params){0};
@@ -221,6 +225,7 @@ static void open_ring(ring *r) {
     r->sq_head = (unsigned *)(at + with.sq_off.head), r->sq_tail = (unsigned *)(at + with.sq_off.tail);
     r->sq_array = (unsigned *)(at + with.sq_off.array), r->sq_mask = *(unsigned *)(at + with.sq_off.ring_mask);
     r->cq_head = (unsigned *)(at + with.cq_off.head), r->cq_tail = (unsigned *)(at + with.cq_off.tail);
+    if (with.flags & IORING_SETUP_TASKRUN_FLAG) r->flags = (unsigned *)(at + with.sq_off.flags);
     r->cqes = at + with.cq_off.cqes, r->cq_mask = *(unsigned *)(at + with.cq_off.ring_mask);
 }
 
@@ -264,12 +269,25 @@ static int do_without(moert_reader *reader, int asked, int flying) {
     return flying;
 }
 
+/* Looks for something that has come, as long as a small read takes: a processor that sleeps comes back slowly. */
+static void look(const ring *r) {
+    const int64_t until = now_ns() + LOOK_NS;
+    do
+        for (int i = 0; i < 32; i++) {
+            if (*r->cq_head != LOAD(r->cq_tail) || (LOAD(r->flags) & IORING_SQ_TASKRUN)) return;
+            PAUSE();
+        }
+    while (now_ns() < until);
+}
+
 static void read_by_ring(moert_reader *reader, int n) {
     ring *r = &reader->ring;
     int asked = 0, flying = 0, done = 0;
     while (done < n) {
         for (; asked < n && flying < DEPTH; flying++) ask(reader, asked++);
         unsigned left = *r->sq_tail - LOAD(r->sq_head);
+        if (r->flags && left && syscall(__NR_io_uring_enter, r->fd, left, 0, 0, NULL, 0) == (long)left) left = 0;
+        if (r->flags && !left) look(r);
         long taken = syscall(__NR_io_uring_enter, r->fd, left, 1, IORING_ENTER_GETEVENTS, NULL, 0);
         int came = taken < 0 && errno != EINTR ? do_without(reader, asked, flying) : reap(reader);
         flying -= came;
@@ -316,8 +334,8 @@ int moert_read_many(moert_reader *reader, moert_read *reads, int count) {
         int n = count - first < MOST ? count - first : MOST;
         reader->reads = reads + first;
         int asked = sort_out(reader, n);
-        if (asked == 1) carry_out(reader, reader->requests);
-        else if (reader->ring.fd >= 0) read_by_ring(reader, asked);
+        if (reader->ring.fd >= 0) read_by_ring(reader, asked);
+        else if (asked == 1) carry_out(reader, reader->requests);
         else read_by_threads(reader, asked);
         for (int i = first; i < first + n; i++) failed += reads[i].error || reads[i].wrong || reads[i].found < reads[i].nbytes;
     }
