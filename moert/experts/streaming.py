@@ -83,6 +83,8 @@ class Streaming:
         """A request is about to begin: what is read once may stay in the system's page cache for the next start, unless
         the user says how to read."""
         self._store.expect()
+        if self.firing is not None:
+            self.firing.pieces.expect()
         self._store.leaves_page_cache = self._measures_drive
 
     def adapt(self, room_bytes: int, notify: Callable[[str], None]) -> None:

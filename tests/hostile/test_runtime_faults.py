@@ -236,8 +236,8 @@ def test_a_slow_disk_changes_no_token(pack: Path, expected: dict[str, list[int]]
 
 FAILING = """
 import errno, os
-from moert.experts.drive import store
-read_into, store._PAUSES_S, turn = store.read_into, (0.001,) * 3, [0]
+from moert.experts.drive import patience, store
+read_into, patience._PAUSES_S, turn = store.read_into, (0.001,) * 3, [0]
 def sometimes(fd, into, offset):
     turn[0] += 1
     if {fails}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from moert.experts.drive.files import OpenFile, OpenFiles
 from moert.experts.drive.io import IoSettings, in_page_cache, mapped, open_expert, read_into
+from moert.experts.drive.patience import FAILURES, Patience
 from moert.experts.drive.reads import Read, Reader, Table, open_reader, table_of
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.checksum import crc32
@@ -20,16 +20,13 @@ from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackEr
 from moert.pack.layout import group_of
 from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack, unreadable
+from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
 
 TOGETHER_BYTES = 128 << 10
 """Below this size experts are read many in one call, from files that stay open."""
 MAPPED_BYTES = 256 << 10
 """From this size on an expert that the page cache has is used there at first; smaller ones are read as quickly."""
-_PAUSES_S = (0.02, 0.1, 0.5)  # before a failed read is tried again
-_FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
-_FAILURES = (OSError, FileTruncated, HashMismatch, HeaderInvalid)
 
 
 class ExpertStore:
@@ -46,6 +43,7 @@ class ExpertStore:
         it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
         self._lock = threading.Lock()
+        self._patience = Patience(pack, counters, self._lock)
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
         self._readers: list[Reader] = []  # that nobody uses
         self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
@@ -76,7 +74,7 @@ class ExpertStore:
         manifest promises; what has been added behind that is not looked at."""
         try:
             return self._read_once(key, into)
-        except _FAILURES as error:
+        except FAILURES as error:
             return self._again(key, into, error)
 
     def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
@@ -106,19 +104,7 @@ class ExpertStore:
 
     def _again(self, key: ExpertKey, into: U8, error: Exception) -> U8:
         """After a read that failed."""
-        for pause_s in _PAUSES_S:
-            if isinstance(error, OSError) and error.errno in _FINAL:
-                break
-            with self._lock:
-                self._counters.retries += 1
-            time.sleep(pause_s)
-            try:
-                return self._read_once(key, into)
-            except _FAILURES as caught:
-                error = caught
-        if isinstance(error, OSError):
-            raise unreadable(self._pack.root, self._pack.entry(key).path, error) from None
-        raise error from None
+        return self._patience.again(lambda: self._read_once(key, into), self._pack.entry(key).path, error)
 
     def _read_once(self, key: ExpertKey, into: U8) -> U8:
         started = time.perf_counter()
@@ -161,9 +147,9 @@ class ExpertStore:
                 if errors[place] is None and (failed or key not in self._sound):
                     errors[place] = self._wrong(key, into, table[place])
         finally:
-            for file, error in zip(files, errors, strict=False):
+            for file, why in zip(files, errors, strict=False):
                 if file is not None:
-                    self._files.give(file, failed=error is not None)
+                    self._files.give(file, failed=why is not None)
         arrived = [into for (_, into), error in zip(wanted, errors, strict=True) if error is None]
         self._count(len(arrived), sum(map(len, arrived)), started)
         return errors

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from moert.experts.drive.io import IoSettings, open_expert
-from moert.experts.drive.patience import patiently
+from moert.experts.drive.files import OpenFiles
+from moert.experts.drive.io import IoSettings
+from moert.experts.drive.patience import FAILURES, Patience
 from moert.experts.drive.reads import READ, Reader, Table, address, open_reader
 from moert.experts.neurons.keeping import I64
 from moert.kernels.backend import Expert
 from moert.pack.checksums import checksums_from_bytes
 from moert.pack.codec import F32, U8
-from moert.pack.errors import FileTruncated, HashMismatch
+from moert.pack.errors import FileTruncated, HashMismatch, PackError
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import NEURONS, NeuronLayout
 from moert.pack.reader import Pack
@@ -62,7 +64,9 @@ class Pieces:
         self._pack, self._counters, self._lock = pack, counters, threading.Lock()
         self._sums = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
         self._layouts = {entry.key: pack.neurons(entry.key) for entry in pack.manifest.experts}
-        self._own = threading.local()
+        self._patience = Patience(pack, counters, self._lock)
+        self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
+        self._readers: list[Reader] = []  # that nobody uses
 
     def files(self) -> list[Path]:
         """The files of all experts."""
@@ -94,30 +98,48 @@ class Pieces:
         reads["checked"], reads["forget"] = True, not self.leaves_page_cache
         if len(parts) > 1:
             reads = reads[reads["offset"].argsort()]
-        nbytes = int(reads["nbytes"].sum())
-        patiently(lambda: self._read(entry.path, reads), nbytes, self._counters, self._lock, self._pack, entry.path)
+        try:
+            self._read(entry.path, reads)
+        except FAILURES as error:
+            self._patience.again(lambda: self._read(entry.path, reads), entry.path, error)
+
+    def expect(self) -> None:
+        """As of ExpertStore."""
+        self._files.expect()
+
+    def close(self) -> None:
+        """Closes files that nobody reads from any more."""
+        self._files.close()
+        while self._readers:
+            self._readers.pop().close()
 
     def _read(self, path: str, reads: Table) -> None:
-        handle = open_expert(os.path.join(self._pack.root, path), self.io.direct)  # looked at when the pack was opened
+        started, file, failed = time.perf_counter(), self._files.take(path, self.io.direct), True
         try:
-            reads["fd"] = handle
-            if not self._reader.read_many(reads):
-                return
+            reads["fd"] = file.fd
+            failed = self._carry_out(reads) > 0
         finally:
-            os.close(handle)
-        if failed := int(reads["error"].max()):
-            raise OSError(failed, os.strerror(failed))
+            self._files.give(file, failed=failed)
+        if not failed:
+            with self._lock:
+                self._counters.reads += 1
+                self._counters.bytes_read += int(reads["nbytes"].sum())
+                self._counters.read_s += time.perf_counter() - started
+            return
+        if number := int(reads["error"].max()):
+            raise OSError(number, os.strerror(number))
         if (reads["found"] < reads["nbytes"]).any():
             raise FileTruncated(f"{path} ends before its neurons do: copy the pack again")
         raise HashMismatch(f"{path}: a checksum differs from {NEURONS}: the file is damaged, copy it again")
 
-    @property
-    def _reader(self) -> Reader:
-        """Of this thread."""
-        if not hasattr(self._own, "reader"):
-            self._own.reader = open_reader(self.io.threads)
-        reader: Reader = self._own.reader
-        return reader
+    def _carry_out(self, reads: Table) -> int:
+        try:
+            reader = self._readers.pop()
+        except IndexError:
+            reader = open_reader(self.io.threads)
+        failed = reader.read_many(reads)
+        self._readers.append(reader)
+        return failed
 
 
 class RowStore:
@@ -130,11 +152,20 @@ class RowStore:
         layout = self._pieces.layout(key)
         return layout.n_blocks * layout.rows_bytes
 
-    def read(self, key: ExpertKey, into: U8) -> U8:
-        """Raises PackError."""
+    def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
+        """The rows of several experts: the place of each, or why they can't be read."""
+        return [self._read(key, into) for key, into in wanted]
+
+    def _read(self, key: ExpertKey, into: U8) -> U8 | PackError:
         layout = self._pieces.layout(key)
-        self._pieces.read(key, [rows_of(layout)], np.arange(layout.n_blocks), into, _side_by_side(layout))
+        try:
+            self._pieces.read(key, [rows_of(layout)], np.arange(layout.n_blocks), into, _side_by_side(layout))
+        except PackError as error:
+            return error
         return into
+
+    def close(self) -> None:
+        self._pieces.close()
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """`Rows`, which only FiringExperts looks into."""
