@@ -133,7 +133,7 @@ LATE = ModelSpec(
 )  # fmt: skip
 """Norms behind each half and none before it, and tokens at the beginning of a prompt that see each other."""
 
-_RELU = replace(_EXPERT, act=Act("relu", 7.0, plus=0.5))
+_RELU = replace(_EXPERT, d_ff=75, act=Act("relu", 7.0, plus=0.5))
 FIRING = replace(
     RICH,
     family="firing",
@@ -145,7 +145,7 @@ FIRING = replace(
         ),
     ),
 )
-"""RICH with experts that give exact zeros: gated, with biases, narrow."""
+"""RICH with experts that give exact zeros: gated, with biases, narrow, with neurons for several blocks."""
 NEURON_SPECS = {"encoder-decoder": ENCODER_DECODER, "late": LATE, "firing": FIRING}
 """Of which packs can have experts in blocks of neurons."""
 

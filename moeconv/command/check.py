@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings
+from moeconv.conversion.layouts import LAYOUTS, neurons_of
+from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings, check_choice
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
@@ -37,21 +38,25 @@ class Checked:
     spec: ModelSpec
     parameters: Parameters
     quantizer: str
+    layout: str
     outlooks: Sequence[Outlook]
     left_out: Sequence[str]
     certain: bool
 
 
-def check(model: str, host: Host) -> Checked:
-    """`model`: a directory, a config.json, or a hub id. Raises CheckpointError for what can't be converted."""
+def check(model: str, host: Host, layout: str = Settings.layout) -> Checked:
+    """`model`: a directory, a config.json, or a hub id; `layout`: how its experts would lie in a pack. Raises
+    CheckpointError for what can't be converted, SettingsError for experts that can't lie so."""
+    check_choice("--layout", layout, LAYOUTS)
     outline, notes = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
     quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
-    storage = Storage(quantizer.group_size, outline.description.mxfp4)
+    mxfp4 = outline.description.mxfp4
+    storage = Storage(quantizer.group_size, mxfp4, neurons_of(layout, spec, mxfp4))
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if notes is None else notes
     return Checked(
-        model, spec, parameters(spec, computed), quantizer.name,
+        model, spec, parameters(spec, computed), quantizer.name, layout,
         outlooks(spec, storage, denses, computed, host), left_out, notes is not None,
     )  # fmt: skip
 
@@ -91,6 +96,7 @@ def as_json(found: Checked) -> dict[str, Any]:
         },
         "parameters": asdict(found.parameters),
         "quantizer": found.quantizer,
+        "layout": found.layout,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "outlooks": [asdict(each) for each in found.outlooks],
@@ -108,6 +114,7 @@ def lines(found: Checked) -> list[str]:
     )
     sure = "" if found.certain else ", if the checkpoint has them"
     shared = "" if experts.shared is None else ", and a shared one"
+    coded = found.quantizer + ("" if found.layout == Settings.layout else f" and --layout {found.layout}")
     return [
         f"{found.model}: {spec.family}, supported",
         f"  layers      {layers}",
@@ -117,7 +124,7 @@ def lines(found: Checked) -> list[str]:
         *_wrapped("features", features(spec)),
         *(f"  note        {note}{sure}" for note in found.left_out),
         "",
-        f"  with the quantizer {found.quantizer}; memory for a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more",
+        f"  with the quantizer {coded}; memory for a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more",
         *(f"  {' '.join(name.rjust(10) for name in names)}" for names in _HEADING),
         *map(_row, found.outlooks),
     ]

@@ -52,6 +52,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "group_size": manifest.quantization.group_size,
         "dense": None if manifest.quantization.dense is None else asdict(manifest.quantization.dense),
         "mxfp4": manifest.quantization.mxfp4,
+        "neurons": _neurons(pack),
         "bits_histogram": {str(bits): count for bits, count in bits_histogram(manifest.experts).items()},
         "effective_bits": manifest.effective_bits(),
         "bytes": {
@@ -100,6 +101,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"quantizer        {facts['quantizer']}{group}",
         f"widths           {widths} (projections)",
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
+        *_neuron_lines(facts["neurons"]),
         f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk{files} "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
@@ -111,6 +113,32 @@ def description_lines(pack: Pack) -> list[str]:
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
         f"smallest memory  {smallest_text}",
+    ]
+
+
+def _neurons(pack: Pack) -> dict[str, Any] | None:
+    """How experts lie in blocks of neurons: how many, and the bytes of a block's rows and columns, each on average over
+    the experts."""
+    how = pack.manifest.quantization.neurons
+    if how is None:
+        return None
+    layouts = [pack.neurons(entry.key) for entry in pack.manifest.experts]
+    each = {
+        "blocks": [one.n_blocks for one in layouts],
+        "rows_bytes": [one.rows_bytes for one in layouts],
+        "columns_bytes": [one.columns_bytes for one in layouts],
+    }
+    return {**asdict(how), **{name: sum(values) / len(layouts) for name, values in each.items()}}
+
+
+def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
+    if facts is None:
+        return []
+    apart = "behind its rows" if facts["bundled"] else "apart from the rows"
+    columns, rows = (size(round(facts[name])) for name in ("columns_bytes", "rows_bytes"))
+    return [
+        f"neurons          {facts['blocks']:.0f} blocks an expert: {columns} of columns each, {apart}, which take "
+        f"{rows}",
     ]
 
 

@@ -80,7 +80,8 @@ def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], in
 
 
 def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -> U8:
-    return np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
+    pieces: U8 = np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
+    return pieces
 
 
 def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, what: str) -> None:
@@ -94,8 +95,9 @@ def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, w
 
 def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
     """The reverse: uint8 [d_ff, nbytes]."""
-    rows: U8 = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
-    return rows[: layout.d_ff]
+    rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
+    found: U8 = rows[: layout.d_ff]
+    return found
 
 
 def _given(biases: Mapping[str, F32], name: str) -> F32:

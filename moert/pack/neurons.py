@@ -76,11 +76,15 @@ class NeuronLayout(NamedTuple):
     @property
     def tensor_bytes(self) -> int:
         """Weights, scales, minima and biases of all neurons, without what fills up."""
-        total = 0 if self.bias_at is None else _BIAS_BYTES * self.d_model
-        for _, place in self.matrices:
-            biased = 0 if place.bias_place is None else _BIAS_BYTES
-            total += self.d_ff * (sum(place.neuron_bytes(self.d_model)) + biased)
-        return total
+        return sum(self.matrix_bytes(name) for name, _ in self.matrices)
+
+    def matrix_bytes(self, name: str) -> int:
+        """The same of one projection."""
+        if name == DOWN:
+            biases = 0 if self.bias_at is None else _BIAS_BYTES * self.d_model
+            return biases + self.d_ff * sum(self.columns.neuron_bytes(self.d_model))
+        biased = 0 if self.rows[name].bias_place is None else _BIAS_BYTES
+        return self.d_ff * (sum(self.rows[name].neuron_bytes(self.d_model)) + biased)
 
     def block(self, k: int) -> range:
         """The neurons of block k."""

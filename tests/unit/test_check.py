@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from published import GLM_4_5_AIR, MIXTRAL_8X7B
 from safetensors.torch import load_file, save_file
-from tiny import TINY, tiny_olmoe
+from tiny import TINY, tiny_olmoe, tiny_switch
 
 from moeconv.artifacts import uniform
 from moeconv.command import cli
 from moeconv.command.check import Checked, as_json, check, lines
+from moeconv.conversion.layouts import BY_NEURONS
+from moeconv.errors import SettingsError
 from moeconv.packing.emit import Label, emit
 from moeconv.plan.outlook import WIDTHS, Host, Outlook
 from moeconv.quantizers import QUANTIZERS
@@ -24,6 +26,7 @@ from moeconv.quantizers.dense import DenseCoder, dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.manifest import BACKBONE, Manifest
+from moert.pack.neurons import Neurons
 
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
 ASKED = """
@@ -45,10 +48,12 @@ print(fits)
 """
 
 
-def pack_of(source: Path, out: Path, bits: int, dense_bits: int | None) -> Manifest:
+def pack_of(
+    source: Path, out: Path, bits: int, dense_bits: int | None, neurons: Neurons | None = None
+) -> Manifest:  # fmt: skip
     """Experts as `moeconv quantize` would store them: without groups."""
     checkpoint = Checkpoint.open(source)
-    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
+    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None, neurons=neurons)
     dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits))
     return emit(coder, uniform(checkpoint.spec, bits), out, seed=0, label=Label("tests"), dense=dense)
 
@@ -66,6 +71,19 @@ def test_a_pack_has_the_size_that_was_said(family: str, bits: int, dense_bits: i
     assert {entry.file_bytes for entry in written.experts} == {said.expert_bytes}
     assert written.files[BACKBONE].nbytes == pytest.approx(said.backbone_bytes, abs=512)  # names in another order
     assert said.pack_bytes - said.backbone_bytes == sum(entry.file_bytes for entry in written.experts)
+
+
+@pytest.mark.parametrize("layout", BY_NEURONS)
+def test_of_another_layout_too(tmp_path: Path, layout: str) -> None:
+    source = tiny_switch(tmp_path / "hf", d_ff=600)
+    found = check(str(source), HOST, layout)
+    written = pack_of(source, tmp_path / "model.pack", 3, None, BY_NEURONS[layout])
+    assert {entry.file_bytes for entry in written.experts} == {outlook(found, 3).expert_bytes}
+    assert found.outlooks != check(str(source), HOST).outlooks
+    assert as_json(found)["layout"] == layout
+    assert f"with the quantizer gptq and --layout {layout}; memory for" in "\n".join(lines(found))
+    with pytest.raises(SettingsError, match="--layout shelf: expected one of expert, layer, neuron, columns, auto"):
+        check(str(source), HOST, "shelf")
 
 
 def test_moert_takes_the_memory_that_was_said(tmp_path: Path) -> None:

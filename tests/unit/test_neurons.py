@@ -313,7 +313,7 @@ def test_checksums_are_written_and_read(firing: Pack) -> None:
     [
         (lambda sums: sums.pop("D00/E000"), HeaderInvalid, "lacks the tensor D00/E000"),
         (lambda sums: sums.update({"D07/E000": np.zeros(3, np.uint32)}), HeaderInvalid, "has the tensor 'D07/E000'"),
-        (lambda sums: sums.update({"D00/E001": np.zeros(4, np.uint32)}), HeaderInvalid, "should have 3 checksums, f"),
+        (lambda sums: sums.update({"D00/E001": np.zeros(4, np.uint32)}), HeaderInvalid, "should have 7 checksums, f"),
         (lambda sums: sums.update({"D00/E001": np.zeros(3, np.int32)}), HeaderInvalid, "should be uint32 with 1"),
         (lambda sums: sums.update({"D00/E001": np.zeros((1, 3), np.uint32)}), HeaderInvalid, "should be uint32 with 1"),
     ],
