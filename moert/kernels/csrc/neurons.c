@@ -4,9 +4,13 @@
 #include "expansion.h"
 
 #define COLUMNS_OF_FEW 4   /* that are floats at one time, for tokens that share all they read */
-#define COLUMNS_OF_MANY 48 /* for more tokens, which take turns */
+#define COLUMNS_OF_MANY 48 /* for more tokens, which take turns: measured */
 #define FEW_NUMBERS 128    /* of a column, the least that makes an item */
-#define MANY_NUMBERS 256
+#define MANY_NUMBERS 256   /* and how many make one for more tokens */
+#define LOOK_PARTS 16      /* of the tokens, in which neurons that fired are looked for */
+
+/* From where on none is skipped of the neurons that one of all tokens fires: to skip some takes turns token by token. */
+#define MOST_FIRE(each, all) (2 * (each) > (all))
 
 static const void *further(const void *base, int64_t bytes) { return (const char *)base + bytes; }
 
@@ -36,22 +40,17 @@ int moert_fire(moert_pool *pool, const moert_neurons *neurons, const moert_act *
     return expand(pool, &(expansion){&all, &ffn, hidden, act, 0, 0}, 1);
 }
 
-#define LOOK_PARTS 16 /* of the tokens, in which neurons that fired are looked for */
-
-/* From where on none is skipped of the neurons that one of all tokens fires: to skip some takes turns token by token. */
-#define MOST_FIRE(each, all) (2 * (each) > (all))
-
 typedef struct {
     const operations *isa;
     moert_matrix down;
     const float *hidden, *bias;
     float *y;
     int tokens;
-    uint8_t *any;          /* [LOOK_PARTS, d_ff]: does one of the part's tokens fire the neuron */
-    int32_t *neurons; /* [count]: those that one of all tokens fires */
+    uint8_t *any;      /* [LOOK_PARTS, d_ff]: does one of the part's tokens fire the neuron */
+    int32_t *neurons;  /* [count]: those that one of all tokens fires */
     int count;
-    int64_t *starts; /* [tokens + 1]: where in `lists` that of each token begins */
-    fired *lists;    /* NULL: each token is taken to fire all of them */
+    int64_t *starts;   /* [tokens + 1]: where in `lists` that of each token begins */
+    fired *lists;      /* NULL: each token is taken to fire all of them */
     int each, numbers; /* columns that are floats at one time, and numbers of a column that make an item */
 } projection;
 
@@ -157,7 +156,7 @@ static void divide(projection *p, const moert_pool *pool) {
     p->numbers = few ? share : MANY_NUMBERS;
 }
 
-/* For each token what it fires, if that is not nearly all; 0, or -1 if memory ran out. */
+/* For each token what it fires, if that is less than most; 0, or -1 if memory ran out. */
 static int make_lists(projection *p, moert_pool *pool) {
     const int64_t all = p->starts[p->tokens];
     if (MOST_FIRE(all - p->tokens, (int64_t)p->tokens * p->count)) return 0;
