@@ -118,7 +118,7 @@ static void fire_some(const neurons *n, const engine *on, const moert_act *act, 
 }
 
 static void fire(int number, int d_model, int d_ff, int per_block, int group, int tokens) {
-    int kind[] = {kinds[draw(COUNT(kinds))], kinds[draw(COUNT(kinds))], 4}, gated = number % 2;
+    int kind[] = {kinds[number % COUNT(kinds)], kinds[draw(COUNT(kinds))], 4}, gated = number / 6 % 2;
     moert_act act = {number / 2 % 2 ? MOERT_RELU : MOERT_RELU_SQUARED, number % 5 ? INFINITY : 0.5f, 1, gated && number % 3 == 0};
     neurons n = neurons_make(d_model, d_ff, per_block, gated, kind, group, number % 8 == 7 ? EXTREME : PLAIN);
     int length = tokens * d_ff;
@@ -229,7 +229,7 @@ void project_cases(void) {
     }
     for (int k = 0; k < COUNT(kinds); k++) { /* more than is floats at one time, and more than one part for each thread */
         seed(13900 + (uint64_t)k);
-        project(k, kinds[k], 1300 + draw(1000), 90, 3, groups[draw(COUNT(groups))], 1, 4);
+        project(k, kinds[k], 1300 + draw(1000), 90, 3, groups[k], 1, 4);
         project(k, kinds[k], 700, 150, 4, groups[draw(COUNT(groups))], 70, 5);
     }
 }

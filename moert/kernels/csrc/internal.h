@@ -103,14 +103,19 @@ typedef struct {
 #define COLUMN_PART 1024 /* numbers of a column that are floats at one time */
 #define SUM_TOKENS 4   /* that share what is read of columns */
 
-/* Columns of neurons that fired. */
+/* Columns of some of the neurons that fired, as floats. */
 typedef struct {
-    const int32_t *neurons; /* by place: which one it is */
-    const float *columns;   /* [places, stride] */
+    const int32_t *neurons; /* [count]: which ones */
+    const float *columns;   /* [count, stride] */
     int64_t stride;
-    const int32_t *places;  /* [count], ascending; NULL: 0 .. count - 1 */
-    int count;
-} fired_columns;
+    int count, first;       /* the first of them is that many behind the first that fired */
+} column_set;
+
+/* What a token has for a neuron, which is that many behind the first that fired; INT32_MAX ends a list. */
+typedef struct {
+    int32_t place;
+    float value;
+} fired;
 
 typedef struct {
     const char *name;
@@ -164,8 +169,11 @@ typedef struct {
     /* y [n] = numbers first .. first + n - 1 of a row of a matrix; `first` is a multiple of WIDE, n at most COLUMN_PART, and
      * y has room up to a multiple of WIDE. Of row `ahead` the same is asked for ahead of its use. */
     void (*column)(const moert_matrix *w, int row, int first, int n, int ahead, float *y);
-    /* y[t * stride + i] += the sum of hidden[t * across + neuron] * column[i] over all of `fired`, in order. */
-    void (*sum_columns)(const fired_columns *fired, int tokens, const float *hidden, int64_t across, int n, float *y, int64_t stride);
+    /* y[t * stride + i] += the sum of hidden[t * across + neuron] * column[i] over the columns in order, for at most SUM_TOKENS
+     * tokens and i < n. */
+    void (*sum_all)(const column_set *set, int tokens, const float *hidden, int64_t across, int n, float *y, int64_t stride);
+    /* The same for one token and its list, as far as there are columns; gives how far that is. */
+    int (*sum_some)(const column_set *set, const fired *list, int n, float *y);
 } operations;
 
 extern const operations *const moert_isas[];

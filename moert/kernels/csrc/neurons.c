@@ -4,9 +4,13 @@
 #include "expansion.h"
 
 #define COLUMNS_OF_FEW 4   /* that are floats at one time, for tokens that share all they read */
-#define COLUMNS_OF_MANY 64 /* for more tokens, which take turns */
+#define COLUMNS_OF_MANY 48 /* for more tokens, which take turns: measured */
 #define FEW_NUMBERS 128    /* of a column, the least that makes an item */
-#define MANY_NUMBERS 256
+#define MANY_NUMBERS 256   /* and how many make one for more tokens */
+#define LOOK_PARTS 16      /* of the tokens, in which neurons that fired are looked for */
+
+/* From where on none is skipped of the neurons that one of all tokens fires: to skip some takes turns token by token. */
+#define MOST_FIRE(each, all) (2 * (each) > (all))
 
 static const void *further(const void *base, int64_t bytes) { return (const char *)base + bytes; }
 
@@ -42,79 +46,101 @@ typedef struct {
     const float *hidden, *bias;
     float *y;
     int tokens;
-    uint8_t *any;   /* [tiles, d_ff]: does one of its tokens fire the neuron */
-    int32_t *fired; /* [count]: neurons that one of all tokens fires */
+    uint8_t *any;      /* [LOOK_PARTS, d_ff]: does one of the part's tokens fire the neuron */
+    int32_t *neurons;  /* [count]: those that one of all tokens fires */
     int count;
+    int64_t *starts;   /* [tokens + 1]: where in `lists` that of each token begins */
+    fired *lists;      /* NULL: each token is taken to fire all of them */
     int each, numbers; /* columns that are floats at one time, and numbers of a column that make an item */
 } projection;
 
-static int tiles_of(int tokens) { return pieces(tokens, SUM_TOKENS); }
+static int part_tokens(const projection *p) { return pieces(p->tokens, LOOK_PARTS); }
 
-static void any_item(const void *job, int tile, void *own) {
+/* Some of the tokens: what any of them fires, and how much each of them. */
+static void look_item(const void *job, int part, void *own) {
     const projection *p = job;
-    const int n = p->down.rows;
-    uint8_t *any = p->any + (int64_t)tile * n;
+    const int n = p->down.rows, size = part_tokens(p);
+    uint8_t *any = p->any + (int64_t)part * n;
     (void)own;
     memset(any, 0, (size_t)n);
-    for (int t = 0; t < piece(p->tokens, SUM_TOKENS, tile); t++) {
-        const float *hidden = p->hidden + ((int64_t)tile * SUM_TOKENS + t) * n;
+    for (int t = part * size; t < part * size + piece(p->tokens, size, part); t++) {
+        const float *hidden = p->hidden + (int64_t)t * n;
+        int count = 0;
         for (int i = 0; i < n; i++) any[i] |= hidden[i] != 0;
+        for (int i = 0; i < n; i++) count += hidden[i] != 0;
+        p->starts[t + 1] = count + 1;
     }
 }
 
-/* Lists the neurons that fired; 1 if one of them is not there. */
-static int list_fired(projection *p) {
-    const int n = p->down.rows, tiles = tiles_of(p->tokens);
+/* The neurons that fired; 1 if one of them is not there. */
+static int find_fired(projection *p) {
+    const int n = p->down.rows, parts = pieces(p->tokens, part_tokens(p));
+    for (int part = 1; part < parts; part++)
+        for (int i = 0; i < n; i++) p->any[i] |= p->any[(int64_t)part * n + i];
     p->count = 0;
     for (int i = 0; i < n; i++) {
-        int any = 0;
-        for (int tile = 0; tile < tiles && !any; tile++) any = p->any[(int64_t)tile * n + i];
-        p->fired[p->count] = i;
+        const int any = p->any[i];
+        p->neurons[p->count] = i;
         p->count += any;
         if (any && p->down.blocks[i / p->down.block_rows] < 0) return 1;
     }
+    p->starts[0] = 0;
+    for (int t = 0; t < p->tokens; t++) p->starts[t + 1] += p->starts[t];
     return 0;
 }
 
-/* Those of `count` neurons that a tile's tokens fire; NULL for all of them. */
-static const int32_t *places_of_tile(const projection *p, const int32_t *neurons, int tile, int *count, int32_t *room) {
-    const uint8_t *any = p->any + (int64_t)tile * p->down.rows;
-    int n = 0;
-    if (tiles_of(p->tokens) == 1) return NULL;
-    if (neurons[*count - 1] - neurons[0] == *count - 1 && !memchr(any + neurons[0], 0, (size_t)*count)) return NULL;
-    for (int k = 0; k < *count; k++) {
-        room[n] = k;
-        n += any[neurons[k]];
-    }
-    *count = n;
-    return room;
+static void list_item(const void *job, int token, void *own) {
+    const projection *p = job;
+    const float *hidden = p->hidden + (int64_t)token * p->down.rows;
+    fired *to = p->lists + p->starts[token];
+    (void)own;
+    for (int k = 0; k < p->count; k++)
+        if (hidden[p->neurons[k]] != 0) *to++ = (fired){k, hidden[p->neurons[k]]};
+    *to = (fired){INT32_MAX, 0};
 }
 
-/* Numbers first .. first + n - 1 of some columns, times what all tokens have for them. */
-static void sum_part(const projection *p, int from, int count, int first, int n, float *columns) {
-    int32_t places[COLUMNS_OF_MANY];
-    fired_columns f = {p->fired + from, columns, p->numbers < COLUMN_PART ? p->numbers : COLUMN_PART, NULL, 0};
+/* About so many numbers, which are needed soon; nobody else can know which. */
+static void ask_for(const float *x, int n) {
+    for (int i = 0; i < n; i += 16) __builtin_prefetch(x + i);
+}
+
+/* Numbers first .. first + n - 1 of some columns, times what all tokens have for them. `at`: where each token is in its list. */
+static void sum_part(const projection *p, int from, int count, int first, int n, float *columns, int64_t *at) {
+    const int rows = p->down.rows, cols = p->down.cols, next = from + count < p->count ? from + count : from;
+    const column_set set = {p->neurons + from, columns, p->numbers < COLUMN_PART ? p->numbers : COLUMN_PART, count, from};
     for (int k = 0; k < count; k++) {
         const int ahead = from + k + p->each < p->count ? from + k + p->each : p->count - 1;
-        p->isa->column(&p->down, p->fired[from + k], first, n, p->fired[ahead], columns + k * f.stride);
+        p->isa->column(&p->down, p->neurons[from + k], first, n, p->neurons[ahead], columns + k * set.stride);
     }
-    for (int t = 0; t < p->tokens; t += SUM_TOKENS) {
-        f.count = count;
-        f.places = places_of_tile(p, f.neurons, t / SUM_TOKENS, &f.count, places);
-        p->isa->sum_columns(&f, p->tokens - t < SUM_TOKENS ? p->tokens - t : SUM_TOKENS, p->hidden + (int64_t)t * p->down.rows,
-                      p->down.rows, n, p->y + (int64_t)t * p->down.cols + first, p->down.cols);
-    }
+    if (p->lists)
+        for (int t = 0; t < p->tokens; t++)
+            at[t] += p->isa->sum_some(&set, p->lists + at[t], n, p->y + (int64_t)t * cols + first);
+    else
+        for (int t = 0; t < p->tokens; t += SUM_TOKENS) {
+            const int tokens = p->tokens - t < SUM_TOKENS ? p->tokens - t : SUM_TOKENS;
+            for (int i = 0; i < tokens; i++) ask_for(p->hidden + (int64_t)(t + i) * rows + p->neurons[next], p->each);
+            p->isa->sum_all(&set, tokens, p->hidden + (int64_t)t * rows, rows, n, p->y + (int64_t)t * cols + first, cols);
+        }
 }
 
+static size_t columns_bytes(const projection *p) {
+    return (size_t)p->each * (size_t)(p->numbers < COLUMN_PART ? p->numbers : COLUMN_PART) * sizeof(float);
+}
+
+/* In memory of the thread's own: columns, and behind them where each token is in its list. */
 static void project_item(const void *job, int item, void *own) {
     const projection *p = job;
-    const int cols = p->down.cols, begin = item * p->numbers, n = piece(cols, p->numbers, item);
-    for (int t = 0; t < p->tokens; t++) memset(p->y + (int64_t)t * cols + begin, 0, (size_t)n * sizeof *p->y);
-    for (int from = 0; from < p->count; from += p->each)
-        for (int at = 0; at < n; at += COLUMN_PART)
-            sum_part(p, from, piece(p->count, p->each, from / p->each), begin + at, piece(n, COLUMN_PART, at / COLUMN_PART), own);
+    const int cols = p->down.cols, begin = item * p->numbers, all = piece(cols, p->numbers, item);
+    int64_t *at = (int64_t *)((char *)own + columns_bytes(p));
+    for (int first = begin; first < begin + all; first += COLUMN_PART) {
+        const int n = piece(all, COLUMN_PART, (first - begin) / COLUMN_PART);
+        for (int t = 0; t < p->tokens; t++) memset(p->y + (int64_t)t * cols + first, 0, (size_t)n * sizeof *p->y);
+        if (p->lists) memcpy(at, p->starts, (size_t)p->tokens * sizeof *at);
+        for (int from = 0; from < p->count; from += p->each)
+            sum_part(p, from, piece(p->count, p->each, from / p->each), first, n, own, at);
+    }
     for (int t = 0; t < p->tokens; t++)
-        for (int i = begin; i < begin + n; i++) { /* what was so small that -0 is left of it becomes 0 */
+        for (int i = begin; i < begin + all; i++) { /* what was so small that -0 is left of it becomes 0 */
             float *y = p->y + (int64_t)t * cols + i;
             *y = *y + 0.0f;
             if (p->bias) *y += p->bias[i];
@@ -122,26 +148,37 @@ static void project_item(const void *job, int item, void *own) {
 }
 
 /* Few tokens: each thread reads a part of every column, as long as there is enough of it. More: parts so small that many
- * columns of them stay in the nearest caches while tokens take turns. */
+ * columns of them stay in the nearest cache while tokens take turns. */
 static void divide(projection *p, const moert_pool *pool) {
     const int cols = p->down.cols, threads = pool_threads(pool), few = p->tokens <= SUM_TOKENS;
     const int share = pieces(pieces(cols, threads), FEW_NUMBERS) * FEW_NUMBERS;
     p->each = few ? COLUMNS_OF_FEW : COLUMNS_OF_MANY;
-    p->numbers = few ? share : pieces(cols, MANY_NUMBERS) < 4 * threads ? FEW_NUMBERS : MANY_NUMBERS;
+    p->numbers = few ? share : MANY_NUMBERS;
+}
+
+/* For each token what it fires, if that is less than most; 0, or -1 if memory ran out. */
+static int make_lists(projection *p, moert_pool *pool) {
+    const int64_t all = p->starts[p->tokens];
+    if (MOST_FIRE(all - p->tokens, (int64_t)p->tokens * p->count)) return 0;
+    p->lists = pool_scratch(pool, (size_t)all * sizeof *p->lists);
+    if (!p->lists) return -1;
+    run_items(pool, list_item, p, p->tokens, (int64_t)p->tokens * p->count);
+    return 0;
 }
 
 int moert_project(moert_pool *pool, const moert_neurons *neurons, const void *base, const int64_t *at, const float *hidden,
                   int tokens, const float *bias, float *y) {
-    const size_t n = (size_t)neurons->d_ff, any_bytes = aligned((size_t)tiles_of(tokens) * n);
-    char *room = pool_lists(pool, any_bytes + n * sizeof(int32_t));
-    if (!room) return -1;
+    const size_t n = (size_t)neurons->d_ff, start_bytes = aligned(((size_t)tokens + 1) * sizeof(int64_t));
     projection p = {.isa = pool_operations(pool), .down = in_blocks(&neurons->down, neurons, base, at), .hidden = hidden};
-    p.bias = bias, p.y = y, p.tokens = tokens, p.any = (uint8_t *)room, p.fired = (int32_t *)(room + any_bytes);
-    run_items(pool, any_item, &p, tiles_of(tokens), (int64_t)tokens * neurons->d_ff);
-    if (list_fired(&p)) return 1;
+    char *room = pool_lists(pool, start_bytes + aligned(n * sizeof(int32_t)) + LOOK_PARTS * n);
+    if (!room) return -1;
+    if (!tokens) return 0;
+    p.bias = bias, p.y = y, p.tokens = tokens, p.starts = (int64_t *)room;
+    p.neurons = (int32_t *)(room + start_bytes), p.any = (uint8_t *)p.neurons + aligned(n * sizeof(int32_t));
+    run_items(pool, look_item, &p, pieces(tokens, part_tokens(&p)), (int64_t)tokens * neurons->d_ff);
+    if (find_fired(&p)) return 1;
     divide(&p, pool);
-    const int widest = p.numbers < COLUMN_PART ? p.numbers : COLUMN_PART;
-    if (pool_own(pool, (size_t)p.each * (size_t)widest * sizeof(float))) return -1;
+    if (make_lists(&p, pool) || pool_own(pool, columns_bytes(&p) + (size_t)tokens * sizeof(int64_t))) return -1;
     run_items(pool, project_item, &p, pieces(p.down.cols, p.numbers),
               tokens * (int64_t)p.count * (matrix_bytes(&p.down) / p.down.rows));
     return 0;
