@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -141,6 +141,9 @@ bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/referen
 
 bench-size: data  ## conversions of models of published sizes in little memory, beside what disk and cores allow (an hour, 40 GB)
 	$(PY) -m tests.bench.size
+
+bench-workers: data  ## a conversion with two Ray workers beside one (half an hour, 2 GB)
+	$(PY) -m tests.bench.workers
 
 bench-large: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## whole models of published sizes in little memory, beside llama.cpp (an hour, 30 GB)
 	$(PY) -m tests.bench.large

@@ -19,7 +19,6 @@ from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
-from moert.experts.executor import CachedExperts
 from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.generation import room
@@ -79,10 +78,12 @@ class Engine:
         self.times = RequestTimes()
         self.text = Text(pack)
         self._turns = Turns()
-        self._streaming = Streaming(pack, backend, self.counters, settings.eviction, settings.reading)
+        self._streaming = Streaming(
+            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons
+        )
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
-        self._regulator, notes = _regulator(footprint, self.budget, self.cache, settings)
+        self._regulator, notes = _regulator(footprint, self.budget, self._streaming, settings)
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
         self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in self._prefixes)
@@ -100,7 +101,7 @@ class Engine:
         if self.preference is not None:
             self._streaming.prefers()
             self._admission.notes.append(_preference_note(self.preference))
-        self.runner = CachedExperts(pack, self.cache, backend, self.ahead, [self._streaming.recorder.add])
+        self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
         self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
         del weights
         if foreseeing is not None:
@@ -316,7 +317,7 @@ class Engine:
 
     def stats(self) -> RunStats:
         """The figures of all requests since the engine was opened."""
-        cache_bytes, streaming = self.cache.capacity_bytes, self._streaming
+        cache_bytes, streaming = self._streaming.capacity_bytes, self._streaming
         least = min(self._admission.smallest_room_bytes, cache_bytes)
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
@@ -325,7 +326,7 @@ class Engine:
             routing = HASH_ROUTING
         return run_stats(
             self.times, self.counters, ahead, given, Ways(streaming.eviction, streaming.io, routing),
-            streaming.headroom(),
+            streaming.headroom(), None if streaming.firing is None else streaming.firing.counters,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -346,7 +347,7 @@ class Engine:
 
 
 def _regulator(
-    footprint: Footprint, budget: Budget, cache: ExpertCache, settings: EngineSettings
+    footprint: Footprint, budget: Budget, cache: Streaming, settings: EngineSettings
 ) -> tuple[Regulator, list[str]]:
     """And a note if the limit is less than what was asked for."""
     asked, notes = settings.limit, list[str]()

@@ -11,6 +11,7 @@ from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memo
 from moert.budget.routing import AUTO_ROUTING, check_routing
 from moert.errors import SettingInvalid
 from moert.experts.drive.io import IoSettings, parse_io
+from moert.experts.neurons.keeping import DEFAULT_KEEPING, KEEPING
 from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.kernels import AUTO_KERNELS
 from moert.predict import PREDICTORS
@@ -33,6 +34,7 @@ class EngineSettings(Adjustable):
     each usable core.
     `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8. `routing`: see
     moert.budget.routing.preference_for; it is the one setting beside `kernels` and `kv_bits` that answers depend on.
+    `keep_neurons`: a name of moert.experts.neurons.keeping, for packs whose experts lie in blocks of neurons.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
     """
@@ -46,6 +48,7 @@ class EngineSettings(Adjustable):
     kernels: str = AUTO_KERNELS
     kv_bits: KvBits = 16
     routing: str = AUTO_ROUTING
+    keep_neurons: str = DEFAULT_KEEPING
 
     def __post_init__(self) -> None:
         _ = self.limit, self.reading
@@ -54,7 +57,13 @@ class EngineSettings(Adjustable):
             raise SettingInvalid(
                 "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"
             )
-        for name, known in (("eviction", EVICTIONS), ("predictor", tuple(PREDICTORS)), ("kv_bits", KV_BITS)):
+        names = {
+            "eviction": EVICTIONS,
+            "predictor": tuple(PREDICTORS),
+            "kv_bits": KV_BITS,
+            "keep_neurons": tuple(KEEPING),
+        }
+        for name, known in names.items():
             if getattr(self, name) not in known:
                 others = ", ".join(map(str, known))
                 raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {others}")

@@ -39,6 +39,19 @@ class ExpertCounters:
 
 
 @dataclass
+class NeuronCounters:
+    """Of experts whose neurons are read by themselves: `neurons` asked, each for each token, of which `fired` gave
+    anything but zero; `blocks` that had one that fired, each once for all tokens of a layer, and `block_hits` of them
+    that were in memory."""
+
+    neurons: int = 0
+    fired: int = 0
+    blocks: int = 0
+    block_hits: int = 0
+    block_evictions: int = 0
+
+
+@dataclass
 class RequestTimes:
     """Token counts and times over one or more requests. `decode_s`: while tokens after the first of a request were
     written, for one or several requests at once."""
@@ -154,6 +167,9 @@ class RunStats:
     routing: str
     belady_demands: int
     belady_hit_rate: float
+    neurons_fired: float = 0.0
+    block_requests: int = 0
+    block_hits: int = 0
 
     def to_dict(self) -> dict[str, int | float | str | None]:
         return asdict(self)
@@ -170,6 +186,7 @@ class RunStats:
             f"first token      after {self.time_to_first_token_s:.3f} s",
             f"experts          asked for {self.expert_requests} times, {hits}",
             *self._eviction_lines(),
+            *self._neuron_lines(),
             f"read from disk   {size(self.bytes_read)} in {reads}; waited {self.stall_s:.3f} s",
             *self._ahead_lines(),
             f"room             {self._room_text()}",
@@ -182,6 +199,15 @@ class RunStats:
         best = f"{100 * self.belady_hit_rate:.1f}% (of the first {self.belady_demands})"
         made = f"{self.evictions} times, eviction {self.eviction}"
         return [f"made room        {made}; knowing the future, without reading ahead: {best}"]
+
+    def _neuron_lines(self) -> list[str]:
+        if not self.block_requests:
+            return []
+        hits = 100 * self.block_hits / self.block_requests
+        return [
+            f"neurons          {100 * self.neurons_fired:.1f}% fired; blocks asked for {self.block_requests} times, "
+            f"{hits:.1f}% in memory"
+        ]
 
     def _ahead_lines(self) -> list[str]:
         if not self.prefetch_issued_bytes:
@@ -200,8 +226,10 @@ class RunStats:
 
 def run_stats(
     times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, ways: Ways, best: tuple[int, float],
+    neurons: NeuronCounters | None = None,
 ) -> RunStats:  # fmt: skip
     """`best`: the requests that Belady's rule was tried on, and its hit rate."""
+    neurons = neurons or NeuronCounters()
     later_tokens = times.new_tokens - times.requests
     return RunStats(
         requests=times.requests,
@@ -234,6 +262,9 @@ def run_stats(
         routing=ways.routing,
         belady_demands=best[0],
         belady_hit_rate=best[1],
+        neurons_fired=neurons.fired / neurons.neurons if neurons.neurons else 0.0,
+        block_requests=neurons.blocks,
+        block_hits=neurons.block_hits,
     )
 
 

@@ -1323,6 +1323,53 @@ NEMOTRON_3_SUPER: Config = {
     "routed_scaling_factor": 5.0,
 }
 
+OPT_1_3B: Config = {
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 8192,
+    "hidden_size": 2048,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 2048,
+}
+_OPT_SIZES = {
+    "OPT-125m": (768, 12, 12),
+    "OPT-2.7B": (2560, 32, 32),
+    "OPT-6.7B": (4096, 32, 32),
+    "OPT-13B": (5120, 40, 40),
+    "OPT-30B": (7168, 56, 48),
+    "OPT-66B": (9216, 72, 64),
+}
+"""hidden_size, heads, layers."""
+
+
+def _opt(d_model: int, heads: int, layers: int) -> Config:
+    return {
+        **OPT_1_3B,
+        "ffn_dim": 4 * d_model,
+        "hidden_size": d_model,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "word_embed_proj_dim": d_model,
+    }
+
+
 PUBLISHED: dict[str, Config] = {
     "switch-base-8": SWITCH_BASE_8,
     **{f"switch-base-{n}": {**SWITCH_BASE_256, "num_experts": n} for n in (16, 32, 64, 128, 256)},
@@ -1367,6 +1414,8 @@ PUBLISHED: dict[str, Config] = {
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
     "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B,
     "Qwen3.5-35B-A3B, text": _QWEN3_5_TEXT,
+    "OPT-1.3B": OPT_1_3B,
+    **{name: _opt(*sizes) for name, sizes in _OPT_SIZES.items()},
 }
 """By their names; the first of a family stands for it in docs/models.md."""
 
@@ -1392,6 +1441,13 @@ PARAMETERS: dict[str, tuple[float, float | None]] = {
     "switch-c-2048": (1571, None),
     "nllb-moe-54b": (54.5, None),
     "GPTSAN-japanese": (2.8, None),
+    "OPT-125m": (0.125, 0.125),
+    "OPT-1.3B": (1.316, 1.316),
+    "OPT-2.7B": (2.65, 2.65),
+    "OPT-6.7B": (6.66, 6.66),
+    "OPT-13B": (12.85, 12.85),
+    "OPT-30B": (29.97, 29.97),
+    "OPT-66B": (65.7, 65.7),
     "Qwen3-Next-80B-A3B": (80, None),
     "Qwen3.5-35B-A3B": (35, None),
     "OLMoE-1B-7B": (6.9, 1.3),

@@ -13,6 +13,7 @@ from moert.pack.codec import E2M1, F32, QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
 from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
+from moert.pack.neurons import Neurons
 from moert.pack.parts import (
     Act,
     Attention,
@@ -132,12 +133,29 @@ LATE = ModelSpec(
 )  # fmt: skip
 """Norms behind each half and none before it, and tokens at the beginning of a prompt that see each other."""
 
+_RELU = replace(_EXPERT, d_ff=75, act=Act("relu", 7.0, plus=0.5))
+FIRING = replace(
+    RICH,
+    family="firing",
+    decoder=replace(
+        RICH.decoder,
+        kinds=tuple(
+            replace(kind, ffn=replace(kind.ffn, ffn=_RELU)) if isinstance(kind.ffn, Experts) else kind
+            for kind in RICH.decoder.kinds
+        ),
+    ),
+)
+"""RICH with experts that give exact zeros: gated, with biases, narrow, with neurons for several blocks."""
+NEURON_SPECS = {"encoder-decoder": ENCODER_DECODER, "late": LATE, "firing": FIRING}
+"""Of which packs can have experts in blocks of neurons."""
+
 SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS, "late": LATE}
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
     metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
     calibration_sha256="0" * 64, heldout_sha256="a" * 64,
 )  # fmt: skip
+NEURONS = [Neurons(512, bundled=True), Neurons(512, bundled=False), Neurons(4096, bundled=False)]
 FILES = {"backbone.safetensors": bytes(range(256)) * 3, "config.json": b'{"model_type": "tiny"}\n'}
 
 
@@ -153,14 +171,20 @@ def random_matrix(rng: np.random.Generator, out_features: int, in_features: int,
     return QuantizedMatrix(bits, in_features, group, pack_codes(codes, bits), scale, minimum)
 
 
-def random_expert(spec: ModelSpec, key: ExpertKey, group: int, seed: int = 0) -> dict[str, Projection]:
-    """Projections of one expert; widths differ from expert to expert and from projection to projection."""
+def random_expert(
+    spec: ModelSpec, key: ExpertKey, group: int, seed: int = 0, neurons: bool = False
+) -> dict[str, Projection]:
+    """Projections of one expert; widths differ from expert to expert and from projection to projection. With `neurons`
+    down is given as its transpose."""
     index = spec.expert_keys().index(key)
     rng = np.random.default_rng([seed, index])
     widths = (2, 3, 4, 8, 16)
+    shapes = {name: spec.projection_shape(name) for name in spec.moe.ffn.projections}
+    if neurons:
+        shapes["down"] = shapes["up"]
     return {
-        name: random_matrix(rng, *spec.projection_shape(name), widths[(2 * index + at) % 5], group)
-        for at, name in enumerate(spec.moe.ffn.projections)
+        name: random_matrix(rng, *shape, widths[(2 * index + at) % 5], group)
+        for at, (name, shape) in enumerate(shapes.items())
     }
 
 
@@ -176,7 +200,8 @@ def write_pack(
 ) -> dict[ExpertKey, dict[str, Projection]]:
     """Writes a pack with random experts; returns what was put in."""
     writer = PackWriter(out, spec, quantization, f"seed {seed}")
-    given = {key: random_expert(spec, key, quantization.group_size, seed) for key in spec.expert_keys()}
+    neurons = quantization.neurons is not None
+    given = {key: random_expert(spec, key, quantization.group_size, seed, neurons) for key in spec.expert_keys()}
     for index, (key, projections) in enumerate(given.items()):
         importance = None if index % 2 else index / 8
         writer.write_expert(key, projections, importance, random_biases(spec, key, seed))

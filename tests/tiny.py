@@ -221,6 +221,9 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
 
+ROUTED = {name: tiny for name, tiny in TINY.items() if name != "opt"}
+"""The same without those whose layers have one expert, so that there is nothing to choose."""
+
 
 def transformers_model(path: Path) -> Any:
     """A tiny checkpoint as transformers itself runs it, in float32 and eval mode: nothing of ours in between.
@@ -279,7 +282,7 @@ def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
                 weight.copy_(1.5 * noise * weight.shape[-1] ** -0.5)
         inside = getattr(model, "model", model)
         for stack in ("encoder", "decoder"):
-            if hasattr(inside, stack):  # with an untied head transformers keeps three embeddings, a pack one
+            if hasattr(inside, "shared") and hasattr(inside, stack):  # if untied, these are three, and a pack has one
                 getattr(inside, stack).embed_tokens.weight.copy_(inside.shared.weight)
         if first is not None:
             model.generation_config.forced_bos_token_id = first

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from moert.engine import Engine
 from moert.kernels.backend import I64
-from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16
+from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16, unpack_codes
 from moert.pack.layout import group_of
 from moert.pack.manifest import Files, Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, LayerKey, ModelSpec
+from moert.pack.neurons import Neurons
 from moert.pack.parts import (
     Act,
     Attention,
@@ -100,14 +101,19 @@ _GROUP = 8
 def write_pack(
     out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0,
     bits: Sequence[int] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (), files: Files = "expert",
+    neurons: Neurons | None = None,
 ) -> Path:  # fmt: skip
-    """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn."""
-    writer = PackWriter(out, spec, Quantization("group", _GROUP, "BF16", seed), f"seed {seed}", files)
+    """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn; of 16 alone, the
+    weights are the same with `neurons` and without."""
+    quantization = Quantization("group", _GROUP, "BF16", seed, neurons=neurons)
+    writer = PackWriter(out, spec, quantization, f"seed {seed}", files)
     rng = np.random.default_rng(seed)
     for index, key in enumerate(spec.expert_keys()):
         widths = [bits[(index + at) % len(bits)] for at in range(len(spec.moe.ffn.projections))]
         names = zip(spec.moe.ffn.projections, widths, strict=True)
         matrices = {name: _matrix(rng, *spec.projection_shape(name), bits) for name, bits in names}
+        if neurons is not None:
+            matrices["down"] = _transposed(matrices["down"])
         writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))
     writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
     writer.write_file("config.json", b"{}\n")
@@ -184,6 +190,16 @@ def _matrix(rng: np.random.Generator, out_features: int, in_features: int, bits:
     return QuantizedMatrix(
         bits, in_features, group, pack_codes(codes, bits), scale, np.full(shape, -1.7 * spread, dtype=np.float16)
     )
+
+
+def _transposed(matrix: Projection) -> Projection:
+    """As many codes, in other rows."""
+    if not isinstance(matrix, QuantizedMatrix):
+        return np.ascontiguousarray(matrix.T)
+    codes = unpack_codes(matrix.qweight, matrix.bits, matrix.in_features).T
+    group, shape = group_of(len(matrix.qweight), _GROUP), (matrix.in_features, n_groups(len(matrix.qweight), _GROUP))
+    scale, minimum = (np.full(shape, part.flat[0], np.float16) for part in (matrix.scale, matrix.minimum))
+    return QuantizedMatrix(matrix.bits, len(matrix.qweight), group, pack_codes(codes, matrix.bits), scale, minimum)
 
 
 def _tokenizer() -> Tokenizer:

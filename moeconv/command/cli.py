@@ -135,7 +135,10 @@ def quantize(
         str | None, typer.Option(help="Sweep, or code layer by layer, on a Ray cluster: auto, host:port or ray://host:port.")
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="What has a file of its own in the pack: each expert, or each layer with its experts.")
+        str, typer.Option(help="How experts lie in the pack: expert, a file for each; layer, a file for each layer; "
+                               "for experts with ReLU alone columns, by neurons, so that what does not fire need not "
+                               "be read, or neuron, the same with all of a neuron in one place; auto: columns where "
+                               "experts are large enough for it, else expert.")
     ] = "expert",
     route: Annotated[
         str, typer.Option(help="What sends tokens to experts: router, the model's own, or hash, a function of the "

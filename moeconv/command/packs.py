@@ -97,6 +97,10 @@ def train_hash(
         str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
                                       "against it where the function takes the routers' place.")
     ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own. Default: "
+                                      "the pack's, or with --calib what fits the text.")
+    ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train a small network that says from the tokens alone which experts all layers will choose.
@@ -108,7 +112,7 @@ def train_hash(
     from moeconv.conversion.hashing import train_hash as run
     from moert.pack.reader import Pack
 
-    asked = Asked(calib, heldout, seed, samples, context, width, epochs, work, against)
+    asked = Asked(calib, heldout, seed, samples, context, width, epochs, work, against, metric)
     found = run(Pack.open(pack), asked, say, progress)
     print(json.dumps(hash_json(found)) if as_json else hash_table(found))
 

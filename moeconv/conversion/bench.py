@@ -80,7 +80,7 @@ class Bench:
         if not self.memory.layered:
             return self.coding.experts(self.moments)
         kept = KeptCodes(self.journal.path.parent / "codes", self.journal.subject)
-        return ExpertCoder(self.coding.checkpoint, self.coding.quantizer, None, kept)
+        return ExpertCoder(self.coding.checkpoint, self.coding.quantizer, None, kept, self.coding.neurons)
 
     @cached_property
     def layered(self) -> LayeredModel:
@@ -100,7 +100,10 @@ class Bench:
         if address is None or kept is None:
             return None
         model = self.coding.checkpoint.path.absolute()
-        job = CodingJob(model, self.settings.coded_by, self.settings.group_size, kept.folder.absolute(), kept.about)
+        job = CodingJob(
+            model, self.settings.coded_by, self.settings.group_size, kept.folder.absolute(), kept.about,
+            self.coding.neurons,
+        )  # fmt: skip
         return Shared(job, lambda: runner_for(address, CodingWorker, [model, folder.absolute()]))
 
     @cached_property

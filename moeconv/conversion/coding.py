@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeconv.conversion.layouts import neurons_of
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import SettingsError
 from moeconv.packing.chat import chat_of
@@ -18,6 +19,7 @@ from moeconv.quantizers.moments import Moments, moments_bytes
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ModelSpec
+from moert.pack.neurons import Neurons
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Coding:
     checkpoint: Checkpoint
     quantizer: Quantizer
     dense: DenseCoder
+    neurons: Neurons | None = None
+    """How experts lie in blocks of neurons."""
 
     @classmethod
     def open(cls, settings: Settings) -> Coding:
@@ -32,7 +36,9 @@ class Coding:
         checkpoint = Checkpoint.open(settings.model)
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
-        return cls(checkpoint, quantizer, DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits)))
+        neurons = neurons_of(settings.layout, checkpoint.spec, checkpoint.description.mxfp4)
+        dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits))
+        return cls(checkpoint, quantizer, dense, neurons)
 
     @property
     def spec(self) -> ModelSpec:
@@ -40,7 +46,7 @@ class Coding:
 
     @property
     def storage(self) -> Storage:
-        return Storage(self.quantizer.group_size, self.checkpoint.description.mxfp4)
+        return Storage(self.quantizer.group_size, self.checkpoint.description.mxfp4, self.neurons)
 
     @property
     def dense_widths(self) -> Dense | None:
@@ -65,4 +71,5 @@ class Coding:
         return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
 
     def experts(self, moments: Path | None) -> ExpertCoder:
-        return ExpertCoder(self.checkpoint, self.quantizer, None if moments is None else Moments.load(moments))
+        known = None if moments is None else Moments.load(moments)
+        return ExpertCoder(self.checkpoint, self.quantizer, known, neurons=self.neurons)

@@ -55,6 +55,8 @@ class Conversion:
         coding = Coding.open(settings)
         for left_out in coding.checkpoint.notes:
             say(f"note: {left_out}")
+        if settings.layout == "auto":
+            say(f"experts lie {'by expert' if coding.neurons is None else 'by columns of neurons'} (--layout auto)")
         if settings.calib is None:
             return self._unmeasured(coding)
         check_resident(settings, coding)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import moeconv
 from moeconv import artifacts
@@ -26,10 +25,12 @@ from moeconv.artifacts import (
 )  # fmt: skip
 from moeconv.calibration import Splits
 from moeconv.conversion.account import Account
+from moeconv.conversion.layouts import files_of
 from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import Settings
 from moeconv.measure.evaluation import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
+from moeconv.plan.outlook import expert_files, quantization_of
 from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
@@ -37,7 +38,7 @@ from moeconv.quantizers.dense import DenseCoder
 from moert.pack.errors import PackError
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.layout import choose_page_bytes
-from moert.pack.manifest import Files, LossEstimate, Manifest, Preference, Quality
+from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack, is_pack
@@ -123,7 +124,7 @@ def deliver(
     with account.progress("writing", len(outcome.widths), "expert") as bar:
         manifest = emit(
             coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar,
-            files=cast("Files", settings.layout),
+            files=files_of(settings.layout),
         )  # fmt: skip
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
@@ -133,10 +134,18 @@ def deliver(
 def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder, layout: str) -> int:
     """What a pack takes on the disk at most; experts of one layer are there twice while they get a file together."""
     spec = coder.checkpoint.spec
-    experts = _expert_bytes(spec, widths, Storage(coder.quantizer.group_size, coder.mxfp4))["pack"]
-    padding = len(widths) * choose_page_bytes(spec)
-    twice = 0 if layout == "expert" else 2 * (experts + padding) // len(spec.moe_layers())
-    return experts + padding + twice + dense.backbone_bytes()[0]
+    if coder.neurons is None:
+        experts = _expert_bytes(spec, widths, _storage(coder))["pack"] + len(widths) * choose_page_bytes(spec)
+    else:
+        quantization, names = quantization_of(_storage(coder), None), spec.moe.ffn.projections
+        files = expert_files(spec, quantization, lambda key: dict(zip(names, widths[key], strict=True)))
+        experts = sum(map(sum, files.values()))
+    twice = 2 * experts // len(spec.moe_layers()) if files_of(layout) == "layer" else 0
+    return experts + twice + dense.backbone_bytes()[0]
+
+
+def _storage(coder: ExpertCoder) -> Storage:
+    return Storage(coder.quantizer.group_size, coder.mxfp4, coder.neurons)
 
 
 def _profile_in(root: Path, names: Sequence[str]) -> Profile | None:
@@ -153,7 +162,7 @@ def _profile_in(root: Path, names: Sequence[str]) -> Profile | None:
 
 def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float) -> ConversionReport:
     spec, quantizer = coder.checkpoint.spec, coder.quantizer
-    sizes = _expert_bytes(spec, outcome.widths, Storage(quantizer.group_size, coder.mxfp4))
+    sizes = _expert_bytes(spec, outcome.widths, _storage(coder))
     counts: dict[int, int] = {}
     for bits in outcome.widths.values():
         for width in bits:

@@ -26,7 +26,7 @@ from moert.pack.model_spec import ModelSpec
 def source_of(spec: ModelSpec, against: str) -> Checkpoint:
     """The unquantised model. Raises SettingsError for another one than the pack's, and for routers that no function can
     stand for; CheckpointError."""
-    if (why := refusal(spec.moe.router)) is not None:
+    if (why := refusal(spec.moe)) is not None:
         raise SettingsError(f"--against: a hash function {why}: leave it out")
     found = Checkpoint.open(against)
     if found.spec != spec:

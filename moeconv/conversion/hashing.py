@@ -43,6 +43,7 @@ class Asked:
     epochs: int | None = None
     work: Path | None = None
     against: str | None = None
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         check_counts(samples=self.samples, context=self.context, seed=self.seed, width=self.width, epochs=self.epochs)
@@ -73,6 +74,8 @@ class HashFigures:
 def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progress) -> HashFigures:
     """Adds hash.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or PackError."""
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
+    if not spec.moe.chooses:
+        raise SettingsError(f"{pack.root} has nothing to foresee: every token passes all experts of a layer")
     source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
     splits = source.splits
     metric = find_metric(_metric_of(pack, asked, splits))
@@ -129,9 +132,13 @@ def _add(pack: Pack, function: HashFunction) -> int:
 
 
 def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
-    """That of the conversion, where its text is used."""
+    """That of the conversion, where its text is used and no other is asked for. Raises SettingsError."""
     quality = pack.manifest.quality
+    if asked.metric is not None:
+        return asked.metric
     if asked.calib is None and quality is not None:
+        if ".py" in quality.metric and not Path(quality.metric).is_file():
+            raise SettingsError(f"the pack was judged by {quality.metric}, a module: say where it is with --metric")
         return quality.metric
     return splits.metric or default_metric(splits.seq2seq, splits.choices)
 

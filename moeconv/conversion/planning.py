@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Summary, Target
+from moeconv.conversion.layouts import BY_NEURONS
 from moeconv.conversion.settings import check_ranking, check_target
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.assignments import known_plans, unquantised
@@ -32,7 +33,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 @dataclass(frozen=True)
 class Inputs:
     """All that planning takes beside the journal. `samples` names those that plans are judged on, `dense` the widths
-    outside the experts, by role."""
+    outside the experts, by role. `by_columns`: experts lie in blocks of neurons."""
 
     model: str
     quantizer: str
@@ -41,6 +42,11 @@ class Inputs:
     samples: str
     table: SensitivityTable
     dense: Mapping[str, int] = field(default_factory=dict)
+    by_columns: bool = False
+
+    def storage(self, mxfp4: bool) -> Storage:
+        """How the experts are stored; how large their blocks are changes no size that planning counts."""
+        return Storage(self.group_size, mxfp4, BY_NEURONS["columns"] if self.by_columns else None)
 
     def to_json(self) -> dict[str, Any]:
         table = self.table
@@ -54,6 +60,7 @@ class Inputs:
             "base_bits": table.base_bits,
             "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
             "coverage": [[*key, tokens] for key, tokens in table.coverage.items()],
+            **({"by_columns": True} if self.by_columns else {}),
             "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
         }
 
@@ -76,7 +83,8 @@ class Inputs:
         coverage = {ExpertKey(*key): int(tokens) for *key, tokens in values.get("coverage", [])}
         table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, coverage)
         texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
-        return cls(group_size=group_size, table=table, dense=dense, **texts)
+        by_columns = bool(values.get("by_columns", False))
+        return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, **texts)
 
     def fits(self, spec: ModelSpec) -> bool:
         """Whether the table is about the experts of this model."""
@@ -107,7 +115,7 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     check_target(target)
     inputs, journal, residences = _finished(work)
     checkpoint, metric = Checkpoint.open(inputs.model), find_metric(inputs.metric)
-    spec, storage = checkpoint.spec, Storage(inputs.group_size, checkpoint.description.mxfp4)
+    spec, storage = checkpoint.spec, inputs.storage(checkpoint.description.mxfp4)
     if not inputs.fits(spec):
         raise SettingsError(
             f"the sweep in {work} is not about the experts of {inputs.model}: the model was replaced since, run "

@@ -17,12 +17,12 @@ from moeconv.conversion.settings import LEAST_MEMORY, Settings, resident_text
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.plan import ALLOCATORS
 from moeconv.plan.lossmap import LossMap
-from moeconv.plan.outlook import room_share
+from moeconv.plan.outlook import quantization_of, room_share
 from moeconv.plan.problem import Plan
 from moeconv.plan.residence import read_more, split
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.promise.judging import estimate
-from moert.pack.manifest import Preference, Quantization
+from moert.pack.manifest import Preference
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,12 @@ class Fitting:
 
 
 def check_resident(settings: Settings, coding: Coding) -> None:
-    """Raises SettingsError for memory that moert could not run in, whatever the widths."""
+    """Raises SettingsError for memory that moert could not run in, whatever the widths, and where there is nothing to
+    route."""
+    if settings.resident and not coding.spec.moe.chooses:
+        raise SettingsError(
+            "--resident would have no choice, as every token passes all experts of a layer: leave it out"
+        )
     least = min(settings.bits)
     for asked in settings.resident:
         if asked >= LEAST_MEMORY:
@@ -151,7 +156,7 @@ def _share(bench: Bench, plan: Plan, asked: float, account: Account) -> float:
 
 def _room(coding: Coding, widths: Assignment, memory_bytes: int) -> float:
     spec, names = coding.spec, coding.spec.moe.ffn.projections
-    quantization = Quantization("", coding.storage.group_size, "BF16", 0, coding.dense_widths, coding.storage.mxfp4)
+    quantization = quantization_of(coding.storage, coding.dense_widths)
     computed = coding.checkpoint.description.computed
     try:
         return room_share(

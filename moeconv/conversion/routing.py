@@ -32,7 +32,7 @@ from moert.pack.model_spec import ModelSpec
 
 def check_route(settings: Settings, spec: ModelSpec) -> None:
     """Raises SettingsError for routers that a function can't stand for."""
-    if settings.by_hash and (why := refusal(spec.moe.router)) is not None:
+    if settings.by_hash and (why := refusal(spec.moe)) is not None:
         raise SettingsError(f"--route hash {why}: leave it out")
 
 

@@ -7,16 +7,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_args
 
 from moeconv.artifacts import FISHER, SIGNALS, Target
+from moeconv.conversion.layouts import LAYOUTS
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moeconv.quantizers.dense import dense_bits_text
 from moert.pack.codec import WIDTHS
-from moert.pack.manifest import Files
 from moert.pack.parts import ROLES
 from moert.pack.sizes import NotASize, parse_size
 
@@ -27,7 +26,6 @@ DEFAULT_TARGET = Target("loss", 0.05)
 DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
 DEFAULT_ALLOCATION = "knapsack"
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
-LAYOUTS: tuple[Files, ...] = get_args(Files)
 ROUTES = ("router", "hash")
 LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
 _OF_TEXT = (
@@ -49,8 +47,8 @@ class Settings:
     a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
     widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
-    where there is no calibration text. `layout`: what has a file of its own in the pack. `route`: what sends tokens to
-    experts, one of ROUTES."""
+    where there is no calibration text. `layout`: how experts lie in the pack, one of LAYOUTS. `route`: what sends
+    tokens to experts, one of ROUTES."""
 
     model: str
     out: Path

@@ -38,6 +38,7 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
         "max_new_tokens": settings.max_new_tokens,
         "documents_sha256": material.documents_sha256,
         **({} if dense is None else {"dense": asdict(dense)}),
+        **({} if coding.neurons is None else {"down": "columns"}),  # whose codes are others
         **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
     }
 

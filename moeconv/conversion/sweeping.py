@@ -41,7 +41,7 @@ def job_of(coding: Coding, material: Material, moments: Path | None, memory: Mem
     return SweepJob(
         coding.checkpoint.path.absolute(), settings.coded_by, settings.group_size, moments, material.ranking,
         material.metric_name, material.extent(settings.sweep_samples), blocks, BASE_BITS,
-        coding.dense_widths,
+        coding.dense_widths, coding.neurons,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def swept(bench: Bench, job: SweepJob, widths: Sequence[int], samples_id: str, a
     account.note(unreached_text(table))
     inputs = Inputs(
         str(job.model), quantizer.name, quantizer.group_size, material.metric_name, samples_id, table,
-        {} if job.dense is None else job.dense.bits,
+        {} if job.dense is None else job.dense.bits, job.neurons is not None,
     )  # fmt: skip
     return Swept(inputs, cost)
 

@@ -25,7 +25,7 @@ from moeconv.source.archs.weights import parameter
 from moeconv.source.routers import deciding_of, router_of, scores_of, weights_of
 from moert.pack.hash import HashFunction
 from moert.pack.model_spec import LayerKey, StackName
-from moert.pack.parts import Router
+from moert.pack.parts import Experts
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,11 @@ class HashRouting:
         return {}
 
 
-def refusal(router: Router) -> str | None:
-    """Why a function can't take such a router's place; None where it can."""
+def refusal(experts: Experts) -> str | None:
+    """Why a function can't take the place of these experts' router; None where it can."""
+    router = experts.router
+    if not experts.chooses:
+        return "would have no choice, as every token passes all experts of a layer"
     if router.score != "softmax":
         return f"takes the place of routers that choose by a softmax, and these choose by {router.score}"
     if router.overflow == "itself" or (router.capacity is not None and router.top_k > 1):

@@ -21,6 +21,7 @@ from moeconv.quantizers.sample import LayerSample
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Weights, expert_inner
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.neurons import Neurons
 
 Inner = Callable[[ExpertKey, Tensor, Weights], Tensor]
 """What enters an expert's down matrix: its key, x [rows, d_model], its weights → [rows, d_ff]."""
@@ -66,13 +67,15 @@ def code_expert(
 
 @dataclass(frozen=True)
 class CodingJob:
-    """What a worker is made from. Codes go into the folder `codes`; `about` names all that they are decided by."""
+    """What a worker is made from. Codes go into the folder `codes`; `about` names all that they are decided by, and
+    `neurons` is as of ExpertCoder."""
 
     model: Path
     quantizer: str
     group_size: int | None
     codes: Path
     about: str
+    neurons: Neurons | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class CodingWorker:
 
     def __init__(self, job: CodingJob) -> None:
         self.checkpoint = Checkpoint.open(job.model)
-        self.coder = ExpertCoder(self.checkpoint, QUANTIZERS[job.quantizer](job.group_size), None)
+        quantizer = QUANTIZERS[job.quantizer](job.group_size)
+        self.coder = ExpertCoder(self.checkpoint, quantizer, None, neurons=job.neurons)
         self.kept = KeptCodes(job.codes, job.about)
         self._seen: tuple[Path, Seen] | None = None
 

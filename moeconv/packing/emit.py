@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from moeconv.artifacts import Assignment
@@ -66,7 +66,7 @@ def emit(
     _check_widths(checkpoint, widths)
     dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
     name, group_size = coder.quantizer.name, coder.quantizer.group_size
-    quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4)
+    quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4, coder.neurons)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization), files)
     try:
         _write_experts(coder, widths, label.importance, writer, bar)
@@ -125,5 +125,7 @@ def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantizat
     """Of everything that the experts' bytes depend on."""
     plan = [[*key, widths[key]] for key in coder.checkpoint.spec.expert_keys()]
     moments = coder.inputs_digest
+    neurons = quantization.neurons
     what = [coder.checkpoint.sha256, plan, quantization.quantizer, quantization.group_size, quantization.seed, moments]
+    what += [] if neurons is None else [asdict(neurons)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -12,9 +12,11 @@ from moeconv.errors import VerifyFailed
 from moeconv.packing.packed import backbone_of, dense_projection
 from moeconv.progress import Progress, unseen
 from moeconv.source.checkpoint import Checkpoint
+from moert.pack.checksums import check_pieces, checksums_from_bytes
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.dense import dense_width
 from moert.pack.model_spec import ExpertKey
+from moert.pack.neurons import DOWN, NEURONS
 from moert.pack.reader import Pack, Projection
 
 MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
@@ -40,12 +42,23 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
     with show("files", files, "file") as bar:
         for _ in pack.verify_hashes():
             bar.update(1)
+    if pack.has_neurons:
+        _check_pieces(pack, show)
     if source is None:
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
         raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
     worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key) for key in keys))
     return Verified(files, len(keys), worst)
+
+
+def _check_pieces(pack: Pack, show: Progress) -> None:
+    """That pieces of experts which are read alone are checked against what is there."""
+    expected = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
+    with show("pieces", len(expected), "expert") as bar:
+        for key, sums in expected.items():
+            check_pieces(key, pack.neurons(key), pack.read_expert(key), sums)
+            bar.update(1)
 
 
 def _backbone_error(pack: Pack, source: Checkpoint) -> float:
@@ -63,11 +76,11 @@ def _backbone_error(pack: Pack, source: Checkpoint) -> float:
 
 
 def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
-    projections, each = pack.projections(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
-    return max(
-        _checked(f"expert {key}, {name}", projections[name], weight, each)
-        for name, weight in source.expert(key).items()
-    )
+    stored, each = pack.stored(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
+    weights = dict(source.expert(key))
+    if pack.has_neurons:
+        weights[DOWN] = weights[DOWN].T
+    return max(_checked(f"expert {key}, {name}", stored[name], weight, each) for name, weight in weights.items())
 
 
 def _checked(what: str, projection: Projection, weight: F32, each: bool) -> float:

@@ -94,7 +94,7 @@ class Fit:
         computed: Collection[str], host: Host,
     ) -> Fit:  # fmt: skip
         """Of each expert at its `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS more."""
-        backbone, files = backbone_bytes(spec, quantization, computed), _files(spec, quantization, widths)
+        backbone, files = backbone_bytes(spec, quantization, computed), expert_files(spec, quantization, widths)
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
         return cls(backbone, budget, host.held_bytes, _coming_bytes(spec, budget, host))
 
@@ -140,7 +140,7 @@ def _outlook(
         dense_bits=dense_bits_of(dense),
         pack_bytes=fit.pack_bytes,
         backbone_bytes=fit.backbone_bytes,
-        expert_bytes=max(map(max, _files(spec, quantization, lambda key: widths).values())),
+        expert_bytes=max(map(max, expert_files(spec, quantization, lambda key: widths).values())),
         token_bytes=fit.budget.token_bytes,
         smallest_memory=fit.smallest_memory,
         whole_memory=fit.whole_memory,
@@ -149,7 +149,7 @@ def _outlook(
 
 def quantization_of(storage: Storage, dense: Dense | None) -> Quantization:
     """As a conversion would say it in the manifest, for a source in bfloat16."""
-    return Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4)
+    return Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4, storage.neurons)
 
 
 def dense_bits_of(dense: Dense | None) -> int:
@@ -161,7 +161,7 @@ def _coming_bytes(spec: ModelSpec, budget: Budget, host: Host) -> int:
     return budget.loading_bytes + FIRST_BYTES + Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
 
 
-def _files(
+def expert_files(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]]
 ) -> dict[LayerKey, list[int]]:
     """Bytes of each expert's file: of the same widths they differ at most by the length of its name."""
@@ -171,7 +171,8 @@ def _files(
         bits = widths(key)
         alike = (len(str(key)), *bits.values())
         if alike not in known:
-            known[alike] = expert_layout(spec, key, bits, quantization.group_size, quantization.form16, page).file_bytes
+            how = quantization.group_size, quantization.form16, page, quantization.neurons
+            known[alike] = expert_layout(spec, key, bits, *how).file_bytes
         files.setdefault(key.at, []).append(known[alike])
     return files
 

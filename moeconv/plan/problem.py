@@ -13,8 +13,10 @@ from moeconv.artifacts import Assignment, Bits, Probe, SensitivityTable
 from moeconv.errors import SettingsError, WeightsUnusable
 from moeconv.plan.isotonic import falling
 from moeconv.plan.shrinkage import Costs, shrunk
+from moert.pack.codec import Form16
 from moert.pack.layout import expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import Neurons
 
 
 class Unit(NamedTuple):
@@ -120,6 +122,11 @@ class Storage(NamedTuple):
 
     group_size: int = 0
     mxfp4: bool = False
+    neurons: Neurons | None = None
+
+    @property
+    def form16(self) -> Form16:
+        return "MXFP4" if self.mxfp4 else "F16"
 
 
 def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]:
@@ -129,10 +136,13 @@ def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]
 
     def nbytes(projection: str, bits: int) -> int:
         if (projection, bits) not in sizes:
-            widths, form16 = dict.fromkeys(spec.moe.ffn.projections, bits), "MXFP4" if storage.mxfp4 else "F16"
-            layout = expert_layout(spec, key, widths, storage.group_size, form16, 4096)
+            widths = dict.fromkeys(spec.moe.ffn.projections, bits)
+            layout = expert_layout(spec, key, widths, storage.group_size, storage.form16, 4096, storage.neurons)
             own = [slot for slot in layout.slots if slot.name.startswith(f"{projection}.")]
-            sizes[projection, bits] = sum(slot.stop - slot.start for slot in own)
+            placed = layout.neurons
+            sizes[projection, bits] = (
+                sum(slot.stop - slot.start for slot in own) if placed is None else placed.matrix_bytes(projection)
+            )
         return sizes[projection, bits]
 
     return nbytes

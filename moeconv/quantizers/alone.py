@@ -9,6 +9,7 @@ import numpy as np
 from moeconv.quantizers.coder import ExpertCoder, restored
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
+from moert.pack.neurons import DOWN
 
 SAMPLED_ROWS = 64  # of each matrix, evenly spread; rows are coded one by one, so that these stand for all
 
@@ -18,7 +19,10 @@ def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[int]) ->
 
     Raises CheckpointError or WeightsUnusable.
     """
-    sampled = {name: _rows(weight) for name, weight in coder.checkpoint.expert(key).items()}
+    weights = dict(coder.checkpoint.expert(key))
+    if coder.neurons is not None:
+        weights[DOWN] = weights[DOWN].T  # whose rows are coded one by one then
+    sampled = {name: _rows(weight) for name, weight in weights.items()}
     return {bits: sum(_error(coder, weight, bits) * share for weight, share in sampled.values()) for bits in widths}
 
 

@@ -27,6 +27,9 @@ class ChannelQuantizer:
     def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
         return [self._matrix(weight, bits) for weight in weights]
 
+    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        return self.quantize(weights.transpose(0, 2, 1), bits, None)
+
     def _matrix(self, weight: F32, bits: int) -> QuantizedMatrix:
         check_range(weight)
         low, high = weight.min(axis=1, keepdims=True), weight.max(axis=1, keepdims=True)

@@ -18,6 +18,7 @@ from moeconv.source.outline import CheckpointError
 from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16, to_mxfp4
 from moert.pack.manifest import Dtype16
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
+from moert.pack.neurons import DOWN, Neurons
 from moert.pack.reader import Projection
 
 ORIGINAL = 32
@@ -69,16 +70,19 @@ class ExpertCoder:
     """`fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser (`too_few` of it).
 
     What was quantised is remembered, the latest `CACHE_BYTES` of it. With `kept`, codes are those that were made
-    before, and are not remembered here.
+    before, and are not remembered here. `neurons`: how a pack lays experts in blocks of neurons; then `down` is coded
+    as its transpose.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, quantizer: Quantizer, moments: Moments | None, kept: KeptCodes | None = None
-    ) -> None:
+        self, checkpoint: Checkpoint, quantizer: Quantizer, moments: Moments | None, kept: KeptCodes | None = None,
+        neurons: Neurons | None = None,
+    ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.quantizer = quantizer
         self.moments = None if quantizer.wants == "nothing" else moments
         self.kept = kept
+        self.neurons = neurons
         self._cache: OrderedDict[tuple[ExpertKey, str, int], QuantizedMatrix] = OrderedDict()
         self._cached_bytes = 0
 
@@ -118,7 +122,8 @@ class ExpertCoder:
         return None if self.moments is None else self.moments.digest
 
     def code(self, key: ExpertKey, bits: Bits) -> dict[str, Projection]:
-        """Projection → what a pack stores at that width: a QuantizedMatrix, or weights [out, in] for 16 bits.
+        """Projection → what a pack stores at that width: a QuantizedMatrix, or weights [out, in] for 16 bits; `down` as
+        its transpose where a pack has it so.
 
         Raises CheckpointError or WeightsUnusable, naming the expert, for values that the width can't hold.
         """
@@ -132,7 +137,7 @@ class ExpertCoder:
             source = source or self.checkpoint.expert(key)
             if width == 16:
                 self._check_16(f"expert {key}, {name}", source[name])
-                coded[name] = source[name]
+                coded[name] = np.ascontiguousarray(source[name].T) if self._is_turned(name) else source[name]
             else:
                 coded[name] = self._quantize([key], name, width, source[name][None])[0]
         return coded
@@ -146,7 +151,11 @@ class ExpertCoder:
             return self.checkpoint.expert(key)
         coded = self.code(key, bits)
         form16 = "MXFP4" if self.mxfp4 else self.dtype16
-        return {name: restored(coded[name], form16) for name in names}
+        found = {name: restored(coded[name], form16) for name in names}
+        return {name: np.ascontiguousarray(one.T) if self._is_turned(name) else one for name, one in found.items()}
+
+    def _is_turned(self, projection: str) -> bool:
+        return self.neurons is not None and projection == DOWN
 
     def _check_16(self, what: str, weight: F32) -> None:
         if not self.mxfp4:
@@ -178,14 +187,18 @@ class ExpertCoder:
     def coded(
         self, key: ExpertKey, bits: int, weights: Mapping[str, F32], inputs: Mapping[Side, Inputs] | None
     ) -> dict[str, QuantizedMatrix]:
-        """All matrices [out, in] of an expert, whose inputs the caller knows; not remembered. Matrices with the same
-        inputs are coded as one, which is faster: their rows are coded each by itself."""
+        """All matrices of an expert as `code` gives them, of weights [out, in] whose inputs the caller knows; not
+        remembered. Matrices with the same inputs are coded as one, which is faster: their rows are coded each by
+        itself."""
         found: dict[str, QuantizedMatrix] = {}
         for side in SIDES:
             names = [name for name in weights if side_of(name) == side]
             rows = np.concatenate([weights[name] for name in names])
             known = None if inputs is None else inputs[side]
             whole = self._checked([key], " and ".join(names), bits, rows[None], known)[0]
+            if len(names) == 1:
+                found[names[0]] = whole
+                continue
             ends = np.cumsum([len(weights[name]) for name in names]).tolist()
             for name, start, end in zip(names, [0, *ends], ends, strict=False):
                 parts = {part: getattr(whole, part)[start:end] for part in ("qweight", "scale", "minimum")}
@@ -195,8 +208,9 @@ class ExpertCoder:
     def _checked(
         self, keys: list[ExpertKey], name: str, bits: int, weights: F32, inputs: Inputs | None
     ) -> list[QuantizedMatrix]:
+        make = self.quantizer.columns if self._is_turned(name) else self.quantizer.quantize
         try:
-            matrices = self.quantizer.quantize(weights, bits, inputs)
+            matrices = make(weights, bits, inputs)
         except WeightsUnusable as error:
             which = f"expert {keys[0]}" if len(keys) == 1 else f"experts {keys[0]} to {keys[-1]}"
             raise WeightsUnusable(f"{which}, {name}, at {bits} bits: {error}") from None

@@ -10,30 +10,26 @@ Inside, matrices are turned, [n, in, out], so that what is done to one input of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moeconv.quantizers.columns import ColumnProblem
+from moeconv.quantizers.feedback import Hessian, hessian_of, one_by_one, picked, product
 from moeconv.quantizers.fit import Fitted, to_float16
 from moeconv.quantizers.groups import fit_groups, importance_of, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
 from moert.pack.codec import F32, QuantizedMatrix, n_groups
 from moert.pack.layout import group_of
 
-_DAMPING = 0.01  # of the mean diagonal
-_DOUBT = 0.5  # tokens for each input by which correlations are drawn to none
 _SWEEPS, _SMALL = 4, 512  # for matrices of at most so many inputs; in larger ones the second wins 1 to 2% at most
 _LARGE_SWEEPS = {2: 2, 3: 1, 4: 0, 8: 0}
 _WORK_BYTES = 256 << 20  # for as many rows as are solved at once
 _COPIES = 12  # of their weights
 _GRID_COPIES = 32  # bytes for each entry of the normal equations: in float32, in float64 as they are, damped, factored
-_BLOCK, _SPAN = 32, 256  # inputs whose changes are passed on together: to the rest of a span, and to the rest
 
 
 @dataclass(frozen=True)
@@ -56,16 +52,15 @@ class GptqQuantizer:
     def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
         check_range(weights)
         n, _, in_features = weights.shape
-        if inputs is None:
-            inputs = Inputs.of(np.zeros(n, np.int64), np.zeros((n, in_features, in_features), np.float32))
+        inputs = _known(weights, inputs)
         size = group_of(in_features, self.group_size)
         rows = torch.from_numpy(weights)
         importance = importance_of(torch.from_numpy(inputs.moment).diagonal(dim1=1, dim2=2))
         small = in_features <= _SMALL
         start = fit_groups(rows, importance, bits, size, roughly=not small)
-        hessian = _hessian(inputs)
+        hessian = hessian_of(inputs)
         at_once = max(1, _WORK_BYTES // (n * _row_bytes(in_features, size)))
-        sweeps = _SWEEPS if small else _LARGE_SWEEPS[bits]
+        sweeps = _sweeps(in_features, bits)
         parts = [
             _Problem(_by_input(part), hessian, 2**bits - 1, size).solved(_by_input(scale), _by_input(minimum), sweeps)
             for part, scale, minimum in zip(
@@ -74,52 +69,29 @@ class GptqQuantizer:
         ]
         return to_matrices(Fitted(*(torch.cat(each, 1) for each in zip(*parts, strict=True))), bits, size)
 
+    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        check_range(weights)
+        _, out_features, in_features = weights.shape
+        size = group_of(out_features, self.group_size)
+        problem = ColumnProblem(_by_input(torch.from_numpy(weights)), hessian_of(_known(weights, inputs)), bits, size)
+        return to_matrices(problem.solved(_sweeps(in_features, bits)), bits, size)
+
+
+def _known(weights: F32, inputs: Inputs | None) -> Inputs:
+    """Of n matrices; those of no token where nothing is known."""
+    if inputs is not None:
+        return inputs
+    n, _, in_features = weights.shape
+    return Inputs.of(np.zeros(n, np.int64), np.zeros((n, in_features, in_features), np.float32))
+
+
+def _sweeps(in_features: int, bits: int) -> int:
+    return _SWEEPS if in_features <= _SMALL else _LARGE_SWEEPS[bits]
+
 
 def _by_input(values: Tensor) -> Tensor:
     """[n, out, in] → [n, in, out]"""
     return values.mT.contiguous()
-
-
-class _Hessian:
-    """`products` [n, in, in]: the damped mean of x xᵀ, its correlations as weak as the tokens are few."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        moment = torch.from_numpy(inputs.moment)
-        size = moment.shape[1]
-        squares = moment.diagonal(dim1=1, dim2=2)
-        trust = torch.from_numpy(inputs.counted / (inputs.counted + _DOUBT * size)).view(-1, 1, 1)
-        mean = squares.mean(1)[:, None]
-        mean = torch.where(mean > 0, mean, 1.0)
-        self.products = moment * trust
-        self.products.diagonal(dim1=1, dim2=2).copy_(squares + _DAMPING * mean)
-
-    @cached_property
-    def order(self) -> Tensor:
-        """Inputs by falling square [n, in]."""
-        return self.products.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-
-    @cached_property
-    def factor(self) -> Tensor:
-        """U [n, in, in], upper triangular, with H⁻¹ = Uᵀ U and inputs in `order`."""
-        pairs = zip(self.products, self.order, strict=True)
-        return torch.stack([_factor(products[order][:, order]) for products, order in pairs])
-
-
-def _factor(hessian: Tensor) -> Tensor:
-    """H = R Rᵀ with R upper triangular, the Cholesky factor of H from behind; then U is its inverse."""
-    size = len(hessian)
-    root = torch.linalg.cholesky(hessian.flip(0, 1).double()).flip(0, 1)
-    found: Tensor = torch.linalg.solve_triangular(root, torch.eye(size, dtype=root.dtype), upper=True)
-    return found.float()
-
-
-_HESSIANS: WeakKeyDictionary[Inputs, _Hessian] = WeakKeyDictionary()
-
-
-def _hessian(inputs: Inputs) -> _Hessian:
-    if inputs not in _HESSIANS:
-        _HESSIANS[inputs] = _Hessian(inputs)
-    return _HESSIANS[inputs]
 
 
 class _Codes(NamedTuple):
@@ -135,10 +107,10 @@ class _Codes(NamedTuple):
 class _Problem:
     """weights [n, in, out], the largest code, inputs in a group."""
 
-    def __init__(self, weights: Tensor, hessian: _Hessian, top: int, size: int) -> None:
+    def __init__(self, weights: Tensor, hessian: Hessian, top: int, size: int) -> None:
         self.weights, self.hessian, self.top, self.size = weights, hessian, top, size
         self.products = hessian.products
-        self.pulled = _product(self.products, weights)
+        self.pulled = product(self.products, weights)
 
     def solved(self, scale: Tensor, minimum: Tensor, sweeps: int) -> Fitted:
         """From scales and minima to start with [n, groups, out]."""
@@ -150,16 +122,16 @@ class _Problem:
     def compensated(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Codes by GPTQ."""
         order, factor = self.hessian.order, self.hessian.factor
-        scale, minimum = (_picked(values, order // self.size) for values in (scale, minimum))
-        rest, codes = _picked(self.weights, order), torch.empty_like(self.weights)
+        scale, minimum = (picked(values, order // self.size) for values in (scale, minimum))
+        rest, codes = picked(self.weights, order), torch.empty_like(self.weights)
         step, root = _positive(scale), factor.diagonal(dim1=1, dim2=2)[..., None]
 
         def decide(j: int, wanted: Tensor, error: Tensor) -> None:
             code = torch.sub(wanted, minimum[:, j], out=codes[:, j]).div_(step[:, j]).round_().clamp_(0, self.top)
             torch.addcmul(minimum[:, j], code, scale[:, j], out=error).sub_(wanted).div_(-root[:, j])
 
-        _one_by_one(rest, factor, decide)
-        return _picked(codes, order.argsort(dim=1))
+        one_by_one(rest, factor, decide)
+        return picked(codes, order.argsort(dim=1))
 
     def swept(self, of: _Codes) -> Tensor:
         """Every code once, in order, set to what is best with all others as they are."""
@@ -172,7 +144,7 @@ class _Problem:
             torch.sub(wanted, codes[:, j], out=change).mul_(of.scale[:, group])
             codes[:, j] = wanted
 
-        _one_by_one(of.pull.clone(), self.products, decide)
+        one_by_one(of.pull.clone(), self.products, decide)
         return codes
 
     def refitted(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> _Codes:
@@ -183,7 +155,7 @@ class _Problem:
         pull = self.pulled.clone()
         for g in range(groups):
             part = slice(g * self.size, (g + 1) * self.size)
-            of_codes, ones = _product(self.products[:, :, part], codes[:, part]), of_ones[:, :, g, None]
+            of_codes, ones = product(self.products[:, :, part], codes[:, part]), of_ones[:, :, g, None]
             pull.addcmul_(of_codes, scale[:, None, g], value=-1).addcmul_(ones, minimum[:, None, g], value=-1)
             grid[:, :, g, :groups] = self._by_group(of_codes * codes).mT
             grid[:, :, g, groups:] = self._by_group(of_codes).mT
@@ -196,7 +168,7 @@ class _Problem:
         best_pull = (
             torch.addcmul(self.pulled, of_codes, best_scale, value=-1).addcmul_(of_ones, best_minimum, value=-1)
             if groups == 1
-            else _product(self.products, best_missed)
+            else product(self.products, best_missed)
         )
         before, after = (self._missed(codes, scale, minimum) * pull).sum(1), (best_missed * best_pull).sum(1)
         sound = ((best_scale > 0).all(1) & (after < before))[:, None]
@@ -235,30 +207,5 @@ def _least_squares(grid: Tensor, aim: Tensor) -> Tensor:
     return found.float()
 
 
-def _one_by_one(values: Tensor, factor: Tensor, decide: Callable[[int, Tensor, Tensor], None]) -> None:
-    """`decide(j, values[:, j], moved)` for one input after the other, which fills in `moved` [n, out]: that times
-    factor[:, j, k] is taken from the values of every later k. values [n, in, out], factor [n, in, in]."""
-    size, moved = values.shape[1], torch.empty_like(values)
-    for first in range(0, size, _SPAN):
-        last = min(first + _SPAN, size)
-        for begin in range(first, last, _BLOCK):
-            end = min(begin + _BLOCK, last)
-            for j in range(begin, end):
-                decide(j, values[:, j], moved[:, j])
-                values[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], moved[:, j : j + 1], value=-1)
-            values[:, end:last] -= _product(factor[:, begin:end, end:last].mT, moved[:, begin:end])
-        values[:, last:] -= _product(factor[:, first:last, last:].mT, moved[:, first:last])
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """n products one by one, so that a result does not depend on what else is in the batch."""
-    return torch.stack([a.contiguous() @ b.contiguous() for a, b in zip(left, right, strict=True)])
-
-
 def _positive(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
-
-
-def _picked(values: Tensor, order: Tensor) -> Tensor:
-    """values [n, k, out], of each of the n those at `order` [n, m] → [n, m, out]."""
-    return values.gather(1, order[..., None].expand(-1, -1, values.shape[2]))

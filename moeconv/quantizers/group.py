@@ -34,3 +34,7 @@ class GroupQuantizer:
         size = group_of(in_features, self.group_size)
         importance = importance_of(torch.from_numpy(squares))
         return to_matrices(fit_groups(torch.from_numpy(weights), importance, bits, size), bits, size)
+
+    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        """Errors inside a column have one weight, so that the plain fit of each group is the best one."""
+        return self.quantize(np.ascontiguousarray(weights.transpose(0, 2, 1)), bits, None)

@@ -36,7 +36,8 @@ class Inputs:
 
 
 class Quantizer(Protocol):
-    """`group_size` is what the pack's manifest records: inputs per scale, 0 for one scale per output channel."""
+    """`group_size` is what the pack's manifest records: inputs per scale, 0 for one scale per output channel; of what
+    is coded by columns, outputs per scale, 0 for one scale per column."""
 
     @property
     def name(self) -> str: ...
@@ -58,6 +59,11 @@ class Quantizer(Protocol):
 
         Raises WeightsUnusable for weights that are not finite or that float16 can't bracket.
         """
+        ...
+
+    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        """The same as their transposes [in, out], whose groups run along the outputs. `weights` and `inputs` are those
+        of the matrices themselves."""
         ...
 
 

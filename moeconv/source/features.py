@@ -105,7 +105,10 @@ def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if dense := len(layers) - len(experts):
         yield f"{dense} of {len(layers)} layers without experts"
     for part in dict.fromkeys(experts):
-        yield from _router(part.router)
+        if part.n == 1:
+            yield "one network a layer, which is its only expert"
+        else:
+            yield from _router(part.router)
         if part.shared is not None:
             yield f"a shared expert of width {part.shared.d_ff}{' with a gate' if part.shared_gate else ''}"
         if part.narrow is not None:

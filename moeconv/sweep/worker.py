@@ -32,13 +32,14 @@ from moeconv.sweep.probes import Prober
 from moeconv.sweep.probes.generated import Seq2SeqProber
 from moeconv.sweep.probes.text import TextProber
 from moert.pack.manifest import Dense
+from moert.pack.neurons import Neurons
 
 
 @dataclass(frozen=True)
 class SweepJob:
     """What a worker is made from. Samples are measured in `blocks`, so that what is kept of a base run is bounded.
     `moments` is the file of what the quantizer knows of the experts' inputs, None if it needs nothing. `dense` has the
-    widths of all other matrices."""
+    widths of all other matrices, `neurons` is as of ExpertCoder."""
 
     model: Path
     quantizer: str
@@ -50,6 +51,7 @@ class SweepJob:
     blocks: int
     base_bits: int
     dense: Dense | None = None
+    neurons: Neurons | None = None
 
 
 @dataclass(frozen=True)
@@ -157,5 +159,5 @@ def _read(file: IO[bytes]) -> ReferenceRows:
 def _trial(job: SweepJob) -> Trial:
     checkpoint = Checkpoint.open(job.model)
     moments = None if job.moments is None else Moments.load(job.moments)
-    coder = ExpertCoder(checkpoint, QUANTIZERS[job.quantizer](job.group_size), moments)
+    coder = ExpertCoder(checkpoint, QUANTIZERS[job.quantizer](job.group_size), moments, neurons=job.neurons)
     return Trial(LoadedModel(checkpoint, DenseCoder(checkpoint, job.dense)), coder)

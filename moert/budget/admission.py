@@ -55,7 +55,7 @@ class Admission:
 
     def after(self, loads: Loads) -> None:
         self._regulator.after(loads)
-        self._adapt(self._streaming.cache.capacity_bytes)
+        self._adapt(self._streaming.capacity_bytes)
         self._streaming.cache.settle()
 
     def idle(self) -> None:
@@ -63,7 +63,7 @@ class Admission:
             self._ahead.forget()
 
     def _adapt(self, room_bytes: int) -> None:
-        self.smallest_room_bytes = min(self.smallest_room_bytes, self._streaming.cache.capacity_bytes)
+        self.smallest_room_bytes = min(self.smallest_room_bytes, self._streaming.capacity_bytes)
         self._streaming.adapt(room_bytes, self.notify)
 
 

@@ -20,6 +20,8 @@ from moert.command.options import (
     FirstTokenOption,
     InputOption,
     IoOption,
+    KeepNeurons,
+    KeepNeuronsOption,
     KernelsOption,
     KvOption,
     MaxNewTokensOption,
@@ -101,7 +103,8 @@ def run(
     memory: MemoryOption = None,
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
-    predict: PredictOption = Predict.gate,
+    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
+    predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
@@ -138,7 +141,7 @@ def run(
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(first_token=first_token)
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
-    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
     from moert.engine import Engine
 
     engine = Engine.open(pack, chosen)
@@ -162,7 +165,8 @@ def chat(
     memory: MemoryOption = None,
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
-    predict: PredictOption = Predict.gate,
+    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
+    predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: MaxNewTokensOption = 1024,
     temperature: TemperatureOption = 0.0,
@@ -180,7 +184,7 @@ def chat(
 ) -> None:
     """Hold a conversation: each line of the input is a message. /help lists commands."""
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 
@@ -199,7 +203,8 @@ def bench(
     memory: MemoryOption = None,
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
-    predict: PredictOption = Predict.gate,
+    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
+    predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
@@ -220,7 +225,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
-    chosen = engine_settings(memory, cache, eviction, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 

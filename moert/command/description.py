@@ -52,6 +52,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "group_size": manifest.quantization.group_size,
         "dense": None if manifest.quantization.dense is None else asdict(manifest.quantization.dense),
         "mxfp4": manifest.quantization.mxfp4,
+        "neurons": _neurons(pack),
         "bits_histogram": {str(bits): count for bits, count in bits_histogram(manifest.experts).items()},
         "effective_bits": manifest.effective_bits(),
         "bytes": {
@@ -100,17 +101,44 @@ def description_lines(pack: Pack) -> list[str]:
         f"quantizer        {facts['quantizer']}{group}",
         f"widths           {widths} (projections)",
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
+        *_neuron_lines(facts["neurons"]),
         f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk{files} "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
         f"trace {size(nbytes['trace'])}, hash {size(nbytes['hash'])}, other {size(nbytes['other'])}",
         *_quality_lines(pack),
         *_preference_lines(pack),
-        *_hash_lines(facts["hash"]),
+        *_hash_lines(facts["hash"], pack.manifest.model.moe.chooses),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
         f"smallest memory  {smallest_text}",
+    ]
+
+
+def _neurons(pack: Pack) -> dict[str, Any] | None:
+    """How experts lie in blocks of neurons: how many, and the bytes of a block's rows and columns, each on average over
+    the experts."""
+    how = pack.manifest.quantization.neurons
+    if how is None:
+        return None
+    layouts = [pack.neurons(entry.key) for entry in pack.manifest.experts]
+    each = {
+        "blocks": [one.n_blocks for one in layouts],
+        "rows_bytes": [one.rows_bytes for one in layouts],
+        "columns_bytes": [one.columns_bytes for one in layouts],
+    }
+    return {**asdict(how), **{name: sum(values) / len(layouts) for name, values in each.items()}}
+
+
+def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
+    if facts is None:
+        return []
+    apart = "behind its rows" if facts["bundled"] else "apart from the rows"
+    columns, rows = (size(round(facts[name])) for name in ("columns_bytes", "rows_bytes"))
+    return [
+        f"neurons          {facts['blocks']:.0f} blocks an expert: {columns} of columns each, {apart}, which take "
+        f"{rows}",
     ]
 
 
@@ -145,7 +173,9 @@ def _hash_facts(function: HashFunction) -> dict[str, Any]:
     }
 
 
-def _hash_lines(facts: dict[str, Any] | None) -> list[str]:
+def _hash_lines(facts: dict[str, Any] | None, chooses: bool) -> list[str]:
+    if not chooses:
+        return ["hash function    no: every token passes all experts of a layer"]
     if facts is None:
         return ["hash function    no: moeconv train-hash adds one"]
     routed = facts["routed"]

@@ -33,6 +33,13 @@ class Predict(str, Enum):
     none = "none"
 
 
+class KeepNeurons(str, Enum):
+    recent = "recent"
+    lru = "lru"
+    lfu = "lfu"
+    window = "window"
+
+
 class Thinking(str, Enum):
     show = "show"
     hide = "hide"
@@ -69,6 +76,13 @@ EvictionOption = Annotated[
         "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
         "least), fifo (read first), lifo (read last), foreseen (expected, but what the pack's hash function foresees "
         "of the present pass stays); auto: what does best on the pack's recorded trace with this room for experts."
+    ),
+]
+KeepNeuronsOption = Annotated[
+    KeepNeurons,
+    typer.Option(
+        help="Which neurons stay, of a pack whose experts lie in blocks of them: recent (used often and lately), lru "
+        "(used last), lfu (used most), window (those that fired for the last tokens, as many as fit)."
     ),
 ]
 PredictOption = Annotated[
@@ -155,8 +169,8 @@ ThinkingOption = Annotated[
 
 
 def engine_settings(
-    memory: str | None, cache: str | None, eviction: Eviction, predict: Predict, io: str, threads: int | None,
-    kernels: str, kv: str, routing: str,
+    memory: str | None, cache: str | None, eviction: Eviction, keep_neurons: KeepNeurons, predict: Predict, io: str,
+    threads: int | None, kernels: str, kv: str, routing: str,
 ) -> EngineSettings:  # fmt: skip
     """What was said on the command line. Raises SettingInvalid, InvalidMemory or IoInvalid."""
     from moert.settings import EngineSettings
@@ -164,5 +178,6 @@ def engine_settings(
     bits = int(kv) if kv.strip() in ("8", "16") else kv
     limit = "auto" if memory is None and cache is None else memory
     return EngineSettings(
-        limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip()  # type: ignore[arg-type]
+        limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip(),  # type: ignore[arg-type]
+        keep_neurons.value,
     )  # fmt: skip

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
+from moert.experts.demand import Listener
 from moert.experts.drive.io import DEFAULT_THREADS, IoSettings
 from moert.experts.drive.probe import settings_for
 from moert.experts.drive.store import ExpertStore
+from moert.experts.executor import CachedExperts
+from moert.experts.neurons.executor import FiringExperts
+from moert.experts.neurons.firing import Firing
+from moert.experts.neurons.keeping import DEFAULT_KEEPING
 from moert.experts.policy.belady import Recorder, headroom
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import eviction_for
@@ -22,20 +28,51 @@ class Streaming:
     """The cache of a pack's experts, and what reads into it."""
 
     def __init__(
-        self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None
-    ) -> None:
-        """`io`: None to find out what is best."""
+        self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None,
+        keep_neurons: str = DEFAULT_KEEPING,
+    ) -> None:  # fmt: skip
+        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping. Raises
+        PackError."""
         self.eviction = eviction
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
-        self.nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self.foresight: Foresight | None = None
         """What a policy may ask of the pass that runs."""
-        self._pack, self._begun, self._all_bytes = pack, False, sum(self.nbytes.values())
-        self._measures_drive = io is None
-        self._store = ExpertStore(pack, backend, counters, io or IoSettings(True, DEFAULT_THREADS))
+        self.capacity_bytes = 0
+        """Room for experts."""
+        self._pack, self._backend, self._begun = pack, backend, False
+        self._measures_drive, settings = io is None, io or IoSettings(True, DEFAULT_THREADS)
+        self._store = ExpertStore(pack, backend, counters, settings)
+        nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+        self._all_bytes = sum(nbytes.values())
+        self.firing = Firing(pack, counters, settings, keep_neurons) if pack.has_neurons else None
+        """Where experts run neuron by neuron: then what is cached, and counted, of an expert are its rows."""
+        self.nbytes = nbytes if self.firing is None else self.firing.nbytes
+        """What is cached of each expert."""
+        store = self._store if self.firing is None else self.firing.store
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
-        self.cache = ExpertCache(self._store, policy, 0, counters, self._store.io.threads)
+        self.cache = ExpertCache(store, policy, 0, counters, settings.threads)
+
+    def runner(self, ahead: Lookahead | None, listeners: Iterable[Listener]) -> CachedExperts | FiringExperts:
+        """What runs the experts. Raises PackError."""
+        if self.firing is not None:
+            return self.firing.runner(self.cache, self._backend, ahead, listeners)
+        return CachedExperts(self._pack, self.cache, self._backend, ahead, listeners)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that experts take, read or not."""
+        return self.cache.held_bytes + (0 if self.firing is None else self.firing.columns.held_bytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Changes the room for experts while none runs."""
+        self.capacity_bytes = capacity_bytes
+        if self.firing is None:
+            self.cache.resize(capacity_bytes)
+            return
+        shares = self.firing.shares(capacity_bytes)
+        self.cache.resize(shares.rows_bytes)
+        self.firing.columns.resize(shares.columns_bytes)
 
     def prefers(self) -> None:
         """Routers prefer what a sequence has used lately: that is kept, where the user does not say what is."""
@@ -59,7 +96,10 @@ class Streaming:
         if self._measures_drive:
             self._store.io = settings_for(self._store.files())
             self.cache.loaders = self._store.io.threads
-        choice = eviction_for(self._pack, self.eviction, self.nbytes, room_bytes, notify, self.foresight)
+            if self.firing is not None:
+                self.firing.pieces.io = self._store.io
+        cached_bytes = room_bytes if self.firing is None else self.firing.shares(room_bytes).rows_bytes
+        choice = eviction_for(self._pack, self.eviction, self.nbytes, cached_bytes, notify, self.foresight)
         self.eviction = choice.name
         self.cache.use(choice.policy)
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import F32, MX_GROUP, U8, Form16, Mxfp4Matrix, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
+from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
 
 I32 = npt.NDArray[np.int32]
@@ -252,6 +253,18 @@ class BackendOf(Protocol[M, E]):
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         """out [1, d_model] += the sum of weights [n] times parts [n, d_model], in the order given: bit for bit what
         `mixture` gives."""
+        ...
+
+    def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
+        """What the neurons of an expert have for x [tokens, d_model]: act(gate(x)) · (up(x) + plus), or act(up(x)),
+        [tokens, d_ff]. The rows of block k lie offsets[k] bytes behind the beginning of `base`; with -1 they are not
+        there, and its neurons get 0. A neuron gets the same bits whatever else is there."""
+        ...
+
+    def project(self, layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32 | None) -> F32:
+        """hidden [tokens, d_ff] → [tokens, d_model]: the sum of hidden[i] times the column of neuron i, neuron after
+        neuron in float32, then bias [d_model]. Nothing is rounded to fewer bits. The columns of blocks lie as in
+        `fire`; those of neurons with 0 are not looked at. Raises ValueError if another one's is not there."""
         ...
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:

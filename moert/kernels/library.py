@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 13
+ABI = 14
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -24,7 +24,7 @@ class NativeFailed(MemoryError):
     """The library could not get the memory that it needs."""
 
 
-_POOL, _DATA = c_void_p, c_void_p
+_POOL, _READER, _DATA = c_void_p, c_void_p, c_void_p
 # name: (result, arguments), as in moert.h. Data is passed by address.
 _FUNCTIONS = {
     "moert_abi": (c_int, []),
@@ -39,6 +39,8 @@ _FUNCTIONS = {
     "moert_mixture": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
     "moert_parts": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
     "moert_add_parts": (None, [_POOL, _DATA, _DATA, _DATA, c_int, c_int, _DATA]),
+    "moert_fire": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
+    "moert_project": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, c_int, _DATA, _DATA]),
     "moert_attend": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
     "moert_attend_latent": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
     "moert_keep": (c_int, [_POOL, _DATA, c_int, _DATA, c_int, _DATA]),
@@ -57,6 +59,10 @@ _FUNCTIONS = {
     "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),
+    "moert_reader_open": (_READER, [c_int, c_int]),
+    "moert_reader_close": (None, [_READER]),
+    "moert_reader_has_ring": (c_int, [_READER]),
+    "moert_read_many": (c_int, [_READER, _DATA, c_int]),
     "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _DATA, _DATA]),
 }
 

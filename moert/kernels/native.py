@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof, c_char, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels import structs
+from moert.kernels import filled, structs
 from moert.kernels.arena import Arena
 from moert.kernels.backend import (
     I32,
@@ -26,31 +25,17 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
+from moert.kernels.filled import NativeMatrix, keys_of
+from moert.kernels.filled import address as _at
+from moert.kernels.filled import address_in_place as _in_place
 from moert.kernels.library import Library, NativeFailed, check
-from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Keys, Matrix
-from moert.pack.codec import F32, MX_GROUP, QuantizedMatrix
-from moert.pack.parts import Act, Attention, Ffn, Latent
+from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
+from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
+from moert.pack.neurons import NeuronLayout
+from moert.pack.parts import Act, Ffn, Latent
 
 _Item = TypeVar("_Item", bound=np.generic)
 _W = TypeVar("_W")
-_S = TypeVar("_S", bound=Structure)
-
-
-@dataclass(frozen=True)
-class NativeMatrix:
-    """A dense matrix; `stored` and `bias` lie where `struct` points to."""
-
-    stored: Stored
-    bias: F32 | None
-    struct: Matrix
-
-    @property
-    def rows(self) -> int:
-        return int(self.struct.rows)
-
-    @property
-    def cols(self) -> int:
-        return int(self.struct.cols)
 
 
 class NativeExpert:
@@ -74,6 +59,7 @@ class NativeBackend:
         self._arena = Arena()
         self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
         self._acts: dict[Act, structs.Act] = {}
+        self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
 
     def close(self) -> None:
         """Ends the threads. Nothing may be computed after that."""
@@ -119,16 +105,16 @@ class NativeBackend:
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
         out = np.empty_like(x)
-        self._call.moert_normalise(self._pool, self._place(norm, "norm", _norm), *x.shape, _at(x), _at(out))
+        self._call.moert_normalise(self._pool, self._place(norm, "norm", filled.norm), *x.shape, _at(x), _at(out))
         return out
 
     def attend(
         self, weights: AttentionWeights[NativeMatrix], x: F32, kept: KeptKeys, start: int, positions: Positions
     ) -> None:
         latent = isinstance(weights.part, Latent)
-        block = self._place(weights, "attend", _latent if latent else _attention)
+        block = self._place(weights, "attend", filled.latent if latent else filled.attention)
         call = self._call.moert_attend_latent if latent else self._call.moert_attend
-        at = _positions(positions)
+        at = filled.positions(positions)
         check(
             call(
                 self._pool, block, len(x), _at(x), addressof(keys_of(kept)), start, kept.length, addressof(at)
@@ -136,20 +122,20 @@ class NativeBackend:
         )  # fmt: skip
 
     def keep(self, weights: AttentionWeights[NativeMatrix], encoded: F32, kept: KeptKeys, start: int) -> None:
-        block = self._place(weights, "keep", _with_keys)
+        block = self._place(weights, "keep", filled.with_keys)
         keys = addressof(keys_of(kept))
         check(self._call.moert_keep(self._pool, block, len(encoded), _at(encoded), start, keys))
 
     def scores(self, x: F32, router: RouterWeights[NativeMatrix]) -> tuple[F32, F32]:
         hidden, scores = np.empty_like(x), np.empty((len(x), router.matrix.rows), np.float32)
-        place = self._place(router, "router", _router)
+        place = self._place(router, "router", filled.router)
         check(self._call.moert_scores(self._pool, place, len(x), _at(x), _at(hidden), _at(scores)))
         return hidden, scores
 
     def choose(self, scores: F32, router: RouterWeights[NativeMatrix]) -> tuple[I64, F32]:
         shape = len(scores), router.part.top_k
         chosen, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
-        place = self._place(router, "router", _router)
+        place = self._place(router, "router", filled.router)
         check(self._call.moert_choose(place, _at(scores), len(scores), _at(chosen), _at(weights)))
         return chosen, weights
 
@@ -157,7 +143,7 @@ class NativeBackend:
         self, scores: F32, router: RouterWeights[NativeMatrix], bonus: float, sure: int, recent: I32
     ) -> tuple[I64, F32]:
         chosen, weights = np.empty((1, router.part.top_k), np.int64), np.empty((1, router.part.top_k), np.float32)
-        place, k = self._place(router, "router", _router), len(recent)
+        place, k = self._place(router, "router", filled.router), len(recent)
         check(
             self._call.moert_prefer(place, _at(scores), bonus, sure, k, _at(recent), _at(chosen), _at(weights))
         )  # fmt: skip
@@ -169,7 +155,7 @@ class NativeBackend:
         return out
 
     def head(self, x: F32, norm: NormWeights, factor: float, softcap: float | None, matrix: NativeMatrix) -> F32:
-        out, place = np.empty((len(x), matrix.rows), np.float32), self._place(norm, "norm", _norm)
+        out, place = np.empty((len(x), matrix.rows), np.float32), self._place(norm, "norm", filled.norm)
         check(
             self._call.moert_head(
                 self._pool, place, factor, softcap or 0.0, matrix.struct, len(x), _at(x), _at(out)
@@ -218,6 +204,31 @@ class NativeBackend:
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         first = np.zeros(len(parts), np.int32)
         self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
+
+    def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
+        x, offsets = np.ascontiguousarray(x), np.ascontiguousarray(offsets)
+        hidden = np.empty((len(x), layout.d_ff), np.float32)
+        assert len(offsets) == layout.n_blocks
+        assert x.shape[1] == layout.d_model
+        check(
+            self._call.moert_fire(
+                self._pool, self._neurons(layout), self._act(spec), _at(base), _at(offsets), _at(x), len(x), _at(hidden)
+            )
+        )  # fmt: skip
+        return hidden
+
+    def project(self, layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32 | None) -> F32:
+        hidden, offsets = np.ascontiguousarray(hidden), np.ascontiguousarray(offsets)
+        out, biases = np.empty((len(hidden), layout.d_model), np.float32), None if bias is None else _at(bias)
+        assert len(offsets) == layout.n_blocks
+        assert hidden.shape[1] == layout.d_ff
+        failed = self._call.moert_project(
+            self._pool, self._neurons(layout), _at(base), _at(offsets), _at(hidden), len(hidden), biases, _at(out)
+        )  # fmt: skip
+        if failed > 0:
+            raise ValueError("a neuron that fired is not there")
+        check(failed)
+        return out
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
         x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
@@ -269,7 +280,7 @@ class NativeBackend:
 
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
         x, gate = np.ascontiguousarray(x), np.ascontiguousarray(gate)
-        out, place = np.empty_like(x), None if norm is None else self._place(norm, "norm", _norm)
+        out, place = np.empty_like(x), None if norm is None else self._place(norm, "norm", filled.norm)
         self._call.moert_gated(self._pool, place, groups, last, *x.shape, _at(x), _at(gate), _at(out))
         return out
 
@@ -288,6 +299,12 @@ class NativeBackend:
             self._acts[act] = structs.Act(ACTIVATIONS[act.name], limit, act.slope, act.plus)
         return addressof(self._acts[act])
 
+    def _neurons(self, layout: NeuronLayout) -> int:
+        key = layout.d_model, layout.d_ff, layout.per_block, layout.columns, *layout.rows.items()
+        if key not in self._layouts:
+            self._layouts[key] = filled.neurons(layout)
+        return addressof(self._layouts[key])
+
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
         """A copy in large pages."""
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
@@ -295,105 +312,5 @@ class NativeBackend:
         return room
 
 
-def keys_of(kept: KeptKeys) -> Keys:
-    """Where these lie, until there is more room; they have to outlive it."""
-    if kept.place is None:
-        parts = (kept.keys, kept.values, kept.key_steps, kept.value_steps)
-        strides = [0 if part is None else part.strides[0] // part.itemsize for part in parts]
-        kept.place = Keys(*(None if part is None else _at(part) for part in parts), *strides)
-    place: Keys = kept.place
-    return place
-
-
-def _at(array: npt.NDArray[Any]) -> int:
-    """The address of its first number: `array.ctypes` takes three times as long, and every token asks for many."""
-    try:
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # what is empty, or not to be written
-        return int(array.ctypes.data)
-
-
-def _in_place(state: F32) -> int:
-    """The address of what is changed there, which no copy can stand for."""
-    assert state.flags.c_contiguous
-    return _at(state)
-
-
 def _addresses(experts: Sequence[NativeExpert]) -> Any:
     return (c_void_p * len(experts))(*[expert.address for expert in experts])
-
-
-def _norm(norm: NormWeights) -> structs.Norm:
-    weight, bias = (None if each is None else _at(each) for each in (norm.weight, norm.bias))
-    return structs.Norm(weight, bias, norm.eps)
-
-
-def _heads(weights: AttentionWeights[NativeMatrix]) -> structs.Heads:
-    part, sinks = weights.part, weights.sinks
-    made = structs.Heads(
-        None if sinks is None else _at(sinks), part.n, part.kv, part.dim, part.value_dim, causal=weights.causal,
-        window=part.window or 0, scale=part.scale,
-    )  # fmt: skip
-    if isinstance(part, Attention):
-        made.chunk, made.softcap = part.chunk or 0, part.softcap or 0.0
-    return made
-
-
-def _fill(struct: _S, weights: AttentionWeights[NativeMatrix], norms: Sequence[str], matrices: Sequence[str]) -> _S:
-    """The norms and matrices of these names that there are."""
-    for name in norms:
-        if name in weights.norms:
-            setattr(struct, name if name == "after" else f"{name}_norm", _norm(weights.norms[name]))
-    for name in matrices:
-        if name in weights.matrices:
-            setattr(struct, name, weights.matrices[name].struct)
-    return struct
-
-
-def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool | None = None) -> structs.Attention:
-    """Without the matrices of keys and values where these are there already."""
-    part = weights.part
-    assert isinstance(part, Attention)
-    block = structs.Attention(
-        heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.rope_dims,
-        norm_each=part.qk_norm == "head", norm_turned=part.norm_turned,
-        clip=math.inf if part.clip is None else part.clip, add=weights.add,
-    )  # fmt: skip
-    own = weights.own if with_keys is None else with_keys
-    return _fill(block, weights, ("q", "k", "v", "after"), ("q", "k", "v", "o", "gate") if own else ("q", "o", "gate"))
-
-
-def _with_keys(weights: AttentionWeights[NativeMatrix]) -> structs.Attention:
-    return _attention(weights, with_keys=True)
-
-
-def _latent(weights: AttentionWeights[NativeMatrix]) -> structs.Latent:
-    block = structs.Latent(
-        heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.part.turning, add=weights.add
-    )
-    return _fill(block, weights, ("q", "kv", "after"), ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o"))
-
-
-def _router(weights: RouterWeights[NativeMatrix]) -> structs.Router:
-    part, groups = weights.part, weights.part.groups
-    optional = {"choice_bias": weights.choice_bias, "expert_scale": weights.expert_scale}
-    made = structs.Router(
-        norm=_norm(weights.norm), matrix=weights.matrix.struct, score=SCORES[part.score], top_k=part.top_k,
-        renormalise=part.renormalise, factor=part.factor * weights.factor, jitter=part.jitter,
-        **{name: _at(values) for name, values in optional.items() if values is not None},
-    )  # fmt: skip
-    if weights.own is not None:
-        made.own = _norm(weights.own)
-    if groups is not None:
-        made.groups, made.best_groups, made.group_top = groups.n, groups.best, groups.top
-    return made
-
-
-def _positions(positions: Positions) -> structs.Positions:
-    turns, bias, scale = positions.turns, positions.bias, positions.query_scale
-    return structs.Positions(
-        None if turns is None else _at(turns),
-        None if bias is None else _at(bias) + bias.itemsize * positions.zero,
-        0 if bias is None else bias.shape[1],
-        None if scale is None else _at(scale),
-    )

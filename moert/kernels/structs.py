@@ -15,6 +15,7 @@ class Matrix(Structure):
     _fields_ = [
         ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("bias", c_void_p),
         ("kind", c_int32), ("rows", c_int32), ("cols", c_int32), ("group", c_int32),
+        ("block_rows", c_int32), ("blocks", c_void_p),
     ]  # fmt: skip
 
 
@@ -34,6 +35,24 @@ class Ffn(Structure):
     """The struct moert_ffn."""
 
     _fields_ = [("gate", Matrix), ("up", Matrix), ("down", Matrix)]
+
+
+class Place(Structure):
+    """The struct moert_place."""
+
+    _fields_ = [
+        ("data", c_int64), ("scale", c_int64), ("minimum", c_int64), ("bias", c_int64),
+        ("kind", c_int32), ("group", c_int32),
+    ]  # fmt: skip
+
+
+class Neurons(Structure):
+    """The struct moert_neurons."""
+
+    _fields_ = [
+        ("gate", Place), ("up", Place), ("down", Place),
+        ("d_model", c_int32), ("d_ff", c_int32), ("block_rows", c_int32),
+    ]  # fmt: skip
 
 
 class Heads(Structure):

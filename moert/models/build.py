@@ -52,6 +52,12 @@ class Builder:
         assert isinstance(stored, Floats), f"{name} is no tensor of floats"
         return stored.widened()
 
+    def stored(self, name: str) -> Floats:
+        """The same as it is stored."""
+        found = self._weights.pop(name)
+        assert isinstance(found, Floats), f"{name} is no tensor of floats"
+        return Floats(found.dtype, found.data.copy())
+
     def norm(self, part: Norm | None, name: str) -> NormWeights:
         if part is None:
             return NO_NORM

@@ -38,7 +38,7 @@ class _Layer:
         self.mutual = None if self.attention is None else replace(self.attention, causal=False)
         self.positions = None
         if part.positions is not None:
-            self.positions = AddedPositions(builder.floats(f"{name}.positions.weight"), None, counts_pad=True)
+            self.positions = AddedPositions(builder.stored(f"{name}.positions.weight"), None, counts_pad=True)
         self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         below = sum(other.stack == at.stack for other in routers)
@@ -56,8 +56,8 @@ class _Tower:
         self.backend, self.ropes = builder.backend, ropes
         self.positions = None
         if (part := stack.positions) is not None:
-            table = builder.floats(f"{name}.positions.weight")
-            self.positions = AddedPositions(table, pad if part.skips_pad else None, counts_pad=name == "decoder")
+            added = builder.stored(f"{name}.positions.weight")
+            self.positions = AddedPositions(added, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
         self.bias = None
         if stack.buckets is not None:

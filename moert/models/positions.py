@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from moert.kernels.backend import I64
+from moert.kernels.backend import I64, Floats
 from moert.models.kv import rounded
 from moert.pack.codec import F32
 from moert.pack.parts import Buckets, Rope, Stretch
+
+_ROWS = 64  # of a table in float32 at once
 
 
 class Rotary:
@@ -40,9 +43,13 @@ def query_scales(stretch: Stretch, start: int, tokens: int) -> F32:
 class AddedPositions:
     """Vectors by position (see moert.pack.parts.PositionTable)."""
 
-    def __init__(self, table: F32, pad: int | None, counts_pad: bool) -> None:
-        """table [n, d_model]. `pad`: the token that gets none, if there is one; is it counted?"""
+    def __init__(self, table: Floats, pad: int | None, counts_pad: bool) -> None:
+        """table [n, d_model], kept as it is stored. `pad`: the token that gets none, if there is one; is it counted?"""
         self._table, self._pad, self._counts_pad = table, pad, counts_pad
+
+    @property
+    def n(self) -> int:
+        return len(self._table.data)
 
     def add(self, x: F32, ids: Sequence[int], start: int) -> None:
         """x [tokens, d_model] of a sequence's tokens from position `start` on gets theirs added. Raises ValueError for
@@ -53,16 +60,18 @@ class AddedPositions:
         self._check(start + len(ids))
         there = np.array(ids) != self._pad
         places = start + (np.arange(len(ids)) if self._counts_pad else there.cumsum() - 1)
-        x[there] += self._table[places[there]]
+        x[there] += replace(self._table, data=self._table.data[places[there]]).widened()
 
     def add_from(self, x: F32, start: int) -> None:
         """The same for tokens of which none is the pad token."""
         self._check(start + len(x))
-        x += self._table[start : start + len(x)]
+        for at in range(0, len(x), _ROWS):
+            some = x[at : at + _ROWS]
+            some += replace(self._table, data=self._table.data[start + at : start + at + len(some)]).widened()
 
     def _check(self, end: int) -> None:
-        if end > len(self._table):
-            raise ValueError(f"the model has positions for {len(self._table)} tokens, {end} are read")
+        if end > self.n:
+            raise ValueError(f"the model has positions for {self.n} tokens, {end} are read")
 
 
 class DistanceBias:

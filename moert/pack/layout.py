@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from moert.pack.codec import MX_GROUP, n_groups, row_bytes
+from moert.pack.codec import MX_GROUP, Form16, n_groups, row_bytes
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import DOWN, NeuronLayout, Neurons, neuron_layout
 
 TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
@@ -40,6 +41,8 @@ class ExpertLayout:
     slots: tuple[TensorSlot, ...]
     tensor_bytes: int
     file_bytes: int
+    neurons: NeuronLayout | None = None
+    """Where the neurons lie, if they do in blocks; then `slots` are of whole blocks."""
 
     def slot(self, name: str) -> TensorSlot:
         return next(slot for slot in self.slots if slot.name == name)
@@ -56,9 +59,16 @@ def group_of(in_features: int, group_size: int) -> int:
 
 
 def expert_layout(
-    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: str, page_bytes: int
-) -> ExpertLayout:
-    """The layout of the expert `key` whose projections have the widths `bits`; `form16`: see `Quantization`."""
+    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int,
+    neurons: Neurons | None = None,
+) -> ExpertLayout:  # fmt: skip
+    """The layout of the expert `key` whose projections have the widths `bits`; `form16` and `neurons`: see
+    `Quantization`."""
+    if neurons is not None:
+        placed = neuron_layout(spec, bits, group_size, form16, page_bytes, neurons)
+        data = _blocks(placed, neurons.bundled, page_bytes)
+        found = _named(*data, placed.tensor_bytes, page_bytes, len(str(key))).of(key)
+        return replace(found, neurons=placed.moved(found.data_offset))
     shapes = tuple((name, *spec.projection_shape(name), bits[name]) for name in spec.moe.ffn.projections)
     return _pattern(shapes, spec.moe.ffn.bias, group_size, form16, page_bytes, len(str(key))).of(key)
 
@@ -99,31 +109,54 @@ def _pattern(
         tensors.append((f"{projection}.min", "F16", (out_features, groups)))
     if bias:
         tensors += [(f"{projection}.bias", "F32", (out_features,)) for projection, out_features, _, _ in shapes]
-    slots, tensor_bytes, data_bytes = _place(tensors, page_bytes)
+    slots, data_bytes = _place(tensors, TENSOR_ALIGNMENT, page_bytes)
+    tensor_bytes = sum(slot.stop - slot.start for slot in slots if not slot.name.startswith("pad."))
+    return _named(tuple(slots), data_bytes, tensor_bytes, page_bytes, name_bytes)
+
+
+def _blocks(placed: NeuronLayout, bundled: bool, page_bytes: int) -> tuple[tuple[TensorSlot, ...], int]:
+    """Tensors of an expert whose neurons lie in blocks, each from a page on, and bytes with padding."""
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    if placed.bias_at is not None:
+        tensors.append((f"{DOWN}.bias", "F32", (placed.d_model,)))
+    if bundled:
+        tensors.append(("blocks", "U8", (placed.n_blocks, placed.rows_bytes + placed.columns_bytes)))
+    else:
+        tensors.append(("rows", "U8", (placed.n_blocks, placed.rows_bytes)))
+        tensors.append(("columns", "U8", (placed.n_blocks, placed.columns_bytes)))
+    slots, data_bytes = _place(tensors, page_bytes, page_bytes)
+    return tuple(slots), data_bytes
+
+
+@lru_cache(maxsize=1024)
+def _named(
+    slots: tuple[TensorSlot, ...], data_bytes: int, tensor_bytes: int, page_bytes: int, name_bytes: int
+) -> _Pattern:
     before, after = _header(slots, name_bytes, page_bytes).split(_NAME * name_bytes)
-    return _Pattern(before, after, tuple(slots), tensor_bytes, data_bytes)
+    return _Pattern(before, after, slots, tensor_bytes, data_bytes)
 
 
-def _place(tensors: list[tuple[str, str, tuple[int, ...]]], page_bytes: int) -> tuple[list[TensorSlot], int, int]:
-    """Slots, bytes of weights, scales and minima, and bytes with padding."""
+def _place(
+    tensors: list[tuple[str, str, tuple[int, ...]]], alignment: int, page_bytes: int
+) -> tuple[list[TensorSlot], int]:
+    """Slots, and bytes with padding."""
     slots: list[TensorSlot] = []
-    position = tensor_bytes = 0
+    position = 0
     for index, (name, dtype, shape) in enumerate(tensors):
         size = DTYPE_BYTES[dtype]
         for extent in shape:
             size *= extent
         slots.append(TensorSlot(name, dtype, shape, position, position + size))
         position += size
-        tensor_bytes += size
         last = index == len(tensors) - 1
-        padding = -position % (page_bytes if last else TENSOR_ALIGNMENT)
+        padding = -position % (page_bytes if last else alignment)
         if padding:
             slots.append(TensorSlot(f"pad.{index}", "U8", (padding,), position, position + padding))
             position += padding
-    return slots, tensor_bytes, position
+    return slots, position
 
 
-def _header(slots: list[TensorSlot], name_bytes: int, page_bytes: int) -> bytes:
+def _header(slots: Iterable[TensorSlot], name_bytes: int, page_bytes: int) -> bytes:
     """A safetensors header, filled up with spaces so that the data begins on a page; _NAME in the place of each letter
     of the expert's name."""
     name = _NAME.decode() * name_bytes

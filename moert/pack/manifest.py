@@ -14,13 +14,15 @@ from moert.pack.codec import WIDTHS, Form16
 from moert.pack.errors import ManifestInvalid, UnsafePath
 from moert.pack.layout import ExpertLayout, expert_layout
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
+from moert.pack.neurons import NeuronLayout, Neurons
 from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief, mapping, plain, read
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
-PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR = 0, 1, 2
-"""Of a pack that has neither, of one with preferences, of one with several experts in a file."""
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR = 0, 1, 2, 3
+"""Of a pack that has none of these, of one with preferences, of one with several experts in a file, of one whose
+experts lie in blocks of neurons."""
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
@@ -159,6 +161,8 @@ class Quantization:
     dense: Dense | None = None
     mxfp4: bool = False
     """Experts' 16-bit projections are stored in the four bits that they have in the source."""
+    neurons: Neurons | None = None
+    """Experts lie in blocks of neurons."""
 
     @property
     def form16(self) -> Form16:
@@ -244,8 +248,15 @@ class Manifest:
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
         return expert_layout(
-            self.model, entry.key, entry.bits, quantization.group_size, quantization.form16, self.page_bytes
-        )
+            self.model, entry.key, entry.bits, quantization.group_size, quantization.form16, self.page_bytes,
+            quantization.neurons,
+        )  # fmt: skip
+
+    def neurons(self, entry: ExpertEntry) -> NeuronLayout:
+        """Where the neurons of an expert lie, in a pack that has them in blocks (`Quantization.neurons`)."""
+        neurons = self.layout(entry).neurons
+        assert neurons is not None
+        return neurons
 
     def expert_tensor_bytes(self) -> int:
         return sum(entry.tensor_bytes for entry in self.experts)
@@ -282,6 +293,8 @@ def dump_manifest(manifest: Manifest) -> str:
     minor, experts = document.pop("minor"), document.pop("experts")
     if not manifest.preferences:
         del document["preferences"]
+    if manifest.quantization.neurons is None:
+        del document["quantization"]["neurons"]
     for expert in experts:
         if not expert["offset"]:
             del expert["offset"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from moert.pack.errors import FormatTooNew, HashMismatch, ManifestInvalid, SizeOverflow
 from moert.pack.manifest import FORMAT_NAME, MAJOR, SEAL, ExpertEntry, Manifest
+from moert.pack.neurons import NEURONS, SECTOR
 from moert.pack.reading import MAX_BYTES, MAX_COUNT, brief, mapping, read
 
 _WHERE = "manifest.json"
@@ -75,6 +76,7 @@ def _check(manifest: Manifest) -> None:
     if (contradiction := next(manifest.model.contradictions(), None)) is not None:
         raise ManifestInvalid(f"the model in manifest.json can't be: {contradiction}")
     _check_dense(manifest)
+    _check_neurons(manifest)
     _check_keys(manifest)
     _check_preferences(manifest)
     _check_places(manifest)
@@ -114,6 +116,24 @@ def _check_dense(manifest: Manifest) -> None:
         raise ManifestInvalid(
             f"manifest.json: dense should give widths to matrices that the model has ({', '.join(roles)}), {found}"
         )
+
+
+def _check_neurons(manifest: Manifest) -> None:
+    how = manifest.quantization
+    if how.neurons is None:
+        return
+    if how.neurons.piece_bytes % SECTOR:
+        raise ManifestInvalid(f"piece_bytes is {how.neurons.piece_bytes}, expected a multiple of {SECTOR}")
+    act = manifest.model.moe.ffn.act
+    if not act.exact_zeros:
+        raise ManifestInvalid(
+            f"manifest.json has experts in blocks of neurons, and their activation is {act.name}: only relu and relu2 "
+            "give zeros that make neurons needless"
+        )
+    if how.mxfp4:
+        raise ManifestInvalid("manifest.json has experts in blocks of neurons and mxfp4: a pack has one of them")
+    if NEURONS not in manifest.files:
+        raise ManifestInvalid(f"manifest.json has experts in blocks of neurons, and no {NEURONS} with their checksums")
 
 
 def _check_keys(manifest: Manifest) -> None:

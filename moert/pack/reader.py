@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, from_bfloat16
+from moert.pack.blocks import bias_of, matrix_of
+from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, dequantize, from_bfloat16
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -29,6 +30,7 @@ from moert.pack.errors import (
 from moert.pack.layout import ExpertLayout, group_of
 from moert.pack.manifest import FORMAT_NAME, ExpertEntry, Manifest
 from moert.pack.model_spec import ExpertKey
+from moert.pack.neurons import DOWN, NeuronLayout
 from moert.pack.parser import parse_manifest
 
 MANIFEST = "manifest.json"
@@ -73,6 +75,15 @@ class Pack:
 
     def layout(self, key: ExpertKey) -> ExpertLayout:
         return self.manifest.layout(self._entries[key])
+
+    @property
+    def has_neurons(self) -> bool:
+        """Whether experts lie in blocks of neurons."""
+        return self.manifest.quantization.neurons is not None
+
+    def neurons(self, key: ExpertKey) -> NeuronLayout:
+        """Of an expert, in a pack that `has_neurons`."""
+        return self.manifest.neurons(self._entries[key])
 
     def file(self, relative: str) -> Path:
         """The real path of a file of the pack; raises UnsafePath if a link leads out of it."""
@@ -125,14 +136,28 @@ class Pack:
             raise HashMismatch(f"{entry.path}: checksum differs from the manifest: the file is damaged, copy it again")
 
     def projections(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """Views into what read_expert returned, one for each projection; 16-bit ones become float32."""
+        """Of what read_expert returned each projection [out, in]: views, but 16-bit ones become float32, and so does
+        `down` where experts lie in blocks of neurons."""
+        found = self.stored(key, buffer)
+        if self.has_neurons:
+            found[DOWN] = np.ascontiguousarray(projection_weights(found[DOWN]).T)
+        return found
+
+    def stored(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
+        """The same as they are stored: in blocks of neurons `down` is its transpose [d_ff, d_model]."""
         layout, entry = self.layout(key), self._entries[key]
+        if self.has_neurons:
+            placed = self.neurons(key)
+            return {name: matrix_of(placed, buffer, name) for name in entry.bits}
         data = buffer[layout.data_offset :]
         return {name: self._projection(layout, data, name, width) for name, width in entry.bits.items()}
 
     def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
-        """Views into what read_expert returned: the bias [out] of each projection; none where experts have none."""
+        """Of what read_expert returned the bias [out] of each projection; none where experts have none."""
         ffn, layout = self.manifest.model.moe.ffn, self.layout(key)
+        if self.has_neurons and ffn.bias:
+            placed = self.neurons(key)
+            return {name: bias_of(placed, buffer, name) for name in ffn.projections}
         slots = {name: layout.slot(f"{name}.bias") for name in ffn.projections} if ffn.bias else {}
         data = buffer[layout.data_offset :]
         return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
@@ -321,8 +346,6 @@ def _sha256(path: Path, piece: Piece, ended: Event) -> str:
 
 def projection_weights(projection: Projection) -> npt.NDArray[np.float32]:
     """The weights of one projection as float32 [out, in], whatever its width."""
-    from moert.pack.codec import dequantize
-
     return dequantize(projection) if isinstance(projection, QuantizedMatrix) else projection
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,11 @@ class TensorFile:
 
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
+
+    def only(self, names: Iterable[str]) -> None:
+        """That no other tensors are there."""
+        if others := sorted(set(self._tensors).difference(names)):
+            raise self.wrong(f"has the tensor {others[0][:60]!r}, which does not belong there")
 
     def number(self, field: str, high: int) -> int:
         """A number from 1 to `high` in the metadata."""

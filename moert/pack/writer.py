@@ -18,14 +18,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import QuantizedMatrix, to_bfloat16, to_mxfp4
+from moert.pack.blocks import U32, checksums
+from moert.pack.body import expert_body
+from moert.pack.checksums import checksums_to_bytes
+from moert.pack.codec import QuantizedMatrix
 from moert.pack.errors import WriteFailed
 from moert.pack.files import atomic_write, fsync, write_atomically, write_in_order
-from moert.pack.layout import choose_page_bytes, expert_layout
+from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
     BACKBONE,
     JOINED_MINOR,
+    NEURONS_MINOR,
     PLAIN_MINOR,
     PREFERRING_MINOR,
     ExpertEntry,
@@ -40,6 +44,7 @@ from moert.pack.manifest import (
     layer_path,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.neurons import NEURONS
 from moert.pack.reader import MANIFEST, Projection, is_pack
 
 _JOURNAL = "experts.jsonl"
@@ -64,6 +69,7 @@ class PackWriter:
         self.files = files
         self.page_bytes = choose_page_bytes(spec)
         self._files: dict[str, FileEntry] = {}
+        self._checksums: dict[ExpertKey, U32] = {}  # of pieces, in blocks of neurons
         check_target(self.out)
         with _writing(self.partial):
             self.partial.mkdir(parents=True, exist_ok=True)
@@ -79,30 +85,18 @@ class PackWriter:
         self, key: ExpertKey, projections: Mapping[str, Projection], importance: float | None = None,
         biases: Mapping[str, npt.NDArray[np.float32]] | None = None,
     ) -> ExpertEntry:  # fmt: skip
-        """Writes one expert. A float32 array is stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
+        """Writes one expert: matrices [out, in], in blocks of neurons `down` as its transpose. A float32 array is
+        stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
         bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
-        layout = expert_layout(
-            self.spec, key, bits, self.quantization.group_size, self.quantization.form16, self.page_bytes
-        )
-        body = bytearray(layout.file_bytes)
-        body[: layout.data_offset] = layout.header
-        tensors = dict(each for name, part in projections.items() for each in self._tensors(name, part))
-        tensors |= {f"{name}.bias": values for name, values in (biases or {}).items()}
-        if absent := [
-            slot.name for slot in layout.slots if not slot.name.startswith("pad.") and slot.name not in tensors
-        ]:
-            raise ValueError(f"{key}: {absent[0]} is not given")
-        for tensor, values in tensors.items():
-            slot = layout.slot(tensor)
-            if values.nbytes != slot.stop - slot.start:
-                raise ValueError(f"{key} {tensor}: {values.nbytes} bytes given, the layout has {slot}")
-            at = layout.data_offset + slot.start
-            body[at : at + values.nbytes] = values.tobytes()
+        layout = self._layout(key, bits)
+        body = expert_body(key, layout, self.quantization, projections, biases or {})
         entry = ExpertEntry(
             key, expert_path(key), layout.file_bytes, layout.tensor_bytes, bits,
             hashlib.sha256(body).hexdigest(), zlib.crc32(body), importance,
         )  # fmt: skip
         self._write(entry.path, body)
+        if layout.neurons is not None:
+            self._checksums[key] = checksums(layout.neurons, np.frombuffer(body, np.uint8))
         self._note(entry)
         self._experts[key] = entry
         return entry
@@ -142,6 +136,8 @@ class PackWriter:
         """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""
         if self.files == "layer":
             self._join()
+        if self.quantization.neurons is not None:
+            self.write_file(NEURONS, checksums_to_bytes(self._checksums))
         manifest = Manifest(
             creator=creator,
             page_bytes=self.page_bytes,
@@ -151,7 +147,7 @@ class PackWriter:
             files=self._files,
             experts=tuple(self._experts[key] for key in self.spec.expert_keys()),
             preferences=preferences,
-            minor=JOINED_MINOR if self.files == "layer" else PREFERRING_MINOR if preferences else PLAIN_MINOR,
+            minor=self._minor(preferences),
         )
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())
@@ -166,6 +162,15 @@ class PackWriter:
             fsync(self.out.parent)
         self._lock.release()
         return manifest
+
+    def _minor(self, preferences: tuple[Preference, ...]) -> int:
+        if self.quantization.neurons is not None:
+            return NEURONS_MINOR
+        return JOINED_MINOR if self.files == "layer" else PREFERRING_MINOR if preferences else PLAIN_MINOR
+
+    def _layout(self, key: ExpertKey, bits: Mapping[str, int]) -> ExpertLayout:
+        how = self.quantization
+        return expert_layout(self.spec, key, bits, how.group_size, how.form16, self.page_bytes, how.neurons)
 
     def _join(self) -> None:
         """Puts the experts of each layer into one file; a run that is killed at it goes on with the next layer."""
@@ -184,21 +189,6 @@ class PackWriter:
                     (self.partial / entry.path).unlink()
                 (self.partial / apart[0].path).parent.rmdir()
             self._experts |= {entry.key: entry for entry in _joined(at, apart)}
-
-    def _tensors(self, name: str, part: Projection) -> list[tuple[str, npt.NDArray[np.generic]]]:
-        if isinstance(part, QuantizedMatrix):
-            return [
-                (f"{name}.qweight", part.qweight),
-                (f"{name}.scale", part.scale),
-                (f"{name}.min", part.minimum),
-            ]
-        if self.quantization.mxfp4:
-            if (exact := to_mxfp4(part)) is None:
-                raise ValueError(f"{name}: weights that MXFP4 does not hold")
-            return [(f"{name}.qweight", exact.qweight), (f"{name}.exponent", exact.exponent)]
-        if self.quantization.dtype16 == "BF16":
-            return [(f"{name}.weight", to_bfloat16(part))]
-        return [(f"{name}.weight", part.astype(np.float16))]
 
     def _write(self, relative: str, body: bytes | bytearray) -> None:
         path = self.partial / relative
@@ -241,7 +231,14 @@ class PackWriter:
         if not path.is_file() or path.stat().st_size != sum(entry.file_bytes for entry in entries):
             return False
         with path.open("rb") as stream:
-            return all(hashlib.sha256(stream.read(one.file_bytes)).hexdigest() == one.sha256 for one in entries)
+            return all(self._is_there(one, stream.read(one.file_bytes)) for one in entries)
+
+    def _is_there(self, entry: ExpertEntry, body: bytes) -> bool:
+        if hashlib.sha256(body).hexdigest() != entry.sha256:
+            return False
+        if (neurons := self._layout(entry.key, entry.bits).neurons) is not None:
+            self._checksums[entry.key] = checksums(neurons, np.frombuffer(body, np.uint8))
+        return True
 
     def _noted(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
         """What the journal says was written, each expert in a file of its own."""

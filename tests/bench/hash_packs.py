@@ -66,7 +66,8 @@ def with_function(subject: Subject) -> Path:
         shutil.copy(source / MANIFEST, subject.pack)
     if HASH not in Pack.open(subject.pack).manifest.files:
         say(f"{subject.name}: a hash function is trained")
-        subprocess.run([sys.executable, "-m", "moeconv", "train-hash", str(subject.pack)], check=True)
+        command = [sys.executable, "-m", "moeconv", "train-hash", str(subject.pack), "--metric", subject.metric]
+        subprocess.run(command, check=True)
     return subject.pack
 
 

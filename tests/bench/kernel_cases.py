@@ -11,8 +11,8 @@ from types import TracebackType
 
 import numpy as np
 
+from moert.kernels.filled import keys_of
 from moert.kernels.library import Library, NativeFailed, check
-from moert.kernels.native import keys_of
 from moert.kernels.structs import ACTIVATIONS, SCORES, Act, Attention, Ffn, Heads, Norm, Positions, Router
 from moert.models.kv import Kept
 from moert.pack.codec import F32

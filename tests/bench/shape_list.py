@@ -22,17 +22,20 @@ MODELS = {
     "qwen3": "Qwen3-30B-A3B",
     "gpt-oss": "gpt-oss-20b",
     "deepseek-v3": "DeepSeek-V3",
+    "opt": "OPT-1.3B",
 }
 """As the command calls them → in tests/published.py."""
 
 Kind = Literal[
-    "embed", "head", "router", "choice bias", "norm", "last norm", "inner norm", "bias", "into", "attended", "out of",
-    "expert",
+    "embed", "position", "head", "router", "choice bias", "norm", "last norm", "inner norm", "bias", "written", "into",
+    "attended", "out of", "expert", "threshold", "fired",
 ]  # fmt: skip
 """What a tensor does. "into": matrices that read the residual stream or something inside a layer; "attended", "out of"
-and "expert": those that write into it, behind attention, in networks for all tokens and in experts; "inner norm": of
-queries, keys and latents; "bias": and sinks."""
+and "expert": those that write into it, behind attention, in networks for all tokens and in experts; "written": biases
+of these; "inner norm": of queries, keys and latents; "bias": all other biases, and sinks; "threshold": that before a
+relu without a gate, below which a neuron stays silent; "fired" takes the place of "expert" behind it."""
 _MATRICES = ("into", "attended", "out of", "expert")
+_SILENT: Mapping[str, Kind] = {"expert.up.bias": "threshold", "expert.down.weight": "fired"}
 Form = Literal["fp8", "fp8 scales", "fp4", "fp4 scales"]
 
 _BLOCK, _GROUP = 128, 32
@@ -86,8 +89,10 @@ def stored(config: Mapping[str, Any]) -> dict[str, Stored]:
     description = described(config)
     fp8 = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
     found: dict[str, Stored] = {}
+    ffn = description.spec.moe.ffn
+    silent = _SILENT if ffn.act.name == "relu" and ffn.bias and not ffn.gated else {}
     for canonical, source, shape in _sources(description):
-        kind = _kind(canonical)
+        kind = silent.get(canonical) or _kind(canonical)
         for each in _parts(source, source.shape or shape, kind, description, fp8):
             found[each.name] = each
     return dict(sorted(found.items(), key=lambda item: _place(item[0])))
@@ -125,10 +130,14 @@ def _parts(source: Source, shape: tuple[int, ...], kind: Kind, description: Desc
 
 
 def _kind(canonical: str) -> Kind:
-    first, _, rest = canonical.partition(".")
+    first = canonical.partition(".")[0]
     part = canonical.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if first in ("embed", "head"):
         return "embed" if first == "embed" else "head"
+    if part == "positions":
+        return "position"
+    if canonical.endswith(".bias"):
+        return "written" if part in ("o", "down") else "bias"
     if canonical == "decoder.norm.weight":
         return "last norm"
     if part in ("mixer_norm", "ffn_norm"):
@@ -137,7 +146,7 @@ def _kind(canonical: str) -> Kind:
         return "inner norm"
     if part == "choice_bias":
         return "choice bias"
-    if rest.endswith(".bias") or part == "sinks":
+    if part == "sinks":
         return "bias"
     if part == "router":
         return "router"

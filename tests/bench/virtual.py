@@ -24,8 +24,9 @@ class VirtualTensors:
     def __init__(self, config: Mapping[str, Any], depth: int, seed: int = SEED) -> None:
         """`depth`: layers of the model as published. Raises CheckpointError for what can't be converted."""
         self.stored: Mapping[str, Stored] = stored(config)
-        experts = described(config).spec.moe
-        self.numbers = Numbers(seed, config["hidden_size"], depth, mixed(experts.router, experts.n))
+        spec = described(config).spec
+        of_token = mixed(spec.moe.router, spec.moe.n)
+        self.numbers = Numbers(seed, config["hidden_size"], depth, of_token, spec.head.tied)
         self._what = json.dumps([MAKING, seed, depth, config], sort_keys=True)
 
     @property

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,16 @@ def test_a_pack_without_text_wants_some(sources: dict[str, Path], tmp_path: Path
     with pytest.raises(ConversionError, match=r"needs the fields? 'text'"):
         trained(pack, calib=str(sources["pairs"]))
     assert trained(pack, calib=str(sources["text"]), epochs=1, samples=6, context=16).tokens == 6 * 16
+
+
+def test_a_pack_judged_by_a_module_says_that_it_wants_that(packs: dict[str, Path], tmp_path: Path) -> None:
+    opened = Pack.open(copied(packs["switch"], tmp_path))
+    quality = opened.manifest.quality
+    assert quality is not None
+    opened.manifest = replace(opened.manifest, quality=replace(quality, metric="ours.py"))
+    with pytest.raises(SettingsError, match=r"judged by ours\.py, a module: say where it is with --metric"):
+        train_hash(opened, Asked(epochs=1), lambda line: None, unseen)
+    assert train_hash(opened, Asked(epochs=1, metric=quality.metric), lambda line: None, unseen).tokens
 
 
 def test_a_disk_without_room_is_one_line(

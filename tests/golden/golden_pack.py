@@ -1,4 +1,5 @@
-"""The golden pack, byte for byte: one MoE layer, two experts, every width. Writes tiny.pack beside this file.
+"""The golden packs, byte for byte: one MoE layer, two experts, every width. Writes tiny.pack beside this file, and
+neurons.pack with experts in blocks of neurons.
 
 Run it again only when the format changes on purpose: python tests/golden/golden_pack.py
 """
@@ -6,6 +7,7 @@ Run it again only when the format changes on purpose: python tests/golden/golden
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ import numpy as np
 from moert.pack.codec import QuantizedMatrix, pack_codes
 from moert.pack.manifest import LossEstimate, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
+from moert.pack.neurons import Neurons
+from moert.pack.parts import Act, Ffn
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter
 from tests.shapes import Shape
@@ -22,6 +26,13 @@ SPEC = Shape(
     4, d_model=6, n_heads=1, n_kv_heads=1, head_dim=6, decoder=(True,), num_experts=2, top_k=1, d_ff=5, tied=True,
     eos=(1, 3), pad=0, family="olmoe",
 ).spec  # fmt: skip
+_RELU = Ffn(60, Act("relu"), gated=True, bias=True)
+NEURONS_SPEC = replace(
+    SPEC,
+    decoder=replace(
+        SPEC.decoder, kinds=tuple(replace(kind, ffn=replace(kind.ffn, ffn=_RELU)) for kind in SPEC.decoder.kinds)
+    ),
+)
 QUALITY = Quality("perplexity", 0.05, LossEstimate(8.0, 8.2, 0.025, 0.02, 0.03, 50), None, "1" * 64, "2" * 64)
 # Neither a safetensors file nor anything else: the format only promises that these bytes come back.
 FILES = {"backbone.safetensors": b"backbone\n", "config.json": b"{}\n"}
@@ -35,7 +46,10 @@ def codes(out_features: int, in_features: int, bits: int) -> np.ndarray:
 
 
 def projection(name: str, bits: int) -> Projection:
-    out_features, in_features = SPEC.projection_shape(name)
+    return matrix(*SPEC.projection_shape(name), bits)
+
+
+def matrix(out_features: int, in_features: int, bits: int) -> Projection:
     if bits == 16:
         return np.arange(out_features * in_features, dtype=np.float32).reshape(out_features, in_features) / 8 - 1
     groups = (in_features + 3) // 4
@@ -56,6 +70,21 @@ def build(out: Path) -> None:
     writer.finish("golden_pack.py", QUALITY)
 
 
+def build_neurons(out: Path) -> None:
+    """The same widths in blocks of neurons, `down` as its transpose."""
+    spec, neurons = NEURONS_SPEC, Neurons(512, bundled=False)
+    writer = PackWriter(out, spec, Quantization("group", 4, "BF16", 11, neurons=neurons), "golden")
+    d_ff, d_model = spec.projection_shape("up")
+    biases = {name: np.arange(spec.projection_shape(name)[0], dtype=np.float32) / 4 for name in WIDTHS[0]}
+    for expert, widths in WIDTHS.items():
+        parts = {name: matrix(d_ff, d_model, bits) for name, bits in widths.items()}
+        writer.write_expert(ExpertKey("decoder", 0, expert), parts, biases=biases)
+    for relative, body in FILES.items():
+        writer.write_file(relative, body)
+    writer.finish("golden_pack.py", QUALITY)
+
+
 if __name__ == "__main__":
     build(HERE / "tiny.pack")
-    sys.stdout.write(f"wrote {HERE / 'tiny.pack'}\n")
+    build_neurons(HERE / "neurons.pack")
+    sys.stdout.write(f"wrote {HERE / 'tiny.pack'} and {HERE / 'neurons.pack'}\n")

@@ -6,13 +6,14 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from golden_pack import FILES, QUALITY, SPEC, WIDTHS, build, codes
+from golden_pack import FILES, NEURONS_SPEC, QUALITY, SPEC, WIDTHS, build, build_neurons, codes
 
 from moert.pack.codec import QuantizedMatrix, unpack_codes
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
 
 TINY = Path(__file__).parent / "tiny.pack"
+NEURONS = TINY.with_name("neurons.pack")
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -33,6 +34,29 @@ def test_the_files_are_these() -> None:
         "experts/D00/E001.safetensors": "cf60dc8cb94fe543",
         "manifest.json": "6defff9138dc8279",
     }
+
+
+def test_blocks_of_neurons_are_written_with_these_bytes(tmp_path: Path) -> None:
+    build_neurons(tmp_path / "neurons.pack")
+    assert files(tmp_path / "neurons.pack") == files(NEURONS)
+
+
+def test_blocks_of_neurons_by_hand() -> None:
+    pack = Pack.open(NEURONS)
+    assert pack.manifest.model == NEURONS_SPEC
+    assert pack.manifest.minor == 3
+    first, second = NEURONS_SPEC.expert_keys()
+    # A column of 4 bits takes 3 + 4 + 4 bytes, one of 16 bits takes 12.
+    assert [pack.neurons(key).per_block for key in (first, second)] == [46, 42]
+    body = (NEURONS / "experts/D00/E000.safetensors").read_bytes()
+    rows = body[2 * 4096 :]  # behind the header and the biases of down
+    assert rows[:2] == bytes([0b01_10_11_00, 0b11_00])  # gate, neuron 0: 0 3 2 1 0 3
+    columns = body[3 * 4096 :]
+    assert columns[:3] == bytes([0x70, 0x5E, 0x3C])  # down, column 0: 0 7 14 5 12 3
+    assert columns[512:515] == bytes([0x3C, 0x1A, 0xF8])  # column 46: 12 3 10 1 8 15
+    projections = pack.projections(first, pack.read_expert(first))
+    assert projection_weights(projections["down"])[:, 0].tolist() == [-0.75, 1.0, 2.75, 0.5, 5.0, 0.5]
+    assert pack.biases(first, pack.read_expert(first))["gate"][:3].tolist() == [0, 0.25, 0.5]
 
 
 def test_it_is_read_with_these_values() -> None:

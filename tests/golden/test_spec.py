@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from dense_packs import dense_quantization, widened, write_dense_pack
-from random_packs import QUANTIZATION, SPECS, write_pack
+from random_packs import NEURON_SPECS, NEURONS, QUANTIZATION, SPECS, write_pack
 
 from moert.models.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
 from moert.pack.manifest import Dense
+from moert.pack.neurons import Neurons
 from moert.pack.parts import ROLES
 from moert.pack.reader import Pack, projection_weights
 from moert.pack.reading import plain
@@ -89,6 +90,118 @@ def weights_by_the_text(
             for j, value in enumerate(found)
         ])  # fmt: skip
     return result
+
+
+def up_to(nbytes: int, unit: int) -> int:
+    return math.ceil(nbytes / unit) * unit
+
+
+class Piece:
+    """Rows or columns of a block, as SPEC.md says them: [(projection, width)] of it, and where their parts begin."""
+
+    def __init__(self, projections: dict[str, int], wide: int, size: int, neurons: int, biased: bool) -> None:
+        self.wide, self.group, self.widths = wide, min(size, wide) if size else wide, projections
+        self.places: dict[str, tuple[int, int]] = {}
+        end, groups = 0, math.ceil(wide / self.group)
+        for name, bits in projections.items():
+            each = {2: [(wide + 3) // 4], 3: [(wide + 3) // 4 + (wide + 7) // 8], 4: [(wide + 1) // 2], 8: [wide]}
+            sizes = [2 * wide] if bits == 16 else [*each[bits], 2 * groups, 2 * groups]
+            for part, nbytes in zip(["weight"] if bits == 16 else ["qweight", "scale", "min"], sizes, strict=True):
+                self.places[f"{name}.{part}"] = up_to(end, 8), nbytes
+                end = up_to(end, 8) + neurons * nbytes
+        for name in projections if biased else ():
+            self.places[f"{name}.bias"] = up_to(end, 8), 4
+            end = up_to(end, 8) + neurons * 4
+        self.nbytes = up_to(end, 512)
+
+    def neuron(self, piece: bytes, place: int, name: str, part: str) -> bytes:
+        at, nbytes = self.places[f"{name}.{part}"]
+        return piece[at + place * nbytes :][:nbytes]
+
+    def weights(self, piece: bytes, place: int, name: str, dtype16: str) -> list[float]:
+        """The row of a neuron: all features of d_model."""
+        if self.widths[name] == 16:
+            row = self.neuron(piece, place, name, "weight")
+            if dtype16 == "F16":
+                return np.frombuffer(row, "<f2").astype(np.float32).tolist()  # type: ignore[no-any-return]
+            return np.frombuffer(b"".join(b"\0\0" + row[i : i + 2] for i in range(0, len(row), 2)), "<f4").tolist()  # type: ignore[no-any-return]
+        codes = self.neuron(piece, place, name, "qweight")
+        scale, minimum = (np.frombuffer(self.neuron(piece, place, name, part), "<f2") for part in ("scale", "min"))
+        found = [np.float32(code(codes, self.widths[name], self.wide, j)) for j in range(self.wide)]
+        return [
+            float(value * np.float32(scale[j // self.group]) + np.float32(minimum[j // self.group]))
+            for j, value in enumerate(found)
+        ]
+
+
+def check_blocks_against_our_reader(root: Path) -> None:
+    document, pack = manifest_of(root), Pack.open(root)
+    quantization, model = document["quantization"], document["model"]
+    sums = (root / "neurons.safetensors").read_bytes()
+    sums_at = 8 + int.from_bytes(sums[:8], "little")
+    sums_table = json.loads(sums[8:sums_at])
+    assert sums_table.pop("__metadata__") == {"format": "model.pack neurons", "version": "1"}
+    assert len(sums_table) == len(document["experts"])
+    for entry in document["experts"]:
+        body = (root / entry["path"]).read_bytes()
+        data = body[8 + int.from_bytes(body[:8], "little") :]
+        table = json.loads(body[8 : len(body) - len(data)])
+        stack = model[entry["key"][0]]
+        experts = stack["kinds"][stack["layers"][entry["key"][1]]]["ffn"]
+        ffn, wide = experts["ffn"], (experts.get("narrow") or {"features": model["d_model"]})["features"]
+        d_ff, limit, size = ffn["d_ff"], quantization["neurons"]["piece_bytes"], quantization["group_size"]
+        down = {"down": entry["bits"]["down"]}
+        block = max(
+            [b for b in range(1, d_ff + 1) if Piece(down, wide, size, b, biased=False).nbytes <= limit], default=1
+        )
+        rows = Piece({n: b for n, b in entry["bits"].items() if n != "down"}, wide, size, block, ffn["bias"])
+        columns = Piece(down, wide, size, block, biased=False)
+        blocks = math.ceil(d_ff / block)
+
+        def pieces(name: str, nbytes: int, data: bytes = data, table: Any = table, n: int = blocks) -> list[bytes]:
+            assert table[name]["shape"] == [n, nbytes]
+            start, stop = table[name]["data_offsets"]
+            assert start % document["page_bytes"] == 0
+            return [data[start:stop][k * nbytes :][:nbytes] for k in range(n)]
+
+        if quantization["neurons"]["bundled"]:
+            whole = pieces("blocks", rows.nbytes + columns.nbytes)
+            of_rows, of_columns = [p[: rows.nbytes] for p in whole], [p[rows.nbytes :] for p in whole]
+        else:
+            of_rows, of_columns = pieces("rows", rows.nbytes), pieces("columns", columns.nbytes)
+        key = next(expert.key for expert in pack.manifest.experts if list(expert.key) == entry["key"])
+        ours, biases = (read(key, pack.read_expert(key)) for read in (pack.projections, pack.biases))
+        for i in range(d_ff):
+            for name in rows.widths:
+                found = rows.weights(of_rows[i // block], i % block, name, quantization["dtype16"])
+                assert found == projection_weights(ours[name])[i].tolist()
+                if ffn["bias"]:
+                    [number] = np.frombuffer(rows.neuron(of_rows[i // block], i % block, name, "bias"), "<f4")
+                    assert number == biases[name][i]
+            found = columns.weights(of_columns[i // block], i % block, "down", quantization["dtype16"])
+            assert found == projection_weights(ours["down"])[:, i].tolist()
+        last = b""
+        if ffn["bias"]:
+            start, stop = table["down.bias"]["data_offsets"]
+            last = data[start:stop]
+            assert np.frombuffer(last, "<f4").tolist() == biases["down"].tolist()
+        short = f"{'E' if entry['key'][0] == 'encoder' else 'D'}{entry['key'][1]:02d}/E{entry['key'][2]:03d}"
+        start, stop = sums_table[short]["data_offsets"]
+        expected = [zlib.crc32(piece) for piece in [*of_rows, *of_columns, last]]
+        assert np.frombuffer(sums[sums_at:][start:stop], "<u4").tolist() == expected
+
+
+@pytest.mark.parametrize("dtype16", ["F16", "BF16"])
+@pytest.mark.parametrize("neurons", NEURONS, ids=str)
+@pytest.mark.parametrize("family", NEURON_SPECS)
+def test_experts_in_blocks_of_neurons(tmp_path: Path, family: str, neurons: Neurons, dtype16: Any) -> None:
+    quantization = replace(QUANTIZATION, neurons=neurons, dtype16=dtype16)
+    write_pack(tmp_path / "model.pack", NEURON_SPECS[family], quantization)
+    check_blocks_against_our_reader(tmp_path / "model.pack")
+
+
+def test_the_golden_pack_of_neurons() -> None:
+    check_blocks_against_our_reader(TINY.with_name("neurons.pack"))
 
 
 def check_against_our_reader(root: Path) -> None:
@@ -194,7 +307,8 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
             collect(inner)
 
     collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8))), *map(plain, SPECS.values())])
-    collect({**manifest_of(TINY), "files": {"": manifest_of(TINY)["files"]["config.json"]}})
+    for root in (TINY, TINY.with_name("neurons.pack")):
+        collect({**manifest_of(root), "files": {"": manifest_of(root)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []
 
 

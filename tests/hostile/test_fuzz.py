@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_packs import SPECS, read_all, write_pack
+from random_packs import NEURON_SPECS, QUANTIZATION, SPECS, read_all, write_pack
 
 from moert.pack.errors import PackError
+from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ModelSpec
+from moert.pack.neurons import Neurons
 from moert.pack.reader import Pack
 
 TARGETS = ["manifest.json", "backbone.safetensors", "experts/D00/E000.safetensors", "experts/D02/E002.safetensors"]
@@ -23,9 +26,9 @@ TARGETS = ["manifest.json", "backbone.safetensors", "experts/D00/E000.safetensor
 class Sound:
     """A pack that is fine, and all that can be read from it."""
 
-    def __init__(self, root: Path, spec: ModelSpec) -> None:
+    def __init__(self, root: Path, spec: ModelSpec, quantization: Quantization) -> None:
         self.root = root
-        write_pack(root, spec)
+        write_pack(root, spec, quantization)
         self.values: Any = read_all(root)
         self.bodies = {name: (root / name).read_bytes() for name in TARGETS}
 
@@ -44,10 +47,13 @@ class Sound:
         return True
 
 
-@pytest.fixture(scope="module", params=["decoder", "rich"])
+@pytest.fixture(scope="module", params=["decoder", "rich", "firing"])
 def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
     root = tmp_path_factory.mktemp("fuzz") / "model.pack"
-    yield Sound(root, SPECS[request.param])
+    if request.param in SPECS:
+        yield Sound(root, SPECS[request.param], QUANTIZATION)
+    else:  # a pack with experts in blocks of neurons
+        yield Sound(root, NEURON_SPECS[request.param], replace(QUANTIZATION, neurons=Neurons(512, bundled=False)))
     shutil.rmtree(root)
 
 

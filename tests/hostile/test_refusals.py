@@ -8,12 +8,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
-from random_packs import DECODER, SPECS, read_all, sealed, write_pack
+from random_packs import DECODER, FIRING, QUANTIZATION, SPECS, read_all, sealed, write_pack
 
 from moert.pack import reader
 from moert.pack.errors import (
@@ -29,6 +30,7 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.manifest import seal
+from moert.pack.neurons import Neurons
 from moert.pack.parser import parse_manifest
 from moert.pack.parts import Latent, Norm
 from moert.pack.reader import Pack
@@ -323,6 +325,74 @@ def test_dense_layers_that_the_model_has_not(pack_dir: Path) -> None:
         dense(bits={"ffn": 8})(document)
 
     lies(pack_dir, ManifestInvalid, "found 'ffn'", change)
+
+
+BLOCKS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "a number": ("neurons should be a JSON object", lambda q: q.update(neurons=512)),
+    "no size": ("neurons lacks the field 'piece_bytes'", lambda q: q["neurons"].pop("piece_bytes")),
+    "no kind": ("neurons lacks the field 'bundled'", lambda q: q["neurons"].pop("bundled")),
+    "a size that is text": ("piece_bytes should be a whole number", lambda q: q["neurons"].update(piece_bytes="512")),
+    "no bytes": ("piece_bytes should be between 512", lambda q: q["neurons"].update(piece_bytes=0)),
+    "below 0": ("piece_bytes should be between 512", lambda q: q["neurons"].update(piece_bytes=-512)),
+    "huge": ("piece_bytes should be between 512", lambda q: q["neurons"].update(piece_bytes=(1 << 20) + 512)),
+    "beyond any file": ("piece_bytes should be between", lambda q: q["neurons"].update(piece_bytes=1 << 50)),
+    "no sectors": ("piece_bytes is 1000, expected a multiple of 512", lambda q: q["neurons"].update(piece_bytes=1000)),
+    "half bundled": ("bundled should be true or false", lambda q: q["neurons"].update(bundled=1)),
+    "the other way": ("its widths need", lambda q: q["neurons"].update(bundled=False)),
+    "other blocks": ("its widths need", lambda q: q["neurons"].update(piece_bytes=4096)),
+    "four bits of the source": ("blocks of neurons and mxfp4", lambda q: q.update(mxfp4=True)),
+    "no blocks after all": ("its widths need", lambda q: q.update(neurons=None)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def blocks_dir(tmp_path: Path) -> Path:
+    write_pack(tmp_path / "p", FIRING, replace(QUANTIZATION, neurons=Neurons(512, bundled=True)))
+    return tmp_path / "p"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_neurons_that_can_not_be(blocks_dir: Path, name: str) -> None:
+    words, change = BLOCKS[name]
+    lies(blocks_dir, ManifestInvalid, words, lambda document: change(document["quantization"]))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new"])
+def test_blocks_of_neurons_that_are_never_quite_zero(blocks_dir: Path, act: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for kind in document["model"]["decoder"]["kinds"]:
+            if kind["ffn"]["kind"] == "experts":
+                kind["ffn"]["ffn"]["act"]["name"] = act
+
+    lies(blocks_dir, ManifestInvalid, f"their activation is {act}: only relu and relu2", change)
+
+
+def test_a_pack_becomes_no_pack_of_blocks(pack_dir: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["quantization"]["neurons"] = {"piece_bytes": 512, "bundled": True}
+
+    lies(pack_dir, ManifestInvalid, "their activation is silu", change)
+
+
+def test_blocks_of_neurons_without_checksums(blocks_dir: Path) -> None:
+    lies(blocks_dir, ManifestInvalid, "and no neurons.safetensors", lambda d: d["files"].pop("neurons.safetensors"))
+
+
+def test_blocks_of_neurons_that_overflow(blocks_dir: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for kind in document["model"]["decoder"]["kinds"]:
+            if kind["ffn"]["kind"] == "experts":
+                kind["ffn"]["ffn"]["d_ff"] = 1 << 24
+
+    lies(blocks_dir, ManifestInvalid, "its widths need", change)
+
+
+@pytest.mark.parametrize("at", [0, 100, 4100, -1])
+def test_a_changed_byte_of_an_expert_in_blocks(blocks_dir: Path, at: int) -> None:
+    body = bytearray((blocks_dir / FIRST).read_bytes())
+    body[at] ^= 1
+    (blocks_dir / FIRST).write_bytes(body)
+    refused((HeaderInvalid if 0 <= at < 4096 else HashMismatch), "damaged", lambda: read_all(blocks_dir))
 
 
 # Routing that no reader could follow: words of the refusal, and what is changed of one that it could.

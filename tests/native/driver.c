@@ -128,6 +128,8 @@ int main(int count, char **arguments) {
     run("linear", linear_cases);
     run("rows", rows_cases);
     run("mixture", mixture_cases);
+    run("fire", fire_cases);
+    run("project", project_cases);
     run("attend", attend_cases);
     run("latent", latent_cases);
     run("keep", keep_cases);
@@ -145,6 +147,7 @@ int main(int count, char **arguments) {
     run("gated", gated_cases);
     run("wild", wild_cases);
     run("exact", exact_cases);
+    run("reads", reads_cases);
     describe("hash of all that is the same everywhere");
     for (int i = 0; i < engine_count; i++) {
         require(&engines[i], hashes[i] == hashes[MOST_ENGINES], "differs");

@@ -35,6 +35,8 @@ void fill(float *numbers, int length); /* with NaN: all must be written */
 void linear_cases(void);
 void rows_cases(void);
 void mixture_cases(void);
+void fire_cases(void);
+void project_cases(void);
 void attend_cases(void);
 void latent_cases(void);
 void keep_cases(void);
@@ -52,5 +54,6 @@ void softplus_cases(void);
 void gated_cases(void);
 void wild_cases(void);
 void exact_cases(void);
+void reads_cases(void);
 
 #endif

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TINY, VOCAB
+from tiny import ROUTED, TINY, VOCAB
 
 from moeconv.calibration import Sample
 from moeconv.foresight.examples import collected
@@ -21,7 +21,7 @@ from moeconv.progress import unseen
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey
 
-CASES = [(family, *next(iter(variants.items()))) for family, (_, variants) in TINY.items()]
+CASES = [(family, *next(iter(variants.items()))) for family, (_, variants) in ROUTED.items()]
 
 
 @pytest.mark.parametrize(("family", "name", "overrides"), CASES, ids=[case[0] for case in CASES])
@@ -41,7 +41,7 @@ def test_examples_and_routing(family: str, name: str, overrides: dict[str, Any],
             there = (part.chosen >= 0).all(-1)
             named, chosen = (np.sort(x.astype(np.int64), -1) for x in (part.experts[..., :top_k], part.chosen))
             assert (named == chosen).all(-1)[there].mean() > 0.98, name
-    if refusal(spec.moe.router) is not None:
+    if refusal(spec.moe) is not None:
         return
     networks = Networks({stack: Shape.of(spec, stack, 8) for stack in examples.stacks})
     hits = {stack: np.zeros((len(spec.moe_layers(stack)), 2), np.float32) for stack in examples.stacks}

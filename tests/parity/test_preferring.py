@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from packs import open_model, pack_of
-from tiny import TINY, VOCAB
+from tiny import ROUTED, TINY, VOCAB
 
 from moeconv.measure.loaded import LoadedModel
 from moeconv.source.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ from moert.pack.model_spec import LayerKey
 from tests.kept_keys import WideKeys
 
 TOKENS = 60
-CASES = [(family, *next(iter(variants.items()))) for family, (_, variants) in TINY.items()]
+CASES = [(family, *next(iter(variants.items()))) for family, (_, variants) in ROUTED.items()]
 
 
 def preference_of(model: Model, bonus: float = 0.3, spare: int = 1) -> Preference:

@@ -22,6 +22,7 @@ from moeconv.plan.outlook import parameters  # noqa: E402
 from moeconv.source.archs import FAMILIES  # noqa: E402
 from moeconv.source.archs.config import Config as Asked  # noqa: E402
 from moeconv.source.features import features  # noqa: E402
+from moert.pack.model_spec import ModelSpec  # noqa: E402
 
 _INTRODUCTION = (
     "`make readme` writes this text from the families in `moeconv/source/archs` and from the settings of "
@@ -81,13 +82,12 @@ def _family(name: str, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
     first, config = next(iter(_published(name).items()))
     found, _ = _described(config)
     spec, numbers = found.spec, parameters(found.spec, found.computed)
-    experts = spec.moe
     about = (sys.modules[type(FAMILIES[name]).__module__].__doc__ or "").strip()
     refused = "; ".join(f"`{setting}` other than {_values(values)}" for setting, values in allowed.items())
     bullets = [
         f"Parts of {first}: {', '.join(features(spec))}.",
         f"{first} has {numbers.total / 1e9:.1f} billion parameters, {numbers.active / 1e9:.1f} of them for each token; "
-        f"{experts.n} experts in each of {len(spec.experts)} layers, {experts.router.top_k} for each token.",
+        f"{_experts(spec)}.",
         f"Published shapes: {', '.join(each for each in _published(name) if each not in MADE_UP) or MADE_UP[first]}.",
         *(
             f"The config.json of {each} says {CORRECTED[each]}, which its weights are not: correct it first."
@@ -99,6 +99,13 @@ def _family(name: str, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
         *([f"Refused: {refused}."] if refused else []),
     ]
     return [f"## `{name}`", "", *textwrap.wrap(" ".join(about.split()), 120), "", *map(_bullet, bullets)]
+
+
+def _experts(spec: ModelSpec) -> str:
+    experts, layers = spec.moe, len(spec.experts)
+    if experts.n == 1:
+        return f"one network in each of {layers} layers, which is packed as an expert"
+    return f"{experts.n} experts in each of {layers} layers, {experts.router.top_k} for each token"
 
 
 def _left_out(notes: Any) -> list[str]:

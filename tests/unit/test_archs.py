@@ -228,6 +228,13 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("olmoe", {"hidden_size": 100}, "num_attention_heads 4 for hidden_size 100, so that a head has 25 features"),
         ("olmoe", {"swiglu_limit": 7.0}, "swiglu_limit 7.0"),
         ("switch_transformers", {"activation_limit": 7.0}, "activation_limit 7.0"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False: only layers with their norms before"),
+        ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim 12: only embeddings of hidden_size"),
+        ("opt", {"num_attention_heads": 5}, "num_attention_heads 5 for hidden_size 24"),
+        ("opt", {"max_position_embeddings": 65536}, "max_position_embeddings 65536"),
+        ("opt", {"activation_function": "gelu_fast"}, "gelu_fast"),
+        ("opt", {"head_dim": 12}, "head_dim 12"),
+        ("opt", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
     ],
 )
 def test_what_a_pack_cannot_say_is_refused(family: str, change: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "hidden_size": 512, "intermediate_size": 384, "moe_intermediate_size": 192, "num_attention_heads": 4,
         "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 128, "n_routed_experts": 64,
     },
+    "opt": {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048, "num_attention_heads": 8},
 }  # fmt: skip
 LAYERS = 4
-CODED = {"gpt-oss", "deepseek-v3"}
+CODED, UNROUTED = {"gpt-oss", "deepseek-v3"}, {"opt"}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_the_converter_finds_all_it_needs(tmp_path: Path, model: str) -> None:
     key = checkpoint.spec.expert_keys()[-1]
     for weight in checkpoint.expert(key).values():
         assert np.isfinite(weight).all()
-        assert 0.5 < weight.std() * weight.shape[1] ** 0.5 < 100
+        assert 0.3 < weight.std() * weight.shape[1] ** 0.5 < 100
     for name, tensor in checkpoint.spec.tensors.items():
         assert torch.isfinite(checkpoint.backbone_tensor(name, tensor.shape).float()).all(), name
 
@@ -139,7 +140,7 @@ def test_a_name_that_is_not_there_is_refused() -> None:
         VirtualTensors(small("olmoe"), LAYERS).fetch("lm_tail.weight")
 
 
-@pytest.mark.parametrize("model", sorted(set(MODELS) - CODED))
+@pytest.mark.parametrize("model", sorted(set(MODELS) - CODED - UNROUTED))
 def test_tokens_go_to_experts_as_in_trained_models(tmp_path: Path, model: str) -> None:
     """What files hold is run by transformers: logits are spread like a trained model's, no layer is lost."""
     config = small(model) | {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": None}
@@ -158,6 +159,28 @@ def test_tokens_go_to_experts_as_in_trained_models(tmp_path: Path, model: str) -
         assert 1.1 < layer.busiest < 4.5
         assert 0.26 < layer.quarter < 0.55
         assert layer.unused < 0.05
+
+
+def test_few_neurons_fire_and_few_of_them_often(tmp_path: Path) -> None:
+    """As in OPT, and no token is written again and again because the head is its embedding."""
+    config = small("opt") | {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes.write_weights(VirtualTensors(config, LAYERS, 3), tmp_path, 40_000_000)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    fired: list[torch.Tensor] = []
+    for layer in loaded.model.decoder.layers:
+        layer.activation_fn.register_forward_hook(lambda _, __, out: fired.append(out > 0))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, config["vocab_size"], (6, 128)))
+    with torch.no_grad():
+        out = loaded(ids)
+    assert torch.isfinite(out.logits).all()
+    assert 1.5 < out.logits.std() < 5
+    assert (out.logits.argmax(-1) == ids).float().mean() < 0.1
+    assert len(fired) == LAYERS
+    for layer in fired:
+        often = layer.float().mean(0).sort(descending=True).values
+        assert 0.01 < often.mean() < 0.08
+        assert 0.6 < often[: len(often) * 26 // 100].sum() / often.sum() < 0.9
 
 
 @pytest.mark.parametrize("model", MODELS)

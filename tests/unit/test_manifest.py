@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_packs import DECODER, ENCODER_DECODER, SPECS, sealed, write_pack
+from random_packs import DECODER, ENCODER_DECODER, NEURON_SPECS, QUANTIZATION, SPECS, sealed, write_pack
 
 from moeconv.source.archs import FAMILIES
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
@@ -28,6 +28,7 @@ from moert.pack.manifest import (
     expert_path,
 )
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import NEURONS, Neurons
 from moert.pack.parser import parse_manifest
 from moert.pack.reader import Pack
 from moert.pack.reading import plain, read
@@ -45,14 +46,17 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return document_of(tmp_path_factory, "encoder-decoder")
 
 
-@pytest.fixture(scope="module", params=["encoder-decoder", "rich"])
+@pytest.fixture(scope="module", params=["encoder-decoder", "rich", "firing"])
 def any_document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return document_of(tmp_path_factory, request.param)
 
 
 def document_of(tmp_path_factory: pytest.TempPathFactory, name: str) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("manifest") / "model.pack"
-    write_pack(out, SPECS[name])
+    if name in SPECS:
+        write_pack(out, SPECS[name])
+    else:
+        write_pack(out, NEURON_SPECS[name], replace(QUANTIZATION, neurons=Neurons(512, bundled=True)))
     raw: dict[str, Any] = json.loads((out / "manifest.json").read_text())
     return raw
 
@@ -90,11 +94,12 @@ def value_at(document: dict[str, Any], at: Where) -> Any:
 
 
 # An object with free names: leaving one out is no error by itself.
-FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("crc32",)}
+FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("files", NEURONS), ("crc32",)}
 NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
     "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "positions", "first", "mixer", "ffn", "norm",
+    "neurons",
 }  # fmt: skip
 
 
@@ -121,7 +126,7 @@ KINDS = {part.KIND for part in PARTS.values() if hasattr(part, "KIND")}
 
 def is_optional(document: dict[str, Any], at: Where) -> bool:
     if at[0] != "model" or len(at) == 1:
-        return at in {("quantization", "dense"), ("quantization", "mxfp4")}
+        return at in {("quantization", "dense"), ("quantization", "mxfp4"), ("quantization", "neurons")}
     return at[-1] in defaults_of(value_at(document, at[:-1]))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -8,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from moert.pack.codec import F32
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
+from moert.settings import EngineSettings
 
 ROOT = Path(cli.__file__).parent.parent
 NEW = ("--max-new-tokens", "6")
@@ -627,3 +629,12 @@ def test_streams_are_utf8_in_any_locale(pack, tmp_path) -> None:
         done = subprocess.run(command, stdin=stdin, capture_output=True, cwd=ROOT, env=environment, check=True)
     assert json.loads(done.stdout.decode())["x"] == "é"
     assert "é" in done.stdout.decode()
+
+
+@pytest.mark.parametrize("command", [cli.run, cli.chat, cli.bench])
+def test_commands_and_python_have_the_same_defaults(command: Callable[..., None]) -> None:
+    said = {name: each.default for name, each in inspect.signature(command).parameters.items()}
+    usual = EngineSettings()
+    assert said["eviction"].value == usual.eviction
+    assert said["predict"].value == usual.predictor
+    assert said["routing"] == usual.routing

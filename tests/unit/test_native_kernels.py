@@ -28,7 +28,8 @@ from native_problems import (
 )  # fmt: skip
 
 from moert.kernels import library
-from moert.kernels.native import NativeBackend, NativeMatrix
+from moert.kernels.filled import NativeMatrix
+from moert.kernels.native import NativeBackend
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
 
 GROUPS = (None, 16, 32, 64, 10, 48, 1)

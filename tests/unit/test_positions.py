@@ -14,6 +14,7 @@ from tiny_packs import DECODER, EOS, PAD, PROMPTS, SWITCH, VOCAB, write_pack
 from moert.engine import Engine
 from moert.errors import PromptTooLong, SettingInvalid
 from moert.generation.settings import GenerationSettings
+from moert.kernels.backend import Floats
 from moert.models.kv import state_bytes
 from moert.models.positions import AddedPositions
 from moert.pack.model_spec import ModelSpec
@@ -63,7 +64,8 @@ class Replaced:
 @pytest.mark.parametrize("ids", [[5, 6, 7], [5, PAD, PAD, 6, 7], [PAD, 5, 6, PAD], [PAD]])
 def test_a_token_gets_the_vector_of_its_position(stack: str, ids: list[int]) -> None:
     table = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-    added, x = AddedPositions(table, PAD, counts_pad=stack == "decoder"), np.zeros((len(ids), 4), np.float32)
+    added = AddedPositions(Floats("F32", table), PAD, counts_pad=stack == "decoder")
+    x = np.zeros((len(ids), 4), np.float32)
     added.add(x, ids, 0)
     np.testing.assert_array_equal(x, by_hand(TRANSLATOR, stack, table, ids))
     for start in range(1, len(ids)) if stack == "decoder" else ():
@@ -72,6 +74,21 @@ def test_a_token_gets_the_vector_of_its_position(stack: str, ids: list[int]) -> 
         np.testing.assert_array_equal(rest, x[start:])
     with pytest.raises(ValueError, match="positions for 6 tokens, 7 are read"):
         added.add(np.zeros((3, 4), np.float32), [5, 6, 7], 4)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_a_table_stays_as_it_is_stored(dtype: Any) -> None:
+    numbers = np.random.default_rng(1).normal(size=(300, 4)).astype(np.float32)
+    kept = {
+        "F16": numbers.astype(np.float16),
+        "BF16": (numbers.view(np.uint32) >> 16).astype(np.uint16),
+        "F32": numbers,
+    }
+    table = Floats(dtype, kept[dtype])
+    added, x = AddedPositions(table, None, counts_pad=True), np.ones((200, 4), np.float32)
+    added.add(x, [5] * 200, 90)
+    assert added._table.data is kept[dtype]
+    np.testing.assert_array_equal(x, 1 + table.widened()[90:290])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -83,7 +100,7 @@ def test_positions_are_all_that_is_added(packs: dict[str, Path], kernels: str) -
         for stack, tower in (("encoder", engine.model._encoder), ("decoder", engine.model._decoder)):
             assert tower is not None
             assert tower.positions is not None
-            table = tower.positions._table
+            table = tower.positions._table.widened()
             tower.positions = Replaced(lambda ids, stack=stack, table=table: by_hand(TRANSLATOR, stack, table, ids))
         rows["by hand"] = engine.model.forward_all(ids, fed)
         for tower in (engine.model._encoder, engine.model._decoder):

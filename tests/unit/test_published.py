@@ -80,6 +80,14 @@ FEATURES = {
         "a shared expert of width 512 with a gate",
     ],
     "Qwen3.5-35B-A3B": ["gated delta rules of 32 heads in place of attention in 30 of 40 layers"],
+    "OPT-1.3B": [
+        "biases of q, k, v, o",
+        "a table of 2048 positions",
+        "one network a layer, which is its only expert",
+        "relu experts without gates with biases",
+        "LayerNorms with biases",
+        "a tied head",
+    ],
     "Qwen1.5-MoE-A2.7B": ["a shared expert of width 5632 with a gate"],
 }
 
@@ -103,7 +111,8 @@ def test_a_published_model_opens_and_is_planned(name: str) -> None:
         widths = MXFP4_WIDTHS
     assert [(each.dense_bits, each.bits) for each in found] == [(dense, bits) for dense in (16, 8) for bits in widths]
     numbers = parameters(spec, computed)
-    assert numbers.active < numbers.total
+    assert (numbers.active < numbers.total) == spec.moe.chooses
+    assert numbers.active <= numbers.total
     for each in found:
         experts = numbers.total * (4.25 if each.bits == 16 else each.bits) / 8
         assert HOST.held_bytes < each.smallest_memory < each.whole_memory
@@ -178,6 +187,7 @@ def test_what_it_is_made_of_is_said(name: str) -> None:
         ("MiniMax-M2", {"use_routing_bias": False}, "use_routing_bias False"),
         ("ERNIE-4.5-21B-A3B", {"moe_norm_min": 0.5}, "moe_norm_min 0.5"),
         ("Phi-3.5-MoE", {"num_experts_per_tok": 3}, "num_experts_per_tok 3"),
+        ("OPT-6.7B", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
         ("switch-c-2048", SWITCH_C_2048_AS_IT_IS, "is_full_sparse True, and only 15 of 27 layers would have experts"),
         ("nllb-moe-54b", {"moe_eval_capacity_token_fraction": 0.25}, "moe_eval_capacity_token_fraction 0.25"),
         ("nllb-moe-54b", {"scale_attention": True}, "scale_attention True"),

@@ -28,6 +28,7 @@ from moeconv.source.archs.mixtral import Mixtral
 from moeconv.source.archs.nemotron_h import NemotronH
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.olmoe import Olmoe
+from moeconv.source.archs.opt import Opt
 from moeconv.source.archs.phimoe import Phimoe
 from moeconv.source.archs.qwen2_moe import Qwen2Moe
 from moeconv.source.archs.qwen3_5_moe import Qwen35Moe, Qwen35MoeText
@@ -44,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
         Glm4Moe(), Glm4MoeLite(), MiniMaxM2(), Ernie45Moe(), HunyuanV1Moe(), Dots1(), GraniteMoe(),
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
-        NemotronH(), GptsanJapanese(),
+        NemotronH(), GptsanJapanese(), Opt(),
     )
 }  # fmt: skip
 """By the model_type of config.json."""

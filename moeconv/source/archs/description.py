@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ class Description:
     `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → where transformers'
     model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal; `repeated`:
     the same in transformers' model. `left_out`: what names of tensors begin with (regular expressions) that a pack
-    leaves out → what is told of them.
+    leaves out → what is told of them. `maybe`: what names begin with here, and do not in checkpoints that were saved
+    without a head.
     """
 
     spec: ModelSpec
@@ -77,6 +78,7 @@ class Description:
     biases: Callable[[ExpertKey, str], Source] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     joined: Callable[[ExpertKey, str], Source] | None = None
+    maybe: str = ""
 
     @property
     def mxfp4(self) -> bool:
@@ -86,7 +88,9 @@ class Description:
 
     def as_stored(self, names: Collection[str]) -> Description:
         """The same of a checkpoint with tensors of these names: experts of a layer may lie in one of them, and what is
-        coded, in FP8 or four bits, has other names."""
+        coded, in FP8 or four bits, has other names; so has all of one that was saved without a head."""
+        if self.maybe and not any(name.startswith(self.maybe) for name in names):
+            return self._shorter(self.maybe).as_stored(names)
         if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
             return replace(self, experts=self.joined, joined=None).as_stored(names)
 
@@ -101,13 +105,29 @@ class Description:
         backbone = {name: coded(source) for name, source in self.backbone.items()}
         return replace(self, backbone=backbone, experts=lambda key, name: coded(self.experts(key, name)))
 
+    def _shorter(self, start: str) -> Description:
+        """Without what the names in checkpoints begin with."""
+
+        def shorter(source: Source) -> Source:
+            return replace(source, name=source.name.removeprefix(start))
+
+        def of(found: Callable[[ExpertKey, str], Source] | None) -> Any:
+            return None if found is None else lambda key, name: shorter(found(key, name))
+
+        return replace(
+            self, backbone={name: shorter(source) for name, source in self.backbone.items()},
+            experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), maybe="",
+            copies=tuple((one.removeprefix(start), other.removeprefix(start)) for one, other in self.copies),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Names:
     """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
-    is different again. `expert`, `bias`: an expert's matrices and their biases; `joined`: see Description. `root`: what
-    their names begin with, where a model is published inside a larger one; `head`: that of its head; `outside`:
-    canonical names outside the layers. `ones`: ends of the canonical names of norms that have no weights."""
+    is different again. `expert`, `bias`: an expert's matrices and their biases; `joined`, `maybe`: see Description.
+    `root`: what their names begin with, where a model is published inside a larger one, and `model` in memory; `head`:
+    that of its head; `outside`: canonical names outside the layers. `ones`, `zeros`: ends of the canonical names of
+    tensors that are not stored, because all their numbers are that."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
@@ -116,9 +136,12 @@ class Names:
     joined: OfExpert | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."
+    model: str = "model."
     head: str = "lm_head"
     outside: Inside = field(default_factory=dict)
     ones: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
+    maybe: str = ""
 
 
 def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExpert:
@@ -182,11 +205,12 @@ def decoder(
         if not frequencies.isfinite().all():
             raise UnsupportedModel("config.json sets rope_parameters by which positions turn by no finite angle")
     computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
-    computed |= {name: torch.ones(spec.tensors[name].shape) for name in spec.tensors if name.endswith(names.ones)}
+    for ends, filled in ((names.ones, torch.ones), (names.zeros, torch.zeros)):
+        computed |= {name: filled(spec.tensors[name].shape) for name in spec.tensors if name.endswith(ends)}
     stored = [name for name in spec.tensors if name not in computed]
     hub = {**_OUTSIDE, **USUAL, **names.outside, **names.inside}
     backbone = {name: _source(name, hub, names.root, names.head) for name in stored}
-    parameters = {name: _source(name, {**hub, **names.in_memory}, "model.", "lm_head") for name in stored}
+    parameters = {name: _source(name, {**hub, **names.in_memory}, names.model, "lm_head") for name in stored}
 
     def rooted(of_expert: OfExpert) -> Callable[[ExpertKey, str], Source]:
         def source(key: ExpertKey, projection: str) -> Source:
@@ -197,13 +221,13 @@ def decoder(
 
     copies, repeated = (
         ((f"{root}{hub['embed']}.weight", f"{head}.weight"),) if spec.head.tied else ()
-        for root, head in ((names.root, names.head), ("model.", "lm_head"))
+        for root, head in ((names.root, names.head), (names.model, "lm_head"))
     )
     biases = None if names.bias is None else rooted(names.bias)
     at_once = None if names.joined is None else rooted(names.joined)
     return Description(
         spec, backbone, rooted(names.expert or _EXPERT), parameters, computed, copies, repeated, biases,
-        names.left_out, at_once,
+        names.left_out, at_once, names.maybe,
     )  # fmt: skip
 
 

@@ -100,6 +100,18 @@ typedef struct {
     float *y;            /* [width]: h after it */
 } lstm_row;
 
+#define COLUMN_PART 1024 /* numbers of a column that are floats at one time */
+#define SUM_TOKENS 4   /* that share what is read of columns */
+
+/* Columns of neurons that fired. */
+typedef struct {
+    const int32_t *neurons; /* by place: which one it is */
+    const float *columns;   /* [places, stride] */
+    int64_t stride;
+    const int32_t *places;  /* [count], ascending; NULL: 0 .. count - 1 */
+    int count;
+} fired_columns;
+
 typedef struct {
     const char *name;
     int (*runs)(void);
@@ -149,6 +161,11 @@ typedef struct {
     void (*lstm)(const float *recurrent, int width, int first, int stop, int rows, const lstm_row *row);
     /* One row. `scores`: room for one of each key that it sees. */
     void (*attend_sparsely)(const moert_sparse *all, int row, float *scores);
+    /* y [n] = numbers first .. first + n - 1 of a row of a matrix; `first` is a multiple of WIDE, n at most COLUMN_PART, and
+     * y has room up to a multiple of WIDE. Of row `ahead` the same is asked for ahead of its use. */
+    void (*column)(const moert_matrix *w, int row, int first, int n, int ahead, float *y);
+    /* y[t * stride + i] += the sum of hidden[t * across + neuron] * column[i] over all of `fired`, in order. */
+    void (*sum_columns)(const fired_columns *fired, int tokens, const float *hidden, int64_t across, int n, float *y, int64_t stride);
 } operations;
 
 extern const operations *const moert_isas[];
@@ -175,6 +192,13 @@ static inline size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN 
 static inline int is_codes(const moert_matrix *w) { return w->kind < MOERT_F16; }
 static inline int order_of(int bits) {
     return bits == 8 ? WHOLE : bits == 4 || bits == MOERT_MXFP4 ? HALVES : QUARTERS;
+}
+/* The row becomes one of its block; gives the bytes that the block lies further on. */
+static inline int64_t find_block(const moert_matrix *w, int64_t *row) {
+    if (!w->blocks) return 0;
+    const int64_t block = (uint32_t)*row / (uint32_t)w->block_rows;
+    *row -= block * w->block_rows;
+    return w->blocks[block];
 }
 static inline int inputs_a_byte(int order) { return 1 << order; }
 static inline int groups_of(int cols, int group) { return (cols + group - 1) / group; }

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 13
+#define MOERT_ABI 14
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -32,6 +32,9 @@ typedef struct {
     int32_t kind;
     int32_t rows, cols;
     int32_t group;            /* inputs that share a scale; cols: one scale a row */
+    int32_t block_rows;       /* rows of a block, where they lie in blocks; the last may have fewer */
+    const int64_t *blocks;    /* or NULL: of each block, bytes that all of the above lie further on; -1: it is not there, and
+                               * what the matrix gives for its rows is 0 */
 } moert_matrix;
 
 /* x / sqrt(mean(x²) + eps) * weight; with a bias, the mean is taken from x before, and the bias added. Where the weight is
@@ -188,6 +191,21 @@ typedef struct {
     int32_t rows, width;
 } moert_sparse;
 
+/* A matrix within pieces that have one of its blocks each: what lies how many bytes behind a piece's beginning. */
+typedef struct {
+    int64_t data, scale, minimum;
+    int64_t bias;             /* -1: none */
+    int32_t kind, group;      /* as in moert_matrix */
+} moert_place;
+
+/* A feed-forward by its neurons, in blocks of block_rows: each has a row of gate and up and a column of down. down is stored by
+ * columns, [d_ff, d_model]: groups run along d_model. */
+typedef struct {
+    moert_place gate, up;     /* of a piece of rows; gate.kind is 0 without one */
+    moert_place down;         /* of a piece of columns */
+    int32_t d_model, d_ff, block_rows;
+} moert_neurons;
+
 typedef struct moert_pool moert_pool;
 
 int moert_abi(void);
@@ -223,6 +241,17 @@ int moert_parts(moert_pool *pool, const moert_act *act, int experts, const moert
                 const int32_t *token_of, const float *x, int tokens, float *parts);
 void moert_add_parts(moert_pool *pool, const float *parts, const float *weight_of, const int32_t *token_of, int rows,
                      int cols, float *out);
+
+/* hidden [tokens, d_ff]: act(up x), or with a gate act(gate x) * up x. Block k's piece of rows lies at[k] bytes behind base; -1:
+ * it is not there, and its neurons get 0. */
+int moert_fire(moert_pool *pool, const moert_neurons *neurons, const moert_act *act, const void *base, const int64_t *at,
+               const float *x, int tokens, float *hidden);
+
+/* y [tokens, d_model] = the sum of hidden[i] times column i, in the order of the neurons, with one rounding for each
+ * (fma); column i is fl(fl(scale * code) + minimum). Then bias [d_model] (or NULL) is added. Neurons with 0 are skipped, which
+ * is the same; pieces of columns lie as those of rows do. 1 if one is not there whose neuron has something else than 0. */
+int moert_project(moert_pool *pool, const moert_neurons *neurons, const void *base, const int64_t *at, const float *hidden,
+                  int tokens, const float *bias, float *y);
 
 /* Tokens of one sequence through an attention block: x [tokens, d_model] += o · attention(norm(x)). They are those from
  * position `start` on; with k and v, their keys and values are written there first. `length` keys are there then. */
@@ -283,6 +312,29 @@ void moert_gated(moert_pool *pool, const moert_norm *norm, int groups, int last,
 /* The CRC-32 of zlib, of more data after that whose checksum is `crc` (0: none), and whether it is fast here. */
 uint32_t moert_crc32(uint32_t crc, const void *data, int64_t n);
 int moert_crc32_fast(void);
+
+/* A read of consecutive bytes of a file, and what came of it. */
+typedef struct {
+    int64_t offset, nbytes;   /* in the file */
+    void *place;              /* where they go */
+    int32_t fd;
+    uint32_t crc;             /* their CRC-32, if it is to be checked */
+    int32_t checked, forget;  /* forget: what was read through the page cache does not stay there */
+    int64_t found;            /* of the bytes; fewer than asked for where the file ends or an error comes */
+    int32_t error, wrong;     /* what errno said, or 0; whether all were found and have another CRC-32 */
+} moert_read;
+
+/* By io_uring if `by_ring` and the system lets us, else by so many threads, the caller among them. NULL: no memory. One
+ * thread at a time uses a reader. */
+typedef struct moert_reader moert_reader;
+moert_reader *moert_reader_open(int threads, int by_ring);
+void moert_reader_close(moert_reader *reader);
+int moert_reader_has_ring(const moert_reader *reader);
+
+/* All of them; how many are not whole and right. Returns when none is on its way any more. Those that follow each other,
+ * here and in a file, are asked for together. Direct reads want places, and offsets and lengths, that the drive takes:
+ * others are read through the page cache, and the descriptor is made to do so from then on. */
+int moert_read_many(moert_reader *reader, moert_read *reads, int count);
 
 #pragma GCC visibility pop
 

@@ -1,4 +1,6 @@
 /* Matrices times activations, cut into items for the pool. */
+#include <string.h>
+
 #include "products.h"
 
 #define MOST_ITEM_BYTES (256 << 10) /* of weights: what is asked for ahead at an item's end is lost to its thread */
@@ -130,19 +132,39 @@ static void multiply_strips(const panels *p, const moert_matrix *w, const operat
     }
 }
 
+static float bias_of(const moert_matrix *w, int64_t row) {
+    const int64_t on = find_block(w, &row);
+    return ((const float *)(const void *)((const char *)w->bias + on))[row];
+}
+
 static int64_t bytes_of_row(const moert_matrix *w) {
     if (!is_codes(w)) return (int64_t)w->cols * (w->kind == MOERT_F32 ? 4 : 2);
     return row_bytes(w->cols, w->kind) + (w->kind == MOERT_MXFP4 ? 1 : 4) * (int64_t)groups_of(w->cols, w->group);
 }
 
-void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own) {
+/* Of rows that are all there. */
+static void multiply_rows(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own) {
     const input *in = x->in;
     if (!is_codes(w)) in->isa->floats(w, in->values, x->tokens, x->n, first, stop, y, stride);
     else if (many(x, w)) multiply_strips(&x->of[grouping(in, w)], w, in->isa, first, stop, y, stride, own);
     else in->isa->codes(w, &in->rounded[grouping(in, w)], x->tokens, x->n, first, stop, y, stride);
     if (!w->bias) return;
     for (int t = 0; t < x->n; t++)
-        for (int row = first; row < stop; row++) y[t * stride + row - first] += w->bias[row];
+        for (int row = first; row < stop; row++) y[t * stride + row - first] += bias_of(w, row);
+}
+
+static int is_there(const moert_matrix *w, int row) { return !w->blocks || w->blocks[row / w->block_rows] >= 0; }
+
+void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own) {
+    for (int row = first, next; row < stop; row = next) {
+        const int there = is_there(w, row);
+        float *to = y + row - first;
+        next = w->blocks ? row : stop;
+        while (next < stop && is_there(w, next) == there) next = (next / w->block_rows + 1) * w->block_rows;
+        next = next < stop ? next : stop;
+        if (there) multiply_rows(x, w, row, next, to, stride, own);
+        for (int t = 0; t < x->n && !there; t++) memset(to + t * stride, 0, (size_t)(next - row) * sizeof *to);
+    }
 }
 
 moert_matrix rows_of(const moert_matrix *w, int first, int count) {

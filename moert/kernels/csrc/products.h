@@ -37,7 +37,7 @@ void input_make(input *in, columns *x, int count, moert_pool *pool, void *room, 
 void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own);
 size_t multiply_bytes(const columns *x, const moert_matrix *w);
 
-/* Some rows of a matrix as one of their own, which shares its memory. */
+/* Some rows of a matrix, which does not lie in blocks, as one of their own, which shares its memory. */
 moert_matrix rows_of(const moert_matrix *w, int first, int count);
 
 /* Rows of a matrix that make one item for n tokens, in a job that reads `bytes` of weights in all. */

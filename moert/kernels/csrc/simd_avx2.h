@@ -145,6 +145,9 @@ INLINE reals pick(reals table, const int32_t *index) {
 INLINE reals load_small(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
 }
+INLINE reals load_codes(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)));
+}
 /* 2^(p - 127), and 0 for 0 */
 INLINE reals load_powers(const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)), 23));

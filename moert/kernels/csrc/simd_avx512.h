@@ -122,6 +122,9 @@ INLINE reals pick(reals table, const int32_t *index) {
 INLINE reals load_small(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
 }
+INLINE reals load_codes(const uint8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)));
+}
 /* 2^(p - 127), and 0 for 0 */
 INLINE reals load_powers(const uint8_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)), 23));

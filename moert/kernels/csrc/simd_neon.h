@@ -145,6 +145,11 @@ INLINE reals load_small(const int8_t *p) {
     memcpy(&four, p, sizeof four);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 }
+INLINE reals load_codes(const uint8_t *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))))));
+}
 /* 2^(p - 127), and 0 for 0 */
 INLINE reals load_powers(const uint8_t *p) {
     uint32_t four;

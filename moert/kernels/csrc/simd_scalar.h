@@ -128,6 +128,7 @@ INLINE ints add_pairs(ints a, ints b) { EACH(ints, LANES, i < 2 ? a.at[2 * i] + 
 INLINE float total(reals v) { return (v.at[0] + v.at[2]) + (v.at[1] + v.at[3]); }
 INLINE reals pick(reals table, const int32_t *index) { EACH(reals, LANES, table.at[index[i]]); }
 INLINE reals load_small(const int8_t *p) { EACH(reals, LANES, (float)p[i]); }
+INLINE reals load_codes(const uint8_t *p) { EACH(reals, LANES, (float)p[i]); }
 /* 2^(p - 127), and 0 for 0 */
 INLINE reals load_powers(const uint8_t *p) {
     uint32_t bits[LANES];

@@ -28,12 +28,18 @@ def product(x: F32, matrix: Plain) -> F32:
 
 def ffn(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
     """x [rows, d_model] → [rows, d_model]; see moert.pack.parts.Ffn and Act."""
+    return product(bent(matrices, x, spec), matrices["down"])
+
+
+def bent(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
+    """The same before `down`: [rows, d_ff]"""
     act, limit = spec.act, np.float32(math.inf if spec.act.limit is None else spec.act.limit)
     up = product(x, matrices["up"])
     if "gate" not in matrices:
-        return product(activated(act, np.minimum(up, limit)), matrices["down"])
+        return activated(act, np.minimum(up, limit))
     gate = np.minimum(product(x, matrices["gate"]), limit)
-    return product(activated(act, gate) * (np.clip(up, -limit, limit) + np.float32(act.plus)), matrices["down"])
+    made: F32 = activated(act, gate) * (np.clip(up, -limit, limit) + np.float32(act.plus))
+    return made
 
 
 def normed(x: F32, norm: NormWeights) -> F32:

@@ -18,13 +18,14 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
-from moert.kernels.reference import foresee, recurrent
+from moert.kernels.reference import foresee, neurons, recurrent
 from moert.kernels.reference.arithmetic import Plain, ffn, normed, product, sigmoid
 from moert.kernels.reference.attention import heads, keys_and_values, latent_kept, latent_queries, mixed
 from moert.kernels.reference.codes import weights
 from moert.kernels.reference.kept import read, write
 from moert.kernels.reference.routing import SCORES, Preferred, best, of_best_groups, sparsely
-from moert.pack.codec import F32
+from moert.pack.codec import F32, U8
+from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent
 
 Made = Callable[[], Mapping[str, Plain]]
@@ -150,6 +151,12 @@ class ReferenceBackend:
     def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
         for part, weight in zip(parts, weights, strict=True):
             out += part * weight
+
+    def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
+        return neurons.fire(layout, base, offsets, x, spec)
+
+    def project(self, layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32 | None) -> F32:
+        return neurons.project(layout, base, offsets, hidden, bias)
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
         made = recurrent.conv(x, taps, bias, state)

@@ -21,6 +21,11 @@ class Act:
     slope: Annotated[float, Above(0)] = 1.0
     plus: float = 0.0
 
+    @property
+    def exact_zeros(self) -> bool:
+        """Whether it is zero, and not merely small, for all that is below zero."""
+        return self.name in ("relu", "relu2")
+
 
 @dataclass(frozen=True)
 class Ffn:
@@ -164,6 +169,11 @@ class Experts:
     beside: Beside | None = None
     narrow: Narrow | None = None
     bypass: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens go to different experts: there is more than one for those that a token takes."""
+        return self.router.top_k < self.n
 
     def width(self, d_model: int) -> int:
         """Features that an expert gets and gives."""

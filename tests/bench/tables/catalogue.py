@@ -51,6 +51,7 @@ BLOCKS: Mapping[str, Block] = {
     "hash-speeds": Block("hashed", hashed.speeds),
     "promise": Block("promise", promise.parts),
     "size": Block("size", size.parts),
+    "workers": Block("workers", size.parts),
     "large": Block("large", large.parts),
     "many": Block("many", many.parts),
     "outlook": Block("outlook", outlook.parts),

@@ -1,4 +1,4 @@
-"""`make bench-size`: every row of it, as it is called there."""
+"""`make bench-size` and `make bench-workers`: every row, as it is called there."""
 
 from __future__ import annotations
 

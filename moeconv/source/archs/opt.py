@@ -1,0 +1,129 @@
+"""OPT: a decoder without routers, whose layers' networks are packed as experts, one a layer, so that each gets a width
+of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.description import Description, Inside, Names, OfExpert, Place, decoder
+from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.family import Family
+from moeconv.source.archs.source import Source
+from moeconv.source.archs.views import rows
+from moert.pack.model_spec import ExpertKey, StackName, Tokens
+from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, PositionTable, Router, stack_of
+
+_NORM = Norm(1e-5, "layer")  # transformers has no setting for it
+_MOST_POSITIONS = 65535
+_FIRST_ROW = 2  # of the table of positions: those before are of no position
+_IDLE = ("activation_dropout", "dropout", "init_std", "layerdrop", "prefix")
+_PROJECTIONS = {"up": "fc1", "down": "fc2"}
+_INSIDE: Inside = {
+    "mixer_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm", "attn.o": "self_attn.out_proj",
+}  # fmt: skip
+_NORMS = ("norm.weight", "norm.bias")
+_BEFORE = "only layers with their norms before attention and network can be packed, as all but OPT-350m have"
+
+
+class Opt(Family):
+    """There is nothing to route: of one expert the softmax is exactly 1, whatever a router says, so that a pack's are
+    zeros."""
+
+    model_type = "opt"
+    model_class = "OPTForCausalLM"
+    towers: Mapping[StackName, str] = {"decoder": "model.decoder"}
+    experts: Mapping[StackName, str] = {"decoder": "model.decoder.layers.{layer}.fc1.experts"}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect(*_IDLE)
+        config.must_be("do_layer_norm_before", True, _BEFORE)
+        d_model, n_layers = config.count("hidden_size"), config.count("num_hidden_layers")
+        config.must_be("word_embed_proj_dim", d_model, "only embeddings of hidden_size can be packed")
+        bias, learnt = bool(config.get("enable_bias")), bool(config.get("layer_norm_elementwise_affine"))
+        ffn = Ffn(config.count("ffn_dim"), config.activation("activation_function"), gated=False, bias=bias)
+        layer = Layer(_NORM, _attention(config, d_model), None, Experts(1, ffn, Router(1, False, None)))
+        layers, positions = [layer] * n_layers, PositionTable(config.count("max_position_embeddings"))
+        if positions.n > _MOST_POSITIONS:
+            raise UnsupportedModel(f"config.json sets max_position_embeddings {positions.n}: {_MOST_POSITIONS} at most")
+        norm = None if config.get("_remove_final_layer_norm") else _NORM
+        table = Place("embed_positions", rows(_FIRST_ROW), (positions.n + _FIRST_ROW, d_model))
+        names = Names(
+            _INSIDE, {}, _of("weight"), _of("bias") if bias else None, root="model.decoder.", model="model.decoder.",
+            outside={"decoder.norm": "final_layer_norm", "decoder.positions": table},
+            ones=() if learnt else _NORMS[:1], zeros=("router.weight", *(() if learnt else _NORMS[1:])), maybe="model.",
+        )  # fmt: skip
+        stack = replace(stack_of(layers, norm), positions=positions)
+        return decoder(self.model_type, config, tokens, layers, names, ropes=[], decoder=stack)
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """The network of each layer lies behind what calls it as other families call their experts."""
+        for layer in self.tower(model, "decoder").get_submodule("layers").children():
+            whole: Any = layer
+            whole.fc1 = _Network(_Expert(whole.fc1, whole.activation_fn, whole.fc2))
+            whole.activation_fn, whole.fc2 = nn.Identity(), nn.Identity()
+        return model
+
+    @contextmanager
+    def resuming(self, tower: nn.Module) -> Iterator[None]:
+        """What enters a layer has its positions already."""
+        positions: Any = tower.get_submodule("embed_positions")
+        positions.forward = lambda *_, **__: torch.zeros(())
+        try:
+            yield
+        finally:
+            del positions.forward
+
+    def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        return self.experts_module(model, key.at).get_parameter(f"{projection}.weight").detach()
+
+    def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        return self.experts_module(model, key.at).get_parameter(f"{projection}.bias").detach()
+
+
+class _Expert(nn.Module):
+    """The network of a layer."""
+
+    def __init__(self, up: nn.Module, act: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = up, act, down
+
+    def forward(self, x: Tensor, _chosen: Tensor, _weights: Tensor) -> Tensor:
+        """x [tokens, d_model] → the same shape"""
+        found: Tensor = self.down(self.act(self.up(x)))
+        return found
+
+
+class _Network(nn.Module):
+    """Sends all tokens to the one expert there is."""
+
+    def __init__(self, experts: _Expert) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, d_model] → the same shape"""
+        chosen = torch.zeros((len(x), 1), dtype=torch.int64)
+        found: Tensor = self.experts(x, chosen, torch.ones((len(x), 1), dtype=x.dtype))
+        return found
+
+
+def _attention(config: Config, d_model: int) -> Attention:
+    """Raises UnsupportedModel."""
+    heads = config.count("num_attention_heads")
+    if d_model % heads:
+        raise UnsupportedModel(
+            f"config.json sets num_attention_heads {heads} for hidden_size {d_model}: that leaves a rest"
+        )
+    dim, biases = d_model // heads, config.biases("enable_bias", "qkvo")
+    return Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases=biases)
+
+
+def _of(last: str) -> OfExpert:
+    return lambda layer, _, projection: Source(f"layers.{layer}.{_PROJECTIONS[projection]}.{last}")

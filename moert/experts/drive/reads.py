@@ -1,0 +1,150 @@
+"""Many reads in one call: by io_uring where the system lets us, else by a few threads; checked as they come."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable
+from ctypes import addressof, c_char, c_uint8
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.experts.drive import io
+from moert.kernels import library
+from moert.kernels.library import NativeFailed
+from moert.pack.codec import U8
+
+READ = np.dtype(
+    {
+        "names": ["offset", "nbytes", "place", "fd", "crc", "checked", "forget", "found", "error", "wrong"],
+        "formats": ["<i8", "<i8", "<u8", "<i4", "<u4", "<i4", "<i4", "<i8", "<i4", "<i4"],
+    }
+)
+"""The struct moert_read. `place` is an address; of those with `checked`, `crc` is the CRC-32 to be found; with `forget`
+what was read through the page cache does not stay there. `found` bytes come, fewer than `nbytes` only where the file
+ends or the system gives the errno `error`; `wrong`: all came and have another checksum."""
+
+Table = npt.NDArray[Any]
+"""[reads] of READ."""
+
+
+class Read(NamedTuple):
+    """Consecutive bytes of an open file into `into`, uint8 [nbytes]; `crc`: the CRC-32 that they should have."""
+
+    fd: int
+    offset: int
+    into: U8
+    crc: int | None = None
+    forget: bool = False
+
+
+class Reader(Protocol):
+    """One thread at a time uses it."""
+
+    def read_many(self, table: Table) -> int:
+        """Carries out all reads of a table and fills in its last three columns; the number of those that are not whole
+        and right.
+
+        Reads that follow each other, in the table and in a file, are one request, scattered to their places: so
+        consecutive pieces should stand in order. Direct reads want what the drive wants (places, offsets and lengths
+        that are multiples of 512 or 4,096): others go through the page cache, and their descriptor from then on. None
+        is on its way any more when this returns.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_reader(threads: int, by_ring: bool = True) -> Reader:
+    """The best that there is here: io_uring unless not `by_ring`, else so many threads, else one read after the other.
+
+    Raises NativeFailed where there is no memory for it.
+    """
+    found = library.load()
+    return PlainReader() if found is None else NativeReader(found, threads, by_ring)
+
+
+def table_of(reads: Iterable[Read]) -> Table:
+    """[reads] for `read_many`; the places have to outlive it."""
+    rows = [
+        (read.offset, len(read.into), address(read.into), read.fd, read.crc or 0, read.crc is not None, read.forget,
+         0, 0, 0)
+        for read in reads
+    ]  # fmt: skip
+    return np.array(rows, READ)
+
+
+def address(array: U8) -> int:
+    """Where its first byte lies; it is to be written to."""
+    return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]  # array.ctypes takes three times as long
+
+
+class NativeReader:
+    """By the native library, without Python's lock."""
+
+    def __init__(self, native: library.Library, threads: int, by_ring: bool) -> None:
+        self._call: Any = native.functions
+        self._checks = bool(self._call.moert_crc32_fast())
+        self._reader = self._call.moert_reader_open(threads, by_ring)
+        if not self._reader:
+            raise NativeFailed("no memory to read with")
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether the system lets us use io_uring."""
+        return bool(self._call.moert_reader_has_ring(self._reader))
+
+    def read_many(self, table: Table) -> int:
+        """See Reader."""
+        if self._checks:
+            return int(self._call.moert_read_many(self._reader, table.ctypes.data, len(table)))
+        checked = table["checked"].copy()
+        table["checked"] = 0
+        self._call.moert_read_many(self._reader, table.ctypes.data, len(table))
+        table["checked"] = checked
+        return _check(table)
+
+    def close(self) -> None:
+        """Nothing may be read after that."""
+        if self._reader:
+            self._call.moert_reader_close(self._reader)
+            self._reader = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_reader", None):
+            self.close()
+
+
+class PlainReader:
+    """One read after the other, where there is no native library."""
+
+    def read_many(self, table: Table) -> int:
+        """See Reader."""
+        for row in table:
+            offset, nbytes = int(row["offset"]), int(row["nbytes"])
+            row["found"] = row["error"] = row["wrong"] = 0
+            try:
+                row["found"] = io.read_into(int(row["fd"]), _place(row).data, offset)
+            except OSError as error:
+                row["error"] = error.errno
+            if row["forget"] and hasattr(os, "posix_fadvise") and not io.is_direct(int(row["fd"])):
+                os.posix_fadvise(int(row["fd"]), offset, nbytes, os.POSIX_FADV_DONTNEED)
+        return _check(table)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _check(table: Table) -> int:
+    """Compares checksums of what has come whole; how many reads are not whole and right."""
+    whole = (table["found"] == table["nbytes"]) & (table["error"] == 0)
+    for at in np.flatnonzero(whole & (table["checked"] != 0)):
+        table["wrong"][at] = zlib.crc32(_place(table[at]).data) != table["crc"][at]
+    return int(np.count_nonzero(~whole | (table["wrong"] != 0)))
+
+
+def _place(row: Any) -> U8:
+    """uint8 [nbytes] where a read goes."""
+    return np.ctypeslib.as_array((c_uint8 * int(row["nbytes"])).from_address(int(row["place"])))

@@ -1,0 +1,82 @@
+"""Runs experts neuron by neuron: what `gate` and `up` give says which columns of `down` are wanted, and only these are
+read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import numpy as np
+
+from moert.experts.ahead import Lookahead
+from moert.experts.cache.cache import ExpertCache
+from moert.experts.demand import Demand, Listener
+from moert.experts.neurons.keeping import I64
+from moert.experts.neurons.slots import BlockCache
+from moert.experts.neurons.store import Rows
+from moert.kernels.backend import ROWS, Backend
+from moert.pack.codec import F32
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.neurons import NeuronLayout
+from moert.pack.parts import Ffn
+from moert.stats import NeuronCounters
+
+
+class FiringExperts:
+    """An ExpertRunner of moert.models, as CachedExperts: answers are those of whole experts bit by bit, since what does
+    not fire adds nothing. `rows` caches gate and up of experts, `columns` blocks of down."""
+
+    def __init__(
+        self, ffn: Ffn, rows: ExpertCache, columns: BlockCache, biases: Mapping[ExpertKey, F32], backend: Backend,
+        counters: NeuronCounters, ahead: Lookahead | None, listeners: Iterable[Listener] = (),
+    ) -> None:  # fmt: skip
+        """`biases` [d_model] of down, of experts that have some."""
+        self.listeners = list(listeners)
+        self._rows, self._columns, self._backend = rows, columns, backend
+        self._counters, self._ahead = counters, ahead
+        self._ffn, self._biases = ffn, biases
+
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
+        """See moert.models.ffn.ExpertRunner. Raises PackError if something can't be read."""
+        chosen = experts.reshape(-1)
+        order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]  # without those that were dropped
+        needed, counts = np.unique(chosen[order], return_counts=True)
+        tokens, share = order // experts.shape[1], weights.reshape(-1)[order]
+        keys, start = self._begin(at, needed.tolist()), 0
+        for place, (key, count) in enumerate(zip(keys, counts.tolist(), strict=True)):
+            mine = slice(start, start + count)
+            with self._rows.lease([key], keys[place + 1 :]) as lease:
+                if self._ahead is not None and place + 1 == len(keys):
+                    self._ahead.look(at, experts, x)
+                self._add(key, cast(Rows, lease.expert(0)), hidden, tokens[mine], share[mine], out)
+            start += count
+
+    def _add(self, key: ExpertKey, rows: Rows, hidden: F32, tokens: I64, weights: F32, out: F32) -> None:
+        """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
+        layout, bias, many = rows.layout, self._biases.get(key), len(tokens) > ROWS
+        lent = self._columns.fetch_all(key) if many else None
+        for start in range(0, len(tokens), ROWS):
+            mine = tokens[start : start + ROWS]
+            fired = self._backend.fire(layout, rows.buffer, rows.offsets, hidden[mine], self._ffn)
+            self._counters.neurons += fired.size
+            self._counters.fired += int(np.count_nonzero(fired))
+            columns = self._columns.fetch(key, fired_blocks(layout, fired)) if lent is None else lent
+            parts = self._backend.project(layout, columns.base, columns.offsets, fired, bias)
+            out[mine] += weights[start : start + ROWS, None] * parts
+
+    def _begin(self, at: LayerKey, needed: list[int]) -> list[ExpertKey]:
+        """The router has decided: `needed`, ascending, each once."""
+        demand = Demand(at, tuple(needed))
+        arrivals = self._rows.begin(demand)
+        if self._ahead is not None:
+            self._ahead.demanded(demand, arrivals)
+        for hear in self.listeners:
+            hear(demand)
+        return demand.expert_keys()
+
+
+def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:
+    """Blocks, ascending, of which some neuron fired for some token: fired [tokens, d_ff] is not 0 there."""
+    neurons = np.zeros(layout.n_blocks * layout.per_block, np.bool_)
+    neurons[: layout.d_ff] = fired.any(axis=0)
+    return neurons.reshape(layout.n_blocks, -1).any(axis=1).nonzero()[0]

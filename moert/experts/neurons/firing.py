@@ -1,0 +1,47 @@
+"""What it takes to run a pack's experts neuron by neuron, put together, and the room that its parts get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moert.experts.ahead import Lookahead
+from moert.experts.cache.cache import ExpertCache
+from moert.experts.demand import Listener
+from moert.experts.drive.io import IoSettings
+from moert.experts.neurons.executor import FiringExperts
+from moert.experts.neurons.keeping import KEEPING
+from moert.experts.neurons.sharing import Shares, shares
+from moert.experts.neurons.slots import BlockCache
+from moert.experts.neurons.store import ColumnReader, Pieces, RowStore
+from moert.kernels.backend import Backend
+from moert.pack.reader import Pack
+from moert.stats import ExpertCounters, NeuronCounters
+
+
+class Firing:
+    """Rows of experts are cached as whole experts are, in a cache that the caller makes of `store`; columns in
+    blocks."""
+
+    def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str) -> None:
+        """`keeping`: a name of moert.experts.neurons.keeping. Raises PackError."""
+        self.counters = NeuronCounters()
+        self.pieces = Pieces(pack, counters, io)
+        self.store = RowStore(self.pieces)
+        spec = pack.manifest.model
+        layers = {at: [at.expert(number) for number in range(spec.moe.n)] for at in spec.moe_layers()}
+        self.columns = BlockCache(layers, ColumnReader(self.pieces), self.counters, KEEPING[keeping])
+        self.nbytes = {key: self.store.nbytes(key) for keys in layers.values() for key in keys}
+        """Of the rows of each expert."""
+        top_k = spec.moe.router.top_k
+        self._least = max(sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for keys in layers.values())
+        self._all, self._ffn = sum(self.nbytes.values()), spec.moe.ffn
+
+    def shares(self, room_bytes: int) -> Shares:
+        return shares(room_bytes, self._all, self._least, self.columns.all_bytes, self.columns.one_bytes)
+
+    def runner(
+        self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
+    ) -> FiringExperts:
+        """Reads the biases of all experts. Raises PackError."""
+        biases = {key: bias for key in self.nbytes if (bias := self.pieces.bias(key)) is not None}
+        return FiringExperts(self._ffn, rows, self.columns, biases, backend, self.counters, ahead, listeners)

@@ -1,0 +1,155 @@
+"""Blocks of neurons in memory, each in a slot of its layer, read as they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from moert.experts.neurons.keeping import I64, Blocks, Keeping
+from moert.kernels.arena import PAGE_BYTES, Arena, forget
+from moert.pack.codec import U8
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.stats import NeuronCounters
+
+WHOLE = 0.5
+"""Where more than this part of an expert's blocks is to be read, all are, in one request."""
+
+
+class PieceReader(Protocol):
+    """What reads of blocks what is kept of them (moert.experts.neurons.store)."""
+
+    def n_blocks(self, key: ExpertKey) -> int: ...
+
+    def nbytes(self, key: ExpertKey) -> int:
+        """Of one block."""
+        ...
+
+    def all_bytes(self, key: ExpertKey) -> int:
+        """That read_all writes."""
+        ...
+
+    def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
+        """Blocks [n] of an expert, ascending, to their places [n] in `into`. Raises PackError."""
+        ...
+
+    def read_all(self, key: ExpertKey, into: U8) -> I64:
+        """All of them into uint8 [all_bytes] → their places [n_blocks]. Raises PackError."""
+        ...
+
+
+class Lent(NamedTuple):
+    """Block k of an expert begins at base[offsets[k]]; -1: it is not in memory. Good until others are fetched."""
+
+    base: U8
+    offsets: I64  # [n_blocks]
+
+
+class _Layer:
+    """The slots of one layer, `slot_bytes` each; `first`: where the blocks of each of its experts begin."""
+
+    def __init__(self, keys: Sequence[ExpertKey], reader: PieceReader, keeping: Keeping, arena: Arena) -> None:
+        self.slot_bytes = max(map(reader.nbytes, keys))
+        self.first = np.cumsum([0, *map(reader.n_blocks, keys)])
+        self.blocks = Blocks(int(self.first[-1]), keeping)
+        self.base = arena.allocate(int(self.first[-1]) * self.slot_bytes)
+        """Of all blocks: what no slot lies in takes no memory."""
+        self.touched = 0
+        """Slots that anything has lain in: the first ones."""
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is a slot for every block."""
+        return self.blocks.n_slots == len(self.blocks.slot_of)
+
+    def resize(self, n_slots: int) -> None:
+        if n_slots < self.touched:
+            forget(self.base[n_slots * self.slot_bytes : self.touched * self.slot_bytes])
+            self.touched = n_slots
+        self.blocks.resize(n_slots)
+
+
+class BlockCache:
+    """Never more than `capacity_bytes` of blocks, and room for all of one expert beside."""
+
+    def __init__(
+        self, layers: Mapping[LayerKey, Sequence[ExpertKey]], reader: PieceReader, counters: NeuronCounters,
+        keeping: Keeping,
+    ) -> None:  # fmt: skip
+        """`layers`: the experts of each. Has no memory until it is resized."""
+        self._reader, self._counters = reader, counters
+        arena = Arena(align=PAGE_BYTES)
+        self._layers = {at: _Layer(keys, reader, keeping, arena) for at, keys in layers.items()}
+        self.one_bytes = max(reader.all_bytes(key) for keys in layers.values() for key in keys)
+        """What one expert takes at most."""
+        self._one, self._one_used = arena.allocate(self.one_bytes), False
+        self.all_bytes = sum(len(layer.base) for layer in self._layers.values())
+        """What all blocks of all experts take."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is taken."""
+        slots = sum(layer.touched * layer.slot_bytes for layer in self._layers.values())
+        return slots + (self.one_bytes if self._one_used else 0)
+
+    @property
+    def used_bytes(self) -> int:
+        """What lies in slots."""
+        return sum(layer.blocks.n_resident * layer.slot_bytes for layer in self._layers.values())
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Shares so many bytes out to the layers, as many to each as to the others."""
+        left = capacity_bytes
+        smallest_first = sorted(self._layers.values(), key=lambda layer: len(layer.base))
+        for place, layer in enumerate(smallest_first):
+            share = min(max(0, left) // (len(smallest_first) - place), len(layer.base))
+            layer.resize(share // layer.slot_bytes)
+            left -= layer.blocks.n_slots * layer.slot_bytes
+
+    def fetch(self, key: ExpertKey, wanted: I64) -> Lent:
+        """Brings in the blocks [n] of an expert, ascending and each once. Raises PackError."""
+        layer, n_blocks = self._layers[key.at], self._reader.n_blocks(key)
+        first = int(layer.first[key.expert])
+        slots_of = layer.blocks.slot_of[first : first + n_blocks]
+        missing = int(np.count_nonzero(slots_of[wanted] < 0))
+        self._counters.blocks += len(wanted)
+        self._counters.block_hits += len(wanted) - missing
+        if not layer.holds_all and (len(wanted) > layer.blocks.n_slots or missing > WHOLE * n_blocks):
+            return self._all(key, wanted)
+        with self._slots(layer, wanted + first) as (blocks, slots):
+            if len(blocks):
+                self._reader.read(key, blocks - first, layer.base, slots * layer.slot_bytes)
+        return Lent(layer.base, np.where(slots_of < 0, -1, slots_of * layer.slot_bytes))
+
+    def fetch_all(self, key: ExpertKey) -> Lent:
+        """All of them; none stays longer than it would have. Raises PackError."""
+        if self._layers[key.at].holds_all:
+            return self.fetch(key, np.arange(self._reader.n_blocks(key)))
+        self._counters.blocks += self._reader.n_blocks(key)
+        return self._all(key, np.arange(0))
+
+    def _all(self, key: ExpertKey, wanted: I64) -> Lent:
+        """Reads all blocks; of those that are `wanted` as many stay as there are slots for."""
+        layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
+        first = int(layer.first[key.expert])
+        self._one_used = True
+        places = self._reader.read_all(key, self._one)
+        with self._slots(layer, wanted[: layer.blocks.n_slots] + first) as (blocks, slots):
+            for block, slot in zip((blocks - first).tolist(), slots.tolist(), strict=True):
+                layer.base[slot * layer.slot_bytes :][:nbytes] = self._one[places[block] :][:nbytes]
+        return Lent(self._one, places)
+
+    @contextmanager
+    def _slots(self, layer: _Layer, blocks: I64) -> Iterator[tuple[I64, I64]]:
+        """Blocks of a layer that have no contents yet, and their slots, which they lose where these can't be had."""
+        before = layer.blocks.evictions
+        taken = layer.blocks.want(blocks)
+        layer.touched = max(layer.touched, int(taken.slots.max(initial=-1)) + 1)
+        self._counters.block_evictions += layer.blocks.evictions - before
+        try:
+            yield taken.blocks, taken.slots
+        except BaseException:
+            layer.blocks.forget(taken.blocks)
+            raise

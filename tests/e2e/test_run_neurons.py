@@ -1,0 +1,159 @@
+"""Packs whose experts lie in blocks of neurons: only what fires is read, and no answer changes by that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Moert
+from tiny_packs import LATE, PROMPTS, SWITCH, run_greedy, write_pack
+
+from moert.engine import Engine
+from moert.experts.drive import reads
+from moert.experts.neurons.keeping import KEEPING
+from moert.pack.codec import F32
+from moert.pack.errors import FileTruncated, HashMismatch
+from moert.pack.neurons import Neurons
+from moert.pack.reader import Pack
+
+SPECS = {"switch": SWITCH, "late": LATE}
+LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False)}
+NEW = 12
+FULL = "100%"
+
+
+@pytest.fixture(scope="module", params=[(spec, layout) for spec in SPECS for layout in LAYOUTS], ids="-".join)
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec, layout = request.param
+    return write_pack(tmp_path_factory.mktemp("neurons") / "m.pack", SPECS[spec], neurons=LAYOUTS[layout])
+
+
+def answers(pack: Path, **settings: Any) -> list[tuple[list[int], F32]]:
+    with Engine.open(pack, notify=lambda note: None, **settings) as engine:
+        return [run_greedy(engine, engine.encode(prompt), NEW) for prompt in PROMPTS]
+
+
+def smallest(pack: Path) -> int:
+    with Engine.open(pack, notify=lambda note: None) as engine:
+        return engine.budget.layer_bytes
+
+
+def same(found: list[tuple[list[int], F32]], expected: list[tuple[list[int], F32]]) -> bool:
+    return all(
+        tokens == others and logits.tobytes() == rows.tobytes()
+        for (tokens, logits), (others, rows) in zip(found, expected, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(pack: Path) -> list[tuple[list[int], F32]]:
+    return answers(pack, cache=FULL)
+
+
+@pytest.mark.parametrize("keep", KEEPING)
+def test_no_room_and_no_policy_changes_an_answer(pack: Path, expected: list[tuple[list[int], F32]], keep: str) -> None:
+    for cache in (smallest(pack), "50%", "80%"):
+        assert same(answers(pack, cache=cache, keep_neurons=keep), expected), cache
+
+
+@pytest.mark.parametrize(
+    "how", [{"threads": 1}, {"io": "direct,2"}, {"io": "buffered,1"}, {"predictor": "none"}], ids=str
+)
+def test_no_way_of_running_changes_an_answer(
+    pack: Path, expected: list[tuple[list[int], F32]], how: dict[str, Any]
+) -> None:
+    assert same(answers(pack, cache="60%", **how), expected)
+
+
+def test_reading_without_a_ring_or_without_c_brings_the_same(
+    pack: Path, expected: list[tuple[list[int], F32]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_threads(threads: int, by_ring: bool = True) -> reads.Reader:
+        return reads.open_reader(threads, by_ring=False)
+
+    for opened in (by_threads, lambda threads: reads.PlainReader()):
+        monkeypatch.setattr("moert.experts.neurons.store.open_reader", opened)
+        assert same(answers(pack, cache="60%"), expected)
+
+
+def test_several_prompts_at_once_are_answered_as_alone(pack: Path) -> None:
+    with Engine.open(pack, cache="60%", notify=lambda note: None) as engine:
+        alone = [engine.generate(prompt, max_new_tokens=NEW).result.tokens for prompt in PROMPTS]
+        together = [answer.result.tokens for answer in engine.generate_many(PROMPTS, max_new_tokens=NEW)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_weights_in_either_layout_say_the_same(spec: str, layout: str, tmp_path: Path) -> None:
+    whole = write_pack(tmp_path / "whole.pack", SPECS[spec], bits=(16,))
+    blocks = write_pack(tmp_path / "blocks.pack", SPECS[spec], bits=(16,), neurons=LAYOUTS[layout])
+    for (_, logits), (_, others) in zip(
+        answers(whole, kernels="reference"), answers(blocks, kernels="reference"), strict=True
+    ):
+        np.testing.assert_allclose(logits, others, rtol=2e-4, atol=2e-4)
+
+
+def test_what_does_not_fire_is_not_read(pack: Path) -> None:
+    with Engine.open(pack, cache="60%", notify=lambda note: None) as engine:
+        for prompt in PROMPTS:
+            engine.generate(prompt, max_new_tokens=NEW)
+        found = engine.stats()
+    assert 0 < found.neurons_fired < 0.9
+    assert 0 < found.block_hits < found.block_requests
+
+
+def test_room_is_kept_to(pack: Path) -> None:
+    with Engine.open(pack, cache=smallest(pack), notify=lambda note: None) as engine:
+        streaming = engine._streaming
+        for prompt in PROMPTS:
+            engine.generate(prompt, max_new_tokens=NEW)
+            assert streaming.held_bytes <= streaming.capacity_bytes
+
+
+@pytest.fixture
+def damaged(pack: Path, tmp_path: Path) -> Iterator[Path]:
+    return Path(shutil.copytree(pack, tmp_path / "m.pack"))
+
+
+@pytest.mark.parametrize("where", ["rows", "columns"])
+def test_a_damaged_piece_is_named(damaged: Path, where: str) -> None:
+    opened = Pack.open(damaged)
+    for entry in opened.manifest.experts:
+        layout, file = opened.neurons(entry.key), damaged / entry.path
+        at, step, nbytes = (
+            (layout.rows_at, layout.rows_step, layout.rows_bytes)
+            if where == "rows"
+            else (layout.columns_at, layout.columns_step, layout.columns_bytes)
+        )
+        body = bytearray(file.read_bytes())
+        for block in range(layout.n_blocks):
+            body[at + block * step + nbytes // 3] ^= 16
+        file.write_bytes(body)
+    with pytest.raises(HashMismatch, match=r"experts/.*: a checksum differs from neurons\.safetensors"):
+        answers(damaged, cache="60%")
+
+
+def test_a_file_cut_short_while_it_runs_is_named(damaged: Path) -> None:
+    with Engine.open(damaged, cache="60%", notify=lambda note: None) as engine:
+        for file in damaged.glob("experts/*/*"):
+            file.write_bytes(file.read_bytes()[:4096])
+        with pytest.raises(FileTruncated, match=r"experts/.* ends before its neurons do"):
+            run_greedy(engine, engine.encode(PROMPTS[0]), NEW)
+
+
+def test_the_command_says_what_fired(
+    pack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moert = Moert(capsys, monkeypatch)
+    flags = ["run", pack, PROMPTS[0], "--cache", "60%", "--max-new-tokens", "8", "--stats"]
+    assert moert(*flags, "--keep-neurons", "window") == 0
+    assert " fired; blocks asked for " in moert.err
+    assert moert(*flags, "--json") == 0
+    assert json.loads(moert.out)["stats"]["block_requests"] > 0
+    assert "Invalid value for '--keep-neurons'" in moert.refuses(*flags, "--keep-neurons", "none")

@@ -1,0 +1,162 @@
+"""Blocks of neurons in memory: what is lent is what the reader has, in never more memory than there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moert.experts.neurons.keeping import I64, KEEPING
+from moert.experts.neurons.sharing import shares
+from moert.experts.neurons.slots import BlockCache, Lent
+from moert.pack.codec import U8
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.stats import NeuronCounters
+
+LAYERS = {LayerKey("decoder", layer): [ExpertKey("decoder", layer, number) for number in range(2)] for layer in (0, 1)}
+N_BLOCKS, NBYTES = 8, 512
+KEY = ExpertKey("decoder", 1, 1)
+
+
+class Drive:
+    """Block k of an expert is full of one byte that no other block has."""
+
+    def __init__(self) -> None:
+        self.blocks_read: list[int] = []
+        self.fails = False
+
+    def n_blocks(self, key: ExpertKey) -> int:
+        return N_BLOCKS
+
+    def nbytes(self, key: ExpertKey) -> int:
+        return NBYTES
+
+    def all_bytes(self, key: ExpertKey) -> int:
+        return N_BLOCKS * NBYTES
+
+    def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
+        if self.fails:
+            raise OSError("a drive that is gone")
+        for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+            self.blocks_read.append(block)
+            into[place : place + NBYTES] = mark(key, block)
+
+    def read_all(self, key: ExpertKey, into: U8) -> I64:
+        places = np.arange(N_BLOCKS) * NBYTES
+        self.read(key, np.arange(N_BLOCKS), into, places)
+        return places
+
+
+def mark(key: ExpertKey, block: int) -> int:
+    return 100 * key.layer + 50 * key.expert + block
+
+
+def opened(slots_a_layer: int, drive: Drive | None = None) -> tuple[BlockCache, Drive, NeuronCounters]:
+    drive, counters = drive or Drive(), NeuronCounters()
+    cache = BlockCache(LAYERS, drive, counters, KEEPING["lru"])
+    cache.resize(2 * slots_a_layer * NBYTES)
+    return cache, drive, counters
+
+
+def check(lent: Lent, key: ExpertKey, blocks: list[int]) -> None:
+    for block in blocks:
+        place = lent.offsets[block]
+        assert place >= 0
+        assert np.unique(lent.base[place : place + NBYTES]).tolist() == [mark(key, block)]
+
+
+asked = st.lists(
+    st.tuples(
+        st.sampled_from([key for keys in LAYERS.values() for key in keys]), st.sets(st.integers(0, N_BLOCKS - 1))
+    ),
+    max_size=20,
+)
+
+
+@given(asked=asked, slots=st.integers(0, 2 * N_BLOCKS))
+def test_what_is_lent_is_what_the_drive_has(asked: list[tuple[ExpertKey, set[int]]], slots: int) -> None:
+    cache, _, counters = opened(slots)
+    for key, blocks in asked:
+        check(cache.fetch(key, np.array(sorted(blocks), np.int64)), key, sorted(blocks))
+        assert cache.used_bytes <= 2 * slots * NBYTES
+        assert cache.held_bytes <= 2 * slots * NBYTES + cache.one_bytes
+    assert counters.blocks == sum(len(blocks) for _, blocks in asked)
+    assert counters.block_hits <= counters.blocks
+
+
+def test_what_is_in_memory_is_not_read_again() -> None:
+    cache, drive, counters = opened(8)
+    cache.fetch(KEY, np.array([1, 3]))
+    cache.fetch(KEY, np.array([1, 2, 3]))
+    assert drive.blocks_read == [1, 3, 2]
+    assert (counters.blocks, counters.block_hits) == (5, 2)
+
+
+def test_where_most_is_missing_all_is_read_and_the_wanted_stay() -> None:
+    cache, drive, _ = opened(8)
+    check(cache.fetch(KEY, np.arange(5)), KEY, list(range(5)))
+    assert drive.blocks_read == list(range(N_BLOCKS))
+    check(cache.fetch(KEY, np.arange(5)), KEY, list(range(5)))
+    assert len(drive.blocks_read) == N_BLOCKS
+
+
+def test_with_room_for_all_each_block_is_read_once() -> None:
+    cache, drive, _ = opened(2 * N_BLOCKS)
+    check(cache.fetch_all(KEY), KEY, list(range(N_BLOCKS)))
+    check(cache.fetch_all(KEY), KEY, list(range(N_BLOCKS)))
+    assert drive.blocks_read == list(range(N_BLOCKS))
+    assert cache.held_bytes == N_BLOCKS * NBYTES, "no room beside is taken"
+
+
+def test_less_room_gives_memory_back() -> None:
+    cache, _, _ = opened(2 * N_BLOCKS)
+    for keys in LAYERS.values():
+        for key in keys:
+            cache.fetch_all(key)
+    assert cache.held_bytes == 4 * N_BLOCKS * NBYTES
+    cache.resize(6 * NBYTES)
+    assert cache.held_bytes == cache.used_bytes == 6 * NBYTES
+    check(cache.fetch(KEY, np.array([5])), KEY, [5])
+
+
+@pytest.fixture
+def failing() -> Iterator[tuple[BlockCache, Drive]]:
+    cache, drive, _ = opened(8)
+    cache.fetch(KEY, np.array([1]))
+    drive.fails = True
+    return cache, drive
+
+
+@pytest.mark.parametrize("blocks", [[1, 2], list(range(N_BLOCKS))])
+def test_what_was_not_read_is_read_the_next_time(failing: tuple[BlockCache, Drive], blocks: list[int]) -> None:
+    cache, drive = failing
+    with pytest.raises(OSError, match="gone"):
+        cache.fetch(KEY, np.array(blocks))
+    drive.fails = False
+    check(cache.fetch(KEY, np.array(blocks)), KEY, blocks)
+
+
+room = st.integers(0, 3000)
+
+
+@given(
+    room_bytes=room,
+    rows=st.integers(1, 900),
+    least=st.integers(1, 100),
+    columns=st.integers(1, 900),
+    one=st.integers(1, 90),
+)
+def test_shares_never_come_to_more_than_the_room(
+    room_bytes: int, rows: int, least: int, columns: int, one: int
+) -> None:
+    least = min(least, rows)
+    found = shares(room_bytes, rows, least, columns, one)
+    assert 0 <= found.columns_bytes <= columns
+    assert least <= found.rows_bytes <= rows
+    if room_bytes >= rows + columns:
+        assert found == (rows, columns)
+    elif room_bytes >= least + one:
+        assert found.rows_bytes + found.columns_bytes + one <= room_bytes
