@@ -106,7 +106,7 @@ class ExpertCache:
             self._expect_nothing()
             self._residency.begin(demand)
             begun, self._begun = self._begun, []
-            missing = sum(key not in self._slots for key in demand.expert_keys())
+            missing = len([key for key in self._residency.needed if key not in self._slots])
             self._under_way -= 1
         return Arrivals(begun, missing)
 
@@ -161,17 +161,8 @@ class ExpertCache:
         with self._lock:
             self._under_way += 1
             taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
-            missing = sum(self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None)
-            # Who leaves for all of them together is who would leave for one after the other, but found at once.
-            self._evict(self._residency.victims(missing, self._locked, self._likely) or [])
-            try:
-                for place, key in enumerate(keys):
-                    if taken[place] is None:
-                        taken[place] = self._lend(self._demand(key))
-            except BaseException:
-                for slot in taken:
-                    self._end_lease(slot)
-                raise
+            if None in taken:
+                self._bring(keys, taken)
             for key in following[: self.loaders + 1]:
                 if key not in self._slots and not self._claim(key, missed=True):
                     break
@@ -206,6 +197,23 @@ class ExpertCache:
 
     # All that follows is called holding the lock.
 
+    def _bring(self, keys: Sequence[ExpertKey], taken: list[Slot | None]) -> None:
+        """Queues the reads of those that are not taken yet, and takes them."""
+        # Who leaves for all of them together is who would leave for one after the other, but found at once.
+        missing = sum([self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None])
+        victims = self._residency.victims(missing, self._locked, self._likely)
+        self._evict(victims or [])
+        try:
+            for place, key in enumerate(keys):
+                if taken[place] is None:
+                    slot = self._demand(key) if victims is None else self._admit(key, self._store.nbytes(key), True)
+                    taken[place] = self._lend(slot)
+        except BaseException:
+            for lent in taken:
+                if lent is not None:
+                    self._end_lease(lent)
+            raise
+
     def _lend(self, slot: Slot) -> Slot:
         if slot.expert is None and not slot.awaited:
             slot.awaited = True
@@ -215,11 +223,10 @@ class ExpertCache:
         self._locked.add(slot.key)
         return slot
 
-    def _end_lease(self, slot: Slot | None) -> None:
-        if slot is not None:
-            slot.leases -= 1
-            if not slot.leases and slot.expert is not None:
-                self._locked.discard(slot.key)
+    def _end_lease(self, slot: Slot) -> None:
+        slot.leases -= 1
+        if not slot.leases and slot.expert is not None:
+            self._locked.discard(slot.key)
 
     def _demand(self, key: ExpertKey) -> Slot:
         """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
@@ -237,6 +244,10 @@ class ExpertCache:
         if victims is None:
             return None
         self._evict(victims)
+        return self._admit(key, nbytes, missed)
+
+    def _admit(self, key: ExpertKey, nbytes: int, missed: bool) -> Slot:
+        """The same where there is room."""
         buffer = self._buffers.take(nbytes, self.capacity_bytes - self.used_bytes - nbytes)
         self._residency.add(key, nbytes)
         slot = self._slots[key] = Slot(key, buffer, missed, awaited=missed)

@@ -45,6 +45,7 @@ class ExpertStore:
         """True: what lies in the system's page cache is taken from there and left there. Otherwise nothing is left in
         it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
+        self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self._lock = threading.Lock()
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
         self._readers: list[Reader] = []  # that nobody uses
@@ -58,7 +59,7 @@ class ExpertStore:
 
     def nbytes(self, key: ExpertKey) -> int:
         """Bytes that the expert takes in memory: all that it has of its file, as it is read."""
-        return self._pack.entry(key).file_bytes
+        return self._nbytes[key]
 
     def expect(self) -> None:
         """A request is about to begin: something may have happened to the files since the last one."""
