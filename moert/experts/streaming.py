@@ -59,7 +59,7 @@ class Streaming:
         self._begun = True
         if self._measures_drive:
             self._store.io = settings_for(self._store.files())
-            self.cache.loaders = self._store.io.threads
+            self.cache.loaders.most = self._store.io.threads
         choice = eviction_for(self._pack, self.eviction, self.nbytes, room_bytes, notify, self.foresight)
         self.eviction = choice.name
         self.cache.use(choice.policy)

@@ -9,19 +9,18 @@ from collections.abc import Sequence
 
 from moert.experts.cache.buffers import Buffers
 from moert.experts.cache.lease import Lease, Slot
+from moert.experts.cache.loaders import Loaders
 from moert.experts.cache.residency import Residency
-from moert.experts.cache.supply import Moves, Store
+from moert.experts.cache.supply import Arrived, Moves, Store, fetch
 from moert.experts.demand import Arrivals, Demand
 from moert.experts.policy.eviction import EvictionPolicy
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
-from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 from moert.stats import ExpertCounters
 
 HANDED_OVER_BYTES = 128 << 10
 """From this size on other threads read while the model computes; below, handing over takes longer than reading."""
-_CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
 
 
 class ExpertCache:
@@ -50,9 +49,7 @@ class ExpertCache:
         self._moves = Moves(store)
         self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
         self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
-        self.loaders = loaders
-        """Threads that may read; they are started when there is something to read."""
-        self._threads: list[threading.Thread] = []
+        self.loaders = Loaders(loaders, self._serve)
         self._closed = False
 
     @property
@@ -149,9 +146,7 @@ class ExpertCache:
             self._closed = True
             self._expect_nothing()
             self._work.notify_all()
-        until = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, until - time.monotonic()))
+        self.loaders.join()
         self._store.close()
 
     # What a lease calls.
@@ -163,7 +158,7 @@ class ExpertCache:
             taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
             if None in taken:
                 self._bring(keys, taken)
-            for key in following[: self.loaders + 1]:
+            for key in following[: self.loaders.most + 1]:
                 if key not in self._slots and not self._claim(key, missed=True):
                     break
             if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
@@ -176,7 +171,7 @@ class ExpertCache:
             for slot in slots:
                 self._end_lease(slot)
                 if slot.expert is not None:
-                    self._count(slot)
+                    slot.count(self._counters, self._unused)
                     self._residency.demand(slot.key)
                     self._residency.done(slot.key)
             if self._predicted:
@@ -269,20 +264,6 @@ class ExpertCache:
         self._unused.discard(slot.key)
         self._locked.discard(slot.key)
 
-    def _count(self, slot: Slot) -> None:
-        counters = self._counters
-        counters.requests += 1
-        if slot.missed:
-            slot.missed = False
-        else:
-            counters.hits += 1
-            counters.hits_in_flight += slot.in_flight
-        slot.in_flight = False
-        if slot.key in self._unused:
-            self._unused.discard(slot.key)
-            counters.prefetch_used += 1
-            counters.prefetch_used_bytes += slot.buffer.nbytes
-
     def _expect_nothing(self) -> None:
         """Forgets what was predicted, and what a layer that failed has left to be read."""
         self._likely = ()
@@ -328,14 +309,10 @@ class ExpertCache:
 
     def _read(self, slots: Sequence[Slot]) -> None:
         """Fills slots, without holding the lock meanwhile."""
-        came: list[tuple[Expert, U8] | BaseException]
+        came: Sequence[Arrived | BaseException]
         try:
             self._lock.release()
-            places = self._store.read_all([(slot.key, slot.buffer) for slot in slots])
-            came = [
-                place if isinstance(place, PackError) else (self._store.expert(slot.key, place), place)
-                for slot, place in zip(slots, places, strict=True)
-            ]
+            came = fetch(self._store, slots)
         except BaseException as caught:
             came = [caught] * len(slots)
         finally:
@@ -349,8 +326,8 @@ class ExpertCache:
         if self._predicted and not self._waited_for:
             self._wake(1)
 
-    def _come(self, slot: Slot, what: tuple[Expert, U8] | BaseException) -> None:
-        """An expert, and where it lies; or why it did not come."""
+    def _come(self, slot: Slot, what: Arrived | BaseException) -> None:
+        """An expert; or why it did not come."""
         if slot.awaited:
             slot.awaited = False
             self._waited_for -= 1
@@ -364,14 +341,7 @@ class ExpertCache:
             self._locked.discard(slot.key)
 
     def _wake(self, readers: int) -> None:
-        while len(self._threads) < self.loaders:
-            thread = threading.Thread(target=self._serve, name=f"moert-load-{len(self._threads)}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system allows no more
-                self.loaders = len(self._threads)
-            else:
-                self._threads.append(thread)
+        self.loaders.start()
         self._work.notify(readers)
 
     def _serve(self) -> None:

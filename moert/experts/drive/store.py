@@ -169,9 +169,7 @@ class ExpertStore:
         self._count(len(arrived), sum(map(len, arrived)), started)
         return errors
 
-    def _carry_out(
-        self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]
-    ) -> tuple[Table, int]:
+    def _carry_out(self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]) -> tuple[Table, int]:
         """What came of each, and how many failed."""
         entries = [self._pack.entry(key) for key, _ in wanted]
         table = table_of([
