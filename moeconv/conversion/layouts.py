@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from moeconv.errors import SettingsError
 from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import Neurons
+from moert.pack.neurons import SECTOR, Neurons
 
+BY_NEURONS: Mapping[str, bool] = {"neuron": True, "columns": False}
+"""Layout → whether columns lie beside the rows of their neurons."""
 PIECE_BYTES = 4096
 """Of a block's columns at most: what drives read at once."""
-BY_NEURONS: Mapping[str, Neurons] = {
-    "neuron": Neurons(PIECE_BYTES, bundled=True),
-    "columns": Neurons(PIECE_BYTES, bundled=False),
-}
+_TOGETHER = 2
+"""Neurons that a block is to have at 4 bits: with more of them, nearly all blocks have one that fires."""
 LAYOUTS = ("expert", "layer", *BY_NEURONS, "auto")
 PAYS_BYTES = 128 << 10
 """Of an expert at 4 bits: below that it is read as soon as the few neurons of it that fire."""
@@ -30,13 +30,23 @@ def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool) -> Neurons | None:
     act = spec.moe.ffn.act
     if layout == "auto":
         pays = act.exact_zeros and not mxfp4 and spec.weights_per_expert() // 2 >= PAYS_BYTES
-        return BY_NEURONS["columns"] if pays else None
-    found = BY_NEURONS.get(layout)
-    if found is not None and not act.exact_zeros:
+        return blocks_of(spec, bundled=False) if pays else None
+    if layout not in BY_NEURONS:
+        return None
+    if not act.exact_zeros:
         raise SettingsError(
             f"--layout {layout} is for experts whose neurons are often exactly zero (relu, relu2), and this model's "
             f"activation is {act.name}: leave it out"
         )
-    if found is not None and mxfp4:
+    if mxfp4:
         raise SettingsError(f"--layout {layout} does not go with a source in MXFP4: leave it out")
-    return found
+    return blocks_of(spec, BY_NEURONS[layout])
+
+
+def blocks_of(spec: ModelSpec, bundled: bool) -> Neurons:
+    """Blocks as small as they are worth it: of a few neurons, and of no less than a drive reads."""
+    few = _TOGETHER * spec.expert_width // 2
+    nbytes = SECTOR
+    while nbytes < min(few, PIECE_BYTES):
+        nbytes *= 2
+    return Neurons(nbytes, bundled)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Summary, Target
-from moeconv.conversion.layouts import BY_NEURONS
+from moeconv.conversion.layouts import PIECE_BYTES
 from moeconv.conversion.settings import check_ranking, check_target
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.assignments import known_plans, unquantised
@@ -28,6 +28,7 @@ from moeconv.quantizers import GROUP_SIZES
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import Neurons
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Inputs:
 
     def storage(self, mxfp4: bool) -> Storage:
         """How the experts are stored; how large their blocks are changes no size that planning counts."""
-        return Storage(self.group_size, mxfp4, BY_NEURONS["columns"] if self.by_columns else None)
+        return Storage(self.group_size, mxfp4, Neurons(PIECE_BYTES, bundled=False) if self.by_columns else None)
 
     def to_json(self) -> dict[str, Any]:
         table = self.table

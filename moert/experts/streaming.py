@@ -98,7 +98,7 @@ class Streaming:
         self._begun = True
         if self._measures_drive:
             self._store.io = settings_for(self._store.files())
-            self.cache.loaders = self._store.io.threads
+            self.cache.loaders.most = self._store.io.threads
             if self.firing is not None:
                 self.firing.pieces.io = self._store.io
         cached_bytes = room_bytes if self.firing is None else self.firing.shares(room_bytes).rows_bytes

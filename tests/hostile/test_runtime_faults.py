@@ -29,9 +29,9 @@ ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 PATIENCE_S = 600
 SLOW_DISK = """
 import time
-from moert.experts.cache import cache
+from moert.experts.cache import loaders
 from moert.experts.drive import store
-read_into, cache._CLOSE_S = store.read_into, 0.5
+read_into, loaders._CLOSE_S = store.read_into, 0.5
 def slowly(fd, into, offset):
     time.sleep({seconds})
     return read_into(fd, into, offset)

@@ -138,7 +138,7 @@ def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked,
     with pytest.raises(HashMismatch):
         use(cache, 0, [0, 1, 2])
     Model(lambda: use(cache, 1, [0, 1, 2])).end()
-    cache.loaders = 1
+    cache.loaders.most = 1
     cache.predict([key(2, 0)])  # waits for nothing that was given up
     wait_until(lambda: key(2, 0) in cache.resident())
     cache.close()

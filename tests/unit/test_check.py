@@ -16,7 +16,7 @@ from tiny import TINY, tiny_olmoe, tiny_switch
 from moeconv.artifacts import uniform
 from moeconv.command import cli
 from moeconv.command.check import Checked, as_json, check, lines
-from moeconv.conversion.layouts import BY_NEURONS
+from moeconv.conversion.layouts import BY_NEURONS, neurons_of
 from moeconv.errors import SettingsError
 from moeconv.packing.emit import Label, emit
 from moeconv.plan.outlook import WIDTHS, Host, Outlook
@@ -77,7 +77,8 @@ def test_a_pack_has_the_size_that_was_said(family: str, bits: int, dense_bits: i
 def test_of_another_layout_too(tmp_path: Path, layout: str) -> None:
     source = tiny_switch(tmp_path / "hf", d_ff=600)
     found = check(str(source), HOST, layout)
-    written = pack_of(source, tmp_path / "model.pack", 3, None, BY_NEURONS[layout])
+    neurons = neurons_of(layout, Checkpoint.open(source).spec, mxfp4=False)
+    written = pack_of(source, tmp_path / "model.pack", 3, None, neurons)
     assert {entry.file_bytes for entry in written.experts} == {outlook(found, 3).expert_bytes}
     assert found.outlooks != check(str(source), HOST).outlooks
     assert as_json(found)["layout"] == layout

@@ -13,7 +13,7 @@ from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.artifacts import Bits, uniform
 from moeconv.conversion.coding import Coding
-from moeconv.conversion.layouts import BY_NEURONS, LAYOUTS, files_of, neurons_of
+from moeconv.conversion.layouts import BY_NEURONS, LAYOUTS, blocks_of, files_of, neurons_of
 from moeconv.conversion.planning import Inputs as PlanInputs
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError, VerifyFailed
@@ -214,7 +214,7 @@ def test_how_each_layout_is_asked_for(source: Checkpoint) -> None:
     spec = source.spec
     assert LAYOUTS == ("expert", "layer", "neuron", "columns", "auto")
     assert [neurons_of(layout, spec, mxfp4=False) for layout in LAYOUTS] == [
-        None, None, Neurons(4096, bundled=True), Neurons(4096, bundled=False), None,
+        None, None, Neurons(512, bundled=True), Neurons(512, bundled=False), None,
     ]  # fmt: skip
     assert [files_of(layout) for layout in LAYOUTS] == ["expert", "layer", "expert", "expert", "expert"]
     with pytest.raises(SettingsError, match="--layout columns does not go with a source in MXFP4"):
@@ -223,7 +223,7 @@ def test_how_each_layout_is_asked_for(source: Checkpoint) -> None:
 
 def test_auto_takes_columns_where_experts_are_large(source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_at_4_bits = source.spec.weights_per_expert() // 2
-    for least, expected in ((bytes_at_4_bits, BY_NEURONS["columns"]), (bytes_at_4_bits + 1, None)):
+    for least, expected in ((bytes_at_4_bits, blocks_of(source.spec, bundled=False)), (bytes_at_4_bits + 1, None)):
         monkeypatch.setattr("moeconv.conversion.layouts.PAYS_BYTES", least)
         assert neurons_of("auto", source.spec, mxfp4=False) == expected
         assert neurons_of("auto", source.spec, mxfp4=True) is None
@@ -248,3 +248,8 @@ def test_planning_knows_how_down_is_coded() -> None:
         assert PlanInputs.from_json(inputs.to_json()) == inputs
         assert (inputs.storage(mxfp4=False).neurons is not None) == by_columns
         assert ("by_columns" in inputs.to_json()) == by_columns
+
+
+@pytest.mark.parametrize(("width", "nbytes"), [(8, 512), (320, 512), (768, 1024), (2048, 2048), (8192, 4096)])
+def test_blocks_have_a_few_neurons_and_no_less_than_a_drive_reads(source: Checkpoint, width: int, nbytes: int) -> None:
+    assert blocks_of(replace(source.spec, d_model=width), bundled=False) == Neurons(nbytes, bundled=False)

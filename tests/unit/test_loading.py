@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from memory_store import Made, Model, begin, key, mark, use, wait_until
 
 from moert.experts.cache import cache as cache_module
+from moert.experts.cache import loaders as loaders_module
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.policy.eviction import EVICTION
 from moert.pack.errors import HashMismatch
@@ -36,7 +37,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield factory
     for cache in made:
         Model(cache.close).end()
-        assert not any(thread.is_alive() for thread in cache._threads)
+        assert not any(thread.is_alive() for thread in cache.loaders.threads)
 
 
 @pytest.fixture
@@ -286,7 +287,7 @@ def test_close_waits_for_reads_under_way_and_may_be_called_again(make: Make) -> 
 
 
 def test_close_does_not_wait_for_a_dead_disk_for_ever(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
-    monkeypatch.setattr(cache_module, "_CLOSE_S", SHORT_S)
+    monkeypatch.setattr(loaders_module, "_CLOSE_S", SHORT_S)
     cache, store, _ = make(100, "lru", 3)
     for expert in range(3):
         store.hold(key(1, expert))
@@ -294,8 +295,8 @@ def test_close_does_not_wait_for_a_dead_disk_for_ever(monkeypatch: pytest.Monkey
     cache.predict([key(1, expert) for expert in range(3)])
     assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
     Model(cache.close).end()
-    assert any(thread.is_alive() and thread.daemon for thread in cache._threads)
-    monkeypatch.setattr(cache_module, "_CLOSE_S", memory_store.PATIENCE_S)
+    assert any(thread.is_alive() and thread.daemon for thread in cache.loaders.threads)
+    monkeypatch.setattr(loaders_module, "_CLOSE_S", memory_store.PATIENCE_S)
     for gate in store.gates.values():
         gate.set()
 
@@ -305,7 +306,7 @@ def test_a_cache_that_nobody_predicts_for_starts_no_thread() -> None:
     for layer in range(3):
         use(cache, layer, [0, 1, 2])
     cache.close()
-    assert cache._threads == []
+    assert cache.loaders.threads == []
 
 
 def test_where_the_system_allows_no_more_threads_the_model_reads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,12 +316,12 @@ def test_where_the_system_allows_no_more_threads_the_model_reads(make: Make, mon
 
     cache, store, counters = make(60, "lru", 4)
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module.threading, "Thread", Refused)
+        patch.setattr(loaders_module.threading, "Thread", Refused)
         patch.setattr(cache_module, "HANDED_OVER_BYTES", 0)
         for layer in (0, 1, 2):
             use(cache, layer, [0, 1, 2])
             cache.predict([key((layer + 1) % 3, 0)])
-    assert cache._threads == []
+    assert cache.loaders.threads == []
     assert (counters.requests, len(store.reads), counters.prefetch_issued) == (9, 9, 0)
 
 

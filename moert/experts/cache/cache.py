@@ -9,19 +9,18 @@ from collections.abc import Sequence
 
 from moert.experts.cache.buffers import Buffers
 from moert.experts.cache.lease import Lease, Slot
+from moert.experts.cache.loaders import Loaders
 from moert.experts.cache.residency import Residency
-from moert.experts.cache.supply import Moves, Store
+from moert.experts.cache.supply import Arrived, Moves, Store, fetch
 from moert.experts.demand import Arrivals, Demand
 from moert.experts.policy.eviction import EvictionPolicy
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
-from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 from moert.stats import ExpertCounters
 
 HANDED_OVER_BYTES = 128 << 10
 """From this size on other threads read while the model computes; below, handing over takes longer than reading."""
-_CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
 
 
 class ExpertCache:
@@ -50,9 +49,7 @@ class ExpertCache:
         self._moves = Moves(store)
         self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
         self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
-        self.loaders = loaders
-        """Threads that may read; they are started when there is something to read."""
-        self._threads: list[threading.Thread] = []
+        self.loaders = Loaders(loaders, self._serve)
         self._closed = False
 
     @property
@@ -106,7 +103,7 @@ class ExpertCache:
             self._expect_nothing()
             self._residency.begin(demand)
             begun, self._begun = self._begun, []
-            missing = sum(key not in self._slots for key in demand.expert_keys())
+            missing = len([key for key in self._residency.needed if key not in self._slots])
             self._under_way -= 1
         return Arrivals(begun, missing)
 
@@ -149,9 +146,7 @@ class ExpertCache:
             self._closed = True
             self._expect_nothing()
             self._work.notify_all()
-        until = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, until - time.monotonic()))
+        self.loaders.join()
         self._store.close()
 
     # What a lease calls.
@@ -161,18 +156,9 @@ class ExpertCache:
         with self._lock:
             self._under_way += 1
             taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
-            missing = sum(self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None)
-            # Who leaves for all of them together is who would leave for one after the other, but found at once.
-            self._evict(self._residency.victims(missing, self._locked, self._likely) or [])
-            try:
-                for place, key in enumerate(keys):
-                    if taken[place] is None:
-                        taken[place] = self._lend(self._demand(key))
-            except BaseException:
-                for slot in taken:
-                    self._end_lease(slot)
-                raise
-            for key in following[: self.loaders + 1]:
+            if None in taken:
+                self._bring(keys, taken)
+            for key in following[: self.loaders.most + 1]:
                 if key not in self._slots and not self._claim(key, missed=True):
                     break
             if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
@@ -185,7 +171,7 @@ class ExpertCache:
             for slot in slots:
                 self._end_lease(slot)
                 if slot.expert is not None:
-                    self._count(slot)
+                    slot.count(self._counters, self._unused)
                     self._residency.demand(slot.key)
                     self._residency.done(slot.key)
             if self._predicted:
@@ -206,6 +192,23 @@ class ExpertCache:
 
     # All that follows is called holding the lock.
 
+    def _bring(self, keys: Sequence[ExpertKey], taken: list[Slot | None]) -> None:
+        """Queues the reads of those that are not taken yet, and takes them."""
+        # Who leaves for all of them together is who would leave for one after the other, but found at once.
+        missing = sum([self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None])
+        victims = self._residency.victims(missing, self._locked, self._likely)
+        self._evict(victims or [])
+        try:
+            for place, key in enumerate(keys):
+                if taken[place] is None:
+                    slot = self._demand(key) if victims is None else self._admit(key, self._store.nbytes(key), True)
+                    taken[place] = self._lend(slot)
+        except BaseException:
+            for lent in taken:
+                if lent is not None:
+                    self._end_lease(lent)
+            raise
+
     def _lend(self, slot: Slot) -> Slot:
         if slot.expert is None and not slot.awaited:
             slot.awaited = True
@@ -215,11 +218,10 @@ class ExpertCache:
         self._locked.add(slot.key)
         return slot
 
-    def _end_lease(self, slot: Slot | None) -> None:
-        if slot is not None:
-            slot.leases -= 1
-            if not slot.leases and slot.expert is not None:
-                self._locked.discard(slot.key)
+    def _end_lease(self, slot: Slot) -> None:
+        slot.leases -= 1
+        if not slot.leases and slot.expert is not None:
+            self._locked.discard(slot.key)
 
     def _demand(self, key: ExpertKey) -> Slot:
         """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
@@ -237,6 +239,10 @@ class ExpertCache:
         if victims is None:
             return None
         self._evict(victims)
+        return self._admit(key, nbytes, missed)
+
+    def _admit(self, key: ExpertKey, nbytes: int, missed: bool) -> Slot:
+        """The same where there is room."""
         buffer = self._buffers.take(nbytes, self.capacity_bytes - self.used_bytes - nbytes)
         self._residency.add(key, nbytes)
         slot = self._slots[key] = Slot(key, buffer, missed, awaited=missed)
@@ -257,20 +263,6 @@ class ExpertCache:
         self._buffers.give(slot.buffer)
         self._unused.discard(slot.key)
         self._locked.discard(slot.key)
-
-    def _count(self, slot: Slot) -> None:
-        counters = self._counters
-        counters.requests += 1
-        if slot.missed:
-            slot.missed = False
-        else:
-            counters.hits += 1
-            counters.hits_in_flight += slot.in_flight
-        slot.in_flight = False
-        if slot.key in self._unused:
-            self._unused.discard(slot.key)
-            counters.prefetch_used += 1
-            counters.prefetch_used_bytes += slot.buffer.nbytes
 
     def _expect_nothing(self) -> None:
         """Forgets what was predicted, and what a layer that failed has left to be read."""
@@ -317,14 +309,10 @@ class ExpertCache:
 
     def _read(self, slots: Sequence[Slot]) -> None:
         """Fills slots, without holding the lock meanwhile."""
-        came: list[tuple[Expert, U8] | BaseException]
+        came: Sequence[Arrived | BaseException]
         try:
             self._lock.release()
-            places = self._store.read_all([(slot.key, slot.buffer) for slot in slots])
-            came = [
-                place if isinstance(place, PackError) else (self._store.expert(slot.key, place), place)
-                for slot, place in zip(slots, places, strict=True)
-            ]
+            came = fetch(self._store, slots)
         except BaseException as caught:
             came = [caught] * len(slots)
         finally:
@@ -338,8 +326,8 @@ class ExpertCache:
         if self._predicted and not self._waited_for:
             self._wake(1)
 
-    def _come(self, slot: Slot, what: tuple[Expert, U8] | BaseException) -> None:
-        """An expert, and where it lies; or why it did not come."""
+    def _come(self, slot: Slot, what: Arrived | BaseException) -> None:
+        """An expert; or why it did not come."""
         if slot.awaited:
             slot.awaited = False
             self._waited_for -= 1
@@ -353,14 +341,7 @@ class ExpertCache:
             self._locked.discard(slot.key)
 
     def _wake(self, readers: int) -> None:
-        while len(self._threads) < self.loaders:
-            thread = threading.Thread(target=self._serve, name=f"moert-load-{len(self._threads)}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system allows no more
-                self.loaders = len(self._threads)
-            else:
-                self._threads.append(thread)
+        self.loaders.start()
         self._work.notify(readers)
 
     def _serve(self) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
 from moert.pack.model_spec import ExpertKey
+from moert.stats import ExpertCounters
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +25,20 @@ class Slot:
     expert: Expert | None = None
     error: BaseException | None = None
     leases: int = 0
+
+    def count(self, counters: ExpertCounters, unused: set[ExpertKey]) -> None:
+        """It was used; `unused` are those that were read ahead and not asked for yet."""
+        counters.requests += 1
+        if self.missed:
+            self.missed = False
+        else:
+            counters.hits += 1
+            counters.hits_in_flight += self.in_flight
+        self.in_flight = False
+        if self.key in unused:
+            unused.discard(self.key)
+            counters.prefetch_used += 1
+            counters.prefetch_used_bytes += self.buffer.nbytes
 
 
 class Lender(Protocol):

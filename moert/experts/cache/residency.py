@@ -49,6 +49,11 @@ class Residency:
         self._usage.visit(demand)
         self._needed = set(demand.expert_keys())
 
+    @property
+    def needed(self) -> Collection[ExpertKey]:
+        """What the present layer has still to use."""
+        return self._needed
+
     def owes(self) -> bool:
         """True while something that the present layer has still to use is not resident."""
         return any(key not in self._resident for key in self._needed)

@@ -27,6 +27,19 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
+Arrived = tuple[Expert, U8]
+"""An expert, and where it lies."""
+
+
+def fetch(store: Store, slots: Sequence[Slot]) -> list[Arrived | PackError]:
+    """Reads experts into their slots' buffers: each, or why it can't be read."""
+    places = store.read_all([(slot.key, slot.buffer) for slot in slots])
+    return [
+        place if isinstance(place, PackError) else (store.expert(slot.key, place), place)
+        for slot, place in zip(slots, places, strict=True)
+    ]
+
+
 class Moves:
     """Experts that are to move into their buffers, in the order in which they came; none before that has `begun`."""
 

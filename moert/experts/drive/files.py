@@ -66,7 +66,7 @@ class OpenFiles:
             file.users -= 1
             if file.stale and not file.users:
                 os.close(file.fd)
-            elif failed and not file.stale:
+            elif not file.stale and (failed or (len(self._files) > self._most and not file.users)):
                 self._drop(file)
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ class ExpertStore:
         """True: what lies in the system's page cache is taken from there and left there. Otherwise nothing is left in
         it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
+        self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self._lock = threading.Lock()
         self._patience = Patience(pack, counters, self._lock)
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
@@ -56,7 +57,7 @@ class ExpertStore:
 
     def nbytes(self, key: ExpertKey) -> int:
         """Bytes that the expert takes in memory: all that it has of its file, as it is read."""
-        return self._pack.entry(key).file_bytes
+        return self._nbytes[key]
 
     def expect(self) -> None:
         """A request is about to begin: something may have happened to the files since the last one."""
@@ -154,9 +155,7 @@ class ExpertStore:
         self._count(len(arrived), sum(map(len, arrived)), started)
         return errors
 
-    def _carry_out(
-        self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]
-    ) -> tuple[Table, int]:
+    def _carry_out(self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]) -> tuple[Table, int]:
         """What came of each, and how many failed."""
         entries = [self._pack.entry(key) for key, _ in wanted]
         table = table_of([
