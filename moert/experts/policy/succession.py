@@ -47,7 +47,8 @@ class Succession:
             return None
         shares, chosen = self._shares[place], list(experts)
         if len(chosen) == 1:
-            return shares[chosen[0]].astype(np.float64)
+            alone: F64 = shares[chosen[0]].astype(np.float64)
+            return alone
         likely: F64 = np.add.reduce(shares[chosen], axis=0, dtype=np.float64)
         likely /= len(chosen)
         return likely
