@@ -47,7 +47,7 @@ class Kinds:
             kind = self._learn(view.projections)
         words = kind.places * _at(view.buffer)
         words += kind.words
-        return NativeExpert(words, addressof(c_char.from_buffer(words)), view.buffer)  # type: ignore[arg-type]
+        return NativeExpert(words, _at(words), view.buffer)
 
     def _learn(self, projections: Mapping[str, ProjectionView]) -> _Kind:
         near, far = (_words(projections, start) for start in (1 << 12, 1 << 13))

@@ -148,9 +148,9 @@ class ExpertStore:
                 if errors[place] is None and (failed or key not in self._sound):
                     errors[place] = self._wrong(key, into, table[place])
         finally:
-            for file, why in zip(files, errors, strict=False):
+            for file, wrong in zip(files, errors, strict=False):
                 if file is not None:
-                    self._files.give(file, failed=why is not None)
+                    self._files.give(file, failed=wrong is not None)
         arrived = [into for (_, into), error in zip(wanted, errors, strict=True) if error is None]
         self._count(len(arrived), sum(map(len, arrived)), started)
         return errors

@@ -46,11 +46,10 @@ class Succession:
         if place not in self._shares or not experts:
             return None
         shares, chosen = self._shares[place], list(experts)
-        likely: F64
         if len(chosen) == 1:
-            likely = shares[chosen[0]].astype(np.float64)
-            return likely
-        likely = np.add.reduce(shares[chosen], axis=0, dtype=np.float64)
+            alone: F64 = shares[chosen[0]].astype(np.float64)
+            return alone
+        likely: F64 = np.add.reduce(shares[chosen], axis=0, dtype=np.float64)
         likely /= len(chosen)
         return likely
 
