@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 
 KINDS = {"MXFP4": 5, "F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes of ours, which have their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3, "relu2": 4}
@@ -166,4 +166,13 @@ class Residents(Structure):
         ("recent", c_void_p), ("visits", c_void_p), ("visited_at", c_void_p), ("interval", c_void_p),
         ("nearness", c_void_p), ("following", c_void_p), ("forgotten", c_void_p), ("forgotten_n", c_int64),
         ("remembered", c_double), ("rule", c_int32), ("experts", c_int32),
+    ]  # fmt: skip
+
+
+class Read(Structure):
+    """The struct moert_read."""
+
+    _fields_ = [
+        ("offset", c_int64), ("nbytes", c_int64), ("place", c_void_p), ("fd", c_int32), ("crc", c_uint32),
+        ("checked", c_int32), ("forget", c_int32), ("found", c_int64), ("error", c_int32), ("wrong", c_int32),
     ]  # fmt: skip

@@ -13,16 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.experts.drive import io
-from moert.kernels import library
+from moert.kernels import library, structs
 from moert.kernels.library import NativeFailed
 from moert.pack.codec import U8
 
-READ = np.dtype(
-    {
-        "names": ["offset", "nbytes", "place", "fd", "crc", "checked", "forget", "found", "error", "wrong"],
-        "formats": ["<i8", "<i8", "<u8", "<i4", "<u4", "<i4", "<i4", "<i8", "<i4", "<i4"],
-    }
-)
+READ = np.dtype(structs.Read)
 """The struct moert_read. `place` is an address; of those with `checked`, `crc` is the CRC-32 to be found; with `forget`
 what was read through the page cache does not stay there. `found` bytes come, fewer than `nbytes` only where the file
 ends or the system gives the errno `error`; `wrong`: all came and have another checksum."""
