@@ -103,6 +103,14 @@ def test_where_most_is_missing_all_is_read_and_the_wanted_stay() -> None:
     assert len(drive.blocks_read) == N_BLOCKS
 
 
+def test_with_too_few_slots_no_more_is_read_than_is_wanted() -> None:
+    cache, drive, _ = opened(2)
+    check(cache.fetch(KEY, np.array([0, 2, 5])), KEY, [0, 2, 5])
+    assert drive.blocks_read == [0, 2, 5]
+    check(cache.fetch(KEY, np.array([0, 2, 6])), KEY, [0, 2, 6])
+    assert drive.blocks_read == [0, 2, 5, 6]
+
+
 def test_with_room_for_all_each_block_is_read_once() -> None:
     cache, drive, _ = opened(2 * N_BLOCKS)
     check(cache.fetch_all(KEY), KEY, list(range(N_BLOCKS)))
@@ -160,3 +168,5 @@ def test_shares_never_come_to_more_than_the_room(
         assert found == (rows, columns)
     elif room_bytes >= least + one:
         assert found.rows_bytes + found.columns_bytes + one <= room_bytes
+        every = shares(room_bytes, rows, least, columns, one, asked=1.0)
+        assert every.rows_bytes == min(rows, room_bytes - one), "what is always asked for comes first"

@@ -35,9 +35,11 @@ class Firing:
         top_k = spec.moe.router.top_k
         self._least = max(sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for keys in layers.values())
         self._all, self._ffn = sum(self.nbytes.values()), spec.moe.ffn
+        self._asked = top_k / spec.moe.n
 
     def shares(self, room_bytes: int) -> Shares:
-        return shares(room_bytes, self._all, self._least, self.columns.all_bytes, self.columns.one_bytes)
+        columns = self.columns
+        return shares(room_bytes, self._all, self._least, columns.all_bytes, columns.one_bytes, self._asked)
 
     def runner(
         self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]

@@ -116,8 +116,10 @@ class BlockCache:
         missing = int(np.count_nonzero(slots_of[wanted] < 0))
         self._counters.blocks += len(wanted)
         self._counters.block_hits += len(wanted) - missing
-        if not layer.holds_all and (len(wanted) > layer.blocks.n_slots or missing > WHOLE * n_blocks):
+        if missing > WHOLE * n_blocks and not layer.holds_all:
             return self._all(key, wanted)
+        if len(wanted) > layer.blocks.n_slots:
+            return self._beside(key, wanted, slots_of)
         with self._slots(layer, wanted + first) as (blocks, slots):
             if len(blocks):
                 self._reader.read(key, blocks - first, layer.base, slots * layer.slot_bytes)
@@ -132,14 +134,30 @@ class BlockCache:
 
     def _all(self, key: ExpertKey, wanted: I64) -> Lent:
         """Reads all blocks; of those that are `wanted` as many stay as there are slots for."""
-        layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
-        first = int(layer.first[key.expert])
         self._one_used = True
         places = self._reader.read_all(key, self._one)
+        self._keep(key, wanted, places)
+        return Lent(self._one, places)
+
+    def _beside(self, key: ExpertKey, wanted: I64, slots_of: I64) -> Lent:
+        """Reads those that are not in slots, and puts all that are `wanted` together, since there are too few slots."""
+        layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
+        self._one_used = True
+        places = np.arange(len(slots_of)) * nbytes
+        missing = wanted[slots_of[wanted] < 0]
+        self._reader.read(key, missing, self._one, places[missing])
+        for block in wanted[slots_of[wanted] >= 0].tolist():
+            self._one[places[block] :][:nbytes] = layer.base[slots_of[block] * layer.slot_bytes :][:nbytes]
+        self._keep(key, wanted, places)
+        return Lent(self._one, places)
+
+    def _keep(self, key: ExpertKey, wanted: I64, places: I64) -> None:
+        """Of blocks that lie in the room beside the slots, as many stay in some as there are."""
+        layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
+        first = int(layer.first[key.expert])
         with self._slots(layer, wanted[: layer.blocks.n_slots] + first) as (blocks, slots):
             for block, slot in zip((blocks - first).tolist(), slots.tolist(), strict=True):
                 layer.base[slot * layer.slot_bytes :][:nbytes] = self._one[places[block] :][:nbytes]
-        return Lent(self._one, places)
 
     @contextmanager
     def _slots(self, layer: _Layer, blocks: I64) -> Iterator[tuple[I64, I64]]:
