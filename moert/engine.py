@@ -37,6 +37,7 @@ from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.pack.chat import load_chat
 from moert.pack.manifest import BACKBONE, Preference
+from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.predict import TAKE_HASH
 from moert.predict.foreseeing import Foreseeing
@@ -169,6 +170,11 @@ class Engine:
     @property
     def cache(self) -> ExpertCache:
         return self._streaming.cache
+
+    @property
+    def cached_bytes(self) -> Mapping[ExpertKey, int]:
+        """What the cache holds of each expert: all of it, or where experts lie in blocks of neurons gate and up."""
+        return self._streaming.nbytes
 
     @property
     def eviction(self) -> str:

@@ -138,7 +138,7 @@ def measure(
         trace.clear()
         samples = tuple(_sample(engine, ids, settings.new_tokens) for ids in prompts)
         after, threads, kernels = engine.stats(), engine.backend.threads, engine.backend.name
-    nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+        nbytes = dict(engine.cached_bytes)
     resident_s = None
     if disk_bytes_per_s is None:
         disk_bytes_per_s = read_for(itertools.cycle(files), settings.engine.reading or settings_for(files), _DISK_S)
