@@ -109,6 +109,8 @@ class Streaming:
     @property
     def io(self) -> str:
         """How experts are read."""
+        if self.firing is not None:
+            return str(self.firing.pieces.io)
         return PAGE_CACHE if self._store.leaves_page_cache else str(self._store.io)
 
     def headroom(self) -> tuple[int, float]:

@@ -59,8 +59,6 @@ class Pieces:
     def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings) -> None:
         """Raises PackError where neurons.safetensors is damaged."""
         self.io = io
-        self.leaves_page_cache = False
-        """As of ExpertStore."""
         self._pack, self._counters, self._lock = pack, counters, threading.Lock()
         self._sums = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
         self._layouts = {entry.key: pack.neurons(entry.key) for entry in pack.manifest.experts}
@@ -95,7 +93,7 @@ class Pieces:
             some["offset"] = entry.offset + part.at + blocks * part.step
             some["nbytes"], some["place"] = part.nbytes, address(into) + places + part.place
             some["crc"] = sums[part.check + blocks]
-        reads["checked"], reads["forget"] = True, not self.leaves_page_cache
+        reads["checked"] = reads["forget"] = True
         if len(parts) > 1:
             reads = reads[reads["offset"].argsort()]
         try:
