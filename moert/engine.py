@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from mmap import PAGESIZE
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ class Engine:
         self._regulator, notes = _regulator(footprint, self.budget, self._streaming, settings)
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
-        self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in self._prefixes)
+        self._regulator.kept_bytes = partial(_held_bytes, self._prefixes)
         self._regulator.check_open()
         weights = load_backbone(pack)
         self.ahead = None
@@ -154,13 +154,13 @@ class Engine:
 
     def _foresee(self, foreseeing: Foreseeing, settings: EngineSettings) -> None:
         """Who tells the hash function of passes, and who asks it."""
-        foresight, all_experts = foreseeing.foresight, len(self._streaming.nbytes)
+        foresight, all_experts, cache = foreseeing.foresight, len(self._streaming.nbytes), self.cache
         keeps = settings.eviction == FORESEEN
         looks = foresight.needed if self.ahead is not None and settings.predictor in TAKE_HASH else None
 
         def needed() -> bool:
             looked = looks is not None and looks()
-            return looked or (keeps and self.cache.n_resident < all_experts)
+            return looked or (keeps and cache.n_resident < all_experts)
 
         foresight.needed = needed
         self.model.foresee(foresight, foreseeing.routes_to)
@@ -366,6 +366,10 @@ def _regulator(
         if asked.nbytes is not None and limit // PAGESIZE < asked.nbytes // PAGESIZE:  # groups count in pages
             notes.append(f"{said('memory', size(asked.nbytes))} is more than {name}: that is used")
     return Regulator(footprint, budget, cache, limit, room_bytes, limit_name=name), notes
+
+
+def _held_bytes(prefixes: Iterable[Prefix]) -> int:
+    return sum(each.held_bytes for each in prefixes)
 
 
 def _preference_note(preference: Preference) -> str:

@@ -29,6 +29,10 @@ class Foreseeing:
         self._other, self.foresight.before = backend, self.foresight.beforehand(backend)
 
     def close(self) -> None:
+        self.foresight.needed, self.foresight.told = (
+            (lambda: False),
+            (lambda stack, tokens: None),
+        )  # nobody asks any more
         if self.foresight.before is not None:
             self.foresight.before.close()
             self.foresight.before = None

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import pickle
 import shutil
+import weakref
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -409,3 +411,20 @@ def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
     with Engine.open(packs["decoder"], notify=notes.append, memory=asked) as engine:
         engine.generate([1, 2], max_new_tokens=1)
     assert sum("is more than" in note for note in notes) == said
+
+
+@pytest.mark.parametrize("settings", [{}, {"predictor": "hash", "eviction": "foreseen"}], ids=str)
+def test_an_engine_that_nobody_has_any_more_is_gone_at_once(tmp_path: Path, settings: dict[str, str]) -> None:
+    """Its weights are not left to the garbage collection, which may come much later."""
+    pack = add_hash(write_pack(tmp_path / "m.pack", DECODER))
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine.open(pack, cache="50%", notify=lambda note: None, **settings)
+        engine.generate(PROMPTS[0], max_new_tokens=4)
+        engine.close()
+        parts = [weakref.ref(each) for each in (engine, engine.model, engine.cache)]
+        del engine
+        assert [each() for each in parts] == [None, None, None]
+    finally:
+        gc.enable()
