@@ -146,7 +146,7 @@ class ExpertCache:
             self._closed = True
             self._expect_nothing()
             self._work.notify_all()
-        self.loaders.join()
+        self.loaders.end()
         self._store.close()
 
     # What a lease calls.

@@ -27,8 +27,13 @@ class Loaders:
             else:
                 self.threads.append(thread)
 
-    def join(self) -> None:
-        """Waits until all have ended, for some time."""
+    def end(self) -> None:
+        """Waits for some time until all have ended; none is started after that."""
+        self.most, self._serve = 0, _nothing
         until = time.monotonic() + _CLOSE_S
         for thread in self.threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
+
+
+def _nothing() -> None:
+    """What has ended holds nobody's memory."""
