@@ -49,7 +49,7 @@ def test_the_pack_is_the_model_that_was_measured(
     settings = settings_for(firing, family, tmp_path, loss=0.3, quantizer=quantizer, layout="columns")
     done = Done(settings)
     pack, report = Pack.open(settings.out), done.report
-    assert pack.manifest.quantization.neurons == Neurons(4096, bundled=False)
+    assert pack.manifest.quantization.neurons == Neurons(512, bundled=False)
     assert report.heldout is not None
     tokenizer, material = load_tokenizer(settings.out / "tokenizer.json"), done.bench.material
     packed = PackedModel.open(pack)
@@ -89,7 +89,7 @@ def test_measurements_are_those_of_such_codes(
     assert set((tmp_path / "work").iterdir()) == folders
     assert again.report.heldout == columns.report.heldout
     assert widths_of(again.manifest) == widths_of(columns.manifest)
-    assert again.manifest.quantization.neurons == Neurons(4096, bundled=True)
+    assert again.manifest.quantization.neurons == Neurons(512, bundled=True)
     plain = convert("expert")
     assert len(set((tmp_path / "work").iterdir()) - folders) >= 1
     assert plain.manifest.quantization.neurons is None
@@ -171,7 +171,7 @@ def test_recipes_and_python_say_it_too(firing: dict[str, Path], tmp_path: Path) 
     assert _exit_code(["recipe", "run", str(tmp_path / "b.toml"), "--out", str(tmp_path)]) == 0
     packs = [Pack.open(tmp_path / name).manifest for name in ("a.pack", "b.pack")]
     assert packs[0].experts == packs[1].experts
-    assert packs[0].quantization.neurons == Neurons(4096, bundled=True)
+    assert packs[0].quantization.neurons == Neurons(512, bundled=True)
 
 
 def test_info_says_how_experts_lie(firing: dict[str, Path], tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_info_says_how_experts_lie(firing: dict[str, Path], tmp_path: Path) -> N
     [lines] = [line for line in description_lines(pack) if line.startswith("neurons")]
     placed = pack.neurons(pack.manifest.experts[0].key)
     assert facts["neurons"] == {
-        "piece_bytes": 4096, "bundled": False, "blocks": placed.n_blocks, "rows_bytes": placed.rows_bytes,
+        "piece_bytes": 512, "bundled": False, "blocks": placed.n_blocks, "rows_bytes": placed.rows_bytes,
         "columns_bytes": placed.columns_bytes,
     }  # fmt: skip
     assert f"{placed.n_blocks} blocks an expert: " in lines

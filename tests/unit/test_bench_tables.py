@@ -213,6 +213,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "size": ["OLMoE: bits 4, wall time"],
+    "workers": ["OLMoE, --loss 5%, 1 layer(s), 1 worker(s): time"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "sweep": [
         "wiki: wall time",

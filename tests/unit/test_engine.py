@@ -201,12 +201,12 @@ def test_a_cache_that_shrinks_in_the_middle_of_a_request_is_read_for_as_one_that
         prepare, steps = engine._streaming.adapt, []
 
         def before(loads):
-            engine.cache.resize(everything)
+            engine._streaming.resize(everything)
             return (least if when == "foreseen" else everything), None
 
         def after(loads):
             if [load.written for load in loads] == [2]:
-                engine.cache.resize(least)
+                engine._streaming.resize(least)
 
         monkeypatch.setattr(regulator, "before", before)
         monkeypatch.setattr(regulator, "after", after)

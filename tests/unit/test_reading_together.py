@@ -46,7 +46,7 @@ def root(original: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("moert.experts.drive.patience._PAUSES_S", (0.0, 0.0, 0.0))
 
 
 def open_store(root: Path, io: IoSettings = DIRECT) -> tuple[ExpertStore, Pack, ExpertCounters]:
