@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import HANDED_OVER_BYTES, ExpertCache
 from moert.experts.cache.lease import Lease
 from moert.experts.demand import Demand, Listener
-from moert.kernels.backend import I64, ROWS, Backend
+from moert.kernels.backend import I32, I64, ROWS, Backend
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack
@@ -48,11 +49,8 @@ class CachedExperts:
                 needed, share = experts[0][taken].tolist(), share[taken]
             self._run_one(at, hidden, needed, share, out, x)
             return
-        chosen = experts.reshape(-1)
-        order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]  # without those that were dropped
-        needed, counts = np.unique(chosen[order], return_counts=True)
-        keys, rows_of = self._begin(at, needed.tolist()), counts.tolist()
-        tokens, share = (order // experts.shape[1]).astype(np.int32), weights.reshape(-1)[order]
+        needed, rows_of, tokens, share = by_expert(experts, weights)
+        keys = self._begin(at, needed)
         first = row = 0
         for stop in self._waves(keys, rows_of, len(hidden)):
             with self._cache.lease(keys[first:stop], keys[stop:]) as lease:
@@ -113,6 +111,25 @@ class CachedExperts:
             hear(demand)
         table = self._keys[at]
         return [table[number] for number in needed]
+
+
+class ByExpert(NamedTuple):
+    """The experts that tokens go to, ascending, how many go to each, and these tokens, expert after expert, with their
+    weights."""
+
+    needed: list[int]
+    counts: list[int]
+    tokens: I32
+    weights: F32
+
+
+def by_expert(experts: I64, weights: F32) -> ByExpert:
+    """experts and weights [tokens, top_k]; negative where a token was dropped."""
+    chosen = experts.reshape(-1)
+    order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
+    needed, counts = np.unique(chosen[order], return_counts=True)
+    tokens = (order // experts.shape[1]).astype(np.int32)
+    return ByExpert(needed.tolist(), counts.tolist(), tokens, weights.reshape(-1)[order])
 
 
 def _pieces(counts: list[int]) -> list[list[int]]:

@@ -73,11 +73,13 @@ def test_no_way_of_running_changes_an_answer(
 def test_reading_without_a_ring_or_without_c_brings_the_same(
     pack: Path, expected: list[tuple[list[int], F32]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def by_threads(threads: int, by_ring: bool = True) -> reads.Reader:
-        return reads.open_reader(threads, by_ring=False)
+    usual = reads.open_reader
+
+    def by_threads(threads: int) -> reads.Reader:
+        return usual(threads, by_ring=False)
 
     for opened in (by_threads, lambda threads: reads.PlainReader()):
-        monkeypatch.setattr("moert.experts.neurons.store.open_reader", opened)
+        monkeypatch.setattr(reads, "open_reader", opened)
         assert same(answers(pack, cache="60%"), expected)
 
 

@@ -99,7 +99,7 @@ def set_of(column: str, value: int, row: int = 1) -> Callable[[Table], None]:
 def test_all_experts_arrive_in_one_call(
     original: Path, monkeypatch: pytest.MonkeyPatch, io: IoSettings, reader: Callable[[int], Reader]
 ) -> None:
-    monkeypatch.setattr(store_module, "open_reader", reader)
+    monkeypatch.setattr("moert.experts.drive.reads.open_reader", reader)
     store, pack, counters = open_store(original, io)
     keys = [entry.key for entry in pack.manifest.experts]
     for turn in (1, 2):
@@ -114,7 +114,7 @@ def test_all_experts_arrive_in_one_call(
 
 def test_large_ones_are_read_by_themselves(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty(0, lambda table: None)
-    monkeypatch.setattr(store_module, "open_reader", lambda threads: faulty)
+    monkeypatch.setattr("moert.experts.drive.reads.open_reader", lambda threads: faulty)
     store, pack, _ = open_store(original)
     read(store, KEYS)
     assert faulty.calls == [3]
@@ -131,7 +131,7 @@ def garble(table: Table) -> None:
 @pytest.mark.parametrize("how", [set_of("error", errno.EIO), set_of("found", 0), set_of("found", 4096), garble])
 def test_a_bad_moment_costs_one_retry_of_one_expert(root: Path, monkeypatch: pytest.MonkeyPatch, how) -> None:
     faulty = Faulty(1, how)
-    monkeypatch.setattr(store_module, "open_reader", lambda threads: faulty)
+    monkeypatch.setattr("moert.experts.drive.reads.open_reader", lambda threads: faulty)
     store, pack, counters = open_store(root)
     found = read(store, KEYS)
     assert all(arrived(each, pack, key) for each, key in zip(found, KEYS, strict=True))

@@ -63,6 +63,28 @@ def open_reader(threads: int, by_ring: bool = True) -> Reader:
     return PlainReader() if found is None else NativeReader(found, threads, by_ring)
 
 
+class Readers:
+    """Readers that stay open, one for each thread that reads at the same time."""
+
+    def __init__(self) -> None:
+        self._idle: list[Reader] = []
+
+    def read_many(self, table: Table, threads: int) -> int:
+        """See Reader; with so many threads where a reader is opened for it. Safe to use from several threads."""
+        try:
+            reader = self._idle.pop()
+        except IndexError:
+            reader = open_reader(threads)
+        failed = reader.read_many(table)
+        self._idle.append(reader)
+        return failed
+
+    def close(self) -> None:
+        """Closes those that nobody uses."""
+        while self._idle:
+            self._idle.pop().close()
+
+
 def table_of(reads: Iterable[Read]) -> Table:
     """[reads] for `read_many`; the places have to outlive it."""
     rows = [

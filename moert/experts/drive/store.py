@@ -12,7 +12,7 @@ from typing import Any
 from moert.experts.drive.files import OpenFile, OpenFiles
 from moert.experts.drive.io import IoSettings, in_page_cache, mapped, open_expert, read_into
 from moert.experts.drive.patience import FAILURES, Patience
-from moert.experts.drive.reads import Read, Reader, Table, open_reader, table_of
+from moert.experts.drive.reads import Read, Readers, Table, table_of
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.checksum import crc32
 from moert.pack.codec import U8
@@ -46,7 +46,7 @@ class ExpertStore:
         self._lock = threading.Lock()
         self._patience = Patience(pack, counters, self._lock)
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
-        self._readers: list[Reader] = []  # that nobody uses
+        self._readers = Readers()
         self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
         self._views: dict[ExpertKey, Mapping[str, ProjectionView]] = {}
         self._kinds: dict[object, Mapping[str, ProjectionView]] = {}  # of views, which many experts share
@@ -66,8 +66,7 @@ class ExpertStore:
     def close(self) -> None:
         """Closes files that nobody reads from any more."""
         self._files.close()
-        while self._readers:
-            self._readers.pop().close()
+        self._readers.close()
 
     def read(self, key: ExpertKey, into: U8) -> U8:
         """Fills `into`, uint8 [nbytes], page-aligned, and gives it back; or leaves it as it is, and gives the bytes
@@ -162,13 +161,7 @@ class ExpertStore:
             Read(-1 if file is None else file.fd, entry.offset, into, entry.crc32, forget=True)
             for file, entry, (_, into) in zip(files, entries, wanted, strict=True)
         ])  # fmt: skip
-        try:
-            reader = self._readers.pop()
-        except IndexError:
-            reader = open_reader(self.io.threads)
-        failed = reader.read_many(table)
-        self._readers.append(reader)
-        return table, failed
+        return table, self._readers.read_many(table, self.io.threads)
 
     def _wrong(self, key: ExpertKey, into: U8, row: Any) -> Exception | None:
         """What is wrong with what came of a read; None if nothing is."""

@@ -11,10 +11,11 @@ import numpy as np
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand, Listener
+from moert.experts.executor import by_expert
 from moert.experts.neurons.keeping import I64
 from moert.experts.neurons.slots import BlockCache
 from moert.experts.neurons.store import Rows
-from moert.kernels.backend import ROWS, Backend
+from moert.kernels.backend import I32, ROWS, Backend
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.neurons import NeuronLayout
@@ -38,12 +39,9 @@ class FiringExperts:
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if something can't be read."""
-        chosen = experts.reshape(-1)
-        order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]  # without those that were dropped
-        needed, counts = np.unique(chosen[order], return_counts=True)
-        tokens, share = order // experts.shape[1], weights.reshape(-1)[order]
-        keys, start = self._begin(at, needed.tolist()), 0
-        for place, (key, count) in enumerate(zip(keys, counts.tolist(), strict=True)):
+        needed, counts, tokens, share = by_expert(experts, weights)
+        keys, start = self._begin(at, needed), 0
+        for place, (key, count) in enumerate(zip(keys, counts, strict=True)):
             mine = slice(start, start + count)
             with self._rows.lease([key], keys[place + 1 :]) as lease:
                 if self._ahead is not None and place + 1 == len(keys):
@@ -51,7 +49,7 @@ class FiringExperts:
                 self._add(key, cast(Rows, lease.expert(0)), hidden, tokens[mine], share[mine], out)
             start += count
 
-    def _add(self, key: ExpertKey, rows: Rows, hidden: F32, tokens: I64, weights: F32, out: F32) -> None:
+    def _add(self, key: ExpertKey, rows: Rows, hidden: F32, tokens: I32, weights: F32, out: F32) -> None:
         """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
         layout, bias, many = rows.layout, self._biases.get(key), len(tokens) > ROWS
         lent = self._columns.fetch_all(key) if many else None

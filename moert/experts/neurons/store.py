@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from moert.experts.drive.files import OpenFiles
 from moert.experts.drive.io import IoSettings
 from moert.experts.drive.patience import FAILURES, Patience
-from moert.experts.drive.reads import READ, Reader, Table, address, open_reader
+from moert.experts.drive.reads import READ, Readers, Table, address
 from moert.experts.neurons.keeping import I64
 from moert.kernels.backend import Expert
 from moert.pack.checksums import checksums_from_bytes
@@ -64,11 +63,7 @@ class Pieces:
         self._layouts = {entry.key: pack.neurons(entry.key) for entry in pack.manifest.experts}
         self._patience = Patience(pack, counters, self._lock)
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
-        self._readers: list[Reader] = []  # that nobody uses
-
-    def files(self) -> list[Path]:
-        """The files of all experts."""
-        return [self._pack.file(path) for path in dict.fromkeys(entry.path for entry in self._pack.manifest.experts)]
+        self._readers = Readers()
 
     def layout(self, key: ExpertKey) -> NeuronLayout:
         return self._layouts[key]
@@ -108,14 +103,13 @@ class Pieces:
     def close(self) -> None:
         """Closes files that nobody reads from any more."""
         self._files.close()
-        while self._readers:
-            self._readers.pop().close()
+        self._readers.close()
 
     def _read(self, path: str, reads: Table) -> None:
         started, file, failed = time.perf_counter(), self._files.take(path, self.io.direct), True
         try:
             reads["fd"] = file.fd
-            failed = self._carry_out(reads) > 0
+            failed = self._readers.read_many(reads, self.io.threads) > 0
         finally:
             self._files.give(file, failed=failed)
         if not failed:
@@ -129,15 +123,6 @@ class Pieces:
         if (reads["found"] < reads["nbytes"]).any():
             raise FileTruncated(f"{path} ends before its neurons do: copy the pack again")
         raise HashMismatch(f"{path}: a checksum differs from {NEURONS}: the file is damaged, copy it again")
-
-    def _carry_out(self, reads: Table) -> int:
-        try:
-            reader = self._readers.pop()
-        except IndexError:
-            reader = open_reader(self.io.threads)
-        failed = reader.read_many(reads)
-        self._readers.append(reader)
-        return failed
 
 
 class RowStore:
