@@ -15,6 +15,7 @@ from moert import __version__
 from moert.command import console
 from moert.command.options import (
     CacheOption,
+    DriveOption,
     Eviction,
     EvictionOption,
     FirstTokenOption,
@@ -224,19 +225,15 @@ def bench(
             "draw figures of it all into this folder.",
         ),
     ] = None,
-    drive: Annotated[
-        bool,
-        typer.Option(
-            "--drive",
-            help="Run nothing: measure how fast the drive of each pack is, over the size of a read and how many are "
-            "asked for at once. With ReLU, say which --piece-bytes of moeconv quantize that makes the fastest.",
-        ),
-    ] = False,
+    drive: DriveOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
     if drive:
-        _bench_drives(context, packs, plot, as_json)
+        check_unused(context, {"packs", "drive", "plot", "as_json"}, "--drive: it runs no model")
+        from moert.bench.command import drives
+
+        drives(packs, plot, as_json)
         return
     chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
     from moert.bench import command
@@ -244,13 +241,6 @@ def bench(
 
     settings = BenchSettings(chosen, max_new_tokens)
     command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
-
-
-def _bench_drives(context: typer.Context, packs: list[Path], plot: str | None, as_json: bool) -> None:
-    check_unused(context, {"packs", "drive", "plot", "as_json"}, "--drive: it runs no model")
-    from moert.bench import command
-
-    command.drives(packs, plot, as_json)
 
 
 @app.command()

@@ -49,6 +49,14 @@ class Thinking(str, Enum):
 
 
 PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
+DriveOption = Annotated[
+    bool,
+    typer.Option(
+        "--drive",
+        help="Run nothing: measure how fast the drive of each pack is, over the size of a read and how many are asked "
+        "for at once. With ReLU, say which --piece-bytes of moeconv quantize that makes the fastest.",
+    ),
+]
 InputOption = Annotated[
     Path | None,
     typer.Option(

@@ -22,7 +22,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Restraint:
-    """From which step on, to which share of each layer's neurons that fire for a token, and how fast weights may move."""
+    """From which step on, to which share of each layer's neurons that fire for a token, and how fast weights move."""
 
     share: float
     since: int = 0
