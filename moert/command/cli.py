@@ -327,13 +327,15 @@ def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_js
 def _run_records(
     engine: Engine, path: Path, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
 ) -> None:
-    from moert.command.prompts import LineWriter, grouped, read_records
+    from moert.command.prompts import STDIN, LineWriter, followed, grouped, read_records
 
-    records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
+    groups = grouped(read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens)), batch)
+    # Whoever writes to stdin may wait for an answer first.
+    pairs = ((group, list[PromptRecord]()) for group in groups) if path == STDIN else followed(groups)
     full = 0
     with LineWriter(output) as writer:
-        for group in grouped(records, batch):
-            for answer, record in zip(_answers(engine, group, settings), group, strict=True):
+        for group, behind in pairs:
+            for answer, record in zip(_answers(engine, group, behind, settings), group, strict=True):
                 if answer.finished:
                     writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
                 full += answer.result.stop_reason == "context_full"
@@ -341,12 +343,15 @@ def _run_records(
         console.note(f"{full} of the texts end because the model's context is full (--json says which)")
 
 
-def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:
-    """The answers as they come, also those that Ctrl-C cuts short."""
+def _answers(
+    engine: Engine, group: Sequence[PromptRecord], behind: Sequence[PromptRecord], settings: GenerationSettings
+) -> Iterator[Answer]:
+    """The answers to a group as they come, also those that Ctrl-C cuts short; the group behind it is next."""
     from moert.generation.session import Interrupted
 
+    prompts, coming = ([record.prompt for record in records] for records in (group, behind))
     try:
-        yield from engine.generate_many([record.prompt for record in group], settings)
+        yield from engine.generate_many(prompts, settings, coming=coming)
     except Interrupted as interrupt:
         yield from interrupt.answers
         raise
