@@ -125,9 +125,7 @@ def _opened(folder: Path, lengths_of: Mapping[StackName, list[int]], spec: Model
     return Examples(stacks)
 
 
-def _collect(
-    folder: Path, subject: Subject, description: Description, scorer: Routing, bar: Bar
-) -> dict[str, Any]:
+def _collect(folder: Path, subject: Subject, description: Description, scorer: Routing, bar: Bar) -> dict[str, Any]:
     """Fills the folder. Returns the tokens of each sample, by stack."""
     spec, lengths = subject.spec, {stack: list[int]() for stack in stacks_of(subject.spec)}
     routers = Routers(subject.model, description, spec.moe_layers())

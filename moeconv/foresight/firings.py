@@ -1,4 +1,4 @@
-"""What predictors of neurons are trained on: what enters a model's experts, and which of their neurons fire, on disk."""
+"""What predictors of neurons are trained on: what enters experts, and which of their neurons fire, on disk."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _collect(folder: Path, subject: Subject, scorer: Reads, bar: Bar) -> dict[st
 def _weights(subject: Subject, place: LayerKey, x: Tensor, chosen: Tensor) -> Tensor:
     """See LayerFirings."""
     calls, found = subject.calls, torch.zeros((*chosen.shape, subject.spec.moe.ffn.d_ff), dtype=torch.uint8)
-    for expert in chosen[chosen >= 0].unique().tolist():
+    for expert in sorted(set(chosen[chosen >= 0].tolist())):
         key, (rows, slots) = place.expert(expert), torch.nonzero(chosen == expert, as_tuple=True)
         lengths = calls.inner(key, x[rows]).abs() * calls.weights(key)[-1].norm(dim=0)
         largest = lengths.amax(dim=1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)

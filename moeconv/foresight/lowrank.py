@@ -89,3 +89,9 @@ def _moments(firings: LayerFirings) -> tuple[Tensor, Tensor]:
     covariance = products / len(firings) - torch.outer(mean, mean)
     ridge = _RIDGE * covariance.diagonal().mean().clamp(min=1e-9)
     return mean, covariance + ridge * torch.eye(features, dtype=torch.double)
+
+
+def in_blocks(named: Tensor, per_block: int) -> Tensor:
+    """named [rows, d_ff] → which blocks of so many neurons hold one that is named. [rows, blocks]"""
+    padded = nn.functional.pad(named, (0, -named.shape[1] % per_block))
+    return padded.view(len(named), -1, per_block).any(-1)

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from moeconv.foresight.firings import Firings, LayerFirings
 from moeconv.foresight.kept import load_checkpoint, save_checkpoint
-from moeconv.foresight.lowrank import LayerNetwork, begun
+from moeconv.foresight.lowrank import LayerNetwork, begun, in_blocks
 from moeconv.foresight.training import pace
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
@@ -55,6 +55,20 @@ class NeuronLesson:
     about: str
     folder: Path
 
+    @property
+    def tokens(self) -> int:
+        """That were read to learn, of all stacks."""
+        return _tokens(self.train)
+
+    @property
+    def heldout_tokens(self) -> int:
+        return _tokens(self.heldout)
+
+
+def _tokens(firings: Firings) -> int:
+    stacks = {place.stack: len(layer) for place, layer in firings.items()}
+    return sum(stacks.values())
+
 
 def trained_neurons(
     lesson: NeuronLesson, course: NeuronCourse, say: Callable[[str], None], show: Progress
@@ -89,15 +103,15 @@ class _LayerTraining:
         found = load_checkpoint(self.path, self.about)
         if found is None:
             self.network = begun(course.rank, experts, self.train)
+            self.epoch = self.best_epoch = 0
+            self.best, self.best_loss = self._copy(), balanced(self.network, self.heldout, self.gains)
         else:
-            self.network = LayerNetwork(*(found["network"][name] for name in ("compress", "heads", "bias")))
-        self.optimizer = torch.optim.Adam(self.network.parameters(), course.rate)
-        self.epoch = self.best_epoch = 0
-        self.best, self.best_loss = self._copy(), balanced(self.network, self.heldout, self.gains)
-        if found is not None:
-            self.optimizer.load_state_dict(found["optimizer"])
+            self.network = _network(found["network"])
             self.epoch, self.best_epoch, self.best_loss = found["progress"]
             self.best = found["best"]
+        self.optimizer = torch.optim.Adam(self.network.parameters(), course.rate)
+        if found is not None:
+            self.optimizer.load_state_dict(found["optimizer"])
 
     @property
     def is_over(self) -> bool:
@@ -128,7 +142,7 @@ class _LayerTraining:
 
     def finished(self) -> LayerPredictor:
         """As it is stored: thresholds on the text that it was trained on, and what is named of the held-out text."""
-        compress, heads, bias = LayerNetwork(*(self.best[name] for name in ("compress", "heads", "bias"))).stored()
+        compress, heads, bias = _network(self.best).stored()
         unset = LayerPredictor(compress, heads, bias, np.zeros(len(heads), np.float32), Kept(0, 0, 0))
         network = LayerNetwork.of(unset)
         threshold = thresholds(network, self.train, self.course.missed)
@@ -137,6 +151,10 @@ class _LayerTraining:
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: values.detach().clone() for name, values in self.network.state_dict().items()}
+
+
+def _network(state: Mapping[str, Tensor]) -> LayerNetwork:
+    return LayerNetwork(state["compress"], state["heads"], state["bias"])
 
 
 def _chunks(firings: LayerFirings) -> Iterator[npt.NDArray[np.int64]]:
@@ -214,9 +232,3 @@ def kept_of(network: LayerNetwork, threshold: F32, firings: LayerFirings, per_bl
             named_blocks += int(touched.sum())
             blocks += touched.numel()
     return Kept(named_fired / max(1, fired), named / max(1, neurons), named_blocks / max(1, blocks))
-
-
-def in_blocks(named: Tensor, per_block: int) -> Tensor:
-    """named [rows, d_ff] → which blocks of so many neurons hold one that is named. [rows, blocks]"""
-    padded = torch.nn.functional.pad(named, (0, -named.shape[1] % per_block))
-    return padded.view(len(named), -1, per_block).any(-1)
