@@ -41,6 +41,7 @@ from moert.command.options import (
     ThreadsOption,
     TopKOption,
     TopPOption,
+    check_unused,
     engine_settings,
 )
 from moert.command.prompts import PromptRecord, check_output, read_prompt
@@ -195,6 +196,7 @@ def chat(
 
 @app.command()
 def bench(
+    context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
     prompt: Annotated[
         str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
@@ -222,15 +224,33 @@ def bench(
             "draw figures of it all into this folder.",
         ),
     ] = None,
+    drive: Annotated[
+        bool,
+        typer.Option(
+            "--drive",
+            help="Run nothing: measure how fast the drive of each pack is, over the size of a read and how many are "
+            "asked for at once. With ReLU, say which --piece-bytes of moeconv quantize that makes the fastest.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
+    if drive:
+        _bench_drives(context, packs, plot, as_json)
+        return
     chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 
     settings = BenchSettings(chosen, max_new_tokens)
     command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
+
+
+def _bench_drives(context: typer.Context, packs: list[Path], plot: str | None, as_json: bool) -> None:
+    check_unused(context, {"packs", "drive", "plot", "as_json"}, "--drive: it runs no model")
+    from moert.bench import command
+
+    command.drives(packs, plot, as_json)
 
 
 @app.command()
