@@ -242,15 +242,18 @@ class Engine:
                     yield piece.text
 
     def generate_many(
-        self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None, **changes: Any
-    ) -> Iterator[Answer]:
+        self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None, *, coming: Sequence[Prompt] = (),
+        **changes: Any,
+    ) -> Iterator[Answer]:  # fmt: skip
         """Runs prompts together, so that each expert is read once per layer for all of them; the answers come in order.
 
         The answers are those of `generate`, on the native kernels bit for bit (see Model). Of prompts that do not fit
-        into memory together some wait for others, with a note. Raises what `generate` does; Interrupted has what was
-        begun of the answers that were not given yet.
+        into memory together some wait for others, with a note. `coming`: what will be asked next; what can be worked
+        out of it in the meantime is. Raises what `generate` does; Interrupted has what was begun of the answers that
+        were not given yet.
         """
         with self.session() as session:
+            session.expect(coming)
             asked = [session.add(prompt, settings, **changes) for prompt in prompts]
             while asked:
                 try:

@@ -140,6 +140,11 @@ def quantize(
                                "be read, or neuron, the same with all of a neuron in one place; auto: columns where "
                                "experts are large enough for it, else expert.")
     ] = "expert",
+    piece_bytes: Annotated[
+        int | None, typer.Option(help="With --layout columns, neuron or auto: most bytes of what is read at once, a "
+                                      "multiple of 512. moert bench --drive says what a drive likes. Default: two "
+                                      "neurons or a little more, at most 4096.")
+    ] = None,
     route: Annotated[
         str, typer.Option(help="What sends tokens to experts: router, the model's own, or hash, a function of the "
                                "tokens alone that is trained first, on half of the calibration text. Widths and "
@@ -168,6 +173,7 @@ def quantize(
         heldout_samples, context, max_new_tokens, options.bytes_of(memory),
         None if racing is None else parse_share(racing, "--racing"), cluster,
         None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout, route,
+        piece_bytes,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)
@@ -223,7 +229,7 @@ def plan(
     print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
 
 
-for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, packs.verify):
+for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, packs.train_neurons, packs.verify):
     app.command()(work_on_a_pack)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moeconv.errors import SettingsError
 from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import SECTOR, Neurons
+from moert.pack.neurons import MOST_PIECE_BYTES, SECTOR, Neurons
 
 BY_NEURONS: Mapping[str, bool] = {"neuron": True, "columns": False}
 """Layout → whether columns lie beside the rows of their neurons."""
@@ -25,12 +25,25 @@ def files_of(layout: str) -> Files:
     return "layer" if layout == "layer" else "expert"
 
 
-def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool) -> Neurons | None:
-    """How neurons lie in blocks; None where they do not. Raises SettingsError for a model that can't have them so."""
+def check_piece_bytes(layout: str, piece_bytes: int | None) -> None:
+    """Raises SettingsError."""
+    if piece_bytes is None:
+        return
+    if layout not in (*BY_NEURONS, "auto"):
+        raise SettingsError(f"--piece-bytes has no effect on --layout {layout}: leave it out, or take --layout columns")
+    if piece_bytes % SECTOR or not SECTOR <= piece_bytes <= MOST_PIECE_BYTES:
+        raise SettingsError(
+            f"--piece-bytes {piece_bytes}: expected a multiple of {SECTOR}, {SECTOR} to {MOST_PIECE_BYTES}"
+        )
+
+
+def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool, piece_bytes: int | None = None) -> Neurons | None:
+    """How neurons lie in blocks, whose columns take at most `piece_bytes` (None: as many as is usual); None where they
+    do not. Raises SettingsError for a model that can't have them so."""
     act = spec.moe.ffn.act
     if layout == "auto":
         pays = act.exact_zeros and not mxfp4 and spec.weights_per_expert() // 2 >= PAYS_BYTES
-        return blocks_of(spec, bundled=False) if pays else None
+        return blocks_of(spec, False, piece_bytes) if pays else None
     if layout not in BY_NEURONS:
         return None
     if not act.exact_zeros:
@@ -40,11 +53,13 @@ def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool) -> Neurons | None:
         )
     if mxfp4:
         raise SettingsError(f"--layout {layout} does not go with a source in MXFP4: leave it out")
-    return blocks_of(spec, BY_NEURONS[layout])
+    return blocks_of(spec, BY_NEURONS[layout], piece_bytes)
 
 
-def blocks_of(spec: ModelSpec, bundled: bool) -> Neurons:
-    """Blocks as small as they are worth it: of a few neurons, and of no less than a drive reads."""
+def blocks_of(spec: ModelSpec, bundled: bool, piece_bytes: int | None = None) -> Neurons:
+    """Blocks as small as they are worth it, unless it is said: of a few neurons, and of no less than a drive reads."""
+    if piece_bytes is not None:
+        return Neurons(piece_bytes, bundled)
     few = _TOGETHER * spec.expert_width // 2
     nbytes = SECTOR
     while nbytes < min(few, PIECE_BYTES):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moeconv.artifacts import FISHER, SIGNALS, Target
-from moeconv.conversion.layouts import LAYOUTS
+from moeconv.conversion.layouts import LAYOUTS, check_piece_bytes
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric
 from moeconv.plan import ALLOCATORS
@@ -47,8 +47,9 @@ class Settings:
     a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
     widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
-    where there is no calibration text. `layout`: how experts lie in the pack, one of LAYOUTS. `route`: what sends
-    tokens to experts, one of ROUTES."""
+    where there is no calibration text. `layout`: how experts lie in the pack, one of LAYOUTS, and where that is
+    by neurons `piece_bytes`: of a block's columns at most (None: what is usual). `route`: what sends tokens to
+    experts, one of ROUTES."""
 
     model: str
     out: Path
@@ -80,11 +81,13 @@ class Settings:
     resident: tuple[float, ...] = ()
     layout: str = "expert"
     route: str = "router"
+    piece_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.quantizer is not None:
             check_choice("--quantizer", self.quantizer, QUANTIZERS)
         check_choice("--layout", self.layout, LAYOUTS)
+        check_piece_bytes(self.layout, self.piece_bytes)
         check_choice("--route", self.route, ROUTES)
         if self.by_hash and self.resident:
             raise SettingsError("--resident goes with routers: leave it out, or --route hash")

@@ -43,6 +43,13 @@ def bench(
         _show_figures(measured, settings, texts, folder, as_json)
 
 
+def drives(packs: Sequence[Path], plot: str | Path | None, as_json: bool) -> None:
+    """Prints how fast the drives of packs are; with `plot`, also draws it. Raises PackError, RunError."""
+    from moert.bench.drive import bench_drives
+
+    bench_drives(packs, None if plot is None else _folder(plot, packs), as_json)
+
+
 def _folder(plot: str | Path, packs: Sequence[Path]) -> Path:
     """The folder for pictures, checked. Raises DrawingImpossible."""
     from moert.bench.plot import check_drawing

@@ -15,6 +15,7 @@ from moert import __version__
 from moert.command import console
 from moert.command.options import (
     CacheOption,
+    DriveOption,
     Eviction,
     EvictionOption,
     FirstTokenOption,
@@ -41,6 +42,7 @@ from moert.command.options import (
     ThreadsOption,
     TopKOption,
     TopPOption,
+    check_unused,
     engine_settings,
 )
 from moert.command.prompts import PromptRecord, check_output, read_prompt
@@ -195,6 +197,7 @@ def chat(
 
 @app.command()
 def bench(
+    context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
     prompt: Annotated[
         str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
@@ -222,9 +225,16 @@ def bench(
             "draw figures of it all into this folder.",
         ),
     ] = None,
+    drive: DriveOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
+    if drive:
+        check_unused(context, {"packs", "drive", "plot", "as_json"}, "--drive: it runs no model")
+        from moert.bench.command import drives
+
+        drives(packs, plot, as_json)
+        return
     chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
@@ -327,13 +337,15 @@ def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_js
 def _run_records(
     engine: Engine, path: Path, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
 ) -> None:
-    from moert.command.prompts import LineWriter, grouped, read_records
+    from moert.command.prompts import STDIN, LineWriter, followed, grouped, read_records
 
-    records = read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens))
+    groups = grouped(read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens)), batch)
+    # Whoever writes to stdin may wait for an answer first.
+    pairs = ((group, list[PromptRecord]()) for group in groups) if path == STDIN else followed(groups)
     full = 0
     with LineWriter(output) as writer:
-        for group in grouped(records, batch):
-            for answer, record in zip(_answers(engine, group, settings), group, strict=True):
+        for group, behind in pairs:
+            for answer, record in zip(_answers(engine, group, behind, settings), group, strict=True):
                 if answer.finished:
                     writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
                 full += answer.result.stop_reason == "context_full"
@@ -341,12 +353,15 @@ def _run_records(
         console.note(f"{full} of the texts end because the model's context is full (--json says which)")
 
 
-def _answers(engine: Engine, group: Sequence[PromptRecord], settings: GenerationSettings) -> Iterator[Answer]:
-    """The answers as they come, also those that Ctrl-C cuts short."""
+def _answers(
+    engine: Engine, group: Sequence[PromptRecord], behind: Sequence[PromptRecord], settings: GenerationSettings
+) -> Iterator[Answer]:
+    """The answers to a group as they come, also those that Ctrl-C cuts short; the group behind it is next."""
     from moert.generation.session import Interrupted
 
+    prompts, coming = ([record.prompt for record in records] for records in (group, behind))
     try:
-        yield from engine.generate_many([record.prompt for record in group], settings)
+        yield from engine.generate_many(prompts, settings, coming=coming)
     except Interrupted as interrupt:
         yield from interrupt.answers
         raise

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from moert.errors import RunError
 
 if TYPE_CHECKING:
     from moert.settings import EngineSettings
@@ -46,6 +49,14 @@ class Thinking(str, Enum):
 
 
 PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
+DriveOption = Annotated[
+    bool,
+    typer.Option(
+        "--drive",
+        help="Run nothing: measure how fast the drive of each pack is, over the size of a read and how many are asked "
+        "for at once. With ReLU, say which --piece-bytes of moeconv quantize that makes the fastest.",
+    ),
+]
 InputOption = Annotated[
     Path | None,
     typer.Option(
@@ -181,3 +192,11 @@ def engine_settings(
         limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip(),  # type: ignore[arg-type]
         keep_neurons.value,
     )  # fmt: skip
+
+
+def check_unused(context: typer.Context, counts: Collection[str], beside: str) -> None:
+    """Raises RunError for an option that was typed and does not count `beside` another."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE" and option.name not in counts:
+            raise RunError(f"{option.opts[0]} has no effect with {beside}: leave it out")

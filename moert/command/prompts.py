@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from moert.errors import BudgetTooSmall, InputInvalid
 
+STDIN = Path("-")
 PROMPT_FIELDS = ("prompt", "input", "text")
 
 
@@ -51,7 +53,7 @@ def read_text(path: Path) -> str:
 def check_output(source: Path, output: Path, stdin: TextIO) -> None:
     """Raises InputInvalid if answers would be written over the prompts, under whatever name. '-' is stdin."""
     try:
-        found = os.fstat(stdin.fileno()) if str(source) == "-" else os.stat(source)
+        found = os.fstat(stdin.fileno()) if source == STDIN else os.stat(source)
         same = stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(output))
     except (OSError, ValueError):  # one of them is no file yet, or stdin is none
         return
@@ -65,7 +67,7 @@ def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Ite
     `check` raises InputInvalid or BudgetTooSmall for a prompt that can't run. Raises InputInvalid with the number of a
     bad line, or if there is no prompt at all.
     """
-    if str(path) == "-":
+    if path == STDIN:
         return _parse(_lines(stdin), "stdin", check)
     return iter(list(_parse(read_text(path).split("\n"), str(path), check)))
 
@@ -85,6 +87,11 @@ def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptR
         raise
     if group:
         yield group
+
+
+def followed(groups: Iterable[list[PromptRecord]]) -> Iterator[tuple[list[PromptRecord], list[PromptRecord]]]:
+    """Each with the one behind it, which is read before this is handed out; the last with an empty one."""
+    return pairwise([*groups, []])
 
 
 def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[PromptRecord]:

@@ -146,6 +146,7 @@ class Session:
         self._lock = threading.Lock()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
+        self._coming: list[Sequence[int]] = []
         self._closed = False
 
     @property
@@ -172,6 +173,12 @@ class Session:
                 raise
             self._waiting.append(request)
         return request
+
+    def expect(self, prompts: Sequence[Prompt]) -> None:
+        """These will be asked of this model when the session is over: what can be worked out of them meanwhile may
+        be. Raises InputInvalid, TokenizerMissing, or a PackError for a damaged tokenizer."""
+        with self._open():
+            self._coming = [self._generation(prompt, GenerationSettings()).prompt_ids for prompt in prompts]
 
     def turn(self) -> list[tuple[Request, Piece]]:
         """Begins what waits and fits, and gives the next token of all that runs, in the order in which they began;
@@ -250,8 +257,8 @@ class Session:
             return []
         started_s, running = time.perf_counter(), self._running
         logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
-        if self._waiting:
-            self._model.expects(each._generation.prompt_ids for each in self._waiting)
+        if self._waiting or self._coming:
+            self._model.expects([*(each._generation.prompt_ids for each in self._waiting), *self._coming])
         for request in running:
             request._mark()
         pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]

@@ -18,6 +18,7 @@ from moert.pack.reading import Within
 NEURONS = "neurons.safetensors"
 """The file of a pack that has a checksum of each piece."""
 SECTOR = 512  # bytes: a piece is a whole number of them, which any drive can read alone
+MOST_PIECE_BYTES = 1 << 20
 _ALIGNMENT = 8  # bytes, of what lies in a piece
 _BIAS_BYTES = 4
 DOWN = "down"
@@ -28,7 +29,7 @@ class Neurons:
     """What a pack says of its blocks: see `NeuronLayout`. `piece_bytes`: the most that a block's columns take.
     `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows."""
 
-    piece_bytes: Annotated[int, Within(SECTOR, 1 << 20)]
+    piece_bytes: Annotated[int, Within(SECTOR, MOST_PIECE_BYTES)]
     bundled: bool
 
 
@@ -103,6 +104,11 @@ def neuron_layout(
     stands for a neuron's whole row of d_model features."""
     widths, ffn = tuple((name, bits[name]) for name in spec.moe.ffn.projections), spec.moe.ffn
     return _layout((spec.expert_width, ffn.d_ff), ffn.bias, widths, group_size, form16, page_bytes, neurons)
+
+
+def columns_bytes(width: int, d_model: int, group_size: int) -> int:
+    """What the column of one neuron takes where `down` has this width; `group_size` as above."""
+    return sum(_neuron_bytes(width, d_model, min(group_size, d_model) if group_size else d_model))
 
 
 @lru_cache(maxsize=1024)

@@ -38,6 +38,10 @@ class TensorFile:
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
 
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return sorted(self._tensors)
+
     def only(self, names: Iterable[str]) -> None:
         """That no other tensors are there."""
         if others := sorted(set(self._tensors).difference(names)):

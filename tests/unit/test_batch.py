@@ -11,7 +11,7 @@ from tiny_packs import SHAPES, SPECS, VOCAB, with_capacity, with_ends, write_pac
 
 from moert.budget.regulator import Regulator
 from moert.command import cli
-from moert.command.prompts import PromptRecord, grouped
+from moert.command.prompts import PromptRecord, followed, grouped
 from moert.engine import Engine
 from moert.errors import InputInvalid
 from moert.generation.session import Answer, Interrupted
@@ -274,3 +274,9 @@ def test_lines_before_a_bad_one_are_run() -> None:
         seen.extend(groups)
     assert seen == [["0", "1", "2"], ["3", "4"]]
     assert [len(group) for group in grouped(iter([PromptRecord("", {})] * 4), 2)] == [2, 2]
+
+
+def test_each_group_comes_with_the_next() -> None:
+    one, other = [PromptRecord("a", {})] * 2, [PromptRecord("b", {})]
+    assert list(followed([one, other])) == [(one, other), (other, [])]
+    assert list(followed([])) == []

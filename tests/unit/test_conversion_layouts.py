@@ -253,3 +253,14 @@ def test_planning_knows_how_down_is_coded() -> None:
 @pytest.mark.parametrize(("width", "nbytes"), [(8, 512), (320, 512), (768, 1024), (2048, 2048), (8192, 4096)])
 def test_blocks_have_a_few_neurons_and_no_less_than_a_drive_reads(source: Checkpoint, width: int, nbytes: int) -> None:
     assert blocks_of(replace(source.spec, d_model=width), bundled=False) == Neurons(nbytes, bundled=False)
+
+
+def test_pieces_as_large_as_they_are_asked_for(source: Checkpoint, tmp_path: Path) -> None:
+    settings = Settings(str(source.path), tmp_path / "p", tmp_path / "w", bits=(4,), layout="columns")
+    assert Coding.open(replace(settings, piece_bytes=1536)).neurons == Neurons(1536, bundled=False)
+    assert neurons_of("neuron", source.spec, mxfp4=False, piece_bytes=2048) == Neurons(2048, bundled=True)
+    for wrong in (0, 511, 513, 1 << 21):
+        with pytest.raises(SettingsError, match=f"--piece-bytes {wrong}: expected a multiple of 512, 512 to 1048576"):
+            replace(settings, piece_bytes=wrong)
+    with pytest.raises(SettingsError, match="--piece-bytes has no effect on --layout layer"):
+        replace(settings, layout="layer", piece_bytes=512)

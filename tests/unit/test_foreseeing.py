@@ -367,6 +367,21 @@ def test_prompts_that_wait_are_worked_out_beforehand(packs: dict[str, Path], nam
         assert foresight.before.used == len(PROMPTS) - 1
 
 
+@needs_native
+def test_prompts_of_the_next_call_are_worked_out_during_this_one(packs: dict[str, Path]) -> None:
+    path, asked = packs["switch"], {"routing": "hash", "predictor": "hash", "cache": "50%"}
+    expected = tokens(path, **asked)
+    with Engine.open(path, **asked, notify=lambda note: None) as engine:
+        foresight: Any = engine.model.foresight
+        if foresight.before is None:  # on one core
+            foresight.before = foresight.beforehand(open_backend("auto", 1))
+        found = [answer.result.tokens for answer in engine.generate_many(PROMPTS[:1], coming=PROMPTS[1:], **ASKED)]
+        wait_until(lambda: len(foresight.before._ready) == len(PROMPTS) - 1)
+        found += [answer.result.tokens for answer in engine.generate_many(PROMPTS[1:], **ASKED)]
+        assert found == expected
+        assert foresight.before.used == len(PROMPTS) - 1
+
+
 def test_what_is_not_expected_any_more_is_forgotten() -> None:
     working, go = threading.Event(), threading.Event()
 

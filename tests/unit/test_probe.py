@@ -156,7 +156,7 @@ def test_what_takes_more_threads_or_memory_than_the_system_allows_is_not_chosen(
     def no_memory(nbytes: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(module, "_aligned", no_memory)
+    monkeypatch.setattr(module, "aligned", no_memory)
     assert read_for(itertools.cycle(files), BUFFERED[0], 10, itertools.count().__next__) == 0.0
 
 

@@ -86,7 +86,7 @@ def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable
     Each way has two turns, the second in reverse order, and its better one counts: other caches below this system
     warm up meanwhile. A way that would not end in time is left out, so that slow drives try fewer of them.
     """
-    chosen = [files[at] for at in sorted({len(files) * step // _FILES for step in range(_FILES)})]
+    chosen = some_of(files)
     piece = max((_size(path) for path in chosen), default=0)
     modes = (True, False) if takes_direct(chosen[0]) else (False,)
     ways = [IoSettings(direct, threads) for threads in _THREADS for direct in modes]
@@ -102,6 +102,11 @@ def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable
     return Drive(choose(speeds) if speeds else IoSettings(modes[0], DEFAULT_THREADS), speeds, piece)
 
 
+def some_of(files: Sequence[Path]) -> list[Path]:
+    """As many of them as may well be opened, from everywhere among them."""
+    return [files[at] for at in sorted({len(files) * step // _FILES for step in range(_FILES)})]
+
+
 def choose(speeds: Mapping[IoSettings, float]) -> IoSettings:
     """The fastest; of those within 5% of it the fewest threads, then direct, which leaves the page cache alone."""
     enough = _TIE * max(speeds.values())
@@ -113,7 +118,7 @@ def takes_direct(path: Path) -> bool:
     with suppress(OSError):
         fd = open_expert(path, direct=True)
         try:
-            read_into(fd, _aligned(PAGE_BYTES))
+            read_into(fd, aligned(PAGE_BYTES))
             return is_direct(fd)
         finally:
             os.close(fd)
@@ -155,7 +160,7 @@ def _read_cold(path: Path, direct: bool) -> int:
     fd = open_expert(path, direct)
     try:
         _forget(fd)
-        found = read_into(fd, _aligned(_size(path)))
+        found = read_into(fd, aligned(_size(path)))
         _forget(fd)
         return found
     finally:
@@ -167,7 +172,7 @@ def _forget(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     """uint8 [nbytes] that begins on a page."""
     room = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
     start = -room.ctypes.data % PAGE_BYTES

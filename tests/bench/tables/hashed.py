@@ -68,7 +68,7 @@ def _recall(rows: Rows) -> Sequence[Line]:
 
 
 def routing(result: Result) -> Sequence[Part]:
-    """SiDA's Table 3, Figures 3 and 8."""
+    """SiDA's Table 3, Figures 3 and 8; and what its thread for the next batch brings."""
     rows = Rows(result)
     lines: list[Line] = [
         ("", "function", "of the pack", "with routers", "with the function", "kept", "choosing, routers",
@@ -84,7 +84,10 @@ def routing(result: Result) -> Sequence[Part]:
              *(rows.cell(f"{model}, {length}: expert memory that is not needed", "%") for length in LENGTHS),
              rows.cell(f"{model}, short: speed with 80% of expert memory saved", ".2f"))
         )  # fmt: skip
-    return [lines]
+    next_one: list[Line] = [("speed, to that without", "with routers", "with the function")]
+    for where in rows.found(r"(\w+: batches of .* beforehand), with \w+"):
+        next_one.append((where, *(rows.cell(f"{where}, with {what}", ".2f") for what in ("routers", "hash"))))
+    return [lines, next_one] if len(next_one) > 1 else [lines]
 
 
 def hits(result: Result) -> Sequence[Part]:

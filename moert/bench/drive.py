@@ -1,0 +1,115 @@
+"""`moert bench --drive`: how fast the drives of packs are, by the size of a read and the number of them at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moert.bench.figures import Figure
+from moert.command.system import system_facts
+from moert.experts.drive.curve import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
+from moert.pack.manifest import BACKBONE
+from moert.pack.neurons import DOWN, columns_bytes
+from moert.pack.reader import Pack
+from moert.stats import size
+
+FIRING = (0.03, 0.1, 0.4)
+"""Shares of a layer's neurons that may fire for a token: of OPT-6.7B, of a model trained for it, of any other."""
+
+
+@dataclass(frozen=True)
+class DriveRun:
+    """`pieces`: share of the neurons that fire → bytes of a piece of columns → seconds in which a token's come; empty
+    for experts whose neurons are never exactly zero."""
+
+    label: str
+    curve: Curve
+    pieces: Mapping[float, Mapping[int, float]]
+
+
+def measure_drive(path: Path) -> DriveRun:
+    """Of the drive under a pack. Raises PackError, DriveUnmeasurable."""
+    pack = Pack.open(path)
+    paths = dict.fromkeys([BACKBONE, *(entry.path for entry in pack.manifest.experts)])
+    curve = curve_of([pack.file(name) for name in paths])
+    neurons = _neurons(pack)
+    times = {share: piece_times(curve, neurons, share) for share in FIRING} if neurons else {}
+    return DriveRun(pack.root.resolve().name, curve, {share: found for share, found in times.items() if found})
+
+
+def _neurons(pack: Pack) -> Neurons | None:
+    """What a token may ask of a layer, on average over the experts' widths; None where none is ever exactly zero."""
+    spec, how = pack.manifest.model, pack.manifest.quantization
+    moe = spec.moe
+    if not moe.ffn.act.exact_zeros or how.mxfp4:
+        return None
+    each = [columns_bytes(one.bits[DOWN], spec.expert_width, how.group_size) for one in pack.manifest.experts]
+    return Neurons(moe.router.top_k * moe.ffn.d_ff, round(sum(each) / len(each)))
+
+
+def show(found: DriveRun, as_json: bool) -> None:
+    """A table and a JSON line, or that line alone."""
+    if not as_json:
+        print(figure(found).table(), *_advice(found), sep="\n", end="\n\n")
+    print(json.dumps(facts(found)), flush=True)
+
+
+def facts(found: DriveRun) -> dict[str, Any]:
+    """As plain values."""
+    return {
+        "pack": found.label,
+        "spread_bytes": found.curve.spread_bytes,
+        "speeds": [
+            {"chunk_bytes": chunk, "in_flight": count, "bytes_per_s": speed}
+            for (chunk, count), speed in found.curve.speeds.items()
+        ],
+        "pieces": [
+            {"firing": share, "best_bytes": best_piece(times), "seconds": {str(at): s for at, s in times.items()}}
+            for share, times in found.pieces.items()
+        ],
+    }
+
+
+def figure(found: DriveRun) -> Figure:
+    """Throughput over the size of a read (Alizadeh et al. 2023, Fig. 2b)."""
+    curve = found.curve
+    series = {
+        f"{count} at once": [(str(chunk), curve.speeds[chunk, count] / 1e6) for chunk in curve.chunks]
+        for count in IN_FLIGHT
+    }
+    caption = (
+        f"Direct reads at random places of the files of {found.label}, {size(curve.spread_bytes)} in all, so many "
+        "asked for in one call and waited for."
+    )
+    name, title = f"drive-{found.label}", f"Reading from the drive of {found.label}"
+    return Figure(name, title, "bytes of a read", "MB/s", "counts", series, caption)
+
+
+def _advice(found: DriveRun) -> list[str]:
+    if not found.pieces:
+        return []
+    each = (
+        f"{best_piece(times)} if {100 * share:.0f}% fire ({1e3 * times[best_piece(times)]:.2f} ms a layer)"
+        for share, times in found.pieces.items()
+    )
+    return [f"fastest --piece-bytes (moeconv quantize --layout columns) while none stay in memory: {', '.join(each)}"]
+
+
+def bench_drives(packs: Sequence[Path], plot: Path | None, as_json: bool) -> None:
+    """Of each pack as soon as it was measured; with `plot` a picture of each in that folder, which is there. Raises
+    PackError, RunError."""
+    for path in packs:
+        Pack.open(path)
+    for path in packs:
+        found = measure_drive(path)
+        show(found, as_json)
+        if plot is not None:
+            from moert.bench.plot import draw
+
+            seen = system_facts()
+            drawn = figure(found)
+            machine = f"Machine: {seen['processor']}, {seen['cores']['usable']} cores."
+            draw(replace(drawn, caption=f"{drawn.caption} {machine}"), plot)

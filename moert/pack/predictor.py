@@ -1,0 +1,162 @@
+"""predictor.safetensors: says from what enters a layer's experts which of their neurons fire (LLM in a flash, Alizadeh
+et al. 2023, arXiv 2312.11514: its low-rank predictor). SPEC.md has the layout; what it does not name counts as zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.errors import HeaderInvalid
+from moert.pack.model_spec import STACKS, LayerKey, ModelSpec
+from moert.pack.reader import Pack
+from moert.pack.tensors import TensorFile, to_bytes
+
+PREDICTOR = "predictor.safetensors"
+VERSION = 1
+MOST_RANK = 4096
+MOST_PER_BLOCK = 1 << 16
+AGAIN = "train the predictor of this pack's neurons"
+
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+
+_COMPRESS = re.compile("([ED])([0-9]{2,5})[.]compress")
+
+
+class Kept(NamedTuple):
+    """Of a layer, on held-out text: the shares of firing neurons that are named, of neurons that are named, and of
+    blocks with a named neuron."""
+
+    firing: float
+    neurons: float
+    blocks: float
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """Of one layer, with r = rank: compress [r, features] is shared by its experts; heads [experts, d_ff, r] and their
+    biases [experts, d_ff] give scores of x [features], what enters the experts: heads[e] · (compress · x) + bias[e].
+    Neurons with a score of at least threshold [experts] are named."""
+
+    compress: F16
+    heads: F16
+    bias: F32
+    threshold: F32
+    kept: Kept
+
+    def tensors(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """By their names in the file, without that of the layer."""
+        yield from (("compress", self.compress), ("heads", self.heads))
+        yield from (("bias", self.bias), ("threshold", self.threshold), ("kept", np.array(self.kept, np.float32)))
+
+
+@dataclass(frozen=True)
+class PredictedLoss:
+    """What the pack loses where only named neurons are computed, on held-out text: `loss` with its 95% interval."""
+
+    loss: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class NeuronPredictor:
+    """Of all layers with experts, in the order of execution. `missed`: the share of firing neurons' weight that was
+    allowed to go unnamed where thresholds were set. `per_block`: the neurons of a block that `Kept.blocks` counts.
+    `loss`: None where that was not measured."""
+
+    layers: Mapping[LayerKey, LayerPredictor]
+    missed: float
+    per_block: int
+    loss: PredictedLoss | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(next(iter(self.layers.values())).compress)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises HeaderInvalid if this is not a predictor for a model of this shape."""
+        found = {str(at): (layer.compress.shape[1], *layer.bias.shape) for at, layer in self.layers.items()}
+        expected = {str(at): (spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff) for at in spec.moe_layers()}
+        for at in sorted({*found, *expected}):
+            if found.get(at) != expected.get(at):
+                raise HeaderInvalid(
+                    f"{PREDICTOR}: layer {at} has (features, experts, d_ff) {found.get(at)}, in the model "
+                    f"{expected.get(at)}: {AGAIN} again"
+                )
+
+    def to_bytes(self) -> bytes:
+        """The file's content; equal predictors give equal bytes."""
+        tensors = {f"{at}.{part}": array for at, layer in self.layers.items() for part, array in layer.tensors()}
+        tensors["missed"] = np.array([self.missed], np.float64)
+        if self.loss is not None:
+            tensors["loss"] = np.array([self.loss.loss, self.loss.low, self.loss.high], np.float64)
+        metadata: dict[str, object] = {
+            "format": "model.pack predictor", "version": VERSION, "rank": self.rank, "per_block": self.per_block,
+        }  # fmt: skip
+        return to_bytes(tensors, metadata)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> NeuronPredictor:
+        """Raises HeaderInvalid or FormatTooNew."""
+        file = TensorFile(PREDICTOR, body, VERSION, AGAIN)
+        rank, per_block = file.number("rank", MOST_RANK), file.number("per_block", MOST_PER_BLOCK)
+        layers = {at: _layer(file, at, rank) for at in _places(file)}
+        if not layers:
+            raise file.wrong("has no layer")
+        names = [f"{at}.{part}" for at, layer in layers.items() for part, _ in layer.tensors()]
+        file.only([*names, "missed", "loss"])
+        missed = _numbers(file, "missed", 1)[0]
+        if not 0 <= missed <= 1:
+            raise file.wrong(f"missed should be a share, found {missed}")
+        loss = PredictedLoss(*_numbers(file, "loss", 3)) if file.has_tensor("loss") else None
+        return cls(layers, missed, per_block, loss)
+
+
+def load_predictor(pack: Pack) -> NeuronPredictor | None:
+    """That of a pack's neurons; None where it has none. Raises PackError."""
+    if PREDICTOR not in pack.manifest.files:
+        return None
+    found = NeuronPredictor.from_bytes(pack.read_file(PREDICTOR))
+    found.check(pack.manifest.model)
+    return found
+
+
+def _places(file: TensorFile) -> list[LayerKey]:
+    """The layers that have a matrix, in the order of execution."""
+    stacks = {name[0].upper(): name for name in STACKS}
+    found = [match for name in file.names() if (match := _COMPRESS.fullmatch(name))]
+    keys = [LayerKey(stacks[match[1]], int(match[2])) for match in found]
+    return sorted(keys, key=lambda at: (STACKS.index(at.stack), at.layer))
+
+
+def _layer(file: TensorFile, at: LayerKey, rank: int) -> LayerPredictor:
+    """Every shape follows from those of `compress` and `heads`."""
+
+    def take(part: str, dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        array = file.tensor(f"{at}.{part}", dtype, len(shape))
+        expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
+        if array.shape != expected or not array.size or not np.isfinite(array).all():
+            raise file.wrong(f"{at}.{part} should be finite and of shape {expected}, found {array.shape}")
+        return array
+
+    compress, heads = take("compress", np.float16, rank, -1), take("heads", np.float16, -1, -1, rank)
+    bias, threshold = take("bias", np.float32, *heads.shape[:2]), take("threshold", np.float32, len(heads))
+    kept = take("kept", np.float32, 3)
+    if not ((kept >= 0) & (kept <= 1)).all():
+        raise file.wrong(f"{at}.kept should be three shares")
+    return LayerPredictor(compress, heads, bias, threshold, Kept(*kept.tolist()))
+
+
+def _numbers(file: TensorFile, name: str, count: int) -> list[float]:
+    values = file.tensor(name, np.float64)
+    if values.shape != (count,) or not np.isfinite(values).all():
+        raise file.wrong(f"{name} should be {count} finite number(s)")
+    found: list[float] = values.tolist()
+    return found
