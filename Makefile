@@ -120,7 +120,7 @@ bench-mixed: data  ## attention, or all outside the experts, at some bits by exp
 bench-hash: data build/demo/summary.json build/references/summary.json  ## knowing the experts beforehand: hits, recall, eviction, speed on imitated drives (half an hour)
 	$(PY) -m tests.bench.hashed
 
-bench-flash: data  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)
+bench-flash: data build/demo/summary.json  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)
 	$(PY) -m tests.bench.flash
 
 bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.engine import Engine
+from moert.pack.predictor import load_predictor
 from moert.pack.reader import Pack
 from tests.bench.flash_packs import (
     BUNDLED,
@@ -20,11 +21,10 @@ from tests.bench.flash_packs import (
     inputs,
     pack_of,
     predicting,
-    predictor_loss,
     predicts,
     room_of,
 )
-from tests.bench.flash_rows import Asked, asked_rows, predicted_rows, read_rows
+from tests.bench.flash_rows import Asked, asked_rows, predicted_rows, predictor_rows, read_rows
 from tests.bench.result import Row
 from tests.bench.streamed import THREADS
 
@@ -109,10 +109,12 @@ def bytes_rows(subject: Subject) -> Iterator[Row]:
         yield from read_rows(subject, share, asked, experts, neurons, differ)
     if predicts():
         bundled = predicting(subject, BUNDLED)
-        loss = predictor_loss(bundled)
+        predictor = load_predictor(Pack.open(bundled))
+        assert predictor is not None
+        yield from predictor_rows(subject, predictor, Pack.open(bundled).manifest.nbytes())
         for share, (experts, _) in found.items():
             named = read(bundled, share, neurons=PREDICTED, keep_neurons="window")
-            yield from predicted_rows(subject, share, asked, experts, named, loss)
+            yield from predicted_rows(subject, share, asked, experts, named)
 
 
 def asked_for(written: Written, columns: Path, whole: Path) -> Asked:

@@ -6,14 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
 from moert.pack.files import write_atomically
 from moert.pack.manifest import BACKBONE
+from moert.pack.predictor import PREDICTOR
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import add_to_pack
 from moert.settings import EngineSettings
@@ -26,8 +24,7 @@ WHOLE, COLUMNS, BUNDLED = "expert", "columns", "neuron"
 """Layouts, as --layout calls them: each expert whole; in blocks of neurons whose columns lie apart from their rows, or
 beside them."""
 BITS = 4
-EXACT, PREDICTED = "exact", "predicted"
-PREDICTOR = "predictor.safetensors"
+PREDICTED = "predicted"
 
 
 @dataclass(frozen=True)
@@ -101,14 +98,6 @@ def predicting(subject: Subject, layout: str) -> Path:
     if PREDICTOR not in Pack.open(out).manifest.files:
         add_to_pack(out, Pack.open(out).manifest, PREDICTOR, Pack.open(bundled).read_file(PREDICTOR))
     return out
-
-
-def predictor_loss(pack: Path) -> Sequence[float] | None:
-    """What the model loses by its predictor, and the interval of that; None where it was not measured."""
-    from safetensors.numpy import load
-
-    found = load(Pack.open(pack).read_file(PREDICTOR)).get("neurons_loss")
-    return None if found is None else np.asarray(found).tolist()
 
 
 def inputs(subject: Subject, count: int | None = None) -> list[list[int]]:

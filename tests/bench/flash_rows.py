@@ -12,6 +12,7 @@ from tests.bench.stream_rows import ratios
 from tests.bench.timed import Spent
 
 if TYPE_CHECKING:
+    from moert.pack.predictor import NeuronPredictor
     from tests.bench.flash_bytes import Written
     from tests.bench.flash_packs import Subject
 
@@ -76,25 +77,27 @@ def part(mine: Written, other: Written) -> float:
     return mine.bytes_per_token / other.bytes_per_token if other.bytes_read else float("inf")
 
 
-def predicted_rows(
-    subject: Subject, share: float, asked: Asked, experts: Written, named: Written, loss: Sequence[float] | None
-) -> list[Row]:  # fmt: skip
-    """`loss` by the predictor: its share and the ends of its interval."""
+def predictor_rows(subject: Subject, predictor: NeuronPredictor, pack_bytes: int) -> Iterator[Row]:
+    """What it names on held-out text, the mean over all layers, and what the model loses by it. `pack_bytes`: of the
+    pack that it lies in."""
+    where = f"{subject.name}: predictor"
+    yield Row(f"{where}: size", 100 * len(predictor.to_bytes()) / pack_bytes, "% of the pack")
+    shares = zip(*(layer.kept for layer in predictor.layers.values()), strict=True)
+    for what, layers in zip(("firing neurons that it names", "neurons that it names", "blocks"), shares, strict=True):
+        yield Row(f"{where}: {what}", 100 * sum(layers) / len(layers), "%")
+    if (loss := predictor.loss) is not None:
+        row = Row(f"{subject.name}: loss by the predictor", 100 * loss.loss, "%")
+        yield row.within(100 * loss.low, 100 * loss.high).at_most(LOSS_AIM)
+
+
+def predicted_rows(subject: Subject, share: float, asked: Asked, experts: Written, named: Written) -> Iterator[Row]:
     where = f"{subject.name}, {share:.0%}"
-    of_asked = Row(
-        f"{where}: predicted, of what whole experts ask for", named.bytes_per_token / asked.experts_bytes, OF
-    )
-    rows = [
-        Row(f"{where}: predicted read", named.bytes_per_token / 1e3, "kB a token"),
-        Row(f"{where}: predicted, of whole experts", part(named, experts), OF),
-        of_asked.at_most(SPARSE_AIM if subject.sparse else asked.activity + BESIDE_ACTIVITY)
-        if share == HALF
-        else of_asked,
-    ]
-    if share == HALF and loss is not None:
-        value, low, high = (100 * each for each in loss)
-        rows.append(Row(f"{subject.name}: loss by the predictor", value, "%").within(low, high).at_most(LOSS_AIM))
-    return rows
+    yield Row(f"{where}: predicted read", named.bytes_per_token / 1e3, "kB a token")
+    yield Row(f"{where}: predicted, of whole experts", part(named, experts), OF)
+    of_asked = named.bytes_per_token / asked.experts_bytes
+    row = Row(f"{where}: predicted, of what whole experts ask for", of_asked, OF)
+    aim = SPARSE_AIM if subject.sparse else asked.activity + BESIDE_ACTIVITY
+    yield row.at_most(aim) if share == HALF else row
 
 
 # Races ----------------------------------------------------------------------------------------------------------------

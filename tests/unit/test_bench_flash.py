@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_predictor import random_predictor
 from tiny_packs import PROMPTS, SPECS, write_pack
 
 from moert.experts.demand import Demand
@@ -15,6 +16,7 @@ from moert.experts.neurons.keeping import KEEPING, replay
 from moert.experts.policy.belady import replay_belady
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import Neurons
+from moert.pack.predictor import PredictedLoss
 from moert.pack.reader import Pack, projection_weights
 from tests.bench.blocks import rendered
 from tests.bench.flash_bytes import Written, opened, write
@@ -31,7 +33,16 @@ from tests.bench.flash_curves import (
 from tests.bench.flash_firings import SHIFT, Firings, Recorder, Replay, enforced
 from tests.bench.flash_order import ORDERS, closest_friends, order_rows, together, touched
 from tests.bench.flash_packs import SUBJECTS, Subject
-from tests.bench.flash_rows import Asked, asked_rows, predicted_rows, raced_rows, read_rows, steps_rows, today_rows
+from tests.bench.flash_rows import (
+    Asked,
+    asked_rows,
+    predicted_rows,
+    predictor_rows,
+    raced_rows,
+    read_rows,
+    steps_rows,
+    today_rows,
+)
 from tests.bench.race import Outcome
 from tests.bench.result import Result, Row, context
 from tests.bench.shaped import DENSE
@@ -42,6 +53,7 @@ from tests.bench.timed import Meter, Spent
 from tests.shapes import Shape, every
 
 NEW_TOKENS = 6
+LOST = PredictedLoss(0.02, 0.01, 0.03)
 LAYOUTS = {"columns": Neurons(512, bundled=False), "neuron": Neurons(512, bundled=True)}
 WIDE = Shape(
     64, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, encoder=every(1), decoder=every(2), num_experts=3, top_k=1,
@@ -285,7 +297,8 @@ def all_rows() -> list[Row]:
     experts, neurons = Written(tokens=10, bytes_read=1_000_000), Written(tokens=10, bytes_read=90_000, holds_rows=True)
     for share in (0.25, 0.5, 0.75):
         rows += read_rows(subject("opt"), share, asked, experts, neurons, 0)
-        rows += predicted_rows(subject("opt"), share, asked, experts, neurons, [0.02, 0.01, 0.03])
+        rows += predicted_rows(subject("opt"), share, asked, experts, neurons)
+    rows += predictor_rows(subject("opt"), random_predictor(SPECS["switch"], loss=LOST), 10**6)
     outcomes = {
         "naive": raced([1.0, 1.0], 100, 0.2), "whole experts, half kept": raced([2.0, 2.0], 50, 0.2),
         "+ window": raced([6.0, 4.0], 10, 0.2),

@@ -221,7 +221,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "g2p, 2 bits: outputs that differ",
         "wiki, 3 bits: probes compared",
     ],
-    "flash-bytes": ["opt: columns, of whole experts"],
+    "flash-bytes": ["opt: columns, of whole experts", "opt: predictor: size"],
     "flash-speeds": [
         "opt, ssd, steps: naive: decode",
         "opt, board, steps: naive: decode",

@@ -22,14 +22,13 @@ def nbytes(result: Result) -> Sequence[Part]:
     models = rows.found(r"(\w+): columns, of whole experts")
     asked: list[Line] = [
         ("model", "neurons that fire", "whole experts ask for, kB a token", "columns of what fires", "ratio",
-         "answers that differ", "lost by the predictor")
+         "answers that differ")
     ]  # fmt: skip
     for name in models:
         differ = ", ".join(rows.cell(f"{name}, {share}: answers that differ") for share in SHARES)
         asked.append(
             (name, rows.cell(f"{name}: neurons that fire", "%"), rows.cell(f"{name}: whole experts ask for"),
-             rows.cell(f"{name}: columns ask for"), rows.cell(f"{name}: columns, of whole experts", ".2f"), differ,
-             rows.cell(f"{name}: loss by the predictor", "interval.1f"))
+             rows.cell(f"{name}: columns ask for"), rows.cell(f"{name}: columns, of whole experts", ".2f"), differ)
         )  # fmt: skip
     read: list[Line] = [
         ("model", "room", "whole experts read, kB a token", "what fires", "of whole experts", "what is predicted",
@@ -43,7 +42,18 @@ def nbytes(result: Result) -> Sequence[Part]:
                  rows.cell(f"{where}: predicted, of whole experts", ".2f"),
                  rows.cell(f"{where}: predicted, of what whole experts ask for", ".2f"))
             )  # fmt: skip
-    return [asked, read]
+    return [asked, read, *_predictors(rows)]
+
+
+def _predictors(rows: Rows) -> Sequence[Part]:
+    """Nothing where none was trained."""
+    names = rows.found(r"(\w+): predictor: size")
+    lines: list[Line] = [("predictor", "of the pack", "of what fires it names", "of all neurons", "of blocks", "lost")]
+    for name in names:
+        whats = ("size", "firing neurons that it names", "neurons that it names", "blocks")
+        cells = (rows.cell(f"{name}: predictor: {what}", "%") for what in whats)
+        lines.append((name, *cells, rows.cell(f"{name}: loss by the predictor", "interval.1%")))
+    return [lines] if names else []
 
 
 def speeds(result: Result) -> Sequence[Part]:
