@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from moeconv.progress import Bar
 
 
+PackMetric = Annotated[
+    str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own. Default: the "
+                                  "pack's, or with --calib what fits the text.")
+]  # fmt: skip
+
+
 def say(line: str) -> None:
     """Tells a person."""
     print(line, file=sys.stderr, flush=True)
@@ -97,10 +103,7 @@ def train_hash(
         str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
                                       "against it where the function takes the routers' place.")
     ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own. Default: "
-                                      "the pack's, or with --calib what fits the text.")
-    ] = None,
+    metric: PackMetric = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train a small network that says from the tokens alone which experts all layers will choose.
@@ -115,6 +118,57 @@ def train_hash(
     asked = Asked(calib, heldout, seed, samples, context, width, epochs, work, against, metric)
     found = run(Pack.open(pack), asked, say, progress)
     print(json.dumps(hash_json(found)) if as_json else hash_table(found))
+
+
+def train_neurons(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack whose experts lie by neurons; the predictor is "
+                                                              "added to it.")],
+    calib: Calib = None,
+    heldout: Heldout = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the order in which training reads, and with --calib of its split. "
+                                      "Default: 0.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Samples (or windows) of each split. Default: as many as show each expert about "
+                                      "32,000 tokens, but 131,000 tokens, and held out 16,000.")
+    ] = None,
+    context: options.PackContext = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank of its matrices: what is read of a token before neurons are named. "
+                                      "Default: a sixteenth of the features that an expert gets, 8 to 256.")
+    ] = None,
+    missed: Annotated[
+        str, typer.Option(help="Share of what firing neurons give that may go unnamed, and counts as zero, on the text "
+                               "that it is trained on. The less, the more is read.")
+    ] = "5%",
+    epochs: Annotated[int | None, typer.Option(help="Most times through the text. Default: 10.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Where what fires and what was learnt are kept until it is done. Default: "
+                                       "beside the pack, as PACK.neurons.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
+                                      "against it where only named neurons are computed.")
+    ] = None,
+    metric: PackMetric = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train a small network for each layer that says which neurons of its experts will fire.
+
+    moert run --neurons predicted reads and computes only these. Without --calib, on the text that the pack was
+    converted with.
+    """
+    from moeconv.command.present import neurons_json, neurons_table
+    from moeconv.conversion.neurons import Asked
+    from moeconv.conversion.neurons import train_neurons as run
+    from moeconv.conversion.settings import parse_share
+    from moert.pack.reader import Pack
+
+    share = parse_share(missed, "--missed")
+    asked = Asked(calib, heldout, seed, samples, context, rank, share, epochs, work, against, metric)
+    found = run(Pack.open(pack), asked, say, progress)
+    print(json.dumps(neurons_json(found)) if as_json else neurons_table(found))
 
 
 def verify(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
 from moeconv.conversion.hashing import HashFigures
+from moeconv.conversion.neurons import NeuronFigures
 from moeconv.conversion.planning import Planned
 from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
@@ -248,6 +249,29 @@ def hash_json(found: HashFigures) -> dict[str, object]:
     """The same as values of JSON: layers by their names."""
     hits = {str(at): list(shares) for at, shares in found.hits.items()}
     return {**asdict(replace(found, hits={})), "hits": hits}
+
+
+def neurons_table(found: NeuronFigures) -> str:
+    """The result of `moeconv train-neurons`."""
+    lines = [
+        f"predictor of rank {found.rank} from {found.tokens:,} tokens, {found.nbytes:,} bytes: {found.share:.1%} of "
+        "the pack",
+        f"  of {found.heldout_tokens:,} held-out tokens it names these shares of firing neurons, of all neurons, and",
+        f"  of blocks of {found.per_block} neurons, which are read where one is named",
+        f"    {'':12}{'firing':>10}{'neurons':>10}{'blocks':>10}",
+    ]
+    if found.loss is not None:
+        loss, low, high = found.loss.loss, found.loss.low, found.loss.high
+        lines.insert(1, f"  computing only these loses {loss:.2%} (95% interval {low:+.2%} to {high:+.2%})")
+    lines += [
+        f"    {at!s:12}{kept.firing:>10.1%}{kept.neurons:>10.1%}{kept.blocks:>10.1%}" for at, kept in found.kept.items()
+    ]
+    return "\n".join(lines)
+
+
+def neurons_json(found: NeuronFigures) -> dict[str, object]:
+    """The same as values of JSON: layers by their names."""
+    return {**asdict(replace(found, kept={})), "kept": {str(at): kept._asdict() for at, kept in found.kept.items()}}
 
 
 def _percent(value: float | None, digits: int = 1) -> str:

@@ -41,6 +41,7 @@ from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS
+from moert.pack.predictor import PREDICTOR
 from moert.pack.reader import Pack, is_pack
 from moert.pack.trace import TRACE
 from moert.pack.writer import partial_of
@@ -90,10 +91,12 @@ def deliver(
 ) -> tuple[Manifest, ConversionReport]:
     """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
 
-    What `moeconv profile-paths` and `moeconv train-hash` added to a pack that stands there is kept where the new one
-    has the same weights; else `lost_paths` is called at the end.
+    What `moeconv profile-paths`, `train-hash` and `train-neurons` added to a pack that stands there is kept where the
+    new one has the same weights; else `lost_paths` is called at the end.
     """
-    profile = _profile_in(settings.out, (PATHS, TRACE) if outcome.function else (PATHS, TRACE, HASH))
+    profile = _profile_in(
+        settings.out, (PATHS, TRACE, PREDICTOR) if outcome.function else (PATHS, TRACE, HASH, PREDICTOR)
+    )
     report = replace(
         _report(settings, coder, outcome, account.seconds()), dense=_dense_report(dense, outcome.dense_alone)
     )

@@ -1,4 +1,4 @@
-"""What a finished pack loses where a hash function takes the routers' place, against the model it was made from."""
+"""What a finished pack loses as it is to be run, against the model it was made from."""
 
 from __future__ import annotations
 
@@ -10,24 +10,18 @@ from tokenizers import Tokenizer
 
 from moeconv.calibration import Sample
 from moeconv.errors import SettingsError
-from moeconv.foresight.following import Following, refusal
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import F64, Metric
 from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Extent, build_scorer, volume
 from moeconv.promise.bound import interval
-from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.hash import HashFunction, RoutedLoss
 from moert.pack.model_spec import ModelSpec
 
 
-def source_of(spec: ModelSpec, against: str) -> Checkpoint:
-    """The unquantised model. Raises SettingsError for another one than the pack's, and for routers that no function can
-    stand for; CheckpointError."""
-    if (why := refusal(spec.moe)) is not None:
-        raise SettingsError(f"--against: a hash function {why}: leave it out")
+def unquantised_of(spec: ModelSpec, against: str) -> Checkpoint:
+    """The model that a pack was made from. Raises SettingsError for another one; CheckpointError."""
     found = Checkpoint.open(against)
     if found.spec != spec:
         raise SettingsError(f"--against {against}: the pack was made from another model")
@@ -48,18 +42,14 @@ class Text:
         return scorer.score(as_reference=True).scores
 
 
-def routed_loss(
-    packed: Subject, description: Description, function: HashFunction, source: Checkpoint, text: Text, seed: int
-) -> RoutedLoss:
-    """Of a pack's model with the function in its routers' place."""
-    with Following(packed, description, function).routing():
-        after = text.scores(packed)
+def loss_of(after: F64, source: Checkpoint, text: Text, seed: int) -> tuple[float, float, float]:
+    """Of a pack's model, as it is to be run, with these scores on a text: the loss against the unquantised model, and
+    its 95% interval."""
     loaded: Any = LoadedModel(source)
     with transformers_model(source.path):
         before = text.scores(loaded)
     del loaded
     gc.collect()  # a model is full of circles
-    documents = volume(packed.spec, text.tokenizer, text.samples, text.extent).documents
+    documents = volume(source.spec, text.tokenizer, text.samples, text.extent).documents
     loss = text.metric.loss(text.metric.value(before), text.metric.value(after))
-    low, high = interval(text.metric, before, after, seed=seed, groups=documents)
-    return RoutedLoss(packed.spec.moe.router.top_k, loss, low, high)
+    return loss, *interval(text.metric, before, after, seed=seed, groups=documents)

@@ -51,8 +51,13 @@ def _numbers(spec: ModelSpec, width: int) -> int:
 
 def held_samples(there: Volume) -> int:
     """How many held-out samples have about HELD_TOKENS."""
-    tokens = max(there.encoder_tokens, there.decoder_tokens)
-    return max(1, min(there.samples, HELD_TOKENS * there.samples // tokens))
+    return samples_of(there, HELD_TOKENS)
+
+
+def samples_of(there: Volume, tokens: int) -> int:
+    """How many samples of a text have about so many tokens."""
+    whole = max(there.encoder_tokens, there.decoder_tokens)
+    return max(1, min(there.samples, tokens * there.samples // whole))
 
 
 def lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: Course) -> int:
@@ -61,12 +66,12 @@ def lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: Course) -> in
     return tokens * token_bytes(spec) + _COPIES * 4 * _numbers(spec, course.width)
 
 
-def check_memory(spec: ModelSpec, models: int = 1) -> None:
-    """Raises SettingsError where so many models of this shape do not fit what is free."""
+def check_memory(spec: ModelSpec, what: str, models: int) -> None:
+    """Raises SettingsError where so many models of this shape do not fit what is free; `what` is trained on one."""
     limit, whole = within(None), models * whole_bytes(spec)
     if limit is not None and whole > limit:
         raise SettingsError(
-            f"a hash function is trained on a model in memory, which takes {size(whole)}, and {size(limit)} are free: "
+            f"{what} is trained on a model in memory, which takes {size(whole)}, and {size(limit)} are free: "
             "train it on a larger machine"
         )
 
@@ -77,7 +82,7 @@ def lesson_of(
 ) -> Lesson:  # fmt: skip
     """Examples of the routing of `subject` on the text of both scorers, to train on and held out, in a folder; `about`
     is all that decides what they are. Those that are there are taken. Raises ConversionError."""
-    told = _digest(about)
+    told = digest_of(about)
 
     def examples(name: str, scorer: Routing) -> Examples:
         with show(f"routing {name}", scorer.n_samples, "sample") as bar:
@@ -100,8 +105,9 @@ def course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
 
 def decided_by(about: Mapping[str, Any], course: Course) -> str:
     """Digest of all that decides a function; see lesson_of."""
-    return _digest({"examples": _digest(about), **asdict(course)})
+    return digest_of({"examples": digest_of(about), **asdict(course)})
 
 
-def _digest(about: Mapping[str, Any]) -> str:
+def digest_of(about: Mapping[str, Any]) -> str:
+    """sha256 of JSON values."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -6,8 +6,6 @@ distillation of SiDA (section 3) wants, and its choice.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,16 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeconv.errors import ConversionError
+from moeconv.foresight.kept import filled
 from moeconv.measure.scorers import Routed, Subject
 from moeconv.progress import Bar
 from moeconv.source.archs.description import Description
 from moeconv.source.routers import Routers, RouterWeights, deciding_of, numbers_of, scores_of
-from moert.pack.files import write_atomically
 from moert.pack.model_spec import ModelSpec, StackName
 
 MOST_NUMBERS = 30
-_DONE = "examples.json"
 _FORMATS = {"tokens": np.int32, "numbers": np.float16, "experts": np.uint16, "chosen": np.int16}
 _LEAST = 1e-6  # of a score that a logarithm is taken of
 
@@ -105,16 +101,8 @@ def collected(
 ) -> Examples:
     """What the model says of a scorer's text. What the folder has is taken if it is `about` the same; it is made anew
     otherwise. Raises ConversionError for what the disk refuses."""
-    try:
-        if (found := _opened(folder, about, subject.spec)) is None:
-            _collect(folder, about, subject, description, scorer, bar)
-            found = _opened(folder, about, subject.spec)
-    except OSError as error:
-        raise ConversionError(
-            f"can't use {folder}: {error.strerror or error}; free it or give another --work"
-        ) from None
-    assert found is not None
-    return found
+    found = filled(folder, about, lambda: _collect(folder, subject, description, scorer, bar))
+    return _opened(folder, found["lengths"], subject.spec)
 
 
 def _shapes(spec: ModelSpec, stack: StackName) -> dict[str, tuple[int, ...]]:
@@ -124,16 +112,10 @@ def _shapes(spec: ModelSpec, stack: StackName) -> dict[str, tuple[int, ...]]:
     return {"tokens": (), "numbers": (layers, most), "experts": (layers, most), "chosen": (layers, top_k)}
 
 
-def _opened(folder: Path, about: str, spec: ModelSpec) -> Examples | None:
-    try:
-        found = json.loads((folder / _DONE).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    if found["about"] != about:
-        return None
+def _opened(folder: Path, lengths_of: Mapping[StackName, list[int]], spec: ModelSpec) -> Examples:
     stacks: dict[StackName, StackExamples] = {}
     for stack in stacks_of(spec):
-        lengths = np.array(found["lengths"][stack], np.int64)
+        lengths = np.array(lengths_of[stack], np.int64)
         total = int(lengths.sum())
         arrays = [
             np.memmap(folder / f"{stack}.{name}", _FORMATS[name], "r", shape=(total, *shape))
@@ -143,9 +125,8 @@ def _opened(folder: Path, about: str, spec: ModelSpec) -> Examples | None:
     return Examples(stacks)
 
 
-def _collect(folder: Path, about: str, subject: Subject, description: Description, scorer: Routing, bar: Bar) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _collect(folder: Path, subject: Subject, description: Description, scorer: Routing, bar: Bar) -> dict[str, Any]:
+    """Fills the folder. Returns the tokens of each sample, by stack."""
     spec, lengths = subject.spec, {stack: list[int]() for stack in stacks_of(subject.spec)}
     routers = Routers(subject.model, description, spec.moe_layers())
     with ExitStack() as open_files:
@@ -162,7 +143,7 @@ def _collect(folder: Path, about: str, subject: Subject, description: Descriptio
                 for name, array in _part(routers, read[stack], routed, stack)._asdict().items():
                     array.tofile(files[stack, name])
             bar.update(len(routed.samples))
-    write_atomically(folder / _DONE, json.dumps({"about": about, "lengths": lengths}).encode())
+    return {"lengths": lengths}
 
 
 @contextmanager

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moeconv.errors import ConversionError
 from moeconv.foresight.batches import USUAL, Batch, Size, StackBatch, batches, plan
 from moeconv.foresight.examples import Examples
+from moeconv.foresight.kept import load_checkpoint, save_checkpoint
 from moeconv.foresight.network import Encoded, Networks, Shape
 from moeconv.progress import Progress
-from moert.pack.files import write_atomically
 from moert.pack.hash import F32, HashFunction
 from moert.pack.model_spec import ModelSpec, StackName
 
@@ -91,7 +87,7 @@ class _Training:
 
     def step(self, batch: Batch) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.course.rate * _pace(self.done / self.steps)
+            group["lr"] = self.course.rate * pace(self.done / self.steps)
         self.optimizer.zero_grad()
         loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -111,36 +107,21 @@ class _Training:
 
     def resume(self) -> None:
         """Raises ConversionError for a checkpoint that can't be read."""
-        path = self.lesson.checkpoint
-        try:
-            found: dict[str, Any] = torch.load(path, weights_only=True)
-            if found["about"] != self.lesson.about:
-                return
-            self.networks.load_state_dict(found["networks"])
-            self.optimizer.load_state_dict(found["optimizer"])
-            self.done, self.epoch, self.best_epoch, self.best_hits = found["progress"]
-            self.best = found["best"].numpy().tobytes()
-        except FileNotFoundError:
+        if (found := load_checkpoint(self.lesson.checkpoint, self.lesson.about)) is None:
             return
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConversionError(f"{path} can't be read ({text[:100]}): delete it, and training begins anew") from None
+        self.networks.load_state_dict(found["networks"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.done, self.epoch, self.best_epoch, self.best_hits = found["progress"]
+        self.best = found["best"].numpy().tobytes()
 
     def _save(self) -> None:
         kept = {
-            "about": self.lesson.about,
             "networks": self.networks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": (self.done, self.epoch, self.best_epoch, self.best_hits),
             "best": torch.frombuffer(bytearray(self.best), dtype=torch.uint8),
         }
-        body = io.BytesIO()
-        torch.save(kept, body)
-        path = self.lesson.checkpoint
-        try:
-            write_atomically(path, body.getvalue())
-        except OSError as error:
-            raise ConversionError(f"can't write {path}: {error.strerror}; free some space and run again") from None
+        save_checkpoint(self.lesson.checkpoint, self.lesson.about, kept)
 
     def _stored(self, hits: dict[StackName, F32] | None) -> HashFunction:
         layers = {name: self.networks.stack(name).shape.layers for name in self.networks.names}
@@ -152,7 +133,7 @@ class _Training:
         return torch.stack([distillation(said[name], batch[name]) for name in self.networks.names]).sum()
 
 
-def _pace(done: float) -> float:
+def pace(done: float) -> float:
     """Share of the rate after that share of all steps."""
     return min(1.0, (done + 1e-3) / _WARM) * (1 + math.cos(math.pi * done)) / 2
 

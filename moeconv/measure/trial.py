@@ -62,6 +62,10 @@ class Trial:
         """Routes the model's decoder otherwise, where it takes the routers' place and is on."""
         return Preferring(self.model, self.checkpoint.description)
 
+    def widths(self, key: ExpertKey) -> Bits:
+        """Those that an expert has now."""
+        return self._widths[key]
+
     def assign(self, widths: Assignment) -> None:
         """Every expert in `widths` gets them (float32 weights, as the pack will give them back)."""
         self.loaded.set_dense(stored=True)

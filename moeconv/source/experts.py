@@ -72,6 +72,14 @@ class Rerouting(Protocol):
         ...
 
 
+class Naming(Protocol):
+    """Says beforehand which neurons of an expert are computed (moeconv.foresight.naming)."""
+
+    def computed(self, key: ExpertKey, x: Tensor) -> Tensor:
+        """Of what enters an expert, x [rows, d_model]: where neurons are not left out. bool [rows, d_ff]"""
+        ...
+
+
 class Supply(Protocol):
     """Where the experts' matrices come from."""
 
@@ -119,6 +127,7 @@ class ExpertCalls:
         self.family = family
         self.rows = 0
         self.rerouting: Rerouting | None = None
+        self._naming: Naming | None = None
         self.attended: Tensor | None = None
         self._watch: Callable[[LayerKey, Call], None] | None = None
         self._active: Tensor | None = None
@@ -172,6 +181,15 @@ class ExpertCalls:
             self.rerouting = before
 
     @contextmanager
+    def naming(self, naming: Naming) -> Iterator[None]:
+        """Inside the block neurons that it leaves out count as zero."""
+        self._naming = naming
+        try:
+            yield
+        finally:
+            self._naming = None
+
+    @contextmanager
     def attending(self, rows: Tensor) -> Iterator[None]:
         """Inside the block a decoder's rows look at these [rows] of what the encoder read last."""
         self.attended = rows
@@ -217,7 +235,11 @@ class ExpertCalls:
     def ffn(self, key: ExpertKey, x: Tensor, weights: Weights) -> Tensor:
         """One expert's feed-forward with these weights. x [rows, d_model] → [rows, d_model]; counted."""
         self.rows += len(x)
-        return expert_ffn(x, weights, self.spec.moe.ffn, self.supply.biases(key))
+        ffn, biases = self.spec.moe.ffn, self.supply.biases(key)
+        if self._naming is None:
+            return expert_ffn(x, weights, ffn, biases)
+        inner = expert_inner(x, weights, biases, ffn).where(self._naming.computed(key, x), 0.0)
+        return expert_outer(inner, weights, biases)
 
     def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
         chosen, weights = self.family.routed(selected, router_weights)
@@ -259,7 +281,12 @@ class ExpertCalls:
 
 def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = ()) -> Tensor:
     """See moert.pack.parts.Ffn and Act. x [rows, d_model] → [rows, d_model]."""
-    return nn.functional.linear(expert_inner(x, weights, biases, ffn), weights[-1], biases[-1] if biases else None)
+    return expert_outer(expert_inner(x, weights, biases, ffn), weights, biases)
+
+
+def expert_outer(inner: Tensor, weights: Weights, biases: Biases) -> Tensor:
+    """What the down matrix makes of it. inner [rows, d_ff] → [rows, d_model]."""
+    return nn.functional.linear(inner, weights[-1], biases[-1] if biases else None)
 
 
 def expert_inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:

@@ -10,6 +10,7 @@ import shutil
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from moert.pack.dense import dense_width, part_names
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE, Dense, Quantization
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import DOWN, Neurons
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import PackWriter
 from tests.shapes import Shape, every, frequencies, shapes_of
@@ -82,32 +84,37 @@ def _is_there(out: Path, creator: str) -> bool:
 
 def write_pack(
     out: Path, bits: int | Mapping[ExpertKey, int], dense: Mapping[str, int], spec: ModelSpec = OLMOE,
-    alike: bool = False,
+    alike: bool = False, neurons: Neurons | None = None,
 ) -> None:  # fmt: skip
     """A pack with all experts at `bits`, or each at its own, and dense matrices at the widths `dense` (a role of
     `moert.pack.parts` → a width); nothing if it is there already. `alike`: the experts of all layers have the numbers
-    of the first layer's, which is written in minutes at any size; widths follow from an expert's place in its layer."""
+    of the first layer's, which is written in minutes at any size; widths follow from an expert's place in its layer.
+    `neurons`: experts lie in such blocks. Biases of experts are 0."""
     widths = dict.fromkeys(spec.expert_keys(), bits) if isinstance(bits, int) else bits
     stated = bits if isinstance(bits, int) else zlib.crc32(bytes(widths[key] for key in spec.expert_keys()))
-    creator = json.dumps(["shaped", SEED, stated, dict(dense), *(["alike"] if alike else [])])
+    laid = [] if neurons is None else [asdict(neurons)]
+    creator = json.dumps(["shaped", SEED, stated, dict(dense), *(["alike"] if alike else []), *laid])
     if _is_there(out, creator):
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)))
+    quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)), neurons=neurons)
     writer = PackWriter(out, spec, quantization, creator)
 
     coded: dict[ExpertKey, dict[str, QuantizedMatrix | F32]] = {}
-    first = spec.moe_layers()[0]
+    first, shapes = spec.moe_layers()[0], {name: spec.projection_shape(name) for name in spec.moe.ffn.projections}
+    biases = {name: np.zeros(shape[0], np.float32) for name, shape in shapes.items()} if spec.moe.ffn.bias else None
 
     def write(key: ExpertKey) -> None:
         source = first.expert(key.expert) if alike else key
         parts = coded.get(source)
         if parts is None:
             width, weights = widths[key], {name: projection(spec, source, name) for name in spec.moe.ffn.projections}
+            if neurons is not None:
+                weights[DOWN] = np.ascontiguousarray(weights[DOWN].T)
             parts = {name: matrix if width == 16 else quantize(matrix, width) for name, matrix in weights.items()}
             if alike:
                 coded[source] = parts
-        writer.write_expert(key, parts)
+        writer.write_expert(key, parts, biases=biases)
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(write, [key for key in spec.expert_keys() if not writer.has(key)]))

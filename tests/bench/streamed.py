@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moert.experts.neurons.keeping import DEFAULT_KEEPING
 from tests.bench.runner import serve
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ class Setting:
     `cache_bytes`: room for experts; None: for all, or as `memory_bytes` of the whole process allow. `io`: None looks at
     the drive. `routing`: a file of tests/bench/routing.py to put in the place of the routers; None leaves them.
     `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
-    `prefers`: which of the pack's preferences, see moert.budget.routing.
+    `prefers`: which of the pack's preferences, see moert.budget.routing. Where experts lie in blocks of neurons:
+    `keep_neurons`, as in moert.settings; `neurons`: whether those are read that fire, or those that are predicted;
+    `firings`: a file of tests/bench/flash_firings.py, to put in the place of routers and of what fires.
     """
 
     pack: str
@@ -44,6 +47,9 @@ class Setting:
     new_tokens: int = PIECE
     prefers: str = "auto"
     memory_bytes: int | None = None
+    keep_neurons: str = DEFAULT_KEEPING
+    neurons: str | None = None
+    firings: str | None = None
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.bench.streamed", json.dumps(asdict(self))]
@@ -95,13 +101,19 @@ class Streamed:
         from moert.experts.drive.io import parse_io
         from tests.bench.routing import ReplayedRouting
 
+        firings = None
+        if setting.firings is not None:
+            from tests.bench.flash_firings import Firings
+
+            firings = Firings.load(Path(setting.firings))
         self._trace: list[Demand] = []
         self._starts: list[tuple[int, list[ExpertKey]]] = []  # of segments: place in the trace, what was in memory
+        neurons = {} if setting.neurons is None else {"neurons": setting.neurons}
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
             memory=setting.memory_bytes, io=parse_io(setting.io or "auto"), eviction=setting.eviction,
             predictor=setting.predictor, threads=THREADS, routing=setting.prefers, trace=self._trace,
-            notify=lambda line: print(line, file=sys.stderr),
+            keep_neurons=setting.keep_neurons, notify=lambda line: print(line, file=sys.stderr), **neurons,
         )  # fmt: skip
         if setting.cache_bytes is None and setting.memory_bytes is None:
             self._engine.reserve(1, 1)
@@ -115,6 +127,11 @@ class Streamed:
             with np.load(setting.routing) as recorded:
                 replayed = ReplayedRouting(recorded["heldout"], recorded["guesses"])
                 replayed.replace(self._engine.model.routers, self._engine.spec.moe_layers())
+        if firings is not None:
+            from tests.bench.flash_firings import Replay
+
+            spec = self._engine.spec
+            Replay(firings, spec.moe_layers(), spec.moe.n, spec.moe.ffn.d_ff).replace(self._engine)
 
     def run(self, seconds: float, least: int) -> dict[str, Any]:
         """Writes for so long, but no fewer than `least` tokens → a Segment."""
@@ -142,7 +159,7 @@ class Streamed:
         with what was in memory then; see moert.bench.pfoo."""
         from moert.bench.pfoo import least_bytes
 
-        nbytes = {entry.key: entry.file_bytes for entry in self._engine.pack.manifest.experts}
+        nbytes = self._engine.cached_bytes
         cache_bytes, ends = self._engine.cache.capacity_bytes, [*(at for at, _ in self._starts[1:]), len(self._trace)]
         return [
             least_bytes(self._trace[start:end], nbytes, cache_bytes, held)

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of the thread that computes. `deciding`: who leaves, what is read ahead and what that is worth, without
+    """Seconds of the thread that computes. `waiting`: for reads of experts, and for those of neurons, which it makes
+    itself. `deciding`: which neurons' blocks are wanted, who leaves, what is read ahead and what that is worth, without
     the kernels that routers are asked with; `python`: that, and all that is neither a kernel nor waiting."""
 
     whole: float
@@ -32,37 +33,51 @@ class Meter:
     """Put into an engine that runs on the native kernels; it costs a microsecond a call. It stays there."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._kernels, self._deciding = engine, 0.0, 0.0
+        self._engine, self._kernels, self._deciding, self._reading = engine, 0.0, 0.0, 0.0
         backend: Any = engine.backend
         backend._call = _Timed(backend._call, self._kernel)
         runner, cache, ahead = engine.runner, engine.cache, engine.ahead
         decisions: list[tuple[Any, str]] = [(runner, "_begin"), (cache, "take"), (cache, "give_back")]
         if ahead is not None:
             decisions.append((ahead, "look"))
+        if (firing := engine._streaming.firing) is not None:
+            from moert.experts.neurons import executor
+
+            columns: Any = firing.columns
+            reader, timed = columns._reader, _Timed(columns._reader, self._read)
+            reader.read, reader.read_all = timed.read, timed.read_all
+            decisions += [(columns, "fetch"), (columns, "fetch_all"), (executor, "fired_blocks")]
         for owner, name in decisions:
             setattr(owner, name, self._decides(getattr(owner, name)))
 
     def during(self, work: Callable[[], object]) -> Spent:
-        before = self._kernels, self._engine.counters.stall_s, self._deciding
+        before = self._kernels, self._waiting, self._deciding
         started = time.perf_counter()
         work()
         whole = time.perf_counter() - started
-        after = self._kernels, self._engine.counters.stall_s, self._deciding
+        after = self._kernels, self._waiting, self._deciding
         return Spent(whole, *(late - early for early, late in zip(before, after, strict=True)))
+
+    @property
+    def _waiting(self) -> float:
+        return self._engine.counters.stall_s + self._reading
 
     def _kernel(self, seconds: float) -> None:
         self._kernels += seconds
+
+    def _read(self, seconds: float) -> None:
+        self._reading += seconds
 
     def _decides(self, function: Callable[..., T]) -> Callable[..., T]:
         """Counts what is neither a kernel nor waiting."""
 
         def timed(*arguments: Any, **named: Any) -> T:
-            elsewhere, started = self._kernels + self._engine.counters.stall_s, time.perf_counter()
+            elsewhere, started = self._kernels + self._waiting, time.perf_counter()
             try:
                 return function(*arguments, **named)
             finally:
                 spent = time.perf_counter() - started
-                self._deciding += spent - (self._kernels + self._engine.counters.stall_s - elsewhere)
+                self._deciding += spent - (self._kernels + self._waiting - elsewhere)
 
         return timed
 

@@ -57,11 +57,15 @@ INSIDE = {
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone", "packed"), ("emit", "paths", "verify", "layers")],
-    "moeconv.foresight": [("sparsemax",), ("network", "examples"), ("batches", "following"), ("training",)],
+    "moeconv.foresight": [
+        ("sparsemax", "kept"), ("network", "examples", "firings"), ("batches", "following", "lowrank"),
+        ("training", "naming"), ("neurons",),
+    ],
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("room",),
-        ("lessons",), ("bench", "subject", "delivery"), ("gradients", "examples"),
-        ("references", "widths", "sweeping", "bonuses", "textless"), ("choice", "profile", "hashing", "routing"),
+        ("lessons",), ("neuron_lessons",), ("bench", "subject", "delivery"), ("gradients", "examples"),
+        ("references", "widths", "sweeping", "bonuses", "textless"), ("training",),
+        ("choice", "profile", "hashing", "neurons", "routing"),
         ("residence",), ("conversion",), ("api",),
     ],
     "moeconv.command": [("recipe", "check"), ("forecast",), ("packs",), ("cli",)],

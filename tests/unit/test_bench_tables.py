@@ -221,6 +221,19 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "g2p, 2 bits: outputs that differ",
         "wiki, 3 bits: probes compared",
     ],
+    "flash-bytes": ["opt: columns, of whole experts", "opt: predictor: size"],
+    "flash-speeds": [
+        "opt, ssd, steps: naive: decode",
+        "opt, board, steps: naive: decode",
+        "g2p, ssd: neurons 50%: decode",
+        "OPT-1.3B like opt, ssd, 50%: naive: decode",
+    ],
+    "flash-curves": [
+        "opt: window of 1: loaded",
+        "opt: room for 10% of blocks: lru",
+        "opt, blocks of 2: as given",
+        "opt: neurons that are anyone's closest friend",
+    ],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
 }
 SETTINGS = {"llama_cpp_options": ["NATIVE=OFF", "AVX2=ON", "AMX_INT8=OFF"], "llama_cpp_python": "0.3"}

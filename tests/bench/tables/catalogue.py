@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tests.bench.tables import (
     Block,
     demo,
+    flash,
     front,
     gradients,
     hashed,
@@ -49,6 +50,9 @@ BLOCKS: Mapping[str, Block] = {
     "hash-routing": Block("hashed", hashed.routing),
     "hash-hits": Block("hashed", hashed.hits),
     "hash-speeds": Block("hashed", hashed.speeds),
+    "flash-bytes": Block("flash", flash.nbytes),
+    "flash-speeds": Block("flash", flash.speeds),
+    "flash-curves": Block("flash", flash.curves),
     "promise": Block("promise", promise.parts),
     "size": Block("size", size.parts),
     "workers": Block("workers", size.parts),

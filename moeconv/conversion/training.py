@@ -1,0 +1,137 @@
+"""What every training on a finished pack begins and ends with: its text, and a file into the pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from moeconv.calibration import Splits
+from moeconv.conversion.fidelity import Text
+from moeconv.conversion.limits import context_note, samples_note
+from moeconv.conversion.pack_text import text_of
+from moeconv.errors import ConversionError, SettingsError
+from moeconv.measure.metrics import Metric, default_metric, find_metric
+from moeconv.measure.scorers import Subject
+from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
+from moeconv.measure.scorers.generated import GeneratedScorer
+from moeconv.measure.scorers.text import TextScorer
+from moeconv.source.checkpoint import TOKENIZER
+from moert.pack.manifest import BACKBONE, Manifest
+from moert.pack.reader import Pack
+from moert.pack.writer import add_files
+
+
+class Asked(Protocol):
+    """What a user asks of any training; None for what is usual."""
+
+    @property
+    def calib(self) -> str | None: ...
+
+    @property
+    def heldout(self) -> str | None: ...
+
+    @property
+    def seed(self) -> int | None: ...
+
+    @property
+    def samples(self) -> int | None: ...
+
+    @property
+    def context(self) -> int | None: ...
+
+    @property
+    def metric(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """What is trained on, and judged by, with their extents and volumes."""
+
+    splits: Splits
+    tokenizer: Tokenizer
+    metric: Metric
+    learning: Extent
+    heldout: Extent
+    volumes: tuple[Volume, Volume]
+
+    @classmethod
+    def of(
+        cls, pack: Pack, asked: Asked, usual: Callable[[Volume, Volume], tuple[int | None, int]],
+        say: Callable[[str], None],
+    ) -> TrainingText:  # fmt: skip
+        """`usual` says how many samples (None: all) of both texts are taken where the user does not. Raises
+        ConversionError or PackError."""
+        spec = pack.manifest.model
+        source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
+        splits = source.splits
+        metric = find_metric(_metric_of(pack, asked, splits))
+        check_fit(spec, splits, metric)
+        tokenizer = load_tokenizer(pack.file(TOKENIZER))
+        if note := context_note(asked.context, spec):
+            say(note)
+        whole = Extent(asked.samples, asked.context or source.context, None)
+
+        def size(split: str, extent: Extent) -> Volume:
+            return volume(spec, tokenizer, getattr(splits, split), extent)
+
+        found = size("calibration", whole), size("heldout", whole)
+        if note := samples_note("--samples", asked.samples, found[0].samples, "samples of the calibration text"):
+            say(note)
+        if asked.samples:
+            return cls(splits, tokenizer, metric, whole, whole, found)
+        learning, heldout = (replace(whole, limit=limit) for limit in usual(*found))
+        used = size("calibration", learning), size("heldout", heldout)
+        return cls(splits, tokenizer, metric, learning, heldout, used)
+
+    def scorers(self, subject: Subject) -> tuple[TextScorer | GeneratedScorer, TextScorer | GeneratedScorer]:
+        """Of the text to learn, and of that to judge by."""
+        return (
+            build_scorer(subject, self.tokenizer, self.splits.calibration, self.metric, self.learning),
+            build_scorer(subject, self.tokenizer, self.splits.heldout, self.metric, self.heldout),
+        )
+
+    def about(self, pack: Pack) -> Mapping[str, Any]:
+        """All that decides what the pack's model does with it, as JSON values."""
+        return {
+            "weights": _weights_of(pack.manifest), "context": self.learning.context, "samples": self.learning.limit,
+            "text": [self.splits.digest("calibration"), self.splits.digest("heldout")],
+        }  # fmt: skip
+
+    def judged(self) -> Text:
+        """What a loss is measured on."""
+        return Text(self.tokenizer, self.splits.heldout, self.metric, self.heldout)
+
+
+def add_learnt(pack: Pack, name: str, body: bytes) -> None:
+    """Adds a file to the pack as it is now, which may have got other files since. Raises ConversionError."""
+    now = Pack.open(pack.root).manifest
+    if _weights_of(now) != _weights_of(pack.manifest):
+        raise ConversionError(f"{pack.root} was replaced in the meantime: run the same command again")
+    add_files(pack.root, now, {name: body})
+
+
+def folder_of(pack: Pack, work: Path | None, ending: str) -> Path:
+    """Where a training keeps what it needs until it is done."""
+    return work or pack.root.with_name(f"{pack.root.name}.{ending}")
+
+
+def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
+    """That of the conversion, where its text is used and no other is asked for. Raises SettingsError."""
+    quality = pack.manifest.quality
+    if asked.metric is not None:
+        return asked.metric
+    if asked.calib is None and quality is not None:
+        if ".py" in quality.metric and not Path(quality.metric).is_file():
+            raise SettingsError(f"the pack was judged by {quality.metric}, a module: say where it is with --metric")
+        return quality.metric
+    return splits.metric or default_metric(splits.seq2seq, splits.choices)
+
+
+def _weights_of(manifest: Manifest) -> list[str]:
+    """What decides what the pack's model says."""
+    files = [manifest.files[name].sha256 for name in (BACKBONE, "config.json", TOKENIZER)]
+    return [*files, *(entry.sha256 for entry in manifest.experts)]

@@ -1,0 +1,65 @@
+"""What a training that was interrupted finds again: a folder of examples, and checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeconv.errors import ConversionError
+from moert.pack.files import write_atomically
+
+_DONE = "examples.json"
+
+
+def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `fill` said of the examples that it put into the empty folder. They are taken if they are `about` the same;
+    they are made anew otherwise. Raises ConversionError for what the disk refuses."""
+    try:
+        if (found := _said(folder)) is None or found["about"] != about:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            found = {"about": about, **fill()}
+            write_atomically(folder / _DONE, json.dumps(found).encode())
+    except OSError as error:
+        raise ConversionError(
+            f"can't use {folder}: {error.strerror or error}; free it or give another --work"
+        ) from None
+    return found
+
+
+def _said(folder: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((folder / _DONE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found
+
+
+def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
+    """What `save_checkpoint` wrote; None where there is none, or one about another training. Raises ConversionError for
+    one that can't be read."""
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        return found if found["about"] == about else None
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConversionError(f"{path} can't be read ({text[:100]}): delete it, and training begins anew") from None
+
+
+def save_checkpoint(path: Path, about: str, state: dict[str, Any]) -> None:
+    """Raises ConversionError for what the disk refuses."""
+    body = io.BytesIO()
+    torch.save({"about": about, **state}, body)
+    try:
+        write_atomically(path, body.getvalue())
+    except OSError as error:
+        raise ConversionError(f"can't write {path}: {error.strerror}; free some space and run again") from None

@@ -1,0 +1,72 @@
+"""A model of which only those neurons are computed that a predictor names, and what lies in one block with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeconv.foresight.lowrank import LayerNetwork, in_blocks
+from moeconv.measure.trial import Trial
+from moert.pack.codec import Form16
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import Neurons, neuron_layout
+from moert.pack.predictor import NeuronPredictor
+
+_ANY_PAGE = 4096  # bytes: of which the neurons of a block do not depend
+
+
+class NamedNeurons:
+    """A Naming of moeconv.source.experts. `per_block`: how many neurons of an expert lie in a block."""
+
+    def __init__(self, predictor: NeuronPredictor, per_block: Callable[[ExpertKey], int]) -> None:
+        self._networks = {place: LayerNetwork.of(layer) for place, layer in predictor.layers.items()}
+        self._thresholds = {place: layer.threshold for place, layer in predictor.layers.items()}
+        self._per_block = per_block
+
+    @torch.inference_mode()
+    def computed(self, key: ExpertKey, x: Tensor) -> Tensor:
+        """See Naming."""
+        network, size = self._networks[key.at], self._per_block(key)
+        scores = network.scores(key.expert, network.compressed(x))
+        blocks = in_blocks(scores >= float(self._thresholds[key.at][key.expert]), size)
+        return blocks.repeat_interleave(size, dim=1)[:, : scores.shape[1]]
+
+
+def per_block(spec: ModelSpec, bits: tuple[int, ...], group_size: int, form16: Form16, neurons: Neurons) -> int:
+    """How many neurons of an expert of these widths lie in a block; see moert.pack.neurons.neuron_layout."""
+    widths = dict(zip(spec.moe.ffn.projections, bits, strict=True))
+    return neuron_layout(spec, widths, group_size, form16, _ANY_PAGE, neurons).per_block
+
+
+@dataclass(frozen=True)
+class PredictedNeurons:
+    """An Instead of moeconv.measure.assignments: blocks are those of the widths that are on trial."""
+
+    predictor: NeuronPredictor
+    neurons: Neurons
+
+    @cached_property
+    def rule(self) -> Any:
+        digest = hashlib.sha256(self.predictor.to_bytes()).hexdigest()
+        return ["neurons", digest, self.neurons.piece_bytes]
+
+    @contextmanager
+    def on(self, trial: Trial) -> Iterator[None]:
+        coder = trial.coder
+        form16: Form16 = "MXFP4" if coder.mxfp4 else "F16"
+
+        def size(key: ExpertKey) -> int:
+            return per_block(trial.spec, trial.widths(key), coder.quantizer.group_size, form16, self.neurons)
+
+        with trial.calls.naming(NamedNeurons(self.predictor, size)):
+            yield
+
+    def seen(self, trial: Trial) -> dict[str, Any]:
+        return {}
