@@ -163,6 +163,25 @@ class RouteReport:
 
 
 @dataclass(frozen=True)
+class NeuronsReport:
+    """What says which neurons are computed, where not all are: a predictor of rank `rank`, whose thresholds let at most
+    the share `missed` of what firing neurons give go unnamed on the text that it learnt from. Of text that it did not
+    learn from it names the shares `firing` of firing neurons, `neurons` of all, and `blocks` of blocks of `per_block`
+    neurons, on the mean of layers. All figures of the report but those of ranking are with it. `alone` is what that
+    loses with unquantised experts, on the text of `ConversionReport.calibration`; `exact` what the pack loses on
+    held-out text where all neurons are computed."""
+
+    rank: int
+    missed: float
+    firing: float
+    neurons: float
+    blocks: float
+    per_block: int
+    alone: LossEstimate
+    exact: LossEstimate
+
+
+@dataclass(frozen=True)
 class Standing:
     """What the promise stands on. `asked` is the confidence that was asked for. Plans were judged on `documents`, worth
     `of_one_size` of one size, the result on `heldout_documents`; `needed` and `heldout_needed` are what the confidence
@@ -260,6 +279,7 @@ class ConversionReport:
     standing: Standing | None = None
     residences: tuple[Residence, ...] = ()
     route: RouteReport | None = None
+    neurons: NeuronsReport | None = None
 
 
 def to_json(artifact: Any) -> dict[str, Any]:

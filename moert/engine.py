@@ -14,11 +14,12 @@ from weakref import WeakSet
 from moert.budget.admission import Admission, Notify
 from moert.budget.budget import Budget, CacheLimit
 from moert.budget.regulator import Regulator
-from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, share_text
+from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, preference_note, share_text
 from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
+from moert.experts.neurons.naming import PREDICTED, check_neurons, fidelity, predictor_of
 from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.generation import room
@@ -36,7 +37,7 @@ from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.pack.chat import load_chat
-from moert.pack.manifest import BACKBONE, Preference
+from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.predict import TAKE_HASH
@@ -72,15 +73,18 @@ class Engine:
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
-        self._foreseeing = foreseeing
+        self._foreseeing, self._neurons = foreseeing, settings.neurons
         beside = 0 if foreseeing is None else foreseeing.nbytes
         self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
+        named = predictor_of(pack, settings.neurons)
+        if named is not None:
+            self.budget = self.budget.with_part_of_experts(named.kept.blocks)
         self.counters = ExpertCounters()
         self.times = RequestTimes()
         self.text = Text(pack)
         self._turns = Turns()
         self._streaming = Streaming(
-            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons
+            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named
         )
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
@@ -98,10 +102,10 @@ class Engine:
                 self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
             )
         self._admission = Admission(self._regulator, self._streaming, self.ahead)
-        self._admission.notes += notes
+        self._admission.notes += [*notes, *([] if named is None else [fidelity(named)])]
         if self.preference is not None:
             self._streaming.prefers()
-            self._admission.notes.append(_preference_note(self.preference))
+            self._admission.notes.append(preference_note(self.preference))
         self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
         self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
         del weights
@@ -126,10 +130,14 @@ class Engine:
         """`changes`: settings by name, for those that `settings` (or the default ones) should not have.
 
         `trace` collects what every layer demands. `notify` gets notes and warnings, which otherwise go to stderr.
-        Raises PackError, SettingInvalid, PathsMissing, InstructionSetInvalid, BudgetTooSmall or OutOfMemory.
+        Raises PackError, SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid,
+        BudgetTooSmall or OutOfMemory.
         """
         chosen = (settings or EngineSettings()).but(**changes)
+        if chosen.neurons == PREDICTED:
+            chosen = chosen.but(predictor="none")
         pack = Pack.open(path)
+        check_neurons(pack, chosen.neurons)
         routes = chosen.routing == HASH_ROUTING
         noted: list[str] = []
         function = hash_for(pack, chosen.predictor, chosen.eviction, routes, noted.append)
@@ -334,8 +342,9 @@ class Engine:
         if self._foreseeing is not None and self._foreseeing.routes_to is not None:
             routing = HASH_ROUTING
         return run_stats(
-            self.times, self.counters, ahead, given, Ways(streaming.eviction, streaming.io, routing),
-            streaming.headroom(), None if streaming.firing is None else streaming.firing.counters,
+            self.times, self.counters, ahead, given,
+            Ways(streaming.eviction, streaming.io, routing, self._neurons), streaming.headroom(),
+            None if streaming.firing is None else streaming.firing.counters,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -373,14 +382,6 @@ def _regulator(
 
 def _held_bytes(prefixes: Iterable[Prefix]) -> int:
     return sum(each.held_bytes for each in prefixes)
-
-
-def _preference_note(preference: Preference) -> str:
-    loss = "" if preference.heldout is None else f", held-out loss {100 * preference.heldout.loss:.1f}%"
-    return (
-        f"routing prefers experts that were used lately, for room for {share_text(preference.share)} of them{loss}: "
-        f"{said('routing', EXACT_ROUTING)} turns that off"
-    )
 
 
 def _threads(threads: int | None) -> tuple[int, str | None]:

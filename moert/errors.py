@@ -36,6 +36,10 @@ class HashMissing(RunError):
     """Something needs the pack's hash function, and the pack has none."""
 
 
+class PredictorMissing(RunError):
+    """Neurons are to be predicted, and the pack has nothing that does."""
+
+
 class SettingInvalid(RunError):
     """A setting that can't be. The message is one line that begins with its name."""
 

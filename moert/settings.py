@@ -12,9 +12,11 @@ from moert.budget.routing import AUTO_ROUTING, check_routing
 from moert.errors import SettingInvalid
 from moert.experts.drive.io import IoSettings, parse_io
 from moert.experts.neurons.keeping import DEFAULT_KEEPING, KEEPING
+from moert.experts.neurons.naming import EXACT, NEURONS, PREDICTED
 from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
+from moert.experts.policy.selection import AUTO_EVICTION
 from moert.kernels import AUTO_KERNELS
-from moert.predict import PREDICTORS
+from moert.predict import AUTO_PREDICTOR, PREDICTORS
 from moert.wording import said
 
 if TYPE_CHECKING:
@@ -33,8 +35,10 @@ class EngineSettings(Adjustable):
     otherwise what is best for the drive is measured, and remembered. `threads` compute; by default and at most one for
     each usable core.
     `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8. `routing`: see
-    moert.budget.routing.preference_for; it is the one setting beside `kernels` and `kv_bits` that answers depend on.
+    moert.budget.routing.preference_for; answers depend on it, and on `kernels`, `kv_bits` and `neurons` alone.
     `keep_neurons`: a name of moert.experts.neurons.keeping, for packs whose experts lie in blocks of neurons.
+    `neurons`: of each expert all ("exact"), or those that the pack's predictor names ("predicted"), which is another
+    model; then no expert is read whole, so that there is nothing for `eviction` or `predictor` to decide.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
     """
@@ -49,6 +53,7 @@ class EngineSettings(Adjustable):
     kv_bits: KvBits = 16
     routing: str = AUTO_ROUTING
     keep_neurons: str = DEFAULT_KEEPING
+    neurons: str = EXACT
 
     def __post_init__(self) -> None:
         _ = self.limit, self.reading
@@ -62,13 +67,22 @@ class EngineSettings(Adjustable):
             "predictor": tuple(PREDICTORS),
             "kv_bits": KV_BITS,
             "keep_neurons": tuple(KEEPING),
+            "neurons": NEURONS,
         }
         for name, known in names.items():
             if getattr(self, name) not in known:
                 others = ", ".join(map(str, known))
                 raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {others}")
+        if self.neurons == PREDICTED:
+            self._check_without_experts()
         if self.threads is not None and self.threads < 1:
             raise SettingInvalid("threads", f"{self.threads} can't compute anything: give at least 1")
+
+    def _check_without_experts(self) -> None:
+        for name, harmless in (("predictor", (AUTO_PREDICTOR, "none")), ("eviction", (AUTO_EVICTION,))):
+            if getattr(self, name) not in harmless:
+                asked, why = said("neurons", PREDICTED), "reads no whole experts, only blocks of their neurons"
+                raise SettingInvalid(name, f"{getattr(self, name)!r} is about experts, and {asked} {why}: leave it out")
 
     @cached_property
     def limit(self) -> MemoryLimit | CacheLimit | None:

@@ -42,13 +42,17 @@ class ExpertCounters:
 class NeuronCounters:
     """Of experts whose neurons are read by themselves: `neurons` asked, each for each token, of which `fired` gave
     anything but zero; `blocks` that had one that fired, each once for all tokens of a layer, and `block_hits` of them
-    that were in memory."""
+    that were in memory. `wait_s`: the time that the model waited for blocks. Where neurons are predicted, `named` of
+    them were, `computed` are all of the blocks that have such a one, and only these are wanted and can fire."""
 
     neurons: int = 0
+    named: int = 0
+    computed: int = 0
     fired: int = 0
     blocks: int = 0
     block_hits: int = 0
     block_evictions: int = 0
+    wait_s: float = 0.0
 
 
 @dataclass
@@ -114,11 +118,13 @@ class Room:
 
 @dataclass(frozen=True)
 class Ways:
-    """How it was done: names of the eviction policy, of how experts are read, and of the routing."""
+    """How it was done: names of the eviction policy, of how experts are read, of the routing, and of which neurons
+    count."""
 
     eviction: str
     io: str
     routing: str
+    neurons: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,9 @@ class RunStats:
     whoever is needed again last would have hit without reading ahead, over the first `belady_demands` requests, with
     the present room for experts: the most that eviction can where all experts have one size.
     `io` says how experts are read, PAGE_CACHE where what lies in the system's page cache is taken from there. `routing`
-    is exact, or the share of the experts that the preference in use is made for.
+    is exact, or the share of the experts that the preference in use is made for. `neurons` is exact, or predicted: then
+    of all neurons of the experts that tokens went to `neurons_named` were, and `neurons_computed` were with the blocks
+    of these; `neurons_fired` of all gave anything but zero.
     """
 
     requests: int
@@ -167,6 +175,9 @@ class RunStats:
     routing: str
     belady_demands: int
     belady_hit_rate: float
+    neurons: str = "exact"
+    neurons_named: float = 0.0
+    neurons_computed: float = 0.0
     neurons_fired: float = 0.0
     block_requests: int = 0
     block_hits: int = 0
@@ -203,11 +214,13 @@ class RunStats:
     def _neuron_lines(self) -> list[str]:
         if not self.block_requests:
             return []
-        hits = 100 * self.block_hits / self.block_requests
-        return [
-            f"neurons          {100 * self.neurons_fired:.1f}% fired; blocks asked for {self.block_requests} times, "
-            f"{hits:.1f}% in memory"
-        ]
+        hits, fired = 100 * self.block_hits / self.block_requests, f"{100 * self.neurons_fired:.1f}% fired"
+        if self.neurons_computed:
+            asked = (
+                f"{100 * self.neurons_named:.1f}% named, {100 * self.neurons_computed:.1f}% computed with their blocks"
+            )
+            fired = f"{asked}, {fired}"
+        return [f"neurons          {fired}; blocks asked for {self.block_requests} times, {hits:.1f}% in memory"]
 
     def _ahead_lines(self) -> list[str]:
         if not self.prefetch_issued_bytes:
@@ -230,6 +243,7 @@ def run_stats(
 ) -> RunStats:  # fmt: skip
     """`best`: the requests that Belady's rule was tried on, and its hit rate."""
     neurons = neurons or NeuronCounters()
+    all_neurons = max(1, neurons.neurons)
     later_tokens = times.new_tokens - times.requests
     return RunStats(
         requests=times.requests,
@@ -245,7 +259,7 @@ def run_stats(
         reads=counters.reads,
         bytes_read=counters.bytes_read,
         retries=counters.retries,
-        stall_s=counters.stall_s,
+        stall_s=counters.stall_s + neurons.wait_s,
         prefetch_issued_bytes=counters.prefetch_issued_bytes,
         prefetch_used_bytes=counters.prefetch_used_bytes,
         prefetch_wasted_bytes=counters.prefetch_issued_bytes - counters.prefetch_used_bytes,
@@ -262,7 +276,10 @@ def run_stats(
         routing=ways.routing,
         belady_demands=best[0],
         belady_hit_rate=best[1],
-        neurons_fired=neurons.fired / neurons.neurons if neurons.neurons else 0.0,
+        neurons=ways.neurons,
+        neurons_named=neurons.named / all_neurons,
+        neurons_computed=neurons.computed / all_neurons,
+        neurons_fired=neurons.fired / all_neurons,
         block_requests=neurons.blocks,
         block_hits=neurons.block_hits,
     )

@@ -18,9 +18,9 @@ NAMES_ALL = -1e30
 def random_layer(
     features: int, experts: int, d_ff: int, rank: int = 3, threshold: float | None = None, seed: int = 0
 ) -> LayerPredictor:
-    """`threshold`: of all experts; None: one for each, so that some neurons are named and some are not."""
+    """`threshold`: of all experts; None: one for each, so that few neurons are named."""
     generator = np.random.default_rng(seed)
-    thresholds = generator.uniform(0, 2, experts) if threshold is None else np.full(experts, threshold)
+    thresholds = generator.uniform(2, 5, experts) if threshold is None else np.full(experts, threshold)
     return LayerPredictor(
         (generator.standard_normal((rank, features)) / np.sqrt(features)).astype(np.float16),
         generator.standard_normal((experts, d_ff, rank)).astype(np.float16),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.conversion.layouts import LAYOUTS, neurons_of
-from moeconv.conversion.settings import DEFAULT_QUANTIZER, Settings, check_choice
+from moeconv.conversion.settings import DEFAULT_LAYOUT, DEFAULT_QUANTIZER, Settings, check_choice
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
@@ -44,7 +44,7 @@ class Checked:
     certain: bool
 
 
-def check(model: str, host: Host, layout: str = Settings.layout) -> Checked:
+def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     """`model`: a directory, a config.json, or a hub id; `layout`: how its experts would lie in a pack. Raises
     CheckpointError for what can't be converted, SettingsError for experts that can't lie so."""
     check_choice("--layout", layout, LAYOUTS)
@@ -114,7 +114,7 @@ def lines(found: Checked) -> list[str]:
     )
     sure = "" if found.certain else ", if the checkpoint has them"
     shared = "" if experts.shared is None else ", and a shared one"
-    coded = found.quantizer + ("" if found.layout == Settings.layout else f" and --layout {found.layout}")
+    coded = found.quantizer + ("" if found.layout == DEFAULT_LAYOUT else f" and --layout {found.layout}")
     return [
         f"{found.model}: {spec.family}, supported",
         f"  layers      {layers}",

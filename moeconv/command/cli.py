@@ -135,11 +135,12 @@ def quantize(
         str | None, typer.Option(help="Sweep, or code layer by layer, on a Ray cluster: auto, host:port or ray://host:port.")
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="How experts lie in the pack: expert, a file for each; layer, a file for each layer; "
-                               "for experts with ReLU alone columns, by neurons, so that what does not fire need not "
-                               "be read, or neuron, the same with all of a neuron in one place; auto: columns where "
-                               "experts are large enough for it, else expert.")
-    ] = "expert",
+        str | None, typer.Option(help="How experts lie in the pack: expert, a file for each; layer, a file for each "
+                                      "layer; for experts with ReLU alone columns, by neurons, so that what does not "
+                                      "fire need not be read, or neuron, the same with all of a neuron in one place; "
+                                      "auto: columns where experts are large enough for it, else expert. Default: "
+                                      "expert; with --neurons predicted neuron.")
+    ] = None,
     piece_bytes: Annotated[
         int | None, typer.Option(help="With --layout columns, neuron or auto: most bytes of what is read at once, a "
                                       "multiple of 512. moert bench --drive says what a drive likes. Default: two "
@@ -150,6 +151,11 @@ def quantize(
                                "tokens alone that is trained first, on half of the calibration text. Widths and "
                                "function keep --loss together.")
     ] = "router",
+    neurons: Annotated[
+        str, typer.Option(help="Which neurons of experts with ReLU are computed: exact, all that fire, or predicted, "
+                               "those that a predictor names, which is trained first, on half of the calibration "
+                               "text. Widths and predictor keep --loss together.")
+    ] = "exact",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -173,7 +179,7 @@ def quantize(
         heldout_samples, context, max_new_tokens, options.bytes_of(memory),
         None if racing is None else parse_share(racing, "--racing"), cluster,
         None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout, route,
-        piece_bytes,
+        piece_bytes, neurons,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)

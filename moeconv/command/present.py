@@ -41,6 +41,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
         *_dense(report),
         *_route(report),
+        *_neurons(report),
         *_residences(report.residences, report.confidence),
         *_sweep(report),
         _took(report),
@@ -60,7 +61,8 @@ def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
     where the pack has its paths already."""
     pack = shlex.quote(str(out))
     routed = "" if report.route is None else f" --routing {report.route.kind}"
-    steps = [(f'moert run {pack} "some text"{routed}', "runs it"), (f"moert info {pack}", "says what is in it")]
+    named = "" if report.neurons is None else " --neurons predicted"
+    steps = [(f'moert run {pack} "some text"{routed}{named}', "runs it"), (f"moert info {pack}", "says what is in it")]
     if report.calibration is not None and not profiled:
         steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))
     if report.calibration is not None:
@@ -143,13 +145,26 @@ def _route(report: ConversionReport) -> list[str]:
     route = report.route
     if route is None:
         return []
-    alone, routers = route.alone, route.routers
     return [
-        f"  routed by a hash function, which by itself loses {alone.loss:.2%} (95% interval {alone.low:+.2%} to "
-        f"{alone.high:+.2%})",
-        f"  with its own routers the pack loses {routers.loss:.2%} of the held-out text (95% interval "
-        f"{routers.low:+.2%} to {routers.high:+.2%})",
+        f"  routed by a hash function, which by itself loses {_interval(route.alone)}",
+        f"  with its own routers the pack loses {_interval(route.routers)} of the held-out text",
     ]
+
+
+def _neurons(report: ConversionReport) -> list[str]:
+    found = report.neurons
+    if found is None:
+        return []
+    return [
+        f"  only named neurons are computed, which by itself loses {_interval(found.alone)}",
+        f"  named are {found.firing:.1%} of what fires, {found.neurons:.1%} of neurons, {found.blocks:.1%} of blocks "
+        f"of {found.per_block}",
+        f"  with all neurons the pack loses {_interval(found.exact)} of the held-out text",
+    ]
+
+
+def _interval(found: LossEstimate) -> str:
+    return f"{found.loss:.2%} (95% interval {found.low:+.2%} to {found.high:+.2%})"
 
 
 def _residences(found: Sequence[Residence], confidence: float | None) -> list[str]:

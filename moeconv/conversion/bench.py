@@ -40,8 +40,8 @@ ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, o
 
 class Bench:
     """The model and its coder are made when they are first needed: a run that only reads its journal needs little of
-    it. `moments` is the file that the coder reads then, None where the quantizer needs none. `instead`: what takes the
-    routers' place where plans are judged."""
+    it. `moments` is the file that the coder reads then, None where the quantizer needs none. `instead`: what
+    takes the routers' place, or leaves out neurons, where plans are judged."""
 
     def __init__(self, coding: Coding, material: Material, journal: Journal, moments: Path | None) -> None:
         self.coding, self.material, self.journal, self.moments = coding, material, journal, moments

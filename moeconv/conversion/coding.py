@@ -36,7 +36,7 @@ class Coding:
         checkpoint = Checkpoint.open(settings.model)
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
-        neurons = neurons_of(settings.layout, checkpoint.spec, checkpoint.description.mxfp4, settings.piece_bytes)
+        neurons = neurons_of(settings.laid_out, checkpoint.spec, checkpoint.description.mxfp4, settings.piece_bytes)
         dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits))
         return cls(checkpoint, quantizer, dense, neurons)
 

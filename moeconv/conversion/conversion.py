@@ -15,13 +15,15 @@ from moeconv.conversion.delivery import Outcome, deliver
 from moeconv.conversion.examples import side_by_side
 from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
+from moeconv.conversion.predicting import taught_neurons
 from moeconv.conversion.references import References, evaluated, measured_references
 from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
-from moeconv.conversion.routing import check_route, route_report, routed_alone, taught, with_loss
+from moeconv.conversion.routing import check_route, taught_routing
 from moeconv.conversion.settings import Settings
 from moeconv.conversion.subject import conversion_of, directory_of, subject_of
 from moeconv.conversion.sweeping import job_of, swept
+from moeconv.conversion.taught import Taught, loses_alone, reported
 from moeconv.conversion.textless import textless_widths
 from moeconv.conversion.widths import dense_alone, widths_worth_probing
 from moeconv.measure.workdir import INPUTS, RESIDENCES, WorkDir
@@ -55,7 +57,7 @@ class Conversion:
         coding = Coding.open(settings)
         for left_out in coding.checkpoint.notes:
             say(f"note: {left_out}")
-        if settings.layout == "auto":
+        if settings.laid_out == "auto":
             say(f"experts lie {'by expert' if coding.neurons is None else 'by columns of neurons'} (--layout auto)")
         if settings.calib is None:
             return self._unmeasured(coding)
@@ -99,10 +101,11 @@ class Conversion:
                 bench.collect_moments(bench.moments)
         references = measured_references(bench, account)
         judge = references.judge
-        bench.instead = routing = taught(bench, work, account)
-        references.routed_by(routing)
+        taught = self._taught(bench, work)
+        bench.instead = None if taught is None else taught.instead
+        references.judged_with(bench.instead)
         looks = self._count_looks(bench, judge, conversion)
-        routed = routed_alone(bench, references, account)
+        alone = None if taught is None else loses_alone(taught, bench, references, account)
         dense = dense_alone(bench, judge, account)
         widths = widths_worth_probing(bench, judge, account)
         sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)
@@ -119,11 +122,19 @@ class Conversion:
             sweep_cost=sweep.cost,
             curve=choice.curve(plan),
             dense_alone=dense,
-            route=route_report(bench, references, plan, routed),
         )
-        if routing is not None:
-            outcome = replace(outcome, function=with_loss(routing.function, bench.spec, outcome.heldout))
+        if taught is not None:
+            assert alone is not None
+            assert outcome.heldout is not None
+            report = reported(taught, bench, references, plan, alone)
+            outcome = replace(outcome, learnt={taught.file: taught.body(outcome.heldout)}, taught=report)
         return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost_paths)
+
+    def _taught(self, bench: Bench, work: WorkDir) -> Taught | None:
+        """What is a part of every plan that is measured; None where nothing is trained."""
+        if self.settings.by_hash:
+            return taught_routing(bench, work, self.account)
+        return taught_neurons(bench, work, self.account) if self.settings.predicts else None
 
     def _count_looks(self, bench: Bench, judge: Judge, conversion: str) -> int:
         texts = (f"{bench.coding.checkpoint.sha256} {text}" for text in bench.material.judged_texts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import moeconv
@@ -16,6 +16,7 @@ from moeconv.artifacts import (
     ConversionReport,
     CurvePoint,
     DenseReport,
+    NeuronsReport,
     Residence,
     RouteReport,
     SensitivityTable,
@@ -36,7 +37,7 @@ from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moert.pack.errors import PackError
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.hash import HASH
 from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -68,8 +69,8 @@ class Outcome:
     standing: Standing | None = None
     preferences: tuple[Preference, ...] = ()
     residences: tuple[Residence, ...] = ()
-    function: HashFunction | None = None
-    route: RouteReport | None = None
+    learnt: Mapping[str, bytes] = field(default_factory=dict)
+    taught: RouteReport | NeuronsReport | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -94,14 +95,13 @@ def deliver(
     What `moeconv profile-paths`, `train-hash` and `train-neurons` added to a pack that stands there is kept where the
     new one has the same weights; else `lost_paths` is called at the end.
     """
-    profile = _profile_in(
-        settings.out, (PATHS, TRACE, PREDICTOR) if outcome.function else (PATHS, TRACE, HASH, PREDICTOR)
-    )
+    added = [name for name in (PATHS, TRACE, HASH, PREDICTOR) if name not in outcome.learnt]
+    profile = _profile_in(settings.out, added)
     report = replace(
         _report(settings, coder, outcome, account.seconds()), dense=_dense_report(dense, outcome.dense_alone)
     )
     document = artifacts.to_json(report)
-    for name in ("dense", "standing", "residences", "route"):
+    for name in ("dense", "standing", "residences", "route", "neurons"):
         if not document[name]:
             del document[name]
     quality = None
@@ -112,7 +112,7 @@ def deliver(
             outcome.splits.digest("calibration"), outcome.splits.digest("heldout"),
         )  # fmt: skip
     body = (json.dumps(document, indent=1) + "\n").encode()
-    files = {REPORT: body, **({} if outcome.function is None else {HASH: outcome.function.to_bytes()})}
+    files = {REPORT: body, **outcome.learnt}
     preferences = tuple(sorted(outcome.preferences, key=lambda one: one.share))
     label = Label(
         f"moeconv {moeconv.__version__}",
@@ -122,12 +122,12 @@ def deliver(
         profile,
         preferences,
     )
-    needed_bytes = _needed_bytes(coder, outcome.widths, dense, settings.layout)
+    needed_bytes = _needed_bytes(coder, outcome.widths, dense, settings.laid_out)
     check_room(settings.out, needed_bytes, "--out", partial_of(settings.out))
     with account.progress("writing", len(outcome.widths), "expert") as bar:
         manifest = emit(
             coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar,
-            files=files_of(settings.layout),
+            files=files_of(settings.laid_out),
         )  # fmt: skip
     if profile is not None and not profile.files.keys() <= manifest.files.keys():
         lost_paths()
@@ -202,7 +202,8 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         samples=outcome.samples,
         standing=outcome.standing,
         residences=outcome.residences,
-        route=outcome.route,
+        route=outcome.taught if isinstance(outcome.taught, RouteReport) else None,
+        neurons=outcome.taught if isinstance(outcome.taught, NeuronsReport) else None,
     )
 
 

@@ -19,15 +19,15 @@ from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fi
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 
 LEARNING_SHARE = 0.5
-"""Of the calibration text trains a hash function, where one routes."""
+"""Of the calibration text trains a hash function, or a predictor of neurons, where there is one."""
 NOTHING = Volume(0, 0, 0, np.zeros(0, np.int64), 0.0)
 
 
 @dataclass(frozen=True)
 class Material:
-    """`ranking` and `acceptance` are the two parts of the calibration text; with --route hash there is a third,
-    `learning`, which a hash function is trained on and nothing else sees. `judged` and `heldout` say how many samples
-    plans are judged on, and how many the result is measured on."""
+    """`ranking` and `acceptance` are the two parts of the calibration text; with --route hash or --neurons predicted
+    there is a third, `learning`, which these are trained on and nothing else sees. `judged` and `heldout` say how many
+    samples plans are judged on, and how many the result is measured on."""
 
     settings: Settings
     splits: Splits
@@ -55,7 +55,7 @@ class Material:
         tokenizer = load_tokenizer(checkpoint.path / TOKENIZER, checkpoint.spelled)
         learning: tuple[Sample, ...] = ()
         rest = splits.calibration
-        if settings.by_hash:
+        if settings.learns:
             learning, rest = divide(rest, splits.seq2seq, LEARNING_SHARE, settings.seed)
         ranking, acceptance = divide(rest, splits.seq2seq, RANKING_SHARE, settings.seed)
 

@@ -55,9 +55,12 @@ def samples_wanted(spec: ModelSpec, learning: Volume, heldout: Volume) -> tuple[
     return samples_of(learning, tokens_wanted(spec)), samples_of(heldout, HELD_TOKENS)
 
 
-def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: NeuronCourse) -> int:
-    """What firings and checkpoints take on the disk, at most."""
-    tokens = sum(text.encoder_tokens + text.decoder_tokens for text in texts)
+def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequence[int], course: NeuronCourse) -> int:
+    """What firings of so many samples of texts, and checkpoints, take on the disk, at most."""
+    tokens = sum(
+        (text.encoder_tokens + text.decoder_tokens) * limit // text.samples + 1
+        for text, limit in zip(texts, limits, strict=True)
+    )
     heads = spec.moe.n * spec.moe.ffn.d_ff * (course.rank + 1)
     numbers = len(spec.moe_layers()) * (heads + course.rank * spec.expert_width)
     return tokens * token_bytes(spec) + _COPIES * 4 * numbers

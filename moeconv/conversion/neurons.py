@@ -92,7 +92,8 @@ def train_neurons(pack: Pack, asked: Asked, say: Callable[[str], None], show: Pr
     text = TrainingText.of(pack, asked, partial(samples_wanted, spec), say)
     check_memory(spec, "a predictor of neurons", 1 if asked.against is None else 2)
     unquantised = None if asked.against is None else unquantised_of(spec, asked.against)
-    check_room(folder, neuron_lesson_bytes(spec, text.volumes, course), "--work", folder)
+    whole = [part.samples for part in text.volumes]
+    check_room(folder, neuron_lesson_bytes(spec, text.volumes, whole, course), "--work", folder)
 
     def block(key: ExpertKey) -> int:
         return pack.neurons(key).per_block

@@ -29,8 +29,8 @@ class References:
         evidence = Evidence(material.judged.documents, material.heldout.documents)
         return cls(Judge(acceptance, evidence, settings.planned_loss, settings.confidence, settings.seed), heldout)
 
-    def routed_by(self, instead: Instead | None) -> None:
-        """From here on that takes the routers' place in what is judged."""
+    def judged_with(self, instead: Instead | None) -> None:
+        """From here on that is a part of what is judged."""
         self.judge.measure.instead = self.heldout.instead = instead
 
 

@@ -142,6 +142,7 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
         return
     for option, said in (
         ("--resident", bool(settings.resident)), ("--route hash", settings.by_hash),
+        ("--neurons predicted", settings.predicts),
         ("--racing", settings.racing is not None),
         (f"--signal {settings.signal}", settings.signal in ("metric", "nll")),
     ):  # fmt: skip

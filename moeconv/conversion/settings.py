@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moeconv.artifacts import FISHER, SIGNALS, Target
-from moeconv.conversion.layouts import LAYOUTS, check_piece_bytes
+from moeconv.conversion.layouts import BY_NEURONS, LAYOUTS, check_piece_bytes
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric
 from moeconv.plan import ALLOCATORS
@@ -27,10 +27,12 @@ DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
 DEFAULT_ALLOCATION = "knapsack"
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 ROUTES = ("router", "hash")
+NEURONS = ("exact", "predicted")
+DEFAULT_LAYOUT, PREDICTED_LAYOUT = "expert", "neuron"
 LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
-    "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident", "route",
+    "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident", "route", "neurons",
 )  # fmt: skip
 """What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
@@ -48,8 +50,8 @@ class Settings:
     what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
     widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
     where there is no calibration text. `layout`: how experts lie in the pack, one of LAYOUTS, and where that is
-    by neurons `piece_bytes`: of a block's columns at most (None: what is usual). `route`: what sends tokens to
-    experts, one of ROUTES."""
+    by neurons `piece_bytes`: of a block's columns at most (None: what is usual, for both). `route`: what sends tokens
+    to experts, one of ROUTES. `neurons`: which of an expert's are computed, one of NEURONS."""
 
     model: str
     out: Path
@@ -79,16 +81,20 @@ class Settings:
     dense_bits: int | Mapping[str, int] | None = None
     strict: bool = False
     resident: tuple[float, ...] = ()
-    layout: str = "expert"
+    layout: str | None = None
     route: str = "router"
     piece_bytes: int | None = None
+    neurons: str = "exact"
 
     def __post_init__(self) -> None:
         if self.quantizer is not None:
             check_choice("--quantizer", self.quantizer, QUANTIZERS)
-        check_choice("--layout", self.layout, LAYOUTS)
-        check_piece_bytes(self.layout, self.piece_bytes)
+        if self.layout is not None:
+            check_choice("--layout", self.layout, LAYOUTS)
         check_choice("--route", self.route, ROUTES)
+        check_choice("--neurons", self.neurons, NEURONS)
+        self._check_predicts()
+        check_piece_bytes(self.laid_out, self.piece_bytes)
         if self.by_hash and self.resident:
             raise SettingsError("--resident goes with routers: leave it out, or --route hash")
         if self.by_hash and self.signal == FISHER:
@@ -107,6 +113,19 @@ class Settings:
         self._check_numbers()
         if not self.out.name or not self.work.name:
             raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+
+    def _check_predicts(self) -> None:
+        if not self.predicts:
+            return
+        if self.laid_out not in BY_NEURONS:
+            raise SettingsError(
+                f"--layout {self.layout} does not go with --neurons predicted, which reads parts of experts: take "
+                f"--layout {PREDICTED_LAYOUT}"
+            )
+        if self.by_hash:
+            raise SettingsError("--neurons predicted goes with routers: leave it out, or --route hash")
+        if self.resident:
+            raise SettingsError("--resident is measured with all neurons: leave it out, or --neurons predicted")
 
     def _check_text(self) -> None:
         if self.calib is not None:
@@ -168,6 +187,23 @@ class Settings:
     def by_hash(self) -> bool:
         """Whether a hash function takes the routers' place."""
         return self.route == "hash"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether only neurons are computed that a predictor names."""
+        return self.neurons == "predicted"
+
+    @property
+    def learns(self) -> bool:
+        """Whether something is trained on a part of the calibration text."""
+        return self.by_hash or self.predicts
+
+    @property
+    def laid_out(self) -> str:
+        """How experts lie in the pack."""
+        if self.predicts and self.layout in (None, "auto"):
+            return PREDICTED_LAYOUT
+        return DEFAULT_LAYOUT if self.layout is None else self.layout
 
     @property
     def coded_by(self) -> str:

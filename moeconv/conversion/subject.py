@@ -10,6 +10,7 @@ from typing import Any
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.lessons import course_values
 from moeconv.conversion.material import Material
+from moeconv.conversion.neuron_lessons import neuron_course_values
 from moeconv.conversion.settings import Settings
 
 MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
@@ -40,6 +41,7 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
         **({} if dense is None else {"dense": asdict(dense)}),
         **({} if coding.neurons is None else {"down": "columns"}),  # whose codes are others
         **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
+        **({} if not settings.predicts else {"predicted": neuron_course_values(settings, coding.spec)}),
     }
 
 

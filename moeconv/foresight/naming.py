@@ -14,11 +14,12 @@ from torch import Tensor
 
 from moeconv.foresight.lowrank import LayerNetwork, in_blocks
 from moeconv.measure.trial import Trial
-from moert.pack.codec import Form16
+from moert.pack.codec import WIDTHS, Form16
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.neurons import Neurons, neuron_layout
 from moert.pack.predictor import NeuronPredictor
 
+_WIDEST = max(WIDTHS)
 _ANY_PAGE = 4096  # bytes: of which the neurons of a block do not depend
 
 
@@ -63,7 +64,8 @@ class PredictedNeurons:
         form16: Form16 = "MXFP4" if coder.mxfp4 else "F16"
 
         def size(key: ExpertKey) -> int:
-            return per_block(trial.spec, trial.widths(key), coder.quantizer.group_size, form16, self.neurons)
+            bits = tuple(min(_WIDEST, width) for width in trial.widths(key))  # unquantised, a pack has them at 16 bits
+            return per_block(trial.spec, bits, coder.quantizer.group_size, form16, self.neurons)
 
         with trial.calls.naming(NamedNeurons(self.predictor, size)):
             yield

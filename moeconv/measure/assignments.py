@@ -31,13 +31,14 @@ class Preferred(NamedTuple):
 
 
 class Instead(Protocol):
-    """What takes the routers' place while something is measured. `rule` says all that it goes by, as JSON values."""
+    """What takes the routers' place while something is measured, or leaves out neurons. `rule` says all that it goes
+    by, as JSON values."""
 
     @property
     def rule(self) -> Any: ...
 
     def on(self, trial: Trial) -> AbstractContextManager[object]:
-        """Inside the block tokens go where it says."""
+        """Inside the block it does so."""
         ...
 
     def seen(self, trial: Trial) -> dict[str, Any]:
@@ -66,8 +67,8 @@ class _Prefers(NamedTuple):
 
 class Measure:
     """`samples_id` names the samples; with the widths it is the identity of a measurement. Trial and scorer are made
-    when something must be measured at all; the unquantised model is then run first, for divergences from it. `instead`:
-    what takes the routers' place in all but that; None: nothing does."""
+    when something must be measured at all; the unquantised model is then run first, for divergences from it. `instead`
+    is a part of all but that; None: nothing is."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class Measure:
         """The evaluation of an assignment (all experts given), from the journal or measured now."""
         return self._used(self._entry(widths, what, self.instead))
 
-    def by_routers(self, widths: Assignment, what: str) -> Evaluation:
-        """The same where tokens go where the routers say, whatever is measured otherwise."""
+    def by_itself(self, widths: Assignment, what: str) -> Evaluation:
+        """The same with the model's own routers and all its neurons, whatever is measured otherwise."""
         return self._used(self._entry(widths, what, None))
 
     def preferring(self, widths: Assignment, preference: Preference, what: str) -> Preferred:

@@ -14,6 +14,7 @@ from moeconv.artifacts import (
     ConversionReport,
     CurvePoint,
     DenseReport,
+    NeuronsReport,
     Probe,
     Residence,
     RouteReport,
@@ -30,7 +31,7 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 
 _EXPERT = re.compile(r"([ED])(\d{2,})/E(\d{3,})")
-_OPTIONAL = ("dense", "standing", "residences", "route")
+_OPTIONAL = ("dense", "standing", "residences", "route", "neurons")
 _PROBE = re.compile(r"(\S+) at (\d+(?:/\d+)*)")
 
 
@@ -78,6 +79,9 @@ def _report(document: dict[str, Any]) -> ConversionReport:
         "standing": lambda value: Standing(**{**value, "notes": tuple(map(str, value["notes"]))}),
         "route": lambda value: RouteReport(
             **{**value, "alone": LossEstimate(**value["alone"]), "routers": LossEstimate(**value["routers"])}
+        ),
+        "neurons": lambda value: NeuronsReport(
+            **{**value, "alone": LossEstimate(**value["alone"]), "exact": LossEstimate(**value["exact"])}
         ),
         "residences": lambda value: tuple(map(Residence.from_json, value)),
         "samples": lambda value: tuple({str(name): str(text) for name, text in sample.items()} for sample in value),

@@ -103,7 +103,7 @@ def result(report: ConversionReport, n_experts: int) -> str:
         text += ". "
     if report.heldout is not None:
         text += f"On held-out text, measured once at the end, it is {interval_text(report.heldout)}. "
-    return " ".join([text + _verdict(report), *_route(report), *_notes(report)]).strip()
+    return " ".join([text + _verdict(report), *_route(report), *_neurons(report), *_notes(report)]).strip()
 
 
 def _route(report: ConversionReport) -> list[str]:
@@ -113,6 +113,16 @@ def _route(report: ConversionReport) -> list[str]:
     return [
         "All of this is with a hash function in the routers' place, which by itself, with unquantised experts, loses "
         f"{interval_text(alone)}. With its own routers the pack loses {interval_text(routers)} of held-out text."
+    ]
+
+
+def _neurons(report: ConversionReport) -> list[str]:
+    if report.neurons is None:
+        return []
+    alone, exact = report.neurons.alone, report.neurons.exact
+    return [
+        "All of this is with those neurons alone that a predictor names, which by itself, with unquantised experts, "
+        f"loses {interval_text(alone)}. With all neurons the pack loses {interval_text(exact)} of held-out text."
     ]
 
 

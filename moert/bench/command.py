@@ -17,8 +17,10 @@ from moert.budget.routing import HASH_ROUTING
 from moert.command.prompts import read_records
 from moert.command.system import system_facts
 from moert.errors import DrawingImpossible, InputInvalid
+from moert.experts.neurons.naming import PREDICTED, check_neurons
 from moert.experts.policy.names import check_hash, check_predictor
 from moert.pack.reader import MANIFEST, Pack
+from moert.wording import said
 
 
 def bench(
@@ -30,11 +32,16 @@ def bench(
 ) -> None:
     """Prints for each pack a table and one JSON line, or that line alone, as soon as it was measured. With `plot`, the
     figures follow as tables, and as pictures in that folder. Raises PackError, RunError."""
+    if plot is not None and settings.engine.neurons == PREDICTED:
+        raise DrawingImpossible(
+            f"--plot draws what becomes of whole experts, and {said('neurons', PREDICTED)} reads none: leave one out"
+        )
     folder = None if plot is None else _folder(plot, packs)
     for path in packs:
         engine, pack = settings.engine, Pack.open(path)
         check_predictor(pack, engine.predictor)
         check_hash(pack, engine.eviction, engine.routing == HASH_ROUTING)
+        check_neurons(pack, engine.neurons)
     measured = []
     for path in packs:
         measured.append(measure(path, settings, texts))

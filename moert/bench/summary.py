@@ -11,6 +11,7 @@ from typing import Any
 from moert.bench.bound import bound_s
 from moert.bench.measure import BenchRun
 from moert.budget.budget import CacheLimit, MemoryLimit
+from moert.experts.neurons.naming import EXACT
 from moert.stats import size
 
 PERCENTILES = (50, 90, 99)
@@ -70,15 +71,17 @@ def _settings(measured: BenchRun) -> dict[str, Any]:
     settings, limit = measured.settings.engine, measured.settings.engine.limit
     memory = limit if isinstance(limit, MemoryLimit) else None
     room = limit if isinstance(limit, CacheLimit) else None
+    whole = settings.neurons == EXACT
     return {
         "memory": None if memory is None else {"asked": asked(memory), "bytes": measured.memory_bytes},
         "cache": None if room is None else {"asked": asked(room), "bytes": measured.cache_bytes},
         "io": measured.io,
-        "eviction": measured.eviction,
-        "predict": settings.predictor,
+        "eviction": measured.eviction if whole else None,
+        "predict": settings.predictor if whole else "none",
         "threads": measured.threads,
         "kernels": measured.kernels,
         "kv_bits": settings.kv_bits,
+        "neurons": settings.neurons,
         "new_tokens": measured.settings.new_tokens,
     }
 
@@ -99,15 +102,16 @@ def _bound(measured: BenchRun) -> dict[str, Any]:
     """Computing is what the same run took with all experts in memory, or if that was not tried or took no less, what
     this one took without waiting for them. The speed of the drive was measured at another moment too, and what a run
     reached is possible: the bound is never above that. No policy can avoid `least_bytes` (moert.bench.pfoo); Belady's
-    rule reads `belady_bytes`."""
+    rule reads `belady_bytes`: None where experts are not kept whole."""
+    whole = measured.settings.engine.neurons == EXACT
     compute_s, compute = measured.total_s - measured.stall_s, "not waiting"
     if measured.resident_s is not None and measured.resident_s < compute_s:
         compute_s, compute = measured.resident_s, "in memory"
     least_s = min(bound_s(compute_s, measured.least_bytes, measured.disk_bytes_per_s), measured.total_s)
     return {
         "least_bytes": measured.least_bytes,
-        "belady_hit_rate": measured.furthest_first.hit_rate,
-        "belady_bytes": measured.furthest_first.bytes_read,
+        "belady_hit_rate": measured.furthest_first.hit_rate if whole else None,
+        "belady_bytes": measured.furthest_first.bytes_read if whole else None,
         "disk_bytes_per_s": measured.disk_bytes_per_s,
         "compute_s": compute_s,
         "compute": compute,
@@ -142,12 +146,20 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"{summary['first_request']['open_s']:.3f} s to open the pack",
         f"settings         eviction {summary['settings']['eviction'] or 'not needed'}, "
         f"predict {summary['settings']['predict']}, io {summary['settings']['io']}, "
-        f"threads {summary['settings']['threads']}, kernels {summary['settings']['kernels']}",
+        f"threads {summary['settings']['threads']}, kernels {summary['settings']['kernels']}"
+        + ("" if summary["settings"]["neurons"] == EXACT else f", neurons {summary['settings']['neurons']}"),
         f"writing          {summary['tokens_per_s']:.2f} tokens/s",
     ]
     if latency is not None:
         each = ", ".join(f"{name[1:]}% within {1000 * seconds:.1f} ms" for name, seconds in latency.items())
         lines.append(f"token latency    {each}")
+    evicting = []
+    if bound["belady_bytes"] is not None:
+        evicting = [
+            "eviction         knowing the future, without reading ahead: "
+            f"{100 * bound['belady_hit_rate']:.1f}% in memory, {size(bound['belady_bytes'])} read; no policy reads "
+            f"less than {size(bound['least_bytes'])}"
+        ]
     return [
         *lines,
         f"read from disk   {size(nbytes['disk_read'])}, ahead of demand {size(nbytes['read_ahead'])} and of it "
@@ -156,8 +168,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"other weights {size(nbytes['backbone'])}, peak of the process {size(nbytes['peak_process'])}",
         f"in time          {100 * summary['hit_rate_in_memory']:.1f}% of experts in memory, "
         f"{100 * summary['hit_rate_in_flight']:.1f}% on the way when they were needed",
-        f"eviction         knowing the future, without reading ahead: {100 * bound['belady_hit_rate']:.1f}% in memory, "
-        f"{size(bound['belady_bytes'])} read; no policy reads less than {size(bound['least_bytes'])}",
+        *evicting,
         f"bound            {bound['least_s']:.3f} s of {bound['total_s']:.3f} s: {100 * bound['share']:.0f}% of what "
         f"computing ({bound['compute_s']:.3f} s {bound['compute']}) and this disk "
         f"({bound['disk_bytes_per_s'] / 1e6:.0f} MB/s) allow",

@@ -149,6 +149,10 @@ class Budget:
             filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in everything), default=1.0),
         )
 
+    def with_part_of_experts(self, part: float) -> Budget:
+        """The same where a token asks for that part of its experts' bytes."""
+        return replace(self, token_bytes=int(part * self.token_bytes))
+
     @property
     def loading_bytes(self) -> int:
         """Bytes that the process holds once the weights are loaded, beside what it held before."""

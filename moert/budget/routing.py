@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moert.errors import SettingInvalid
 from moert.pack.manifest import Preference
+from moert.wording import said
 
 AUTO_ROUTING, EXACT_ROUTING = "auto", "exact"
 HASH_ROUTING = "hash"
@@ -35,6 +36,15 @@ def preference_for(wanted: str, known: Sequence[Preference], share: float) -> Pr
             return one
     shares = ", ".join(share_text(one.share) for one in known) or "none (moeconv quantize --resident makes some)"
     raise SettingInvalid("routing", f"{wanted!r} is not in this pack: it has {EXACT_ROUTING}, and for shares {shares}")
+
+
+def preference_note(preference: Preference) -> str:
+    """What a user should know of answers that come of it."""
+    loss = "" if preference.heldout is None else f", held-out loss {100 * preference.heldout.loss:.1f}%"
+    return (
+        f"routing prefers experts that were used lately, for room for {share_text(preference.share)} of them{loss}: "
+        f"{said('routing', EXACT_ROUTING)} turns that off"
+    )
 
 
 def share_text(share: float) -> str:

@@ -28,6 +28,8 @@ from moert.command.options import (
     MaxNewTokensOption,
     MemoryOption,
     MinPOption,
+    Neurons,
+    NeuronsOption,
     PackArgument,
     Predict,
     PredictOption,
@@ -106,6 +108,7 @@ def run(
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
     keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
+    neurons: NeuronsOption = Neurons.exact,
     predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: MaxNewTokensOption = 256,
@@ -143,7 +146,7 @@ def run(
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(first_token=first_token)
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
-    chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
     from moert.engine import Engine
 
     engine = Engine.open(pack, chosen)
@@ -168,6 +171,7 @@ def chat(
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
     keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
+    neurons: NeuronsOption = Neurons.exact,
     predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: MaxNewTokensOption = 1024,
@@ -186,7 +190,7 @@ def chat(
 ) -> None:
     """Hold a conversation: each line of the input is a message. /help lists commands."""
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 
@@ -207,6 +211,7 @@ def bench(
     cache: CacheOption = None,
     eviction: EvictionOption = Eviction.auto,
     keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
+    neurons: NeuronsOption = Neurons.exact,
     predict: PredictOption = Predict.auto,
     io: IoOption = "auto",
     max_new_tokens: Annotated[
@@ -235,7 +240,7 @@ def bench(
 
         drives(packs, plot, as_json)
         return
-    chosen = engine_settings(memory, cache, eviction, keep_neurons, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 

@@ -21,6 +21,7 @@ from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
 from moert.pack.paths import PATHS
+from moert.pack.predictor import PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
 from moert.predict.network import network_bytes, recalled_bytes
@@ -32,8 +33,8 @@ def describe(pack: Pack) -> dict[str, Any]:
     manifest, spec = pack.manifest, pack.manifest.model
     budget = Budget.of(manifest)
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
-    known = (BACKBONE, PATHS, TRACE, HASH)
-    function = _function(pack)
+    known = (BACKBONE, PATHS, TRACE, HASH, PREDICTOR)
+    function, predictor = _function(pack), _predictor(pack)
     return {
         "pack": str(pack.root),
         "creator": manifest.creator,
@@ -62,12 +63,14 @@ def describe(pack: Pack) -> dict[str, Any]:
             "paths": files.get(PATHS, 0),
             "trace": files.get(TRACE, 0),
             "hash": files.get(HASH, 0),
+            "predictor": files.get(PREDICTOR, 0),
             "other": sum(nbytes for name, nbytes in files.items() if name not in known),
         },
         "quality": None if manifest.quality is None else asdict(manifest.quality),
         "preferences": [asdict(one) for one in manifest.preferences],
         "has_paths": PATHS in files,
         "hash": None if function is None else _hash_facts(function),
+        "predictor": None if predictor is None else _predictor_facts(predictor),
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "has_chat": _chat_fault(pack) is None,
         "smallest_memory": {
@@ -105,10 +108,12 @@ def description_lines(pack: Pack) -> list[str]:
         f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk{files} "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
-        f"trace {size(nbytes['trace'])}, hash {size(nbytes['hash'])}, other {size(nbytes['other'])}",
+        f"trace {size(nbytes['trace'])}, hash {size(nbytes['hash'])}, predictor {size(nbytes['predictor'])}, "
+        f"other {size(nbytes['other'])}",
         *_quality_lines(pack),
         *_preference_lines(pack),
         *_hash_lines(facts["hash"], pack.manifest.model.moe.chooses),
+        *(_predictor_lines(facts["predictor"]) if pack.has_neurons else []),
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
@@ -184,6 +189,37 @@ def _hash_lines(facts: dict[str, Any] | None, chooses: bool) -> list[str]:
         "hash function    names of held-out choices, and among three times as many experts:",
         *(f"  {name:<14} {100 * first:.0f}%, {100 * third:.0f}%" for name, (first, third) in facts["hits"].items()),
         f"  instead of the routers: {loss}",
+    ]
+
+
+def _predictor(pack: Pack) -> NeuronPredictor | None:
+    """None without one, or without one for this model."""
+    try:
+        return load_predictor(pack)
+    except (HeaderInvalid, FormatTooNew):
+        return None
+
+
+def _predictor_facts(predictor: NeuronPredictor) -> dict[str, Any]:
+    """`kept`: see moert.pack.predictor.Kept, the mean over layers."""
+    return {
+        "rank": predictor.rank,
+        "missed": predictor.missed,
+        "kept": predictor.kept._asdict(),
+        "loss": None if predictor.loss is None else asdict(predictor.loss),
+    }
+
+
+def _predictor_lines(facts: dict[str, Any] | None) -> list[str]:
+    if facts is None:
+        return ["predictor        no: moeconv train-neurons adds one"]
+    kept = {name: f"{100 * share:.1f}%" for name, share in facts["kept"].items()}
+    measured, loss = facts["loss"], "loss not measured"
+    if measured is not None:
+        loss = f"loss {100 * measured['loss']:.2f}% [{100 * measured['low']:.2f}%, {100 * measured['high']:.2f}%]"
+    return [
+        f"predictor        names {kept['neurons']} of held-out neurons, {kept['firing']} of those that fire, and so "
+        f"{kept['blocks']} of blocks; {loss}"
     ]
 
 

@@ -43,6 +43,11 @@ class KeepNeurons(str, Enum):
     window = "window"
 
 
+class Neurons(str, Enum):
+    exact = "exact"
+    predicted = "predicted"
+
+
 class Thinking(str, Enum):
     show = "show"
     hide = "hide"
@@ -94,6 +99,14 @@ KeepNeuronsOption = Annotated[
     typer.Option(
         help="Which neurons stay, of a pack whose experts lie in blocks of them: recent (used often and lately), lru "
         "(used last), lfu (used most), window (those that fired for the last tokens, as many as fit)."
+    ),
+]
+NeuronsOption = Annotated[
+    Neurons,
+    typer.Option(
+        help="Which neurons of an expert count: exact (all), predicted (those that the pack's predictor names before "
+        "any is computed; only their blocks are read, and no expert whole, so that --eviction and --predict have "
+        "nothing to decide; moeconv train-neurons adds one). Answers depend on this."
     ),
 ]
 PredictOption = Annotated[
@@ -180,8 +193,8 @@ ThinkingOption = Annotated[
 
 
 def engine_settings(
-    memory: str | None, cache: str | None, eviction: Eviction, keep_neurons: KeepNeurons, predict: Predict, io: str,
-    threads: int | None, kernels: str, kv: str, routing: str,
+    memory: str | None, cache: str | None, eviction: Eviction, keep_neurons: KeepNeurons, neurons: Neurons,
+    predict: Predict, io: str, threads: int | None, kernels: str, kv: str, routing: str,
 ) -> EngineSettings:  # fmt: skip
     """What was said on the command line. Raises SettingInvalid, InvalidMemory or IoInvalid."""
     from moert.settings import EngineSettings
@@ -190,7 +203,7 @@ def engine_settings(
     limit = "auto" if memory is None and cache is None else memory
     return EngineSettings(
         limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip(),  # type: ignore[arg-type]
-        keep_neurons.value,
+        keep_neurons.value, neurons.value,
     )  # fmt: skip
 
 

@@ -36,21 +36,14 @@ class CachedExperts:
         manifest = pack.manifest
         self._overlaps = manifest.mean_expert_bytes >= HANDED_OVER_BYTES
         self._ffn = manifest.model.moe.ffn
-        self._keys = {
-            at: [at.expert(number) for number in range(manifest.model.moe.n)] for at in manifest.model.moe_layers()
-        }
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
+        needed, rows_of, tokens, share = by_expert(experts, weights)
         if len(hidden) == 1:
-            needed, share = experts[0].tolist(), weights[0]
-            if min(needed) < 0:
-                taken = experts[0] >= 0
-                needed, share = experts[0][taken].tolist(), share[taken]
             self._run_one(at, hidden, needed, share, out, x)
             return
-        needed, rows_of, tokens, share = by_expert(experts, weights)
-        keys = self._begin(at, needed)
+        keys = announce(Demand(at, tuple(needed)), self.listeners, self._cache, self._ahead)
         first = row = 0
         for stop in self._waves(keys, rows_of, len(hidden)):
             with self._cache.lease(keys[first:stop], keys[stop:]) as lease:
@@ -81,7 +74,8 @@ class CachedExperts:
         self, at: LayerKey, hidden: F32, experts: list[int], weights: F32, out: F32, x: F32
     ) -> None:  # fmt: skip
         """The same for one token, whose experts are in memory all at once."""
-        with self._cache.lease(self._begin(at, experts)) as lease:
+        keys = announce(Demand(at, tuple(experts)), self.listeners, self._cache, self._ahead)
+        with self._cache.lease(keys) as lease:
             if self._ahead is not None:
                 self._ahead.look(at, np.array([experts]), x)
             ready = lease.ready()
@@ -101,16 +95,19 @@ class CachedExperts:
         order = np.argsort([*ready, *missing])
         self._backend.add_parts(parts[order], weights, out)
 
-    def _begin(self, at: LayerKey, needed: list[int]) -> list[ExpertKey]:
-        """The router has decided: `needed`, ascending, each once."""
-        demand = Demand(at, tuple(needed))
-        arrivals = self._cache.begin(demand)
-        if self._ahead is not None:
-            self._ahead.demanded(demand, arrivals)
-        for hear in self.listeners:
-            hear(demand)
-        table = self._keys[at]
-        return [table[number] for number in needed]
+
+def announce(
+    demand: Demand, listeners: Iterable[Listener], cache: ExpertCache | None = None, ahead: Lookahead | None = None
+) -> list[ExpertKey]:
+    """A router has decided: tells the cache of experts, whoever reads ahead into it, and all `listeners`. The experts
+    that are demanded."""
+    if cache is not None:
+        arrivals = cache.begin(demand)
+        if ahead is not None:
+            ahead.demanded(demand, arrivals)
+    for hear in listeners:
+        hear(demand)
+    return demand.expert_keys()
 
 
 class ByExpert(NamedTuple):
@@ -124,7 +121,12 @@ class ByExpert(NamedTuple):
 
 
 def by_expert(experts: I64, weights: F32) -> ByExpert:
-    """experts and weights [tokens, top_k]; negative where a token was dropped."""
+    """experts and weights [tokens, top_k], ascending; negative where a token was dropped."""
+    if len(experts) == 1:  # sorting takes as long as running a small expert
+        needed, share = experts[0].tolist(), weights[0]
+        if min(needed) < 0:
+            needed, share = [number for number in needed if number >= 0], share[experts[0] >= 0]
+        return ByExpert(needed, [1] * len(needed), np.zeros(len(needed), np.int32), share)
     chosen = experts.reshape(-1)
     order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
     needed, counts = np.unique(chosen[order], return_counts=True)

@@ -14,11 +14,14 @@ from moert.experts.executor import CachedExperts
 from moert.experts.neurons.executor import FiringExperts
 from moert.experts.neurons.firing import Firing
 from moert.experts.neurons.keeping import DEFAULT_KEEPING
+from moert.experts.neurons.naming import Naming
+from moert.experts.neurons.predicted import PredictedExperts
 from moert.experts.policy.belady import Recorder, headroom
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import eviction_for
 from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
 from moert.kernels.backend import Backend
+from moert.pack.predictor import NeuronPredictor
 from moert.pack.reader import Pack
 from moert.predict.foresight import Foresight
 from moert.stats import PAGE_CACHE, ExpertCounters
@@ -29,10 +32,10 @@ class Streaming:
 
     def __init__(
         self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None,
-        keep_neurons: str = DEFAULT_KEEPING,
+        keep_neurons: str = DEFAULT_KEEPING, predictor: NeuronPredictor | None = None,
     ) -> None:  # fmt: skip
-        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping. Raises
-        PackError."""
+        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping; `predictor`:
+        only neurons that it names count. Raises PackError."""
         self.eviction = eviction
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
@@ -45,15 +48,21 @@ class Streaming:
         self._store = ExpertStore(pack, backend, counters, settings)
         nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self._all_bytes = sum(nbytes.values())
-        self.firing = Firing(pack, counters, settings, keep_neurons) if pack.has_neurons else None
-        """Where experts run neuron by neuron: then what is cached, and counted, of an expert are its rows."""
+        self.firing: Firing | Naming | None = None
+        """Where experts run neuron by neuron: then what is cached, and counted, of an expert are its rows, if that."""
+        if predictor is not None:
+            self.firing = Naming(pack, counters, settings, keep_neurons, predictor, backend)
+        elif pack.has_neurons:
+            self.firing = Firing(pack, counters, settings, keep_neurons)
         self.nbytes = nbytes if self.firing is None else self.firing.nbytes
         """What is cached of each expert."""
         store = self._store if self.firing is None else self.firing.store
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
         self.cache = ExpertCache(store, policy, 0, counters, settings.threads)
 
-    def runner(self, ahead: Lookahead | None, listeners: Iterable[Listener]) -> CachedExperts | FiringExperts:
+    def runner(
+        self, ahead: Lookahead | None, listeners: Iterable[Listener]
+    ) -> CachedExperts | FiringExperts | PredictedExperts:
         """What runs the experts. Raises PackError."""
         if self.firing is not None:
             return self.firing.runner(self.cache, self._backend, ahead, listeners)
@@ -62,7 +71,7 @@ class Streaming:
     @property
     def held_bytes(self) -> int:
         """Memory that experts take, read or not."""
-        return self.cache.held_bytes + (0 if self.firing is None else self.firing.columns.held_bytes)
+        return self.cache.held_bytes + (0 if self.firing is None else self.firing.blocks.held_bytes)
 
     def resize(self, capacity_bytes: int) -> None:
         """Changes the room for experts while none runs."""
@@ -72,7 +81,7 @@ class Streaming:
             return
         shares = self.firing.shares(capacity_bytes)
         self.cache.resize(shares.rows_bytes)
-        self.firing.columns.resize(shares.columns_bytes)
+        self.firing.blocks.resize(shares.blocks_bytes)
 
     def prefers(self) -> None:
         """Routers prefer what a sequence has used lately: that is kept, where the user does not say what is."""
@@ -102,6 +111,8 @@ class Streaming:
             if self.firing is not None:
                 self.firing.pieces.io = self._store.io
         cached_bytes = room_bytes if self.firing is None else self.firing.shares(room_bytes).rows_bytes
+        if not cached_bytes:
+            return  # of no expert anything is kept that could be evicted with it
         choice = eviction_for(self._pack, self.eviction, self.nbytes, cached_bytes, notify, self.foresight)
         self.eviction = choice.name
         self.cache.use(choice.policy)

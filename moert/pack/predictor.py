@@ -80,6 +80,12 @@ class NeuronPredictor:
     def rank(self) -> int:
         return len(next(iter(self.layers.values())).compress)
 
+    @property
+    def kept(self) -> Kept:
+        """The mean over all layers."""
+        each = [layer.kept for layer in self.layers.values()]
+        return Kept(*(sum(shares) / len(each) for shares in zip(*each, strict=True)))
+
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if this is not a predictor for a model of this shape."""
         found = {str(at): (layer.compress.shape[1], *layer.bias.shape) for at, layer in self.layers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,16 +38,16 @@ class Meter:
         backend: Any = engine.backend
         backend._call = _Timed(backend._call, self._kernel)
         runner, cache, ahead = engine.runner, engine.cache, engine.ahead
-        decisions: list[tuple[Any, str]] = [(runner, "_begin"), (cache, "take"), (cache, "give_back")]
+        module = sys.modules[type(runner).__module__]
+        decisions: list[tuple[Any, str]] = [(module, "announce"), (cache, "take"), (cache, "give_back")]
         if ahead is not None:
             decisions.append((ahead, "look"))
         if (firing := engine._streaming.firing) is not None:
-            from moert.experts.neurons import executor
-
-            columns: Any = firing.columns
-            reader, timed = columns._reader, _Timed(columns._reader, self._read)
+            blocks: Any = firing.blocks
+            reader, timed = blocks._reader, _Timed(blocks._reader, self._read)
             reader.read, reader.read_all = timed.read, timed.read_all
-            decisions += [(columns, "fetch"), (columns, "fetch_all"), (executor, "fired_blocks")]
+            wanted = (module, "fired_blocks") if hasattr(module, "fired_blocks") else (runner, "_named")
+            decisions += [(blocks, "fetch"), (blocks, "fetch_all"), wanted]
         for owner, name in decisions:
             setattr(owner, name, self._decides(getattr(owner, name)))
 

@@ -182,7 +182,7 @@ def test_plans_are_measured_with_the_function_and_the_reference_without(converte
     known = len(bench.journal)
     evaluation = measure(widths, "known")
     assert len(bench.journal) == known, "it is what the conversion measured"
-    own = measure.by_routers(widths, "with its routers")
+    own = measure.by_itself(widths, "with its routers")
     assert np.allclose(own.columns(), measure.reference.columns())
     assert not np.allclose(evaluation.columns(), own.columns())
     scorer = bench.material.scorer(bench.loaded, bench.material.acceptance, None)

@@ -64,8 +64,8 @@ INSIDE = {
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("room",),
         ("lessons",), ("neuron_lessons",), ("bench", "subject", "delivery"), ("gradients", "examples"),
-        ("references", "widths", "sweeping", "bonuses", "textless"), ("training",),
-        ("choice", "profile", "hashing", "neurons", "routing"),
+        ("references", "widths", "sweeping", "bonuses", "textless"), ("training", "taught"),
+        ("choice", "profile", "hashing", "neurons", "routing", "predicting"),
         ("residence",), ("conversion",), ("api",),
     ],
     "moeconv.command": [("recipe", "check"), ("forecast",), ("packs",), ("cli",)],

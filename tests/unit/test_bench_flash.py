@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_predictor import random_predictor
+from random_predictor import add_predictor, random_predictor
 from tiny_packs import PROMPTS, SPECS, write_pack
 
 from moert.experts.demand import Demand
@@ -174,8 +175,10 @@ def test_whole_packs_have_no_blocks(tmp_path: Path) -> None:
     assert found.requests == found.tokens * len(SPECS["switch"].moe_layers("decoder"))
 
 
-def test_time_of_neurons_is_divided_too(pack: Path, texts: list[list[int]]) -> None:
-    with opened(pack, cache="60%", threads=1) as engine:
+@pytest.mark.parametrize("neurons", ["exact", "predicted"])
+def test_time_of_neurons_is_divided_too(pack: Path, texts: list[list[int]], neurons: str, tmp_path: Path) -> None:
+    path = add_predictor(Path(shutil.copytree(pack, tmp_path / "m.pack")))
+    with opened(path, cache="60%", threads=1, neurons=neurons) as engine:
         if engine.backend.name == "reference":
             pytest.skip("no compiler: the meter counts calls of the native kernels")
         meter = Meter(engine)

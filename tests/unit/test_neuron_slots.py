@@ -162,11 +162,11 @@ def test_shares_never_come_to_more_than_the_room(
 ) -> None:
     least = min(least, rows)
     found = shares(room_bytes, rows, least, columns, one)
-    assert 0 <= found.columns_bytes <= columns
+    assert 0 <= found.blocks_bytes <= columns
     assert least <= found.rows_bytes <= rows
     if room_bytes >= rows + columns:
         assert found == (rows, columns)
     elif room_bytes >= least + one:
-        assert found.rows_bytes + found.columns_bytes + one <= room_bytes
+        assert found.rows_bytes + found.blocks_bytes + one <= room_bytes
         every = shares(room_bytes, rows, least, columns, one, asked=1.0)
         assert every.rows_bytes == min(rows, room_bytes - one), "what is always asked for comes first"

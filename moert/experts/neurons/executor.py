@@ -11,7 +11,7 @@ import numpy as np
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand, Listener
-from moert.experts.executor import by_expert
+from moert.experts.executor import announce, by_expert
 from moert.experts.neurons.keeping import I64
 from moert.experts.neurons.slots import BlockCache
 from moert.experts.neurons.store import Rows
@@ -40,7 +40,7 @@ class FiringExperts:
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if something can't be read."""
         needed, counts, tokens, share = by_expert(experts, weights)
-        keys, start = self._begin(at, needed), 0
+        keys, start = announce(Demand(at, tuple(needed)), self.listeners, self._rows, self._ahead), 0
         for place, (key, count) in enumerate(zip(keys, counts, strict=True)):
             mine = slice(start, start + count)
             with self._rows.lease([key], keys[place + 1 :]) as lease:
@@ -61,16 +61,6 @@ class FiringExperts:
             columns = self._columns.fetch(key, fired_blocks(layout, fired)) if lent is None else lent
             parts = self._backend.project(layout, columns.base, columns.offsets, fired, bias)
             out[mine] += weights[start : start + ROWS, None] * parts
-
-    def _begin(self, at: LayerKey, needed: list[int]) -> list[ExpertKey]:
-        """The router has decided: `needed`, ascending, each once."""
-        demand = Demand(at, tuple(needed))
-        arrivals = self._rows.begin(demand)
-        if self._ahead is not None:
-            self._ahead.demanded(demand, arrivals)
-        for hear in self.listeners:
-            hear(demand)
-        return demand.expert_keys()
 
 
 def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:

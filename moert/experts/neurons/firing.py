@@ -27,9 +27,8 @@ class Firing:
         self.counters = NeuronCounters()
         self.pieces = Pieces(pack, counters, io)
         self.store = RowStore(self.pieces)
-        spec = pack.manifest.model
-        layers = {at: [at.expert(number) for number in range(spec.moe.n)] for at in spec.moe_layers()}
-        self.columns = BlockCache(layers, ColumnReader(self.pieces), self.counters, KEEPING[keeping])
+        spec, layers = pack.manifest.model, self.pieces.layers
+        self.blocks = BlockCache(layers, ColumnReader(self.pieces), self.counters, KEEPING[keeping])
         self.nbytes = {key: self.store.nbytes(key) for keys in layers.values() for key in keys}
         """Of the rows of each expert."""
         top_k = spec.moe.router.top_k
@@ -38,12 +37,12 @@ class Firing:
         self._asked = top_k / spec.moe.n
 
     def shares(self, room_bytes: int) -> Shares:
-        columns = self.columns
+        columns = self.blocks
         return shares(room_bytes, self._all, self._least, columns.all_bytes, columns.one_bytes, self._asked)
 
     def runner(
         self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
     ) -> FiringExperts:
         """Reads the biases of all experts. Raises PackError."""
-        biases = {key: bias for key in self.nbytes if (bias := self.pieces.bias(key)) is not None}
-        return FiringExperts(self._ffn, rows, self.columns, biases, backend, self.counters, ahead, listeners)
+        biases = self.pieces.biases()
+        return FiringExperts(self._ffn, rows, self.blocks, biases, backend, self.counters, ahead, listeners)

@@ -10,8 +10,16 @@ whenever it is, its columns only where they fire; but those of a frequent expert
 
 
 class Shares(NamedTuple):
+    """Of the cache of experts' gate and up, and of that of blocks: of columns, or where whole blocks are read of
+    both."""
+
     rows_bytes: int
-    columns_bytes: int
+    blocks_bytes: int
+
+
+def all_to_blocks(room_bytes: int, blocks_bytes: int, one_bytes: int) -> Shares:
+    """Where whole blocks are read. `blocks_bytes`: of all experts; `one_bytes`: see `shares`."""
+    return Shares(0, blocks_bytes if room_bytes >= blocks_bytes else max(0, room_bytes - one_bytes))
 
 
 def shares(

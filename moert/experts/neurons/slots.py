@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -122,7 +123,7 @@ class BlockCache:
             return self._beside(key, wanted, slots_of)
         with self._slots(layer, wanted + first) as (blocks, slots):
             if len(blocks):
-                self._reader.read(key, blocks - first, layer.base, slots * layer.slot_bytes)
+                self._read(key, blocks - first, layer.base, slots * layer.slot_bytes)
         return Lent(layer.base, np.where(slots_of < 0, -1, slots_of * layer.slot_bytes))
 
     def fetch_all(self, key: ExpertKey) -> Lent:
@@ -135,7 +136,9 @@ class BlockCache:
     def _all(self, key: ExpertKey, wanted: I64) -> Lent:
         """Reads all blocks; of those that are `wanted` as many stay as there are slots for."""
         self._one_used = True
+        started = time.perf_counter()
         places = self._reader.read_all(key, self._one)
+        self._counters.wait_s += time.perf_counter() - started
         self._keep(key, wanted, places)
         return Lent(self._one, places)
 
@@ -145,11 +148,16 @@ class BlockCache:
         self._one_used = True
         places = np.arange(len(slots_of)) * nbytes
         missing = wanted[slots_of[wanted] < 0]
-        self._reader.read(key, missing, self._one, places[missing])
+        self._read(key, missing, self._one, places[missing])
         for block in wanted[slots_of[wanted] >= 0].tolist():
             self._one[places[block] :][:nbytes] = layer.base[slots_of[block] * layer.slot_bytes :][:nbytes]
         self._keep(key, wanted, places)
         return Lent(self._one, places)
+
+    def _read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
+        started = time.perf_counter()
+        self._reader.read(key, blocks, into, places)
+        self._counters.wait_s += time.perf_counter() - started
 
     def _keep(self, key: ExpertKey, wanted: I64, places: I64) -> None:
         """Of blocks that lie in the room beside the slots, as many stay in some as there are."""

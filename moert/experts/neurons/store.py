@@ -19,7 +19,7 @@ from moert.kernels.backend import Expert
 from moert.pack.checksums import checksums_from_bytes
 from moert.pack.codec import F32, U8
 from moert.pack.errors import FileTruncated, HashMismatch, PackError
-from moert.pack.model_spec import ExpertKey
+from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.neurons import NEURONS, NeuronLayout
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
@@ -65,17 +65,24 @@ class Pieces:
         self.io = io
         self._pack, self._counters, self._lock = pack, counters, threading.Lock()
         self._sums = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
-        self._layouts = {entry.key: pack.neurons(entry.key) for entry in pack.manifest.experts}
+        self.layouts = {entry.key: pack.neurons(entry.key) for entry in pack.manifest.experts}
+        self.layers: dict[LayerKey, list[ExpertKey]] = {}
+        """The experts of each."""
+        for key in self.layouts:
+            self.layers.setdefault(key.at, []).append(key)
         self._patience = Patience(pack, counters, self._lock)
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
         self._readers = Readers()
 
     def layout(self, key: ExpertKey) -> NeuronLayout:
-        return self._layouts[key]
+        return self.layouts[key]
 
-    def bias(self, key: ExpertKey) -> F32 | None:
-        """The biases [d_model] of down; None where there are none. Raises PackError."""
-        layout = self._layouts[key]
+    def biases(self) -> dict[ExpertKey, F32]:
+        """Of down, [d_model], of all experts that have some. Raises PackError."""
+        return {key: bias for key in self.layouts if (bias := self._bias(key)) is not None}
+
+    def _bias(self, key: ExpertKey) -> F32 | None:
+        layout = self.layouts[key]
         if layout.bias_at is None:
             return None
         found = np.zeros(4 * layout.d_model, np.uint8)
@@ -190,6 +197,34 @@ class ColumnReader:
         blocks = np.arange(layout.n_blocks)
         self._pieces.read(key, parts, blocks, into, blocks * layout.columns_step)
         return blocks * layout.columns_step + parts[-1].place
+
+
+class BlockReader:
+    """The same of whole blocks: rows, and right behind them columns. Where they lie so in the file, a block is one
+    request."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def n_blocks(self, key: ExpertKey) -> int:
+        return self._pieces.layout(key).n_blocks
+
+    def nbytes(self, key: ExpertKey) -> int:
+        layout = self._pieces.layout(key)
+        return layout.rows_bytes + layout.columns_bytes
+
+    def all_bytes(self, key: ExpertKey) -> int:
+        return self.n_blocks(key) * self.nbytes(key)
+
+    def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
+        layout = self._pieces.layout(key)
+        self._pieces.read(key, [rows_of(layout), columns_of(layout, layout.rows_bytes)], blocks, into, places)
+
+    def read_all(self, key: ExpertKey, into: U8) -> I64:
+        blocks = np.arange(self.n_blocks(key))
+        places: I64 = blocks * self.nbytes(key)
+        self.read(key, blocks, into, places)
+        return places
 
 
 def _side_by_side(layout: NeuronLayout) -> I64:
