@@ -155,7 +155,10 @@ QUALITY = Quality(
     metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
     calibration_sha256="0" * 64, heldout_sha256="a" * 64,
 )  # fmt: skip
-NEURONS = [Neurons(512, bundled=True), Neurons(512, bundled=False), Neurons(4096, bundled=False)]
+NEURONS = [
+    Neurons(512, bundled=True), Neurons(512, bundled=False), Neurons(4096, bundled=False),
+    Neurons(512, bundled=False, together=True),
+]  # fmt: skip
 FILES = {"backbone.safetensors": bytes(range(256)) * 3, "config.json": b'{"model_type": "tiny"}\n'}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeconv.conversion.layouts import neurons_of
@@ -37,6 +37,8 @@ class Coding:
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
         neurons = neurons_of(settings.laid_out, checkpoint.spec, checkpoint.description.mxfp4, settings.piece_bytes)
+        if neurons is not None and settings.predicts:
+            neurons = replace(neurons, together=False)  # of rows, too, only some are read
         dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits))
         return cls(checkpoint, quantizer, dense, neurons)
 

@@ -59,9 +59,9 @@ def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool, piece_bytes: int | Non
 def blocks_of(spec: ModelSpec, bundled: bool, piece_bytes: int | None = None) -> Neurons:
     """Blocks as small as they are worth it, unless it is said: of a few neurons, and of no less than a drive reads."""
     if piece_bytes is not None:
-        return Neurons(piece_bytes, bundled)
+        return Neurons(piece_bytes, bundled, together=not bundled)
     few = _TOGETHER * spec.expert_width // 2
     nbytes = SECTOR
     while nbytes < min(few, PIECE_BYTES):
         nbytes *= 2
-    return Neurons(nbytes, bundled)
+    return Neurons(nbytes, bundled, together=not bundled)

@@ -72,10 +72,13 @@ def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
 
 
 def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> U32:
-    """CRC-32 of each rows piece, of each columns piece, and of the biases of down (0 without): [2 · blocks + 1]."""
+    """CRC-32 of each rows piece, each columns piece, the biases of down (0 without), and rows that lie together:
+    [n_checksums]."""
     pieces = [*rows_of(layout, buffer), *columns_of(layout, buffer)]
     found = [crc32(piece.data) for piece in pieces]
     found.append(0 if layout.bias_at is None else crc32(buffer[layout.bias_at :][: 4 * layout.d_model].data))
+    if layout.together_bytes:
+        found.append(crc32(buffer[layout.rows_at :][: layout.together_bytes].data))
     return np.array(found, np.uint32)
 
 

@@ -24,12 +24,12 @@ def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
 
 
 def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
-    """Of each expert, uint32 [2 · blocks + 1]: see moert.pack.blocks.checksums. Raises HeaderInvalid, FormatTooNew."""
+    """Of each expert, uint32 [n_checksums]: see moert.pack.blocks.checksums. Raises HeaderInvalid, FormatTooNew."""
     file = TensorFile(NEURONS, body, VERSION, "convert the model")
     file.only(str(entry.key) for entry in manifest.experts)
     found: dict[ExpertKey, U32] = {}
     for entry in manifest.experts:
-        expected = 2 * manifest.neurons(entry).n_blocks + 1
+        expected = manifest.neurons(entry).n_checksums
         sums: U32 = file.tensor(str(entry.key), np.uint32)
         if len(sums) != expected:
             raise file.wrong(f"{entry.key} should have {expected} checksums, found {len(sums)}")

@@ -20,9 +20,9 @@ from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief,
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
-PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR = 0, 1, 2, 3
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR = 0, 1, 2, 3, 4
 """Of a pack that has none of these, of one with preferences, of one with several experts in a file, of one whose
-experts lie in blocks of neurons."""
+experts lie in blocks of neurons, of one of whose rows of neurons lie together."""
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
@@ -295,6 +295,8 @@ def dump_manifest(manifest: Manifest) -> str:
         del document["preferences"]
     if manifest.quantization.neurons is None:
         del document["quantization"]["neurons"]
+    elif not manifest.quantization.neurons.together:
+        del document["quantization"]["neurons"]["together"]
     for expert in experts:
         if not expert["offset"]:
             del expert["offset"]

@@ -17,7 +17,7 @@ from moert.pack.reading import Within
 
 NEURONS = "neurons.safetensors"
 """The file of a pack that has a checksum of each piece."""
-SECTOR = 512  # bytes: a piece is a whole number of them, which any drive can read alone
+SECTOR = 512  # bytes: what is read alone is a whole number of them, as any drive can
 MOST_PIECE_BYTES = 1 << 20
 _ALIGNMENT = 8  # bytes, of what lies in a piece
 _BIAS_BYTES = 4
@@ -27,10 +27,12 @@ DOWN = "down"
 @dataclass(frozen=True)
 class Neurons:
     """What a pack says of its blocks: see `NeuronLayout`. `piece_bytes`: the most that a block's columns take.
-    `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows."""
+    `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows.
+    `together`: rows, not bundled, are read all at once, so that their pieces are no whole sectors."""
 
     piece_bytes: Annotated[int, Within(SECTOR, MOST_PIECE_BYTES)]
     bundled: bool
+    together: bool = False
 
 
 class MatrixPlace(NamedTuple):
@@ -67,6 +69,13 @@ class NeuronLayout(NamedTuple):
     columns_at: int
     columns_step: int
     bias_at: int | None
+    together_bytes: int = 0
+    """Of all rows, to be read at once, in whole sectors; 0: each piece is whole sectors itself."""
+
+    @property
+    def n_checksums(self) -> int:
+        """Of each piece, of the biases of down, and of rows that lie together."""
+        return 2 * self.n_blocks + (2 if self.together_bytes else 1)
 
     @property
     def matrices(self) -> Iterator[tuple[str, MatrixPlace]]:
@@ -120,7 +129,10 @@ def _layout(
     plain = {name: MatrixPlace(width, group, form16, (), None) for name, width in widths}
     per_block = _per_block(plain[DOWN], d_model, d_ff, neurons.piece_bytes)
     n_blocks = -(-d_ff // per_block)
-    rows, rows_bytes = _placed({name: one for name, one in plain.items() if name != DOWN}, d_model, per_block, bias)
+    unit = _ALIGNMENT if neurons.together else SECTOR
+    rows, rows_bytes = _placed(
+        {name: one for name, one in plain.items() if name != DOWN}, d_model, per_block, bias, unit
+    )
     columns, columns_bytes = _placed({DOWN: plain[DOWN]}, d_model, per_block, bias=False)
     rows_at = _filled(_BIAS_BYTES * d_model, page_bytes) if bias else 0
     if neurons.bundled:
@@ -130,6 +142,7 @@ def _layout(
     return NeuronLayout(
         d_model, d_ff, per_block, n_blocks, rows, columns[DOWN], rows_bytes, columns_bytes, rows_at, rows_step,
         columns_at, rows_step if neurons.bundled else columns_bytes, 0 if bias else None,
+        _filled(n_blocks * rows_bytes, SECTOR) if neurons.together else 0,
     )  # fmt: skip
 
 
@@ -142,9 +155,9 @@ def _per_block(down: MatrixPlace, d_model: int, d_ff: int, piece_bytes: int) -> 
 
 
 def _placed(
-    matrices: Mapping[str, MatrixPlace], d_model: int, per_block: int, bias: bool
+    matrices: Mapping[str, MatrixPlace], d_model: int, per_block: int, bias: bool, unit: int = SECTOR
 ) -> tuple[dict[str, MatrixPlace], int]:
-    """With their places in a piece, and the bytes of that piece."""
+    """With their places in a piece, and the bytes of that piece, a multiple of `unit`."""
     end, found = 0, {}
     for name, matrix in matrices.items():
         places = []
@@ -156,7 +169,7 @@ def _placed(
         place = _filled(end, _ALIGNMENT)
         found[name] = found[name]._replace(bias_place=place)
         end = place + per_block * _BIAS_BYTES
-    return found, _filled(end, SECTOR)
+    return found, _filled(end, unit)
 
 
 def _neuron_bytes(bits: int, d_model: int, group_size: int) -> tuple[int, ...]:

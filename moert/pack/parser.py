@@ -124,6 +124,8 @@ def _check_neurons(manifest: Manifest) -> None:
         return
     if how.neurons.piece_bytes % SECTOR:
         raise ManifestInvalid(f"piece_bytes is {how.neurons.piece_bytes}, expected a multiple of {SECTOR}")
+    if how.neurons.bundled and how.neurons.together:
+        raise ManifestInvalid("manifest.json has rows of neurons both bundled and together: a pack has one of them")
     act = manifest.model.moe.ffn.act
     if not act.exact_zeros:
         raise ManifestInvalid(

@@ -32,6 +32,7 @@ from moert.pack.manifest import (
     NEURONS_MINOR,
     PLAIN_MINOR,
     PREFERRING_MINOR,
+    TOGETHER_MINOR,
     ExpertEntry,
     FileEntry,
     Files,
@@ -165,7 +166,7 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         if self.quantization.neurons is not None:
-            return NEURONS_MINOR
+            return TOGETHER_MINOR if self.quantization.neurons.together else NEURONS_MINOR
         return JOINED_MINOR if self.files == "layer" else PREFERRING_MINOR if preferences else PLAIN_MINOR
 
     def _layout(self, key: ExpertKey, bits: Mapping[str, int]) -> ExpertLayout:

@@ -49,7 +49,7 @@ def test_the_pack_is_the_model_that_was_measured(
     settings = settings_for(firing, family, tmp_path, loss=0.3, quantizer=quantizer, layout="columns")
     done = Done(settings)
     pack, report = Pack.open(settings.out), done.report
-    assert pack.manifest.quantization.neurons == Neurons(512, bundled=False)
+    assert pack.manifest.quantization.neurons == Neurons(512, bundled=False, together=True)
     assert report.heldout is not None
     tokenizer, material = load_tokenizer(settings.out / "tokenizer.json"), done.bench.material
     packed = PackedModel.open(pack)
@@ -182,8 +182,8 @@ def test_info_says_how_experts_lie(firing: dict[str, Path], tmp_path: Path) -> N
     [lines] = [line for line in description_lines(pack) if line.startswith("neurons")]
     placed = pack.neurons(pack.manifest.experts[0].key)
     assert facts["neurons"] == {
-        "piece_bytes": 512, "bundled": False, "blocks": placed.n_blocks, "rows_bytes": placed.rows_bytes,
-        "columns_bytes": placed.columns_bytes,
+        "piece_bytes": 512, "bundled": False, "together": True, "blocks": placed.n_blocks,
+        "rows_bytes": placed.rows_bytes, "columns_bytes": placed.columns_bytes,
     }  # fmt: skip
     assert f"{placed.n_blocks} blocks an expert: " in lines
     assert "apart from the rows" in lines

@@ -22,7 +22,7 @@ from moert.pack.neurons import Neurons
 from moert.pack.reader import Pack
 
 SPECS = {"switch": SWITCH, "late": LATE}
-LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False)}
+LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False), "together": Neurons(512, False, together=True)}
 NEW = 12
 FULL = "100%"
 

@@ -28,7 +28,7 @@ from moert.pack.predictor import PREDICTOR, NeuronPredictor, PredictedLoss, load
 from moert.pack.reader import Pack, projection_weights
 
 SPECS = {"switch": SWITCH_SHAPE.but(d_ff=150).spec, "late": LATE}
-LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False)}
+LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False), "together": Neurons(512, False, together=True)}
 NEW = 6
 ROOMY = "100%"
 HALF = "50%"
@@ -136,9 +136,9 @@ def test_reading_without_a_ring_or_without_c_brings_the_same(
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_both_layouts_say_the_same(spec: str, tmp_path: Path) -> None:
-    bundled, apart = (answers(predicted_pack(tmp_path / layout, spec, layout), cache=HALF) for layout in LAYOUTS)
-    assert same(bundled, apart)
+def test_all_layouts_say_the_same(spec: str, tmp_path: Path) -> None:
+    bundled, *others = (answers(predicted_pack(tmp_path / layout, spec, layout), cache=HALF) for layout in LAYOUTS)
+    assert [same(found, bundled) for found in others] == [True, True]
 
 
 def test_several_prompts_at_once_are_answered_as_alone(pack: Path) -> None:

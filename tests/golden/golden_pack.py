@@ -1,5 +1,5 @@
 """The golden packs, byte for byte: one MoE layer, two experts, every width. Writes tiny.pack beside this file, and
-neurons.pack with experts in blocks of neurons.
+neurons.pack with experts in blocks of neurons, together.pack with rows that are read at once.
 
 Run it again only when the format changes on purpose: python tests/golden/golden_pack.py
 """
@@ -70,9 +70,9 @@ def build(out: Path) -> None:
     writer.finish("golden_pack.py", QUALITY)
 
 
-def build_neurons(out: Path) -> None:
+def build_neurons(out: Path, together: bool = False) -> None:
     """The same widths in blocks of neurons, `down` as its transpose."""
-    spec, neurons = NEURONS_SPEC, Neurons(512, bundled=False)
+    spec, neurons = NEURONS_SPEC, Neurons(512, bundled=False, together=together)
     writer = PackWriter(out, spec, Quantization("group", 4, "BF16", 11, neurons=neurons), "golden")
     d_ff, d_model = spec.projection_shape("up")
     biases = {name: np.arange(spec.projection_shape(name)[0], dtype=np.float32) / 4 for name in WIDTHS[0]}
@@ -87,4 +87,5 @@ def build_neurons(out: Path) -> None:
 if __name__ == "__main__":
     build(HERE / "tiny.pack")
     build_neurons(HERE / "neurons.pack")
-    sys.stdout.write(f"wrote {HERE / 'tiny.pack'} and {HERE / 'neurons.pack'}\n")
+    build_neurons(HERE / "together.pack", together=True)
+    sys.stdout.write(f"wrote tiny.pack, neurons.pack and together.pack in {HERE}\n")

@@ -13,7 +13,7 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
 
 TINY = Path(__file__).parent / "tiny.pack"
-NEURONS = TINY.with_name("neurons.pack")
+NEURONS, TOGETHER = TINY.with_name("neurons.pack"), TINY.with_name("together.pack")
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -37,8 +37,9 @@ def test_the_files_are_these() -> None:
 
 
 def test_blocks_of_neurons_are_written_with_these_bytes(tmp_path: Path) -> None:
-    build_neurons(tmp_path / "neurons.pack")
-    assert files(tmp_path / "neurons.pack") == files(NEURONS)
+    for golden, together in ((NEURONS, False), (TOGETHER, True)):
+        build_neurons(tmp_path / golden.name, together)
+        assert files(tmp_path / golden.name) == files(golden)
 
 
 def test_blocks_of_neurons_by_hand() -> None:
@@ -57,6 +58,24 @@ def test_blocks_of_neurons_by_hand() -> None:
     projections = pack.projections(first, pack.read_expert(first))
     assert projection_weights(projections["down"])[:, 0].tolist() == [-0.75, 1.0, 2.75, 0.5, 5.0, 0.5]
     assert pack.biases(first, pack.read_expert(first))["gate"][:3].tolist() == [0, 0.25, 0.5]
+
+
+def test_rows_together_by_hand() -> None:
+    pack, apart = Pack.open(TOGETHER), Pack.open(NEURONS)
+    assert (pack.manifest.minor, apart.manifest.minor) == (4, 3)
+    first, second = NEURONS_SPEC.expert_keys()
+    placed = pack.neurons(first)
+    body = (TOGETHER / "experts/D00/E000.safetensors").read_bytes()
+    rows = body[2 * 4096 :]
+    assert rows[:2] == bytes([0b01_10_11_00, 0b11_00])
+    others = (NEURONS / "experts/D00/E000.safetensors").read_bytes()[2 * 4096 :]
+    assert rows[placed.rows_bytes :][:2] == others[apart.neurons(first).rows_bytes :][:2]  # gate, neuron 46
+    assert placed.rows_bytes % 8 == 0
+    assert placed.rows_bytes < apart.neurons(first).rows_bytes < placed.rows_bytes + 512
+    for key in (first, second):
+        ours, theirs = (one.projections(key, one.read_expert(key)) for one in (pack, apart))
+        for name in ours:
+            assert projection_weights(ours[name]).tolist() == projection_weights(theirs[name]).tolist()
 
 
 def test_it_is_read_with_these_values() -> None:

@@ -99,7 +99,9 @@ def up_to(nbytes: int, unit: int) -> int:
 class Piece:
     """Rows or columns of a block, as SPEC.md says them: [(projection, width)] of it, and where their parts begin."""
 
-    def __init__(self, projections: dict[str, int], wide: int, size: int, neurons: int, biased: bool) -> None:
+    def __init__(
+        self, projections: dict[str, int], wide: int, size: int, neurons: int, biased: bool, unit: int = 512
+    ) -> None:
         self.wide, self.group, self.widths = wide, min(size, wide) if size else wide, projections
         self.places: dict[str, tuple[int, int]] = {}
         end, groups = 0, math.ceil(wide / self.group)
@@ -112,7 +114,7 @@ class Piece:
         for name in projections if biased else ():
             self.places[f"{name}.bias"] = up_to(end, 8), 4
             end = up_to(end, 8) + neurons * 4
-        self.nbytes = up_to(end, 512)
+        self.nbytes = up_to(end, unit)
 
     def neuron(self, piece: bytes, place: int, name: str, part: str) -> bytes:
         at, nbytes = self.places[f"{name}.{part}"]
@@ -154,7 +156,9 @@ def check_blocks_against_our_reader(root: Path) -> None:
         block = max(
             [b for b in range(1, d_ff + 1) if Piece(down, wide, size, b, biased=False).nbytes <= limit], default=1
         )
-        rows = Piece({n: b for n, b in entry["bits"].items() if n != "down"}, wide, size, block, ffn["bias"])
+        together = quantization["neurons"].get("together", False)
+        unit = 8 if together else 512
+        rows = Piece({n: b for n, b in entry["bits"].items() if n != "down"}, wide, size, block, ffn["bias"], unit)
         columns = Piece(down, wide, size, block, biased=False)
         blocks = math.ceil(d_ff / block)
 
@@ -187,7 +191,9 @@ def check_blocks_against_our_reader(root: Path) -> None:
             assert np.frombuffer(last, "<f4").tolist() == biases["down"].tolist()
         short = f"{'E' if entry['key'][0] == 'encoder' else 'D'}{entry['key'][1]:02d}/E{entry['key'][2]:03d}"
         start, stop = sums_table[short]["data_offsets"]
-        expected = [zlib.crc32(piece) for piece in [*of_rows, *of_columns, last]]
+        region = b"".join(of_rows)
+        all_rows = [region + bytes(up_to(len(region), 512) - len(region))] if together else []
+        expected = [zlib.crc32(piece) for piece in [*of_rows, *of_columns, last, *all_rows]]
         assert np.frombuffer(sums[sums_at:][start:stop], "<u4").tolist() == expected
 
 
@@ -201,7 +207,8 @@ def test_experts_in_blocks_of_neurons(tmp_path: Path, family: str, neurons: Neur
 
 
 def test_the_golden_pack_of_neurons() -> None:
-    check_blocks_against_our_reader(TINY.with_name("neurons.pack"))
+    for name in ("neurons.pack", "together.pack"):
+        check_blocks_against_our_reader(TINY.with_name(name))
 
 
 def check_against_our_reader(root: Path) -> None:
@@ -307,7 +314,7 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
             collect(inner)
 
     collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8))), *map(plain, SPECS.values())])
-    for root in (TINY, TINY.with_name("neurons.pack")):
+    for root in (TINY, TINY.with_name("neurons.pack"), TINY.with_name("together.pack")):
         collect({**manifest_of(root), "files": {"": manifest_of(root)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []
 

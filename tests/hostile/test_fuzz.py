@@ -53,7 +53,9 @@ def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param in SPECS:
         yield Sound(root, SPECS[request.param], QUANTIZATION)
     else:  # a pack with experts in blocks of neurons
-        yield Sound(root, NEURON_SPECS[request.param], replace(QUANTIZATION, neurons=Neurons(512, bundled=False)))
+        yield Sound(
+            root, NEURON_SPECS[request.param], replace(QUANTIZATION, neurons=Neurons(512, bundled=False, together=True))
+        )
     shutil.rmtree(root)
 
 

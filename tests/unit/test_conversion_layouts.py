@@ -41,7 +41,7 @@ from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from tests.unit.test_emit import Killed, Rounding
 
-SMALL = Neurons(512, bundled=False)
+SMALL = Neurons(512, bundled=False, together=True)
 
 
 class Sideways(Rounding):
@@ -135,7 +135,7 @@ def test_another_layout_is_another_pack_of_the_same_weights(source: Checkpoint, 
     assert packs[0].manifest.effective_bits() == packs[1].manifest.effective_bits()
 
 
-@pytest.mark.parametrize("changed", [SMALL, replace(SMALL, bundled=True), None], ids=str)
+@pytest.mark.parametrize("changed", [SMALL, replace(SMALL, bundled=True, together=False), None], ids=str)
 def test_a_killed_run_goes_on_with_the_same_layout_alone(
     source: Checkpoint, tmp_path: Path, changed: Neurons | None
 ) -> None:
@@ -163,7 +163,7 @@ def test_verify_refuses_other_weights_and_wrong_checksums(source: Checkpoint, tm
 
     with pytest.raises(VerifyFailed, match="times what its width allows"):
         verify(pack, Swapped.open(source.path))
-    wrong = {entry.key: np.zeros(2 * pack.neurons(entry.key).n_blocks + 1, np.uint32) for entry in
+    wrong = {entry.key: np.zeros(pack.neurons(entry.key).n_checksums, np.uint32) for entry in
              pack.manifest.experts}  # fmt: skip
     add_to_pack(tmp_path / "p", pack.manifest, NEURONS, checksums_to_bytes(wrong))
     with pytest.raises(HashMismatch, match="is not that of its neurons"):
@@ -214,7 +214,7 @@ def test_how_each_layout_is_asked_for(source: Checkpoint) -> None:
     spec = source.spec
     assert LAYOUTS == ("expert", "layer", "neuron", "columns", "auto")
     assert [neurons_of(layout, spec, mxfp4=False) for layout in LAYOUTS] == [
-        None, None, Neurons(512, bundled=True), Neurons(512, bundled=False), None,
+        None, None, Neurons(512, bundled=True), SMALL, None,
     ]  # fmt: skip
     assert [files_of(layout) for layout in LAYOUTS] == ["expert", "layer", "expert", "expert", "expert"]
     with pytest.raises(SettingsError, match="--layout columns does not go with a source in MXFP4"):
@@ -252,12 +252,14 @@ def test_planning_knows_how_down_is_coded() -> None:
 
 @pytest.mark.parametrize(("width", "nbytes"), [(8, 512), (320, 512), (768, 1024), (2048, 2048), (8192, 4096)])
 def test_blocks_have_a_few_neurons_and_no_less_than_a_drive_reads(source: Checkpoint, width: int, nbytes: int) -> None:
-    assert blocks_of(replace(source.spec, d_model=width), bundled=False) == Neurons(nbytes, bundled=False)
+    assert blocks_of(replace(source.spec, d_model=width), bundled=False) == Neurons(
+        nbytes, bundled=False, together=True
+    )
 
 
 def test_pieces_as_large_as_they_are_asked_for(source: Checkpoint, tmp_path: Path) -> None:
     settings = Settings(str(source.path), tmp_path / "p", tmp_path / "w", bits=(4,), layout="columns")
-    assert Coding.open(replace(settings, piece_bytes=1536)).neurons == Neurons(1536, bundled=False)
+    assert Coding.open(replace(settings, piece_bytes=1536)).neurons == Neurons(1536, bundled=False, together=True)
     assert neurons_of("neuron", source.spec, mxfp4=False, piece_bytes=2048) == Neurons(2048, bundled=True)
     for wrong in (0, 511, 513, 1 << 21):
         with pytest.raises(SettingsError, match=f"--piece-bytes {wrong}: expected a multiple of 512, 512 to 1048576"):

@@ -69,7 +69,10 @@ layouts = st.fixed_dictionaries({
     "d_model": st.integers(1, 300), "d_ff": st.integers(1, 200), "gated": st.booleans(), "bias": st.booleans(),
     "bits": st.tuples(widths, widths, widths), "group": st.sampled_from([0, 4, 32, 1000]),
     "dtype16": st.sampled_from(["F16", "BF16"]),
-    "neurons": st.builds(Neurons, st.sampled_from([512, 1024, 4096, 1 << 20]), st.booleans()),
+    "neurons": st.builds(
+        lambda nbytes, how: Neurons(nbytes, *how), st.sampled_from([512, 1024, 4096, 1 << 20]),
+        st.sampled_from([(False, False), (True, False), (False, True)]),
+    ),
 })  # fmt: skip
 
 
@@ -102,13 +105,17 @@ def test_where_each_byte_lies(case: dict) -> None:
     if placed.per_block < case["d_ff"]:
         one_more = [(placed.per_block + 1) * nbytes for nbytes in placed.columns.neuron_bytes(case["d_model"])]
         assert list(accumulate(one_more, lambda end, nbytes: -(-end // 8) * 8 + nbytes))[-1] > neurons.piece_bytes
-    # Parts follow each other at multiples of 8, pieces at multiples of 512, and nothing lies in two places.
-    for matrices, nbytes in ((placed.rows.values(), placed.rows_bytes), ([placed.columns], placed.columns_bytes)):
+    # Parts follow each other at multiples of 8, pieces at multiples of 512 (rows that are read at once: of 8), and
+    # nothing lies in two places.
+    of_rows = placed.rows.values(), placed.rows_bytes, 8 if neurons.together else 512
+    for matrices, nbytes, unit in (of_rows, ([placed.columns], placed.columns_bytes, 512)):
         parts = sorted(part for matrix in matrices for part in parts_of(placed, matrix))
         assert all(start % 8 == 0 for start, _ in parts)
         assert all(0 <= after - stop < 8 for (_, stop), (after, _) in pairwise(parts))
         assert parts[0][0] == 0
-        assert nbytes % 512 == 0 <= nbytes - parts[-1][1] < 512
+        assert nbytes % unit == 0 <= nbytes - parts[-1][1] < unit
+    assert placed.together_bytes == (-(-placed.n_blocks * placed.rows_bytes // 512) * 512 if neurons.together else 0)
+    assert neurons.bundled or placed.rows_at + placed.together_bytes <= placed.columns_at
     spans = [(placed.rows_at + k * placed.rows_step, placed.rows_bytes) for k in range(placed.n_blocks)]
     spans += [(placed.columns_at + k * placed.columns_step, placed.columns_bytes) for k in range(placed.n_blocks)]
     if case["bias"]:
@@ -165,7 +172,7 @@ def test_what_goes_in_comes_out(
     quantization = replace(QUANTIZATION, group_size=group_size, dtype16=dtype16, neurons=neurons)
     given = write_pack(out, spec, quantization)
     pack = Pack.open(out)
-    assert pack.manifest.minor == 3
+    assert pack.manifest.minor == (4 if neurons.together else 3)
     assert pack.manifest.quantization == quantization
     bodies = {key: pack.read_expert(key) for key in given}
     assert flat_experts({key: pack.stored(key, body) for key, body in bodies.items()}) == flat_experts(given)
@@ -197,7 +204,7 @@ def test_the_file_is_safetensors(tmp_path: Path, neurons: Neurons) -> None:
 
 
 @pytest.mark.parametrize("files", ["expert", "layer"])
-@pytest.mark.parametrize("neurons", NEURONS[:2], ids=str)
+@pytest.mark.parametrize("neurons", [*NEURONS[:2], NEURONS[-1]], ids=str)
 def test_each_piece_has_a_checksum(tmp_path: Path, neurons: Neurons, files: str) -> None:
     quantization, out = replace(QUANTIZATION, neurons=neurons), tmp_path / "p"
     writer = PackWriter(out, FIRING, quantization, "fresh", files)
@@ -212,6 +219,7 @@ def test_each_piece_has_a_checksum(tmp_path: Path, neurons: Neurons, files: str)
         spans = [(placed.rows_at + k * placed.rows_step, placed.rows_bytes) for k in range(placed.n_blocks)]
         spans += [(placed.columns_at + k * placed.columns_step, placed.columns_bytes) for k in range(placed.n_blocks)]
         spans.append((placed.bias_at or 0, 4 * placed.d_model))
+        spans += [(placed.rows_at, placed.together_bytes)] if neurons.together else []
         assert found[entry.key].tolist() == [zlib.crc32(body[at : at + nbytes]) for at, nbytes in spans]
         check_pieces(entry.key, placed, pack.read_expert(entry.key), found[entry.key])
 
@@ -345,5 +353,5 @@ def test_damage_is_refused_or_harmless(firing: Pack, data: st.DataObject) -> Non
         assert "\n" not in str(error)  # noqa: PT017
         return
     assert {key: len(sums) for key, sums in found.items()} == {
-        entry.key: 2 * firing.neurons(entry.key).n_blocks + 1 for entry in firing.manifest.experts
+        entry.key: firing.neurons(entry.key).n_checksums for entry in firing.manifest.experts
     }

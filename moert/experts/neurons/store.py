@@ -48,6 +48,11 @@ def rows_of(layout: NeuronLayout) -> Part:
     return Part(layout.rows_at, layout.rows_step, layout.rows_bytes, 0)
 
 
+def all_rows_of(layout: NeuronLayout) -> Part:
+    """Where they lie together."""
+    return Part(layout.rows_at, 0, layout.together_bytes, layout.n_checksums - 1)
+
+
 def columns_of(layout: NeuronLayout, place: int = 0) -> Part:
     return Part(layout.columns_at, layout.columns_step, layout.columns_bytes, layout.n_blocks, place)
 
@@ -96,7 +101,7 @@ class Pieces:
             some["nbytes"], some["place"] = part.nbytes, address(into) + places + part.place
             some["crc"] = sums[part.check + blocks]
         reads["checked"] = reads["forget"] = True
-        if len(parts) > 1:
+        if parts[-1].at > parts[0].at + parts[0].step:  # they lie apart
             reads = reads[reads["offset"].argsort()]
         try:
             self._read(entry.path, reads)
@@ -133,14 +138,14 @@ class Pieces:
 
 
 class RowStore:
-    """A Store of moert.experts.cache: of each expert gate and up, one read where they lie together."""
+    """A Store of moert.experts.cache: of each expert gate and up, one request unless they are bundled."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
 
     def nbytes(self, key: ExpertKey) -> int:
         layout = self._pieces.layout(key)
-        return layout.n_blocks * layout.rows_bytes
+        return layout.together_bytes or layout.n_blocks * layout.rows_bytes
 
     def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
         """The rows of several experts: the place of each, or why they can't be read."""
@@ -149,7 +154,10 @@ class RowStore:
     def _read(self, key: ExpertKey, into: U8) -> U8 | PackError:
         layout = self._pieces.layout(key)
         try:
-            self._pieces.read(key, [rows_of(layout)], np.arange(layout.n_blocks), into, _side_by_side(layout))
+            if layout.together_bytes:
+                self._pieces.read(key, [all_rows_of(layout)], np.arange(1), into, np.zeros(1, np.int64))
+            else:
+                self._pieces.read(key, [rows_of(layout)], np.arange(layout.n_blocks), into, _side_by_side(layout))
         except PackError as error:
             return error
         return into
@@ -209,14 +217,17 @@ class BlockReader:
         return self.n_blocks(key) * self.nbytes(key)
 
     def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
-        layout = self._pieces.layout(key)
-        self._pieces.read(key, [rows_of(layout), columns_of(layout, layout.rows_bytes)], blocks, into, places)
+        self._pieces.read(key, self._parts(key), blocks, into, places)
 
     def read_all(self, key: ExpertKey, into: U8) -> I64:
         blocks = np.arange(self.n_blocks(key))
         places: I64 = blocks * self.nbytes(key)
-        self.read(key, blocks, into, places)
+        self._pieces.read(key, self._parts(key), blocks, into, places)
         return places
+
+    def _parts(self, key: ExpertKey) -> list[Part]:
+        layout = self._pieces.layout(key)
+        return [rows_of(layout), columns_of(layout, layout.rows_bytes)]
 
 
 def _side_by_side(layout: NeuronLayout) -> I64:
