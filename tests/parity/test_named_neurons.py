@@ -29,7 +29,7 @@ WORDS = ["ab", "cde", "fghi", "kl", "mno", "pqrs", "tu", "vwx", "yz", "aeiou"]
 NEW = 5
 
 
-@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("family", ["olmoe", "opt"])
 def test_logits_are_those_that_were_measured(family: str, bits: int, tmp_path: Path) -> None:
     source = tiny_olmoe(tmp_path / "hf", hidden_act="relu") if family == "olmoe" else tiny_of("opt")(tmp_path / "hf")
@@ -38,7 +38,7 @@ def test_logits_are_those_that_were_measured(family: str, bits: int, tmp_path: P
     emit(coder, uniform(checkpoint.spec, bits), tmp_path / "m.pack", seed=0, label=Label("tests"))
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(" ".join(rng.choice(WORDS) for _ in range(30)) for _ in range(40)))
-    asked = Asked(calib=str(text), rank=6, missed=0.8, epochs=1, context=32)
+    asked = Asked(calib=str(text), rank=6, missed=0.9, epochs=1, context=32)
     train_neurons(Pack.open(tmp_path / "m.pack"), asked, lambda line: None, unseen)
     pack = Pack.open(tmp_path / "m.pack")
     predictor, packed = load_predictor(pack), PackedModel.open(pack)
@@ -53,5 +53,5 @@ def test_logits_are_those_that_were_measured(family: str, bits: int, tmp_path: P
         exact = packed.model(input_ids=read).logits[0, len(ids) - 1 :].numpy()
         with packed.calls.naming(NamedNeurons(predictor, lambda key: pack.neurons(key).per_block)):
             named = packed.model(input_ids=read).logits[0, len(ids) - 1 :].numpy()
-    assert np.allclose(logits, named, atol=1e-3)
-    assert np.abs(named - exact).max() > 1e-2, "what is not named would be missed"
+    assert np.allclose(logits, named, atol=5e-3)
+    assert np.abs(named - exact).max() > 2e-2, "what is not named would be missed"
