@@ -65,6 +65,7 @@ class FiringExperts:
 
 def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:
     """Blocks, ascending, of which some neuron fired for some token: fired [tokens, d_ff] is not 0 there."""
-    neurons = np.zeros(layout.n_blocks * layout.per_block, np.bool_)
-    neurons[: layout.d_ff] = fired.any(axis=0)
-    return neurons.reshape(layout.n_blocks, -1).any(axis=1).nonzero()[0]
+    neurons = fired[0] if len(fired) == 1 else fired.any(axis=0)
+    found = np.zeros(layout.n_blocks, np.bool_)
+    found[neurons.nonzero()[0] // layout.per_block] = True
+    return found.nonzero()[0]

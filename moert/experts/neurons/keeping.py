@@ -86,12 +86,16 @@ class Blocks:
     def want(self, blocks: I64) -> Taken:
         """A visit asks for `blocks` [n], ascending, each once, no more than there are slots: all have one then. Of
         those that had none the caller reads the contents."""
-        self._visit += 1
         missing = blocks[self.slot_of[blocks] < 0]
         slots = self._room(blocks, len(missing)) if len(missing) else missing
         self.slot_of[missing], self._block_in[slots] = slots, missing
-        self._score[blocks] = self._keeping.used(self._score[blocks], self._visit)
+        self.use(blocks)
         return Taken(missing, slots)
+
+    def use(self, blocks: I64) -> None:
+        """A visit asks for blocks [n], each once, that all have slots."""
+        self._visit += 1
+        self._score[blocks] = self._keeping.used(self._score[blocks], self._visit)
 
     def forget(self, blocks: I64) -> None:
         """They could not be read after all."""

@@ -45,19 +45,18 @@ class PredictedExperts:
     def _add(self, key: ExpertKey, hidden: F32, compressed: F32, tokens: I32, weights: F32, out: F32) -> None:
         """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
         layout, bias = self._layouts[key], self._biases.get(key)
-        parts = range(0, len(tokens), ROWS)
-        named = np.concatenate([self._named(key, layout, compressed[tokens[at : at + ROWS]]) for at in parts])
-        base, offsets = self._fetch(key, named)
+        parts = [tokens[at : at + ROWS] for at in range(0, len(tokens), ROWS)]
+        named = [self._named(key, layout, compressed[mine]) for mine in parts]
+        base, offsets = self._fetch(key, np.stack([by_any(blocks) for blocks in named]))
         columns = base[layout.rows_bytes :]
-        for at in parts:
-            mine, blocks = tokens[at : at + ROWS], named[at : at + ROWS]
-            there = np.where(blocks.any(axis=0), offsets, -1)
+        for at, (mine, blocks) in enumerate(zip(parts, named, strict=True)):
+            there = np.where(by_any(blocks), offsets, -1)
             fired = self._backend.fire(layout, base, there, hidden[mine], self._ffn)
             if len(mine) > 1:
                 fired[~neurons_in(layout, blocks)] = 0
             self._counters.fired += int(np.count_nonzero(fired))
             made = self._backend.project(layout, columns, there, fired, bias)
-            out[mine] += weights[at : at + ROWS, None] * made
+            out[mine] += weights[at * ROWS : (at + 1) * ROWS, None] * made
 
     def _named(self, key: ExpertKey, layout: NeuronLayout, compressed: F32) -> Bools:
         """Blocks that are named for each token: [tokens, n_blocks]."""
@@ -71,10 +70,16 @@ class PredictedExperts:
         return blocks
 
     def _fetch(self, key: ExpertKey, named: Bools) -> Lent:
-        """Where the blocks lie that any of the tokens names."""
+        """Where the blocks lie that any part of the tokens names: [parts, n_blocks]."""
         counters = self._counters
         missed = counters.blocks - counters.block_hits
-        lent = self._blocks.fetch(key, named.any(axis=0).nonzero()[0])
+        lent = self._blocks.fetch(key, by_any(named).nonzero()[0])
         self._asked.requests += 1
         self._asked.hits += counters.blocks - counters.block_hits == missed
         return lent
+
+
+def by_any(of_tokens: Bools) -> Bools:
+    """[tokens, n] → [n]: whether it holds for any of them."""
+    found: Bools = of_tokens[0]
+    return found if len(of_tokens) == 1 else np.any(of_tokens, axis=0, out=np.empty_like(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,7 +43,7 @@ class PieceReader(Protocol):
 
 
 class Lent(NamedTuple):
-    """Block k of an expert begins at base[offsets[k]]; -1: it is not in memory. Good until others are fetched."""
+    """Block k of an expert begins at base[offsets[k]]; below 0: it is not in memory. Good until others are fetched."""
 
     base: U8
     offsets: I64  # [n_blocks]
@@ -53,9 +54,9 @@ class _Layer:
 
     def __init__(self, keys: Sequence[ExpertKey], reader: PieceReader, keeping: Keeping, arena: Arena) -> None:
         self.slot_bytes = max(map(reader.nbytes, keys))
-        self.first = np.cumsum([0, *map(reader.n_blocks, keys)])
-        self.blocks = Blocks(int(self.first[-1]), keeping)
-        self.base = arena.allocate(int(self.first[-1]) * self.slot_bytes)
+        self.first = list(accumulate(map(reader.n_blocks, keys), initial=0))
+        self.blocks = Blocks(self.first[-1], keeping)
+        self.base = arena.allocate(self.first[-1] * self.slot_bytes)
         """Of all blocks: what no slot lies in takes no memory."""
         self.touched = 0
         """Slots that anything has lain in: the first ones."""
@@ -111,20 +112,22 @@ class BlockCache:
 
     def fetch(self, key: ExpertKey, wanted: I64) -> Lent:
         """Brings in the blocks [n] of an expert, ascending and each once. Raises PackError."""
-        layer, n_blocks = self._layers[key.at], self._reader.n_blocks(key)
-        first = int(layer.first[key.expert])
-        slots_of = layer.blocks.slot_of[first : first + n_blocks]
+        layer = self._layers[key.at]
+        first, stop = layer.first[key.expert : key.expert + 2]
+        slots_of, n_blocks = layer.blocks.slot_of[first:stop], stop - first
         missing = int(np.count_nonzero(slots_of[wanted] < 0))
         self._counters.blocks += len(wanted)
         self._counters.block_hits += len(wanted) - missing
+        if not missing:
+            layer.blocks.use(wanted + first)
+            return Lent(layer.base, slots_of * layer.slot_bytes)
         if missing > WHOLE * n_blocks and not layer.holds_all:
             return self._all(key, wanted)
         if len(wanted) > layer.blocks.n_slots:
             return self._beside(key, wanted, slots_of)
         with self._slots(layer, wanted + first) as (blocks, slots):
-            if len(blocks):
-                self._read(key, blocks - first, layer.base, slots * layer.slot_bytes)
-        return Lent(layer.base, np.where(slots_of < 0, -1, slots_of * layer.slot_bytes))
+            self._read(key, blocks - first, layer.base, slots * layer.slot_bytes)
+        return Lent(layer.base, slots_of * layer.slot_bytes)
 
     def fetch_all(self, key: ExpertKey) -> Lent:
         """All of them; none stays longer than it would have. Raises PackError."""
@@ -162,7 +165,7 @@ class BlockCache:
     def _keep(self, key: ExpertKey, wanted: I64, places: I64) -> None:
         """Of blocks that lie in the room beside the slots, as many stay in some as there are."""
         layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
-        first = int(layer.first[key.expert])
+        first = layer.first[key.expert]
         with self._slots(layer, wanted[: layer.blocks.n_slots] + first) as (blocks, slots):
             for block, slot in zip((blocks - first).tolist(), slots.tolist(), strict=True):
                 layer.base[slot * layer.slot_bytes :][:nbytes] = self._one[places[block] :][:nbytes]

@@ -96,7 +96,7 @@ class Pieces:
             some["nbytes"], some["place"] = part.nbytes, address(into) + places + part.place
             some["crc"] = sums[part.check + blocks]
         reads["checked"] = reads["forget"] = True
-        if len(parts) > 1:
+        if parts[-1].at > parts[0].at + parts[0].step:  # they lie apart
             reads = reads[reads["offset"].argsort()]
         try:
             self._read(entry.path, reads)
@@ -209,14 +209,17 @@ class BlockReader:
         return self.n_blocks(key) * self.nbytes(key)
 
     def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
-        layout = self._pieces.layout(key)
-        self._pieces.read(key, [rows_of(layout), columns_of(layout, layout.rows_bytes)], blocks, into, places)
+        self._pieces.read(key, self._parts(key), blocks, into, places)
 
     def read_all(self, key: ExpertKey, into: U8) -> I64:
         blocks = np.arange(self.n_blocks(key))
         places: I64 = blocks * self.nbytes(key)
-        self.read(key, blocks, into, places)
+        self._pieces.read(key, self._parts(key), blocks, into, places)
         return places
+
+    def _parts(self, key: ExpertKey) -> list[Part]:
+        layout = self._pieces.layout(key)
+        return [rows_of(layout), columns_of(layout, layout.rows_bytes)]
 
 
 def _side_by_side(layout: NeuronLayout) -> I64:
