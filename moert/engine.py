@@ -19,6 +19,7 @@ from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
+from moert.experts.neurons.firing import Firing
 from moert.experts.neurons.naming import PREDICTED, check_neurons, fidelity, predictor_of
 from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
 from moert.experts.streaming import Streaming
@@ -86,6 +87,8 @@ class Engine:
         self._streaming = Streaming(
             pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named
         )
+        if isinstance(self._streaming.firing, Firing):
+            self.budget = self.budget.with_rows_of_experts(self._streaming.firing.token_bytes)
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
         self._regulator, notes = _regulator(footprint, self.budget, self._streaming, settings)
