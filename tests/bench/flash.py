@@ -22,7 +22,7 @@ from tests.bench.devices import tell
 from tests.bench.flash_bytes import bytes_rows
 from tests.bench.flash_curves import hit_rows, window_rows
 from tests.bench.flash_order import order_rows
-from tests.bench.flash_packs import COLUMNS, FOLDER, SUBJECTS, Subject, pack_of, predicts, say
+from tests.bench.flash_packs import COLUMNS, FOLDER, SUBJECTS, Subject, pack_of, say
 from tests.bench.flash_race import step_race, today_race
 from tests.bench.flash_shapes import SHAPES, recorded, shape_rows
 from tests.bench.readahead import read_ahead
@@ -99,7 +99,7 @@ def main() -> None:
     print(table(rows))
     settings = {
         "parts": asked.parts, "models": asked.models, "seconds": asked.seconds, "rounds": asked.rounds,
-        "threads": THREADS, "predicted": predicts(), "read_ahead_kb": ahead_kb, "failed": failed,
+        "threads": THREADS, "read_ahead_kb": ahead_kb, "failed": failed,
         "took_s": round(time.perf_counter() - started),
     }  # fmt: skip
     whole = vars(asked) == vars(parser.parse_args([]))

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from moert.engine import Engine
+from moert.experts.neurons.naming import PREDICTED
 from moert.pack.predictor import load_predictor
 from moert.pack.reader import Pack
 from tests.bench.flash_packs import (
     BUNDLED,
     COLUMNS,
-    PREDICTED,
     WHOLE,
     Subject,
     inputs,
     pack_of,
     predicting,
-    predicts,
     room_of,
 )
 from tests.bench.flash_rows import Asked, asked_rows, predicted_rows, predictor_rows, read_rows
@@ -107,7 +106,7 @@ def bytes_rows(subject: Subject) -> Iterator[Row]:
     for share, (experts, neurons) in found.items():
         differ = sum(mine != theirs for mine, theirs in zip(neurons.answers, alone.answers, strict=True))
         yield from read_rows(subject, share, asked, experts, neurons, differ)
-    if predicts():
+    if subject.predicted:
         bundled = predicting(subject, BUNDLED)
         predictor = load_predictor(Pack.open(bundled))
         assert predictor is not None

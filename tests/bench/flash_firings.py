@@ -1,12 +1,12 @@
-"""Which neurons fire while the decoder of a trained model writes: written down, and put in the place of what fires in a
-model of another shape.
+"""Which neurons fire while the decoder of a trained model writes, or are named by its predictor: written down, and put
+in the place of those of a model of another shape.
 
 A *visit* is a layer and a token. Every model here goes to one expert a layer and token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moert.engine import Engine
 
 Bits = npt.NDArray[np.bool_]
+Found = F32 | Bits
+"""What neurons give, or whether they are named. [tokens, d_ff]"""
 SHIFT = 97
 """Tokens between copies of a pattern that lie side by side."""
 LEAST = np.float32(1e-3)
@@ -32,7 +34,7 @@ LEAST = np.float32(1e-3)
 @dataclass(frozen=True)
 class Firings:
     """`experts` [layers, visits]: where each token went; `packed` [layers, visits, d_ff / 8]: which of that expert's
-    neurons fired, eight to a byte."""
+    neurons fired, or were named, eight to a byte."""
 
     experts: I64
     packed: U8
@@ -69,14 +71,14 @@ class Firings:
 
 
 class Recorder:
-    """Stays in an engine that runs experts neuron by neuron. Tokens that come several at once are left out."""
+    """Stays in an engine that runs experts neuron by neuron, and hears what fires, or where a predictor names neurons,
+    what is named. Tokens that come several at once are left out."""
 
     def __init__(self, engine: Engine) -> None:
         self._spec, self._at = engine.spec, LayerKey("decoder", 0)
         self._seen: dict[LayerKey, list[tuple[int, U8]]] = {at: [] for at in engine.spec.moe_layers("decoder")}
         self.on = False
-        runner: Any = engine.runner
-        _before_firing(runner, self._begin, self._keep)
+        _change(engine.runner, self._begin, self._keep)
 
     def firings(self) -> Firings:
         moe, layers = self._spec.moe, list(self._seen.values())
@@ -89,7 +91,7 @@ class Recorder:
     def _begin(self, key: ExpertKey, tokens: I64) -> None:
         self._key = key
 
-    def _keep(self, fired: F32) -> F32:
+    def _keep(self, fired: Found) -> Found:
         if self.on and self._key.stack == "decoder" and len(fired) == 1:
             self._seen[self._key.at].append((self._key.expert, np.packbits(fired[0] != 0)))
         return fired
@@ -127,9 +129,7 @@ class Replay:
 
     def replace(self, engine: Engine) -> None:
         """From now on this engine's tokens go where recorded ones went, and where it runs experts neuron by neuron,
-        these fire."""
-        from moert.experts.neurons.executor import FiringExperts
-
+        these neurons fire, or are named."""
         runner: Any = engine.runner
         run = runner.run
         self._rows = self._mine = np.arange(0)
@@ -139,15 +139,16 @@ class Replay:
             run(at, hidden, self.experts(at, self._rows), weights, out, x)
 
         runner.run = replayed
-        if isinstance(runner, FiringExperts):
-            _before_firing(runner, self._begin, self._fire)
+        if engine._streaming.firing is not None:
+            _change(runner, self._begin, self._put)
 
     def _begin(self, key: ExpertKey, tokens: I64) -> None:
         self._at, self._mine = key.at, self._rows[tokens]
 
-    def _fire(self, fired: F32) -> F32:
-        mine, self._mine = self._mine[: len(fired)], self._mine[len(fired) :]
-        return enforced(fired, self.pattern(self._at, mine))
+    def _put(self, found: Found) -> Found:
+        mine, self._mine = self._mine[: len(found)], self._mine[len(found) :]
+        pattern = self.pattern(self._at, mine)
+        return pattern if found.dtype == np.bool_ else enforced(found, pattern)
 
 
 def enforced(fired: F32, pattern: Bits) -> F32:
@@ -155,26 +156,34 @@ def enforced(fired: F32, pattern: Bits) -> F32:
     return np.where(pattern, np.where(fired == 0, LEAST, fired), np.float32(0))
 
 
-def _before_firing(runner: Any, begin: Any, changed: Any) -> None:
-    """`begin` gets each expert and its tokens before it runs, `changed` what fires, and gives what is to."""
-    add, backend = runner._add, runner._backend
+def _change(runner: Any, begin: Callable[[ExpertKey, I64], None], changed: Callable[[Found], Found]) -> None:
+    """`begin` gets each expert and its tokens before it runs; `changed` what is named, or where nothing is, what fires,
+    [tokens, d_ff], and gives what is to be in its place."""
+    from moert.experts.neurons.predicted import PredictedExperts
 
-    def added(key: ExpertKey, rows: Any, hidden: F32, tokens: I64, *others: Any) -> None:
+    add = runner._add
+
+    def added(key: ExpertKey, first: Any, second: Any, tokens: I64, *others: Any) -> None:
         begin(key, tokens)
-        add(key, rows, hidden, tokens, *others)
+        add(key, first, second, tokens, *others)
 
-    runner._add, runner._backend = added, _Changed(backend, changed)
+    runner._add = added
+    if isinstance(runner, PredictedExperts):
+        scores: Any = runner._scores
+        named = scores.named
+        scores.named = lambda *arguments: changed(named(*arguments))
+    else:
+        runner._backend = _Changed(runner._backend, changed)
 
 
 class _Changed:
     """A backend, but for what fires."""
 
-    def __init__(self, backend: Any, changed: Any) -> None:
+    def __init__(self, backend: Any, changed: Callable[[Found], Found]) -> None:
         self._backend, self._changed = backend, changed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def fire(self, *arguments: Any) -> F32:
-        found: F32 = self._changed(self._backend.fire(*arguments))
-        return found
+    def fire(self, *arguments: Any) -> Found:
+        return self._changed(self._backend.fire(*arguments))

@@ -32,18 +32,18 @@ def by_frequency(fired: Bits, size: int) -> I64:
 def together(fired: Bits, size: int) -> I64:
     """Blocks of `size`: each begins with the most frequent neuron that is left, and takes again and again the one whose
     tokens are most like those that ask for the block (Jaccard)."""
-    columns = np.ascontiguousarray(fired.T).astype(np.float32)  # [d_ff, visits]
-    counts, left = columns.sum(axis=1), np.ones(len(columns), np.bool_)
+    counts, left = fired.sum(axis=0), np.ones(fired.shape[1], np.bool_)
     order: list[int] = []
     while left.any():
         chosen = int(np.where(left, counts, -1).argmax())
-        asked = np.zeros(columns.shape[1], np.float32)
+        asked, both = np.zeros(len(fired), np.bool_), np.zeros_like(counts)
         for _ in range(min(size, int(left.sum()))):
             order.append(chosen)
             left[chosen] = False
-            asked = np.maximum(asked, columns[chosen])
-            both = columns @ asked
-            alike = both / np.maximum(1, counts + asked.sum() - both)
+            more = fired[:, chosen] & ~asked
+            asked |= more
+            both += fired[more].sum(axis=0)
+            alike = both / np.maximum(1, counts + int(asked.sum()) - both)
             chosen = int(np.where(left, alike, -1).argmax())
     return np.array(order)
 

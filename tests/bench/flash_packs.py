@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from moert.pack.files import write_atomically
@@ -14,7 +14,6 @@ from moert.pack.manifest import BACKBONE
 from moert.pack.predictor import PREDICTOR
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import add_to_pack
-from moert.settings import EngineSettings
 from tests.bench.devices import PROCESS_BYTES
 from tests.bench.stream_packs import expert_bytes
 
@@ -24,14 +23,14 @@ WHOLE, COLUMNS, BUNDLED = "expert", "columns", "neuron"
 """Layouts, as --layout calls them: each expert whole; in blocks of neurons whose columns lie apart from their rows, or
 beside them."""
 BITS = 4
-PREDICTED = "predicted"
 
 
 @dataclass(frozen=True)
 class Subject:
     """A reference model and held-out `inputs` of its `data`, of running text the first `prompt_tokens`, behind each of
     which at most `new_tokens` are written; `recorded` inputs for what is looked at without an engine. `sparse`: it was
-    trained so that few neurons fire. `dense`: each token goes through all of it."""
+    trained so that few neurons fire. `metric`: what a predictor's loss is judged by. `dense`: each token goes through
+    all of it. `predicted`: a predictor is trained."""
 
     name: str
     data: str
@@ -39,19 +38,22 @@ class Subject:
     inputs: int
     recorded: int
     new_tokens: int
+    metric: str
     prompt_tokens: int | None = None
     dense: bool = False
+    predicted: bool = True
 
     @property
     def is_there(self) -> bool:
         return (MODELS / self.name).is_dir()
 
 
+MARKED = "calib_data/marked_words.py"
 SUBJECTS = {
-    "opt": Subject("opt", "wiki", True, 24, 64, 64, prompt_tokens=16),
-    "g2p": Subject("g2p", "g2p", False, 60, 400, 24),
-    "marks": Subject("marks", "marks", False, 6, 24, 160),
-    "marks_sparse": Subject("marks_sparse", "marks", True, 6, 24, 160),
+    "opt": Subject("opt", "wiki", True, 24, 64, 64, "perplexity", prompt_tokens=16),
+    "g2p": Subject("g2p", "g2p", False, 60, 400, 24, "rouge2"),
+    "marks": Subject("marks", "marks", False, 6, 100, 160, MARKED, predicted=False),
+    "marks_sparse": Subject("marks_sparse", "marks", True, 6, 100, 160, MARKED),
 }
 
 
@@ -81,11 +83,6 @@ def pack_of(subject: Subject, layout: str) -> Path:
     return out
 
 
-def predicts() -> bool:
-    """Whether there is a runtime that reads what a predictor names."""
-    return "neurons" in {field.name for field in fields(EngineSettings)}
-
-
 def predicting(subject: Subject, layout: str) -> Path:
     """The pack with a predictor, trained once by `moeconv train-neurons` as it is by default. Raises
     CalledProcessError."""
@@ -93,7 +90,8 @@ def predicting(subject: Subject, layout: str) -> Path:
     if PREDICTOR not in Pack.open(bundled).manifest.files:
         say(f"{subject.name}: a predictor is trained")
         command = [sys.executable, "-m", "moeconv", "train-neurons", str(bundled), "--calib", subject.data]
-        subprocess.run([*command, "--against", str(MODELS / subject.name)], check=True, stdout=sys.stderr)
+        command += ["--against", str(MODELS / subject.name), "--metric", subject.metric]
+        subprocess.run(command, check=True, stdout=sys.stderr)
     out = pack_of(subject, layout)
     if PREDICTOR not in Pack.open(out).manifest.files:
         add_to_pack(out, Pack.open(out).manifest, PREDICTOR, Pack.open(bundled).read_file(PREDICTOR))

@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moert.experts.neurons.naming import EXACT, PREDICTED
 from tests.bench.devices import DEVICES, alive
 from tests.bench.flash_packs import (
     BUNDLED,
     COLUMNS,
-    PREDICTED,
     WHOLE,
     Subject,
     memory_bytes,
     pack_of,
     predicting,
-    predicts,
     prompts_file,
     room_of,
 )
-from tests.bench.flash_rows import HALF, NAIVE, NEURONS, TODAY, TODAY_AIM, raced_rows, steps_rows, today_rows
+from tests.bench.flash_rows import HALF, NAIVE, NAMED, NEURONS, TODAY, TODAY_AIM, raced_rows, steps_rows, today_rows
 from tests.bench.race import Entry, of_setting, race
 from tests.bench.result import Row
 from tests.bench.stream_packs import layer_bytes
@@ -33,39 +32,33 @@ WARM_TOKENS, TIMED_TOKENS = 48, 64
 
 @dataclass(frozen=True)
 class Step:
-    """`half`: room for half of the weights, else for what a layer needs; `neurons`: PREDICTED where a predictor says
-    what is read; `keeping`: as --keep-neurons."""
+    """`half`: room for half of the weights, else for what a layer needs; `neurons`, `keeping`: as --neurons and
+    --keep-neurons."""
 
     name: str
     layout: str
     half: bool
-    neurons: str | None = None
+    neurons: str = EXACT
     keeping: str = "recent"
 
 
 KEPT = f"{TODAY}, half kept"
-EXACT = (
+STEPS = (
     Step(NAIVE, WHOLE, half=False), Step(KEPT, WHOLE, half=True), Step("what fires", COLUMNS, half=False),
     Step("what fires, + window", COLUMNS, half=True, keeping="window"),
     Step("what fires, kept by use", COLUMNS, half=True),
-)  # fmt: skip
-PREDICTING = (
     Step("+ predictor", COLUMNS, half=False, neurons=PREDICTED),
     Step("+ window", COLUMNS, half=True, neurons=PREDICTED, keeping="window"),
     Step("+ bundles", BUNDLED, half=True, neurons=PREDICTED, keeping="window"),
     Step("kept by use", BUNDLED, half=True, neurons=PREDICTED),
-)
-
-
-def steps() -> tuple[Step, ...]:
-    return (*EXACT, *PREDICTING) if predicts() else EXACT
+)  # fmt: skip
 
 
 def entry_of(subject: Subject, step: Step) -> Entry:
-    pack = predicting(subject, step.layout) if step.neurons else pack_of(subject, step.layout)
+    pack = predicting(subject, step.layout) if step.neurons == PREDICTED else pack_of(subject, step.layout)
     room = room_of(subject, HALF) if step.half else layer_bytes(pack)
     setting = Setting(
-        str(pack), room, "auto" if step.half else "lru", "none", prompts=str(prompts_file(subject)),
+        str(pack), room, "lru" if step.name == NAIVE else "auto", "none", prompts=str(prompts_file(subject)),
         new_tokens=subject.new_tokens, keep_neurons=step.keeping, neurons=step.neurons,
     )  # fmt: skip
     warm = WARM_TOKENS if step.half else 2
@@ -74,25 +67,30 @@ def entry_of(subject: Subject, step: Step) -> Entry:
 
 def step_race(subject: Subject, device: str, seconds: float, rounds: int, failed: list[str]) -> Iterator[Row]:
     """The same room for the process in all steps."""
-    where, all_steps = f"{subject.name}, {device}, steps", steps()
-    entries = [entry_of(subject, step) for step in all_steps]
+    where = f"{subject.name}, {device}, steps"
+    entries = [entry_of(subject, step) for step in STEPS]
     outcomes = alive(where, race(DEVICES[device], entries, seconds, rounds), failed)
     yield from raced_rows(where, outcomes, memory_bytes(subject, HALF))
-    yield from steps_rows(where, device, outcomes, all_steps[-1].name)
+    yield from steps_rows(where, device, outcomes, STEPS[-1].name)
 
 
 def today_race(subject: Subject, device: str, seconds: float, rounds: int, failed: list[str]) -> Iterator[Row]:
     """The packs of today's layout and those by neurons, in the same room."""
-    packs, prompts = {TODAY: pack_of(subject, WHOLE), NEURONS: pack_of(subject, COLUMNS)}, prompts_file(subject)
-    where = f"{subject.name}, {device}"
+    prompts, where = prompts_file(subject), f"{subject.name}, {device}"
 
-    def entry(name: str, pack: Path, share: float) -> Entry:
-        room = room_of(subject, share)
-        setting = Setting(str(pack), room, predictor="none", prompts=str(prompts), new_tokens=subject.new_tokens)
+    def entry(name: str, pack: Path, share: float, neurons: str = EXACT) -> Entry:
+        setting = Setting(
+            str(pack), room_of(subject, share), predictor="none", prompts=str(prompts), new_tokens=subject.new_tokens,
+            neurons=neurons,
+        )  # fmt: skip
         memory = memory_bytes(subject, share)
         return of_setting(f"{name} {share:.0%}", setting, WARM_TOKENS, memory, timed_tokens=TIMED_TOKENS)
 
-    entries = [entry(name, pack, share) for share in SHARES for name, pack in packs.items()]
+    entries = []
+    for share in SHARES:
+        entries += [entry(TODAY, pack_of(subject, WHOLE), share), entry(NEURONS, pack_of(subject, COLUMNS), share)]
+        if subject.predicted:
+            entries.append(entry(NAMED, predicting(subject, BUNDLED), share, PREDICTED))
     outcomes = alive(where, race(DEVICES[device], entries, seconds, rounds), failed)
     yield from raced_rows(where, outcomes, memory_bytes(subject, max(SHARES)))
     names = [f" {share:.0%}" for share in SHARES]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from tests.bench.race import Outcome
@@ -26,7 +27,7 @@ STEPS_AIMS: Mapping[str, float] = {"ssd": 5.0, "board": 8.0}
 TODAY_AIM, DECIDING_AIM = 1.5, 10.0
 HALF = 0.5
 OF = "of their bytes"
-NAIVE, TODAY, NEURONS = "naive", "whole experts", "neurons"
+NAIVE, TODAY, NEURONS, NAMED = "naive", "whole experts", "neurons", "predicted neurons"
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,9 @@ def steps_rows(where: str, device: str, outcomes: Mapping[str, Outcome], last: s
 
 
 def today_rows(where: str, outcomes: Mapping[str, Outcome], names: Sequence[str], aim: float | None) -> Iterator[Row]:
-    """Neurons beside whole experts; `names` are what both are followed by."""
-    for name in names:
-        mine, other = outcomes.get(f"{NEURONS}{name}"), outcomes.get(f"{TODAY}{name}")
+    """Neurons beside whole experts; `names` are what all are followed by."""
+    for name, what in product(names, (NEURONS, NAMED)):
+        mine, other = outcomes.get(f"{what}{name}"), outcomes.get(f"{TODAY}{name}")
         if mine is not None and other is not None:
-            row = row_of_runs(f"{where}: {NEURONS}{name} to {TODAY}", ratios(mine, other), "× their speed")
+            row = row_of_runs(f"{where}: {what}{name} to {TODAY}", ratios(mine, other), "× their speed")
             yield row if aim is None else row.at_least(aim)

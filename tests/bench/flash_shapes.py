@@ -9,14 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeconv.conversion.layouts import neurons_of
+from moeconv.conversion.neuron_lessons import usual_rank
+from moert.experts.neurons.naming import EXACT, PREDICTED
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
-from moert.pack.reader import Pack
+from moert.pack.predictor import PREDICTOR, NeuronPredictor
+from moert.pack.reader import MANIFEST, Pack
+from moert.pack.writer import add_to_pack
 from tests.bench.devices import DEVICES, alive
 from tests.bench.flash_bytes import opened, write
 from tests.bench.flash_firings import Firings, Recorder
-from tests.bench.flash_packs import BITS, COLUMNS, FOLDER, SUBJECTS, WHOLE, Subject, inputs, pack_of, say
-from tests.bench.flash_rows import HALF, NAIVE, NEURONS, TODAY, TODAY_AIM, raced_rows, steps_rows, today_rows
+from tests.bench.flash_packs import (
+    BITS,
+    BUNDLED,
+    COLUMNS,
+    FOLDER,
+    SUBJECTS,
+    WHOLE,
+    Subject,
+    inputs,
+    pack_of,
+    predicting,
+    say,
+)
+from tests.bench.flash_rows import HALF, NAIVE, NAMED, NEURONS, TODAY, TODAY_AIM, raced_rows, steps_rows, today_rows
 from tests.bench.race import Entry, of_setting, race
 from tests.bench.result import Row
 from tests.bench.shape_list import described
@@ -24,12 +40,13 @@ from tests.bench.shaped import DENSE, write_pack
 from tests.bench.stream_packs import expert_bytes, layer_bytes
 from tests.bench.streamed import Setting
 from tests.published import PUBLISHED
+from tests.random_predictor import random_layer
 
 BESIDE_BYTES = 120_000_000
 """Python, its libraries, keys, values and what the engine leaves free."""
 LEAST_SECONDS, TIMED_TOKENS = 4.0, 4
 """Of a turn, in which whole parts write a few tokens; and tokens whose time is taken apart."""
-WARM_TOKENS = {NAIVE: 1, TODAY: 4, NEURONS: 32}
+WARM_TOKENS = {NAIVE: 1, TODAY: 4, NEURONS: 32, NAMED: 32}
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,15 @@ class Shape:
         spec, out = self.spec, self.folder / f"{layout}.pack"
         dense = {role: DENSE.get(role, BITS) for role in spec.roles()}
         write_pack(out, BITS, dense, spec, alike=True, neurons=neurons_of(layout, spec, mxfp4=False))
+        if layout == BUNDLED and PREDICTOR not in Pack.open(out).manifest.files:
+            add_to_pack(out, Pack.open(out).manifest, PREDICTOR, made_up(spec).to_bytes())
         return out
+
+
+def made_up(spec: ModelSpec) -> NeuronPredictor:
+    """A predictor of the size that one has by default: how long it takes does not depend on what it says."""
+    layer = random_layer(spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff, usual_rank(spec))
+    return NeuronPredictor(dict.fromkeys(spec.moe_layers(), layer), 0.05, 1)
 
 
 SHAPES = {
@@ -67,13 +92,13 @@ SHAPES = {
 }
 
 
-def recorded(subject: Subject) -> tuple[Firings, Path]:
-    """What fires while the model writes behind held-out inputs, and the file that has it."""
-    pack = pack_of(subject, COLUMNS)
-    out = FOLDER / f"{subject.name}-firings.npz"
-    if not out.exists() or out.stat().st_mtime < (pack / "manifest.json").stat().st_mtime:
-        say(f"{subject.name}: what fires is recorded")
-        with opened(pack) as engine:
+def recorded(subject: Subject, neurons: str = EXACT) -> tuple[Firings, Path]:
+    """What fires while the model writes behind held-out inputs, or is named then, and the file that has it."""
+    pack = pack_of(subject, COLUMNS) if neurons == EXACT else predicting(subject, BUNDLED)
+    out = FOLDER / f"{subject.name}-{neurons}.npz"
+    if not out.exists() or out.stat().st_mtime < (pack / MANIFEST).stat().st_mtime:
+        say(f"{subject.name}, {neurons}: neurons are recorded")
+        with opened(pack, neurons=neurons) as engine:
             recorder = Recorder(engine)
             recorder.on = True
             write(engine, inputs(subject, subject.recorded), subject.new_tokens)
@@ -82,40 +107,43 @@ def recorded(subject: Subject) -> tuple[Firings, Path]:
 
 
 def shape_rows(shape: Shape, device: str, seconds: float, rounds: int, failed: list[str]) -> Iterator[Row]:
-    """All that a token needs loaded, today's engine, and neurons, in the same room."""
+    """All that a token needs loaded, today's engine, what fires, and what is predicted, in the same room."""
     subject = shape.subject
-    firings, file = recorded(subject)
+    (fired, fires), (named, names) = recorded(subject), recorded(subject, PREDICTED)
     where = f"{shape.model} like {subject.name}"
-    say(f"{shape.model} is written, with the firings of {subject.name}")
+    say(f"{shape.model} is written, with the neurons of {subject.name}")
     try:
-        whole, columns = shape.pack(WHOLE), shape.pack(COLUMNS)
+        whole, columns, bundled = (shape.pack(layout) for layout in (WHOLE, COLUMNS, BUNDLED))
         yield Row(f"{where}: experts", expert_bytes(whole) / 1e6, "MB")
-        yield Row(f"{where}: neurons that fire", 100 * firings.share, "%")
+        yield Row(f"{where}: neurons that fire", 100 * fired.share, "%")
+        yield Row(f"{where}: neurons that are named", 100 * named.share, "%")
         for share in shape.shares:
-            here, limit = f"{where}, {device}, {share:.0%}", _limit(whole, share)
-            entries = _entries(whole, columns, file, limit)
+            here, limit = f"{where}, {device}, {share:.0%}", _limit(bundled, whole, share)
+            entries = [
+                _entry(NAIVE, whole, fires, limit, room=layer_bytes(whole)), _entry(TODAY, whole, fires, limit),
+                _entry(NEURONS, columns, fires, limit), _entry(NAMED, bundled, names, limit, PREDICTED),
+            ]  # fmt: skip
             outcomes = alive(here, race(DEVICES[device], entries, max(seconds, LEAST_SECONDS), rounds), failed)
             yield from raced_rows(here, outcomes, limit)
             dense = shape.spec.moe.n == 1
-            yield from steps_rows(here, device, outcomes, NEURONS if dense else None)
+            yield from steps_rows(here, device, outcomes, NAMED if dense else None)
             yield from today_rows(here, outcomes, [""], None if dense else TODAY_AIM)
     finally:
         shutil.rmtree(shape.folder, ignore_errors=True)
 
 
-def _limit(whole: Path, share: float) -> int:
-    backbone = Pack.open(whole).manifest.files[BACKBONE].nbytes
-    return int(share * expert_bytes(whole)) + backbone + BESIDE_BYTES
+def _limit(bundled: Path, whole: Path, share: float) -> int:
+    """Bytes of each process: a share of whole experts, all that stays, and a predictor that only one of them has."""
+    files = Pack.open(bundled).manifest.files
+    return int(share * expert_bytes(whole)) + files[BACKBONE].nbytes + files[PREDICTOR].nbytes + BESIDE_BYTES
 
 
-def _entries(whole: Path, columns: Path, firings: Path, limit: int) -> list[Entry]:
-    """In processes of at most `limit` bytes, of which experts have what `--memory` leaves; none stays for NAIVE."""
-
-    def entry(name: str, pack: Path, room: int | None) -> Entry:
-        setting = Setting(
-            str(pack), room, "auto" if room is None else "lru", "none", firings=str(firings),
-            memory_bytes=limit if room is None else None,
-        )  # fmt: skip
-        return of_setting(name, setting, WARM_TOKENS[name], limit, timed_tokens=TIMED_TOKENS)
-
-    return [entry(NAIVE, whole, layer_bytes(whole)), entry(TODAY, whole, None), entry(NEURONS, columns, None)]
+def _entry(
+    name: str, pack: Path, firings: Path, limit: int, neurons: str = EXACT, room: int | None = None
+) -> Entry:  # fmt: skip
+    """In a process of at most `limit` bytes. `room` for experts; None: what `--memory` leaves."""
+    setting = Setting(
+        str(pack), room, "auto" if room is None else "lru", "none", firings=str(firings), neurons=neurons,
+        memory_bytes=limit if room is None else None,
+    )  # fmt: skip
+    return of_setting(name, setting, WARM_TOKENS[name], limit, timed_tokens=TIMED_TOKENS)

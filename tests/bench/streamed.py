@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moert.experts.neurons.keeping import DEFAULT_KEEPING
+from moert.experts.neurons.naming import EXACT
 from tests.bench.runner import serve
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Setting:
     the drive. `routing`: a file of tests/bench/routing.py to put in the place of the routers; None leaves them.
     `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
     `prefers`: which of the pack's preferences, see moert.budget.routing. Where experts lie in blocks of neurons:
-    `keep_neurons`, as in moert.settings; `neurons`: whether those are read that fire, or those that are predicted;
-    `firings`: a file of tests/bench/flash_firings.py, to put in the place of routers and of what fires.
+    `keep_neurons` and `neurons`, as in moert.settings; `firings`: a file of tests/bench/flash_firings.py, to put in the
+    place of routers and of what fires, or is named.
     """
 
     pack: str
@@ -48,7 +49,7 @@ class Setting:
     prefers: str = "auto"
     memory_bytes: int | None = None
     keep_neurons: str = DEFAULT_KEEPING
-    neurons: str | None = None
+    neurons: str = EXACT
     firings: str | None = None
 
     def command(self) -> list[str]:
@@ -108,12 +109,12 @@ class Streamed:
             firings = Firings.load(Path(setting.firings))
         self._trace: list[Demand] = []
         self._starts: list[tuple[int, list[ExpertKey]]] = []  # of segments: place in the trace, what was in memory
-        neurons = {} if setting.neurons is None else {"neurons": setting.neurons}
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
             memory=setting.memory_bytes, io=parse_io(setting.io or "auto"), eviction=setting.eviction,
             predictor=setting.predictor, threads=THREADS, routing=setting.prefers, trace=self._trace,
-            keep_neurons=setting.keep_neurons, notify=lambda line: print(line, file=sys.stderr), **neurons,
+            keep_neurons=setting.keep_neurons, neurons=setting.neurons,
+            notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
         if setting.cache_bytes is None and setting.memory_bytes is None:
             self._engine.reserve(1, 1)

@@ -17,8 +17,9 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Spent:
     """Seconds of the thread that computes. `waiting`: for reads of experts, and for those of neurons, which it makes
-    itself. `deciding`: which neurons' blocks are wanted, who leaves, what is read ahead and what that is worth, without
-    the kernels that routers are asked with; `python`: that, and all that is neither a kernel nor waiting."""
+    itself. `deciding`: which blocks of neurons are wanted, with the arithmetic of a predictor, who leaves, what is read
+    ahead and what that is worth, without the kernels that routers are asked with; `python`: that, and all that is
+    neither a kernel nor waiting."""
 
     whole: float
     kernels: float
@@ -48,6 +49,9 @@ class Meter:
             reader.read, reader.read_all = timed.read, timed.read_all
             wanted = (module, "fired_blocks") if hasattr(module, "fired_blocks") else (runner, "_named")
             decisions += [(blocks, "fetch"), (blocks, "fetch_all"), wanted]
+        if (scores := getattr(runner, "_scores", None)) is not None:
+            scores.compressed, scores.named = self._uncounted(scores.compressed), self._uncounted(scores.named)
+            decisions.append((scores, "compressed"))
         for owner, name in decisions:
             setattr(owner, name, self._decides(getattr(owner, name)))
 
@@ -68,6 +72,17 @@ class Meter:
 
     def _read(self, seconds: float) -> None:
         self._reading += seconds
+
+    def _uncounted(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Its kernels are no kernels: whoever decides by what it gives counts their time."""
+
+        def timed(*arguments: Any) -> T:
+            kernels = self._kernels
+            result = function(*arguments)
+            self._kernels = kernels
+            return result
+
+        return timed
 
     def _decides(self, function: Callable[..., T]) -> Callable[..., T]:
         """Counts what is neither a kernel nor waiting."""

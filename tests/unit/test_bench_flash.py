@@ -14,6 +14,7 @@ from tiny_packs import PROMPTS, SPECS, write_pack
 
 from moert.experts.demand import Demand
 from moert.experts.neurons.keeping import KEEPING, replay
+from moert.experts.neurons.naming import PREDICTED
 from moert.experts.policy.belady import replay_belady
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import Neurons
@@ -70,6 +71,12 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("flash") / "neuron.pack"
+    return add_predictor(write_pack(out, SPECS["switch"], paths=False, bits=(4,), neurons=LAYOUTS["neuron"]))
+
+
+@pytest.fixture(scope="module")
 def texts(pack: Path) -> list[list[int]]:
     with opened(pack) as engine:
         return [engine.encode(prompt) for prompt in PROMPTS]
@@ -118,6 +125,20 @@ def test_a_model_of_another_shape_fires_as_recorded(layout: str, tmp_path: Path)
         rows = expected.begin(at, found.visits)
         assert (found.fired(place) == expected.pattern(at, rows)).all()
         assert found.experts[place].tolist() == expected.experts(at, rows)[:, 0].tolist()
+
+
+def test_what_a_predictor_names_is_replayed_too(predicted: Path) -> None:
+    firings, spec = made_up(), SPECS["switch"]
+    with opened(predicted, neurons=PREDICTED, cache="60%") as engine:
+        replayed = Replay(firings, spec.moe_layers(), spec.moe.n, spec.moe.ffn.d_ff)
+        replayed.replace(engine)
+        recorder = Recorder(engine)
+        recorder.on = True
+        write(engine, [[5, 6, 7]], NEW_TOKENS)
+        found = recorder.firings()
+    expected = Replay(firings, spec.moe_layers(), spec.moe.n, spec.moe.ffn.d_ff)
+    for place, at in enumerate(spec.moe_layers("decoder")):
+        assert (found.fired(place) == expected.pattern(at, expected.begin(at, found.visits))).all()
 
 
 def test_copies_beside_are_of_other_tokens() -> None:

@@ -225,7 +225,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "flash-speeds": [
         "opt, ssd, steps: naive: decode",
         "opt, board, steps: naive: decode",
-        "g2p, ssd: neurons 50%: decode",
+        "g2p, ssd: whole experts 50%: decode",
         "OPT-1.3B like opt, ssd, 50%: naive: decode",
     ],
     "flash-curves": [

@@ -81,23 +81,13 @@ def _cells(rows: Rows, where: str, what: str, *ratios: str) -> Sequence[str]:
 
 
 def _today(rows: Rows) -> Sequence[Line]:
-    lines: list[Line] = [
-        (
-            "model",
-            "drive",
-            "room",
-            "whole experts, tokens/s",
-            "neurons, tokens/s",
-            "× whole experts",
-            "kB a token",
-            *SPENT,
-        )
-    ]
-    for where in rows.found(r"(\w+, \w+): neurons \d+%: decode"):
+    lines: list[Line] = [("model", "drive", "room", "read", "tokens/s", "× whole experts", "kB a token", *SPENT)]
+    for where in rows.found(r"(\w+, \w+): whole experts \d+%: decode"):
         name, device = where.split(", ")
-        for share in SHARES:
-            cells = _cells(rows, where, f"neurons {share}", f"{where}: neurons {share} to whole experts")
-            lines.append((name, DEVICES[device], share, rows.cell(f"{where}: whole experts {share}: decode"), *cells))
+        for what in rows.found(rf"{where}: (.+ \d+%): decode"):
+            read, _, share = what.rpartition(" ")
+            cells = _cells(rows, where, what, f"{where}: {what} to whole experts")
+            lines.append((name, DEVICES[device], share, read, *cells))
     return lines
 
 
