@@ -33,7 +33,7 @@ from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend
 from moert.kernels.library import missing_note
 from moert.machine.cores import usable_cores
-from moert.machine.memory import drop_page_cache, held_bytes, most_bytes, thread_bytes
+from moert.machine.memory import drop_page_cache, held_bytes, most_bytes, return_freed, thread_bytes
 from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
@@ -77,18 +77,20 @@ class Engine:
         self._foreseeing, self._neurons = foreseeing, settings.neurons
         beside = 0 if foreseeing is None else foreseeing.nbytes
         self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
-        named = predictor_of(pack, settings.neurons)
+        named, warned = predictor_of(pack, settings.neurons), list[str]()
         if named is not None:
             self.budget = self.budget.with_part_of_experts(named.kept.blocks)
-        self.counters = ExpertCounters()
-        self.times = RequestTimes()
-        self.text = Text(pack)
-        self._turns = Turns()
+            warned.append(fidelity(named))
+        self.counters, self.times = ExpertCounters(), RequestTimes()
+        self.text, self._turns = Text(pack), Turns()
         self._streaming = Streaming(
             pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named
         )
         if isinstance(self._streaming.firing, Firing):
             self.budget = self.budget.with_rows_of_experts(self._streaming.firing.token_bytes)
+        if named is not None:
+            del named  # the kernels have copies
+            return_freed()
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
         self._regulator, notes = _regulator(footprint, self.budget, self._streaming, settings)
@@ -105,7 +107,7 @@ class Engine:
                 self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
             )
         self._admission = Admission(self._regulator, self._streaming, self.ahead)
-        self._admission.notes += [*notes, *([] if named is None else [fidelity(named)])]
+        self._admission.notes += [*notes, *warned]
         if self.preference is not None:
             self._streaming.prefers()
             self._admission.notes.append(preference_note(self.preference))

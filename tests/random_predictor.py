@@ -31,13 +31,11 @@ def random_layer(
 
 
 def random_predictor(
-    spec: ModelSpec, threshold: float | None = None, loss: PredictedLoss | None = None, seed: int = 0
+    spec: ModelSpec, threshold: float | None = None, loss: PredictedLoss | None = None, seed: int = 0, rank: int = 3
 ) -> NeuronPredictor:
     """For a model of this shape. `threshold`: see random_layer."""
     shape = spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff
-    layers = {
-        at: random_layer(*shape, threshold=threshold, seed=seed + place) for place, at in enumerate(spec.moe_layers())
-    }
+    layers = {at: random_layer(*shape, rank, threshold, seed + place) for place, at in enumerate(spec.moe_layers())}
     return NeuronPredictor(layers, 0.05, 4, loss)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from command_line import Moert
 from random_predictor import NAMES_ALL, add_predictor, random_predictor
-from tiny_packs import LATE, PROMPTS, SWITCH_SHAPE, run_greedy, write_pack
+from tiny_packs import DECODER_SHAPE, LATE, PROMPTS, SWITCH_SHAPE, run_greedy, write_pack
 
 from moert.engine import Engine
 from moert.errors import PredictorMissing, SettingInvalid
@@ -27,7 +27,9 @@ from moert.pack.neurons import Neurons
 from moert.pack.predictor import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack, projection_weights
 
-SPECS = {"switch": SWITCH_SHAPE.but(d_ff=150).spec, "late": LATE}
+GATED = DECODER_SHAPE.but(activation="relu", d_ff=150).spec
+SPECS = {"switch": SWITCH_SHAPE.but(d_ff=150).spec, "late": LATE, "gated": GATED}
+"""The last has several experts for a token."""
 LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False), "together": Neurons(512, False, together=True)}
 NEW = 6
 ROOMY = "100%"
@@ -84,7 +86,8 @@ class Plainly:
         file = self._pack.read_expert(key)
         of = {name: projection_weights(one) for name, one in self._pack.projections(key, file).items()}
         biases = self._pack.biases(key, file)
-        fired = np.maximum(of["up"] @ x + biases.get("up", np.float32(0)), 0)
+        made = {name: of[name] @ x + biases.get(name, np.float32(0)) for name in of if name != "down"}
+        fired = np.maximum(made["gate"], 0) * made["up"] if "gate" in made else np.maximum(made["up"], 0)
         for block in range(layout.n_blocks):
             neurons = list(layout.block(block))
             if not named[neurons].any():
@@ -171,6 +174,17 @@ def test_one_that_names_all_gives_what_all_neurons_give(pack: Path, tmp_path: Pa
     whole = Path(shutil.copytree(pack, tmp_path / "m.pack"))
     add_predictor(whole, random_predictor(Pack.open(whole).manifest.model, NAMES_ALL))
     assert same(answers(whole, cache=HALF), answers(pack, cache=HALF, neurons="exact"))
+
+
+def test_it_counts_in_memory(tmp_path: Path) -> None:
+    spec = SPECS["switch"]
+    path = predicted_pack(tmp_path / "m.pack", "switch", "bundled", random_predictor(spec, rank=1500))
+    nbytes, smallest = (path / PREDICTOR).stat().st_size, {}
+    for neurons in ("predicted", "exact", "predicted"):  # the first engine of a process brings more
+        with Engine.open(path, neurons=neurons, memory="2GB", notify=lambda note: None) as engine:
+            smallest[neurons] = engine.smallest_memory(8, 8)
+    assert nbytes > 12e6
+    assert smallest["predicted"] - smallest["exact"] > 0.6 * nbytes
 
 
 def test_one_that_names_nothing_reads_nothing(tmp_path: Path) -> None:
