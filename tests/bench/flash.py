@@ -64,7 +64,8 @@ def pieces(asked: argparse.Namespace, failed: list[str]) -> Iterator[tuple[str, 
         if "today" in asked.parts:
             yield f"{subject.name}, {SSD}, today", lambda s=subject: today_race(s, SSD, *turn)
     for name, shape in SHAPES.items() if "shapes" in asked.parts else ():
-        yield name, lambda shape=shape: shape_rows(shape, SSD, *turn)
+        if shape.subject.name in asked.models:
+            yield name, lambda shape=shape: shape_rows(shape, SSD, *turn)
 
 
 def all_rows(asked: argparse.Namespace, failed: list[str]) -> list[Row]:

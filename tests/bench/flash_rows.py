@@ -141,6 +141,19 @@ def steps_rows(where: str, device: str, outcomes: Mapping[str, Outcome], last: s
             yield row.at_least(STEPS_AIMS[device]) if name == last and device in STEPS_AIMS else row
 
 
+def of_naive_rows(where: str, outcomes: Mapping[str, Outcome], sparse: bool) -> Iterator[Row]:
+    """Bytes for a token beside all that it needs; the aim is that of what is predicted, where few neurons fire."""
+
+    def read(outcome: Outcome) -> float:
+        return sum(each.bytes_read for each in outcome.segments) / sum(each.tokens for each in outcome.segments)
+
+    naive = outcomes.get(NAIVE)
+    for name, outcome in outcomes.items():
+        if naive is not None and outcome is not naive:
+            row = Row(f"{where}: {name}: read, of naive", read(outcome) / read(naive), OF)
+            yield row.at_most(SPARSE_AIM) if sparse and name == NAMED else row
+
+
 def today_rows(where: str, outcomes: Mapping[str, Outcome], names: Sequence[str], aim: float | None) -> Iterator[Row]:
     """Neurons beside whole experts; `names` are what all are followed by."""
     for name, what in product(names, (NEURONS, NAMED)):

@@ -32,7 +32,18 @@ from tests.bench.flash_packs import (
     predicting,
     say,
 )
-from tests.bench.flash_rows import HALF, NAIVE, NAMED, NEURONS, TODAY, TODAY_AIM, raced_rows, steps_rows, today_rows
+from tests.bench.flash_rows import (
+    HALF,
+    NAIVE,
+    NAMED,
+    NEURONS,
+    TODAY,
+    TODAY_AIM,
+    of_naive_rows,
+    raced_rows,
+    steps_rows,
+    today_rows,
+)
 from tests.bench.race import Entry, of_setting, race
 from tests.bench.result import Row
 from tests.bench.shape_list import described
@@ -126,6 +137,7 @@ def shape_rows(shape: Shape, device: str, seconds: float, rounds: int, failed: l
             outcomes = alive(here, race(DEVICES[device], entries, max(seconds, LEAST_SECONDS), rounds), failed)
             yield from raced_rows(here, outcomes, limit)
             dense = shape.spec.moe.n == 1
+            yield from of_naive_rows(here, outcomes, subject.sparse)
             yield from steps_rows(here, device, outcomes, NAMED if dense else None)
             yield from today_rows(here, outcomes, [""], None if dense else TODAY_AIM)
     finally:

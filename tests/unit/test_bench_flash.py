@@ -38,6 +38,7 @@ from tests.bench.flash_packs import SUBJECTS, Subject
 from tests.bench.flash_rows import (
     Asked,
     asked_rows,
+    of_naive_rows,
     predicted_rows,
     predictor_rows,
     raced_rows,
@@ -333,9 +334,11 @@ def all_rows() -> list[Row]:
     ]
     outcomes = {"whole experts 50%": raced([2.0, 2.0], 50, 0.2), "neurons 50%": raced([3.0, 2.0], 10, 0.05)}
     rows += [*raced_rows("g2p, ssd", outcomes, 10**7), *today_rows("g2p, ssd", outcomes, [" 50%"], 1.5)]
-    outcomes = {name: raced([1.0, 2.0], 10, 0.05) for name in ("naive", "whole experts", "neurons")}
+    outcomes = {name: raced([1.0, 2.0], 10, 0.05) for name in ("whole experts", "neurons", "predicted neurons")}
+    outcomes["naive"] = raced([1.0, 2.0], 1000, 0.05)
     where = "OPT-1.3B like opt, ssd, 50%"
     rows += [*raced_rows(where, outcomes, 10**8), *steps_rows(where, "ssd", outcomes, "neurons")]
+    rows += of_naive_rows(where, outcomes, sparse=True)
     rows += [*today_rows(where, outcomes, [""], None), Row("OPT-1.3B like opt: neurons that fire", 9.4, "%")]
     firings = made_up()
     return [*rows, *window_rows("opt", firings), *hit_rows("opt", firings, 2), *order_rows("opt", firings)]
@@ -353,6 +356,8 @@ def test_aims_stand_where_they_belong() -> None:
     assert rows["opt, ssd, steps: whole experts, half kept to naive"].aim is None
     assert rows["opt, ssd, steps: naive: deciding"].aim is None
     assert rows["opt, ssd, steps: + window: deciding"].met is False
+    assert rows["OPT-1.3B like opt, ssd, 50%: predicted neurons: read, of naive"].met
+    assert rows["OPT-1.3B like opt, ssd, 50%: neurons: read, of naive"].aim is None
     assert rows["g2p, ssd: neurons 50% to whole experts"].met is False
     assert rows["g2p, ssd: neurons 50%: deciding"].met
     assert rows["g2p, ssd: neurons 50%: peak memory of the process"].met is False

@@ -94,7 +94,7 @@ def _today(rows: Rows) -> Sequence[Line]:
 def _shapes(rows: Rows) -> Sequence[Line]:
     lines: list[Line] = [
         ("shape and firings", "fire", "drive", "room", "read", "tokens/s", "× naive", "× whole experts", "kB a token",
-         *SPENT, "process, MB")
+         *SPENT, "of naive's bytes", "process, MB")
     ]  # fmt: skip
     for where in rows.found(r"(.+ like \w+, \w+, \d+%): naive: decode"):
         shape, device, room = where.split(", ")
@@ -102,7 +102,8 @@ def _shapes(rows: Rows) -> Sequence[Line]:
             ratios = (f"{where}: {what} to naive", f"{where}: {what} to whole experts")
             lines.append(
                 (shape, rows.cell(f"{shape}: neurons that fire", "%"), DEVICES[device], room, what,
-                 *_cells(rows, where, what, *ratios), rows.cell(f"{where}: {what}: peak memory of the process", ".0f"))
+                 *_cells(rows, where, what, *ratios), rows.cell(f"{where}: {what}: read, of naive", ".2f"),
+                 rows.cell(f"{where}: {what}: peak memory of the process", ".0f"))
             )  # fmt: skip
     return lines
 
