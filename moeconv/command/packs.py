@@ -141,7 +141,7 @@ def train_neurons(
     missed: Annotated[
         str, typer.Option(help="Share of what firing neurons give that may go unnamed, and counts as zero, on the text "
                                "that it is trained on. The less, the more is read.")
-    ] = "5%",
+    ] = "2%",
     epochs: Annotated[int | None, typer.Option(help="Most times through the text. Default: 10.")] = None,
     work: Annotated[
         Path | None, typer.Option(help="Where what fires and what was learnt are kept until it is done. Default: "

@@ -22,7 +22,7 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.predictor import F32, Kept, LayerPredictor, NeuronPredictor
 
 EPOCHS = 10
-MISSED = 0.05
+MISSED = 0.02
 BATCH = 512  # tokens
 MOST_ROWS = 8192
 """Of an expert, which its threshold is set on."""
