@@ -19,6 +19,7 @@ from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
+from moert.experts.neurons.firing import Firing
 from moert.experts.neurons.naming import PREDICTED, check_neurons, fidelity, predictor_of
 from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
 from moert.experts.streaming import Streaming
@@ -80,13 +81,13 @@ class Engine:
         if named is not None:
             self.budget = self.budget.with_part_of_experts(named.kept.blocks)
             warned.append(fidelity(named))
-        self.counters = ExpertCounters()
-        self.times = RequestTimes()
-        self.text = Text(pack)
-        self._turns = Turns()
+        self.counters, self.times = ExpertCounters(), RequestTimes()
+        self.text, self._turns = Text(pack), Turns()
         self._streaming = Streaming(
             pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named
         )
+        if isinstance(self._streaming.firing, Firing):
+            self.budget = self.budget.with_rows_of_experts(self._streaming.firing.token_bytes)
         if named is not None:
             del named  # the kernels have copies
             return_freed()

@@ -116,6 +116,8 @@ class Budget:
     expert_bytes: int
     thread_bytes: int = 0
     filled: float = 1.0
+    token_beside: str = ""
+    """What a token asks for beside `token_bytes`, in words."""
 
     @classmethod
     def of(
@@ -152,6 +154,10 @@ class Budget:
     def with_part_of_experts(self, part: float) -> Budget:
         """The same where a token asks for that part of its experts' bytes."""
         return replace(self, token_bytes=int(part * self.token_bytes))
+
+    def with_rows_of_experts(self, nbytes: int) -> Budget:
+        """The same where a token needs room for so many bytes of its experts, and for what fires beside."""
+        return replace(self, token_bytes=nbytes, token_beside=", and what fires of the columns of down")
 
     @property
     def loading_bytes(self) -> int:

@@ -193,5 +193,6 @@ class Regulator:
             return None
         return (
             f"the expert cache of {max(cache_bytes, self._budget.layer_bytes)} bytes holds less than one token demands "
-            f"({token} bytes over all decoder layers), so experts are read again for each token: {enough} avoids that"
+            f"({token} bytes over all decoder layers{self._budget.token_beside}), so experts are read again for each "
+            f"token: {enough} avoids that"
         )

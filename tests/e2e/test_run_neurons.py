@@ -159,3 +159,19 @@ def test_the_command_says_what_fired(
     assert moert(*flags, "--json") == 0
     assert json.loads(moert.out)["stats"]["block_requests"] > 0
     assert "Invalid value for '--keep-neurons'" in moert.refuses(*flags, "--keep-neurons", "none")
+
+
+def test_the_note_on_a_small_cache_speaks_of_rows(pack: Path) -> None:
+    opened = Pack.open(pack)
+    with Engine.open(pack, notify=lambda note: None) as engine:
+        token = engine.budget.token_bytes
+        assert token < sum(entry.file_bytes for entry in opened.manifest.experts if entry.key.stack == "decoder")
+    for cache, said in ((max(smallest(pack), token), 0), (smallest(pack), int(smallest(pack) < token))):
+        notes: list[str] = []
+        with Engine.open(pack, cache=str(cache), notify=notes.append) as engine:
+            engine.generate(PROMPTS[0], max_new_tokens=2)
+        about = [note for note in notes if "less than one token demands" in note]
+        assert len(about) == said
+        assert all(
+            f"({token} bytes over all decoder layers, and what fires of the columns of down)" in n for n in about
+        )

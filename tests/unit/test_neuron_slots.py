@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moert.experts.neurons.keeping import I64, KEEPING
-from moert.experts.neurons.sharing import shares
+from moert.experts.neurons.sharing import room_for, shares
 from moert.experts.neurons.slots import BlockCache, Lent
 from moert.pack.codec import U8
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -170,3 +170,15 @@ def test_shares_never_come_to_more_than_the_room(
         assert found.rows_bytes + found.blocks_bytes + one <= room_bytes
         every = shares(room_bytes, rows, least, columns, one, asked=1.0)
         assert every.rows_bytes == min(rows, room_bytes - one), "what is always asked for comes first"
+
+
+@given(
+    rows=st.integers(1, 900), part=st.floats(0, 1), columns=st.integers(1, 900), one=st.integers(1, 90),
+    asked=st.floats(0, 1),
+)  # fmt: skip
+def test_room_for_the_rows_of_a_token(rows: int, part: float, columns: int, one: int, asked: float) -> None:
+    wanted = max(1, int(part * rows))
+    room_bytes = room_for(wanted, one, asked)
+    assert shares(room_bytes, rows, 1, columns, one, asked).rows_bytes >= wanted
+    if room_bytes < rows + columns and columns > room_bytes:
+        assert shares(max(0, room_bytes - 3), rows, 0, columns, one, asked).rows_bytes < wanted

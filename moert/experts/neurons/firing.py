@@ -10,7 +10,7 @@ from moert.experts.demand import Listener
 from moert.experts.drive.io import IoSettings
 from moert.experts.neurons.executor import FiringExperts
 from moert.experts.neurons.keeping import KEEPING
-from moert.experts.neurons.sharing import Shares, shares
+from moert.experts.neurons.sharing import Shares, room_for, shares
 from moert.experts.neurons.slots import BlockCache
 from moert.experts.neurons.store import ColumnReader, Pieces, RowStore
 from moert.kernels.backend import Backend
@@ -32,9 +32,16 @@ class Firing:
         self.nbytes = {key: self.store.nbytes(key) for keys in layers.values() for key in keys}
         """Of the rows of each expert."""
         top_k = spec.moe.router.top_k
-        self._least = max(sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for keys in layers.values())
+        demand = {at: sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for at, keys in layers.items()}
+        self._least = max(demand.values())
+        self._token = sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder")
         self._all, self._ffn = sum(self.nbytes.values()), spec.moe.ffn
         self._asked = top_k / spec.moe.n
+
+    @property
+    def token_bytes(self) -> int:
+        """Room in which the rows that a token can ask for in all layers of the decoder stay, whatever fires."""
+        return min(room_for(self._token, self.blocks.one_bytes, self._asked), self._all + self.blocks.all_bytes)
 
     def shares(self, room_bytes: int) -> Shares:
         columns = self.blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 COLUMNS = 0.25
@@ -34,3 +35,8 @@ def shares(
     columns = min(columns_bytes, max(left - rows_bytes, int((1 - asked) * COLUMNS * left)))
     rows = min(rows_bytes, max(left - columns, least_rows_bytes))
     return Shares(rows, max(0, min(columns, left - rows)))
+
+
+def room_for(rows_bytes: int, one_bytes: int, asked: float) -> int:
+    """Room in which `shares` leaves so many bytes to rows, however many columns there are."""
+    return one_bytes + math.ceil(rows_bytes / (1 - (1 - asked) * COLUMNS))
