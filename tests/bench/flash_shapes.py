@@ -46,6 +46,7 @@ from tests.bench.flash_rows import (
 )
 from tests.bench.race import Entry, of_setting, race
 from tests.bench.result import Row
+from tests.bench.runner import Runner
 from tests.bench.shape_list import described
 from tests.bench.shaped import DENSE, write_pack
 from tests.bench.stream_packs import expert_bytes, layer_bytes
@@ -54,7 +55,7 @@ from tests.published import PUBLISHED
 from tests.random_predictor import random_layer
 
 BESIDE_BYTES = 120_000_000
-"""Python, its libraries, keys, values and what the engine leaves free."""
+"""About what Python, its libraries, keys, values and what the engine leaves free take."""
 LEAST_SECONDS, TIMED_TOKENS = 4.0, 4
 """Of a turn, in which whole parts write a few tokens; and tokens whose time is taken apart."""
 WARM_TOKENS = {NAIVE: 1, TODAY: 4, NEURONS: 32, NAMED: 32}
@@ -129,7 +130,7 @@ def shape_rows(shape: Shape, device: str, seconds: float, rounds: int, failed: l
         yield Row(f"{where}: neurons that fire", 100 * fired.share, "%")
         yield Row(f"{where}: neurons that are named", 100 * named.share, "%")
         for share in shape.shares:
-            here, limit = f"{where}, {device}, {share:.0%}", _limit(bundled, whole, share)
+            here, limit = f"{where}, {device}, {share:.0%}", _limit(whole, share)
             entries = [
                 _entry(NAIVE, whole, fires, limit, room=layer_bytes(whole)), _entry(TODAY, whole, fires, limit),
                 _entry(NEURONS, columns, fires, limit), _entry(NAMED, bundled, names, limit, PREDICTED),
@@ -144,10 +145,14 @@ def shape_rows(shape: Shape, device: str, seconds: float, rounds: int, failed: l
         shutil.rmtree(shape.folder, ignore_errors=True)
 
 
-def _limit(bundled: Path, whole: Path, share: float) -> int:
-    """Bytes of each process: a share of whole experts, all that stays, and a predictor that only one of them has."""
-    files = Pack.open(bundled).manifest.files
-    return int(share * expert_bytes(whole)) + files[BACKBONE].nbytes + files[PREDICTOR].nbytes + BESIDE_BYTES
+def _limit(whole: Path, share: float) -> int:
+    """Bytes of each process: so many that `--memory` leaves that share of whole experts room, where these are run."""
+    room = int(share * expert_bytes(whole))
+    guess = room + Pack.open(whole).manifest.files[BACKBONE].nbytes + BESIDE_BYTES
+    with Runner(Setting(str(whole), None, predictor="none", memory_bytes=guess).command()) as runner:
+        runner.ask("run", 0.0, 1)
+        found: int = runner.ask("facts")["cache_bytes"]
+    return guess + room - found
 
 
 def _entry(
