@@ -105,7 +105,8 @@ COMMAND_LINES = [
 PURE = ["moert/pack", "moert/predict", "moert/experts/policy/eviction.py", "moert/experts/policy/replay.py",
         "moert/experts/policy/usage.py", "moert/experts/policy/succession.py", "moert/experts/policy/belady.py",
         "moert/experts/policy/selection.py", "moert/experts/cache/residency.py",
-        "moert/experts/neurons/keeping.py", "moert/experts/neurons/sharing.py", "moert/budget/budget.py",
+        "moert/experts/neurons/keeping.py", "moert/experts/neurons/sharing.py", "moert/experts/neurons/balance.py",
+        "moert/budget/budget.py",
         "moeconv/plan", "moeconv/promise/bound.py", "moeconv/promise/evidence.py",
         "moeconv/sweep/racing.py"]  # fmt: skip
 

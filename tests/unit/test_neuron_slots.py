@@ -182,3 +182,21 @@ def test_room_for_the_rows_of_a_token(rows: int, part: float, columns: int, one:
     assert shares(room_bytes, rows, 1, columns, one, asked).rows_bytes >= wanted
     if room_bytes < rows + columns and columns > room_bytes:
         assert shares(max(0, room_bytes - 3), rows, 0, columns, one, asked).rows_bytes < wanted
+
+
+def test_layers_that_rest_give_room_to_those_that_run() -> None:
+    """As an encoder's, while the decoder writes."""
+    cache, drive, _ = opened(8)
+    capacity = 16 * NBYTES
+    one, other = KEY, ExpertKey("decoder", 1, 0)
+    for _ in range(40):
+        for key in (one, other):
+            for part in (np.arange(0, 3), np.arange(3, 6)):
+                lent = cache.fetch(key, part)
+                assert all(lent.base[lent.offsets[block]] == mark(key, block) for block in part.tolist())
+        assert cache.used_bytes <= capacity
+    drive.blocks_read.clear()
+    for key in (one, other):
+        cache.fetch(key, np.arange(0, 3))
+        cache.fetch(key, np.arange(3, 6))
+    assert not drive.blocks_read

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from moert.experts.neurons.balance import Balance
 from moert.experts.neurons.keeping import I64, Blocks, Keeping
 from moert.kernels.arena import PAGE_BYTES, Arena, forget
 from moert.pack.codec import U8
@@ -52,7 +53,10 @@ class Lent(NamedTuple):
 class _Layer:
     """The slots of one layer, `slot_bytes` each; `first`: where the blocks of each of its experts begin."""
 
-    def __init__(self, keys: Sequence[ExpertKey], reader: PieceReader, keeping: Keeping, arena: Arena) -> None:
+    def __init__(
+        self, number: int, keys: Sequence[ExpertKey], reader: PieceReader, keeping: Keeping, arena: Arena
+    ) -> None:
+        self.number = number
         self.slot_bytes = max(map(reader.nbytes, keys))
         self.first = list(accumulate(map(reader.n_blocks, keys), initial=0))
         self.blocks = Blocks(self.first[-1], keeping)
@@ -65,6 +69,11 @@ class _Layer:
     def holds_all(self) -> bool:
         """Whether there is a slot for every block."""
         return self.blocks.n_slots == len(self.blocks.slot_of)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its slots."""
+        return self.blocks.n_slots * self.slot_bytes
 
     def resize(self, n_slots: int) -> None:
         if n_slots < self.touched:
@@ -83,12 +92,16 @@ class BlockCache:
         """`layers`: the experts of each. Has no memory until it is resized."""
         self._reader, self._counters = reader, counters
         arena = Arena(align=PAGE_BYTES)
-        self._layers = {at: _Layer(keys, reader, keeping, arena) for at, keys in layers.items()}
+        self._layers = {
+            at: _Layer(number, keys, reader, keeping, arena) for number, (at, keys) in enumerate(layers.items())
+        }
+        self._balance = Balance(len(layers))
         self.one_bytes = max(reader.all_bytes(key) for keys in layers.values() for key in keys)
         """What one expert takes at most."""
         self._one, self._one_used = arena.allocate(self.one_bytes), False
         self.all_bytes = sum(len(layer.base) for layer in self._layers.values())
         """What all blocks of all experts take."""
+        self._capacity_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -102,17 +115,22 @@ class BlockCache:
         return sum(layer.blocks.n_resident * layer.slot_bytes for layer in self._layers.values())
 
     def resize(self, capacity_bytes: int) -> None:
-        """Shares so many bytes out to the layers, as many to each as to the others."""
-        left = capacity_bytes
+        """Shares so many bytes out to the layers, as many to each as to the others, until some turn out to need more."""
+        if capacity_bytes == self._capacity_bytes:
+            return
+        self._capacity_bytes = left = capacity_bytes
         smallest_first = sorted(self._layers.values(), key=lambda layer: len(layer.base))
         for place, layer in enumerate(smallest_first):
             share = min(max(0, left) // (len(smallest_first) - place), len(layer.base))
             layer.resize(share // layer.slot_bytes)
-            left -= layer.blocks.n_slots * layer.slot_bytes
+            left -= layer.nbytes
+        self._balance.begin(self._held())
 
     def fetch(self, key: ExpertKey, wanted: I64) -> Lent:
         """Brings in the blocks [n] of an expert, ascending and each once. Raises PackError."""
         layer = self._layers[key.at]
+        if self._balance.is_due():
+            self._move()
         first, stop = layer.first[key.expert : key.expert + 2]
         slots_of, n_blocks = layer.blocks.slot_of[first:stop], stop - first
         missing = int(np.count_nonzero(slots_of[wanted] < 0))
@@ -121,6 +139,8 @@ class BlockCache:
         if not missing:
             layer.blocks.use(wanted + first)
             return Lent(layer.base, slots_of * layer.slot_bytes)
+        if missing > layer.blocks.n_slots - layer.blocks.n_resident:
+            self._balance.read(layer.number, missing * layer.slot_bytes)
         if missing > WHOLE * n_blocks and not layer.holds_all:
             return self._all(key, wanted)
         if len(wanted) > layer.blocks.n_slots:
@@ -135,6 +155,20 @@ class BlockCache:
             return self.fetch(key, np.arange(self._reader.n_blocks(key)))
         self._counters.blocks += self._reader.n_blocks(key)
         return self._all(key, np.arange(0))
+
+    def _held(self) -> I64:
+        """Bytes of the slots of each layer."""
+        return np.array([layer.nbytes for layer in self._layers.values()])
+
+    def _move(self) -> None:
+        """Layers give room to others that need it more."""
+        layers = list(self._layers.values())
+        most = np.array([len(layer.base) for layer in layers])
+        for move in self._balance.moves(self._held(), most):
+            giver, taker = layers[move.giver], layers[move.taker]
+            given = -(-move.nbytes // giver.slot_bytes)
+            giver.resize(giver.blocks.n_slots - given)
+            taker.resize(taker.blocks.n_slots + given * giver.slot_bytes // taker.slot_bytes)
 
     def _all(self, key: ExpertKey, wanted: I64) -> Lent:
         """Reads all blocks; of those that are `wanted` as many stay as there are slots for."""
