@@ -35,7 +35,7 @@ class Balance:
 
     def begin(self, held: I64) -> None:
         """Layers have got so many bytes each [n_layers], whatever they had before."""
-        self._least = _PART * held
+        self._least = _PART * held.astype(np.float64)
 
     def read(self, layer: int, nbytes: int) -> None:
         self._read[layer] += nbytes

@@ -115,7 +115,7 @@ class BlockCache:
         return sum(layer.blocks.n_resident * layer.slot_bytes for layer in self._layers.values())
 
     def resize(self, capacity_bytes: int) -> None:
-        """Shares so many bytes out to the layers, as many to each as to the others, until some turn out to need more."""
+        """Shares so many bytes out to the layers, as many to each as to the others, until some need more."""
         if capacity_bytes == self._capacity_bytes:
             return
         self._capacity_bytes = left = capacity_bytes
