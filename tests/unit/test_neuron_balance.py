@@ -20,7 +20,7 @@ def test_it_is_time_after_so_many_fetches() -> None:
 
 def test_layers_that_read_nothing_give_to_those_that_read_most() -> None:
     balance, most = Balance(4), held(9000, 9000, 9000, 9000)
-    balance.begin(held(800, 800, 800, 800))
+    balance.begin(3200)
     balance.read(2, 500)
     balance.read(3, 100)
     assert balance.moves(held(800, 800, 800, 800), most) == [Move(0, 2, 100), Move(1, 3, 100)]
@@ -28,7 +28,7 @@ def test_layers_that_read_nothing_give_to_those_that_read_most() -> None:
 
 def test_nothing_moves_between_layers_that_need_as_much() -> None:
     balance = Balance(2)
-    balance.begin(held(800, 400))
+    balance.begin(1200)
     balance.read(0, 700)
     balance.read(1, 350)
     assert balance.moves(held(800, 400), held(900, 900)) == []
@@ -36,7 +36,7 @@ def test_nothing_moves_between_layers_that_need_as_much() -> None:
 
 def test_what_was_read_long_ago_does_not_count() -> None:
     balance, most = Balance(2), held(9000, 9000)
-    balance.begin(held(800, 800))
+    balance.begin(1600)
     balance.read(0, 10_000)
     for _ in range(600):
         balance.moves(held(9000, 9000), most)
@@ -48,7 +48,7 @@ def test_what_was_read_long_ago_does_not_count() -> None:
 def test_room_is_neither_made_nor_lost(reads: list[tuple[int, int]], each: int) -> None:
     balance, most = Balance(5), held(*5 * [10_000])
     now = held(*5 * [each])
-    balance.begin(now)
+    balance.begin(5 * each)
     for layer, nbytes in reads:
         balance.read(layer, nbytes)
         for move in balance.moves(now.copy(), most):

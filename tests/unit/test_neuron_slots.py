@@ -200,3 +200,19 @@ def test_layers_that_rest_give_room_to_those_that_run() -> None:
         cache.fetch(key, np.arange(0, 3))
         cache.fetch(key, np.arange(3, 6))
     assert not drive.blocks_read
+
+
+def test_room_that_grows_and_shrinks_keeps_what_layers_gave_each_other() -> None:
+    cache, _, _ = opened(8)
+    for _ in range(40):
+        for part in (np.arange(0, 3), np.arange(3, 6)):
+            cache.fetch(KEY, part)
+            cache.fetch(ExpertKey("decoder", 1, 0), part)
+    before = cache.used_bytes
+    for slots in (15, 16, 20):
+        cache.resize(slots * NBYTES)
+        assert before - 2 * NBYTES <= cache.used_bytes <= slots * NBYTES
+    cache.resize(2 * NBYTES)
+    assert cache.used_bytes <= 2 * NBYTES
+    cache.resize(cache.all_bytes)
+    assert len(cache.fetch_all(KEY).offsets) == N_BLOCKS

@@ -11,7 +11,7 @@ from moert.experts.neurons.keeping import F64, I64
 EVERY = 16
 """Fetches, after which room moves."""
 _PART = 0.125
-"""Of what a layer has, how much it gives at once; and of what it had at first, how much it keeps."""
+"""Of what a layer has, how much it gives at once; and of an equal share, how much it keeps."""
 _TIMES = 3.0
 """As much as the other, for its size, is read by a layer that gets some."""
 _HALVES_AFTER = 200
@@ -29,13 +29,13 @@ class Balance:
 
     def __init__(self, n_layers: int) -> None:
         self._read: F64 = np.zeros(n_layers)
-        self._least: F64 = np.zeros(n_layers)
-        self._fetches = 0
+        self._least = 0.0
+        self._fetches, self._n_layers = 0, n_layers
         self._fades = 0.5 ** (EVERY / (_HALVES_AFTER * n_layers))
 
-    def begin(self, held: I64) -> None:
-        """Layers have got so many bytes each [n_layers], whatever they had before."""
-        self._least = _PART * held.astype(np.float64)
+    def begin(self, nbytes: int) -> None:
+        """Layers have so many together."""
+        self._least = _PART * nbytes / self._n_layers
 
     def read(self, layer: int, nbytes: int) -> None:
         self._read[layer] += nbytes
@@ -51,13 +51,13 @@ class Balance:
         need = self._read / np.maximum(held, 1)
         self._read *= self._fades
         order = need.argsort(kind="stable").tolist()
-        givers = [each for each in order if held[each] > self._least[each]]
+        givers = [each for each in order if held[each] > self._least]
         takers = [each for each in reversed(order) if held[each] < most[each]]
         found, used = [], set[int]()
         for giver, taker in zip(givers, takers, strict=False):
             if need[taker] <= _TIMES * need[giver] or used & {giver, taker}:
                 break
-            nbytes = min(_PART * held[giver], held[giver] - self._least[giver], most[taker] - held[taker])
+            nbytes = min(_PART * held[giver], held[giver] - self._least, most[taker] - held[taker])
             found.append(Move(giver, taker, int(nbytes)))
             used |= {giver, taker}
         return found

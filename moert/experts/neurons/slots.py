@@ -115,16 +115,24 @@ class BlockCache:
         return sum(layer.blocks.n_resident * layer.slot_bytes for layer in self._layers.values())
 
     def resize(self, capacity_bytes: int) -> None:
-        """Shares so many bytes out to the layers, as many to each as to the others, until some need more."""
+        """Shares so many bytes out to the layers: what is more than before in equal parts, what is less by what they
+        have."""
         if capacity_bytes == self._capacity_bytes:
             return
-        self._capacity_bytes = left = capacity_bytes
-        smallest_first = sorted(self._layers.values(), key=lambda layer: len(layer.base))
-        for place, layer in enumerate(smallest_first):
-            share = min(max(0, left) // (len(smallest_first) - place), len(layer.base))
-            layer.resize(share // layer.slot_bytes)
-            left -= layer.nbytes
-        self._balance.begin(self._held())
+        self._capacity_bytes = capacity_bytes
+        self._balance.begin(capacity_bytes)
+        layers, total = list(self._layers.values()), int(self._held().sum())
+        if capacity_bytes < total:
+            for layer in layers:
+                layer.resize(layer.nbytes * capacity_bytes // total // layer.slot_bytes)
+            return
+        left = capacity_bytes - total
+        nearly_full_first = sorted(layers, key=lambda layer: len(layer.base) - layer.nbytes)
+        for place, layer in enumerate(nearly_full_first):
+            share = min(left // (len(layers) - place), len(layer.base) - layer.nbytes)
+            more = share // layer.slot_bytes
+            layer.resize(layer.blocks.n_slots + more)
+            left -= more * layer.slot_bytes
 
     def fetch(self, key: ExpertKey, wanted: I64) -> Lent:
         """Brings in the blocks [n] of an expert, ascending and each once. Raises PackError."""
