@@ -24,28 +24,30 @@ KEY = ExpertKey("decoder", 1, 1)
 class Drive:
     """Block k of an expert is full of one byte that no other block has."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_layers: tuple[int, int] = (NBYTES, NBYTES)) -> None:
+        """`of_layers`: bytes of a block of each."""
         self.blocks_read: list[int] = []
         self.fails = False
+        self._nbytes = of_layers
 
     def n_blocks(self, key: ExpertKey) -> int:
         return N_BLOCKS
 
     def nbytes(self, key: ExpertKey) -> int:
-        return NBYTES
+        return self._nbytes[key.layer]
 
     def all_bytes(self, key: ExpertKey) -> int:
-        return N_BLOCKS * NBYTES
+        return N_BLOCKS * self.nbytes(key)
 
     def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
         if self.fails:
             raise OSError("a drive that is gone")
         for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
             self.blocks_read.append(block)
-            into[place : place + NBYTES] = mark(key, block)
+            into[place : place + self.nbytes(key)] = mark(key, block)
 
     def read_all(self, key: ExpertKey, into: U8) -> I64:
-        places = np.arange(N_BLOCKS) * NBYTES
+        places = np.arange(N_BLOCKS) * self.nbytes(key)
         self.read(key, np.arange(N_BLOCKS), into, places)
         return places
 
@@ -216,3 +218,45 @@ def test_room_that_grows_and_shrinks_keeps_what_layers_gave_each_other() -> None
     assert cache.used_bytes <= 2 * NBYTES
     cache.resize(cache.all_bytes)
     assert len(cache.fetch_all(KEY).offsets) == N_BLOCKS
+
+
+def use(cache: BlockCache, layer: int, times: int) -> None:
+    for _ in range(times):
+        for number in range(2):
+            for part in (np.arange(0, 4), np.arange(4, 8)):
+                cache.fetch(ExpertKey("decoder", layer, number), part)
+
+
+def test_room_that_goes_to_and_fro_between_layers_of_other_widths_is_not_lost() -> None:
+    drive, capacity = Drive((1536, 512)), 12 * 1536
+    cache = BlockCache(LAYERS, drive, NeuronCounters(), KEEPING["lru"])
+    cache.resize(capacity)
+    for _ in range(20):
+        for layer in (0, 1):
+            use(cache, layer, 60)
+            assert cache.used_bytes <= capacity
+    use(cache, 0, 60)
+    assert cache.used_bytes > capacity - 1536
+
+
+def test_a_layer_gets_no_more_slots_than_it_has_blocks() -> None:
+    """Where one slot that another gives is worth several of its own."""
+    drive = Drive((1536, 512))
+    cache = BlockCache(LAYERS, drive, NeuronCounters(), KEEPING["lru"])
+    cache.resize(2 * (2 * N_BLOCKS - 1) * 512)
+    use(cache, 1, 60)
+    drive.blocks_read.clear()
+    for number in range(2):
+        cache.fetch_all(ExpertKey("decoder", 1, number))
+    assert not drive.blocks_read, "all are there"
+
+
+def test_the_room_of_an_expert_beside_is_given_back_when_all_fits() -> None:
+    cache, _, _ = opened(4)
+    cache.fetch_all(KEY)
+    assert cache.held_bytes >= cache.one_bytes
+    cache.resize(cache.all_bytes)
+    for keys in LAYERS.values():
+        for key in keys:
+            cache.fetch_all(key)
+    assert cache.held_bytes == cache.all_bytes

@@ -120,6 +120,9 @@ class BlockCache:
         if capacity_bytes == self._capacity_bytes:
             return
         self._capacity_bytes = capacity_bytes
+        if capacity_bytes >= self.all_bytes and self._one_used:
+            forget(self._one)
+            self._one_used = False
         self._balance.begin(capacity_bytes)
         layers, total = list(self._layers.values()), int(self._held().sum())
         if capacity_bytes < total:
@@ -169,14 +172,18 @@ class BlockCache:
         return np.array([layer.nbytes for layer in self._layers.values()])
 
     def _move(self) -> None:
-        """Layers give room to others that need it more."""
-        layers = list(self._layers.values())
+        """Layers give room to others that need it more, and with it what is too little for a slot of theirs."""
+        layers, held = list(self._layers.values()), self._held()
         most = np.array([len(layer.base) for layer in layers])
-        for move in self._balance.moves(self._held(), most):
+        left = self._capacity_bytes - int(held.sum())
+        for move in self._balance.moves(held, most):
             giver, taker = layers[move.giver], layers[move.taker]
             given = -(-move.nbytes // giver.slot_bytes)
             giver.resize(giver.blocks.n_slots - given)
-            taker.resize(taker.blocks.n_slots + given * giver.slot_bytes // taker.slot_bytes)
+            left += given * giver.slot_bytes
+            more = min(left, len(taker.base) - taker.nbytes) // taker.slot_bytes
+            taker.resize(taker.blocks.n_slots + more)
+            left -= more * taker.slot_bytes
 
     def _all(self, key: ExpertKey, wanted: I64) -> Lent:
         """Reads all blocks; of those that are `wanted` as many stay as there are slots for."""
