@@ -77,17 +77,17 @@ class Engine:
         self._foreseeing, self._neurons = foreseeing, settings.neurons
         beside = 0 if foreseeing is None else foreseeing.nbytes
         self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
-        named, warned = predictor_of(pack, settings.neurons), list[str]()
-        if named is not None:
-            self.budget = self.budget.with_part_of_experts(named.kept.blocks)
-            warned.append(fidelity(named))
+        named = predictor_of(pack, settings.neurons)
+        warned = [] if named is None else [fidelity(named)]
         self.counters, self.times = ExpertCounters(), RequestTimes()
         self.text, self._turns = Text(pack), Turns()
         self._streaming = Streaming(
             pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named
         )
-        if isinstance(self._streaming.firing, Firing):
-            self.budget = self.budget.with_rows_of_experts(self._streaming.firing.token_bytes)
+        if isinstance(firing := self._streaming.firing, Firing):
+            self.budget = self.budget.with_rows_of_experts(firing.token_bytes, firing.all_bytes)
+        elif firing is not None:
+            self.budget = self.budget.with_part_of_experts(firing.token_part, firing.all_bytes)
         if named is not None:
             del named  # the kernels have copies
             return_freed()

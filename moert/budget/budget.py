@@ -151,13 +151,17 @@ class Budget:
             filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in everything), default=1.0),
         )
 
-    def with_part_of_experts(self, part: float) -> Budget:
-        """The same where a token asks for that part of its experts' bytes."""
-        return replace(self, token_bytes=int(part * self.token_bytes))
+    def with_part_of_experts(self, part: float, all_bytes: int) -> Budget:
+        """The same where a token asks for that part of its experts' bytes, and all of all take so many in memory, if
+        that is more than their files: blocks of a layer lie in slots of one size."""
+        return replace(self, token_bytes=int(part * self.token_bytes), expert_bytes=max(self.expert_bytes, all_bytes))
 
-    def with_rows_of_experts(self, nbytes: int) -> Budget:
+    def with_rows_of_experts(self, nbytes: int, all_bytes: int) -> Budget:
         """The same where a token needs room for so many bytes of its experts, and for what fires beside."""
-        return replace(self, token_bytes=nbytes, token_beside=", and what fires of the columns of down")
+        return replace(
+            self, token_bytes=nbytes, token_beside=", and what fires of the columns of down",
+            expert_bytes=max(self.expert_bytes, all_bytes),
+        )  # fmt: skip
 
     @property
     def loading_bytes(self) -> int:

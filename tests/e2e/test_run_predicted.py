@@ -196,6 +196,22 @@ def test_one_that_names_nothing_reads_nothing(tmp_path: Path) -> None:
     assert (found.neurons_computed, found.bytes_read, found.block_requests) == (0, 0, 0)
 
 
+def test_with_memory_for_all_nothing_is_read_twice(tmp_path: Path) -> None:
+    """Also of widths with which blocks in slots of one size take more than the files."""
+    path = add_predictor(
+        write_pack(tmp_path / "m.pack", GATED, neurons=LAYOUTS["bundled"], bits=(2, 2, 8, 8)),
+        random_predictor(GATED, NAMES_ALL),
+    )
+    with Engine.open(path, memory="2GB", neurons="predicted", notify=lambda note: None) as engine:
+        assert engine.budget.expert_bytes > sum(entry.file_bytes for entry in engine.pack.manifest.experts)
+        for prompt in 2 * PROMPTS:
+            engine.generate(prompt, max_new_tokens=NEW)
+        before = engine.stats().bytes_read
+        for prompt in PROMPTS:
+            engine.generate(prompt, max_new_tokens=NEW)
+        assert engine.stats().bytes_read == before
+
+
 def test_what_is_not_named_is_not_read(pack: Path) -> None:
     with Engine.open(pack, cache=HALF, neurons="predicted", notify=lambda note: None) as engine:
         streaming = engine._streaming

@@ -41,7 +41,12 @@ class Firing:
     @property
     def token_bytes(self) -> int:
         """Room in which the rows that a token can ask for in all layers of the decoder stay, whatever fires."""
-        return min(room_for(self._token, self.blocks.one_bytes, self._asked), self._all + self.blocks.all_bytes)
+        return min(room_for(self._token, self.blocks.one_bytes, self._asked), self.all_bytes)
+
+    @property
+    def all_bytes(self) -> int:
+        """What all rows and all blocks take."""
+        return self._all + self.blocks.all_bytes
 
     def shares(self, room_bytes: int) -> Shares:
         columns = self.blocks

@@ -41,6 +41,8 @@ class Naming:
         self.blocks = BlockCache(self.pieces.layers, BlockReader(self.pieces), self.counters, KEEPING[keeping])
         self.nbytes = dict.fromkeys(self.pieces.layouts, 0)
         """What that cache has of each expert."""
+        self.token_part, self.all_bytes = predictor.kept.blocks, self.blocks.all_bytes
+        """Of its experts' blocks, what a token asks for; and what all of all take."""
         self._asked, self._ffn, self._scores = counters, pack.manifest.model.moe.ffn, Scores(predictor, backend)
 
     def shares(self, room_bytes: int) -> Shares:
