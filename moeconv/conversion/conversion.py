@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from moeconv.artifacts import ConversionReport
@@ -11,7 +11,7 @@ from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.conversion.choice import Choice
 from moeconv.conversion.coding import Coding
-from moeconv.conversion.delivery import Outcome, deliver
+from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, deliver
 from moeconv.conversion.examples import side_by_side
 from moeconv.conversion.limits import notes, vocabulary_note
 from moeconv.conversion.material import Material
@@ -89,7 +89,7 @@ class Conversion:
 
     def _unmeasured(self, coding: Coding) -> tuple[Manifest, ConversionReport]:
         outcome = Outcome(textless_widths(self.settings, coding, self.account))
-        return deliver(self.settings, coding.experts(None), coding.dense, outcome, self.account, self._lost_paths)
+        return deliver(self.settings, coding.experts(None), coding.dense, outcome, self.account, self._lost)
 
     def _measured(
         self, bench: Bench, job: SweepJob, work: WorkDir, conversion: str
@@ -128,7 +128,7 @@ class Conversion:
             assert outcome.heldout is not None
             report = reported(taught, bench, references, plan, alone)
             outcome = replace(outcome, learnt={taught.file: taught.body(outcome.heldout)}, taught=report)
-        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost_paths)
+        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)
 
     def _taught(self, bench: Bench, work: WorkDir) -> Taught | None:
         """What is a part of every plan that is measured; None where nothing is trained."""
@@ -165,10 +165,11 @@ class Conversion:
             evaluations=(*judge.measure.used.values(), *heldout.used.values()),
         )
 
-    def _lost_paths(self) -> None:
-        if not self.profiled_next:
-            out = self.settings.out
-            self.account.say(
-                f"note: {out} had paths that were profiled with other weights and are gone: run moeconv profile-paths "
-                f"{out} again"
-            )
+    def _lost(self, commands: Sequence[str]) -> None:
+        for command in commands:
+            if command != PROFILE_PATHS or not self.profiled_next:
+                out = self.settings.out
+                self.account.say(
+                    f"note: {out} had what moeconv {command} added for other weights, and that is gone: run moeconv "
+                    f"{command} {out} again"
+                )

@@ -47,6 +47,12 @@ from moert.pack.reader import Pack, is_pack
 from moert.pack.trace import TRACE
 from moert.pack.writer import partial_of
 
+PROFILE_PATHS = "profile-paths"
+ADDED_BY: Mapping[str, str] = {
+    PATHS: PROFILE_PATHS, TRACE: PROFILE_PATHS, HASH: "train-hash", PREDICTOR: "train-neurons",
+}  # fmt: skip
+"""File that is added to a finished pack → the command that does it."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -88,15 +94,14 @@ def deliver(
     dense: DenseCoder,
     outcome: Outcome,
     account: Account,
-    lost_paths: Callable[[], None],
+    lost: Callable[[Sequence[str]], None],
 ) -> tuple[Manifest, ConversionReport]:
     """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
 
-    What `moeconv profile-paths`, `train-hash` and `train-neurons` added to a pack that stands there is kept where the
-    new one has the same weights; else `lost_paths` is called at the end.
+    What the commands of `ADDED_BY` added to a pack that stands there is kept where the new one has the same weights;
+    else `lost` hears at the end of those whose files are gone.
     """
-    added = [name for name in (PATHS, TRACE, HASH, PREDICTOR) if name not in outcome.learnt]
-    profile = _profile_in(settings.out, added)
+    profile = _profile_in(settings.out, [name for name in ADDED_BY if name not in outcome.learnt])
     report = replace(
         _report(settings, coder, outcome, account.seconds()), dense=_dense_report(dense, outcome.dense_alone)
     )
@@ -129,8 +134,8 @@ def deliver(
             coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar,
             files=files_of(settings.laid_out),
         )  # fmt: skip
-    if profile is not None and not profile.files.keys() <= manifest.files.keys():
-        lost_paths()
+    if profile is not None and (gone := [name for name in profile.files if name not in manifest.files]):
+        lost(list(dict.fromkeys(ADDED_BY[name] for name in gone)))
     return manifest, report
 
 

@@ -43,5 +43,5 @@ def test_a_recipe_that_profiles_again_does_not_say_that_paths_are_gone(
     for bits, lines, is_said in (("8", "", False), ("4", "", False), ("8", "profile_paths = false\n", True)):
         recipe.write_text(f"{entries}bits = [{bits}]\n{lines}")
         assert _exit_code(["recipe", "run", str(recipe), "--out", str(out)]) == 0
-        assert ("are gone: run moeconv profile-paths" in capsys.readouterr().err) is is_said
+        assert ("is gone: run moeconv profile-paths" in capsys.readouterr().err) is is_said
         assert (PATHS in Pack.open(out / "r.pack").manifest.files) is not is_said
