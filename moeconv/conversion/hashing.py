@@ -99,7 +99,7 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
 
 def source_of(spec: ModelSpec, against: str) -> Checkpoint:
     """The unquantised model. Raises SettingsError for routers that no function can stand for, and as
-    moeconv.conversion.fidelity.source_of."""
+    moeconv.conversion.fidelity.unquantised_of."""
     if (why := refusal(spec.moe)) is not None:
         raise SettingsError(f"--against: a hash function {why}: leave it out")
     return unquantised_of(spec, against)

@@ -115,8 +115,9 @@ def add_learnt(pack: Pack, name: str, body: bytes) -> None:
 
 
 def folder_of(pack: Pack, work: Path | None, ending: str) -> Path:
-    """Where a training keeps what it needs until it is done."""
-    return work or pack.root.with_name(f"{pack.root.name}.{ending}")
+    """Where a training keeps what it needs until it is done, and nobody anything else: it is removed then."""
+    name = f"{pack.root.name}.{ending}"
+    return pack.root.with_name(name) if work is None else work / name
 
 
 def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:

@@ -250,8 +250,15 @@ def test_the_usual_width_is_small_beside_the_pack(packs: dict[str, Path]) -> Non
 
 def test_hits_are_of_what_is_stored(packs: dict[str, Path], tmp_path: Path) -> None:
     pack = copied(packs["olmoe"], tmp_path)
-    found = trained(pack, epochs=2, work=tmp_path / "elsewhere")
-    assert not (tmp_path / "elsewhere").exists()
+    found = trained(pack, epochs=2)
     opened = Pack.open(pack)
     function = HashFunction.from_bytes(opened.read_file(HASH))
     assert function.layer_hits(opened.manifest.model) == found.hits
+
+
+def test_what_else_lies_in_the_work_folder_stays(packs: dict[str, Path], tmp_path: Path) -> None:
+    pack, work = copied(packs["olmoe"], tmp_path), tmp_path / "elsewhere"
+    (work / "to-learn").mkdir(parents=True)
+    (work / "to-learn" / "mine").write_text("of somebody else")
+    trained(pack, epochs=1, work=work)
+    assert [path.relative_to(work).as_posix() for path in work.rglob("*")] == ["to-learn", "to-learn/mine"]

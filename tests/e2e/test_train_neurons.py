@@ -282,6 +282,14 @@ def test_what_is_wrong_is_one_line(packs: dict[str, Path], tmp_path: Path, capsy
         assert err.count("moeconv: ") == 1
 
 
+def test_what_else_lies_in_the_work_folder_stays(packs: dict[str, Path], tmp_path: Path) -> None:
+    pack, work = copied(packs["olmoe"], tmp_path), tmp_path / "elsewhere"
+    (work / "to-learn").mkdir(parents=True)
+    (work / "to-learn" / "mine").write_text("of somebody else")
+    trained(pack, epochs=1, rank=4, work=work)
+    assert [path.relative_to(work).as_posix() for path in work.rglob("*")] == ["to-learn", "to-learn/mine"]
+
+
 def test_packs_that_it_is_not_for(firing: dict[str, Path], sources: dict[str, Path], tmp_path: Path) -> None:
     smooth = Done(settings_for(sources, "olmoe", tmp_path / "a", bits=(8,), calib=None)).settings.out
     with pytest.raises(SettingsError, match="this model's activation is silu"):

@@ -29,7 +29,8 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in [README, *sorted((RO
 COMMANDS = [
     "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv check", "moeconv quantize",
     "moeconv plan",
-    "moeconv report", "moeconv profile-paths", "moeconv train-hash", "moeconv verify", "moeconv recipe run",
+    "moeconv report", "moeconv profile-paths", "moeconv train-hash", "moeconv train-neurons",
+    "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
 
