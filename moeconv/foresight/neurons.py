@@ -78,10 +78,11 @@ def trained_neurons(
     layers, batches = {}, sum(-(-len(firings) // BATCH) for firings in lesson.train.values())
     with show("predictor of neurons", course.epochs * batches, "batch") as bar:
         for place, firings in lesson.train.items():
-            training = _LayerTraining(lesson, course, place)
+            training, a_epoch = _LayerTraining(lesson, course, place), -(-len(firings) // BATCH)
+            bar.update(training.epoch * a_epoch)
             while not training.is_over:
                 training.run_epoch(bar)
-            bar.update((course.epochs - training.epoch) * -(-len(firings) // BATCH))
+            bar.update((course.epochs - training.epoch) * a_epoch)
             layers[place] = training.finished()
             say(f"{place} after {training.best_epoch} of {training.epoch} epochs: {kept_text(layers[place].kept)}")
     counts = np.bincount([count for layer in lesson.per_block.values() for count in layer])

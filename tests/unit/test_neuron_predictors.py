@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -171,16 +172,34 @@ class Ends:
             raise Interrupted
 
 
+class Counting:
+    """A bar that notes how far it came."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+
+    def __call__(self, label: str, total: int, unit: str = "probe", /) -> AbstractContextManager[Counting]:
+        self.total = total
+        return nullcontext(self)
+
+    def update(self, n: int) -> None:
+        self.done += n
+
+
 def test_what_was_interrupted_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     course = NeuronCourse(2, 5)
     whole = trained_neurons(lesson(tmp_path / "whole"), course, silent, unseen).to_bytes()
     with pytest.raises(Interrupted):
         trained_neurons(lesson(tmp_path / "other"), course, silent, Ends())
     assert list((tmp_path / "other").glob("*.pt"))
-    assert trained_neurons(lesson(tmp_path / "other"), course, silent, unseen).to_bytes() == whole
+    bar = Counting()
+    assert trained_neurons(lesson(tmp_path / "other"), course, silent, bar).to_bytes() == whole
+    assert bar.done == bar.total, "what was done before counts"
     assert trained_neurons(lesson(tmp_path / "other"), course, silent, unseen).to_bytes() == whole, "nothing to do"
-    other = trained_neurons(lesson(tmp_path / "whole", "another text"), course, silent, unseen).to_bytes()
-    assert other == whole, "a checkpoint about something else is not taken"
+    short = NeuronCourse(2, 1)
+    fresh = trained_neurons(lesson(tmp_path / "fresh"), short, silent, unseen).to_bytes()
+    other = trained_neurons(lesson(tmp_path / "whole", "another text"), short, silent, unseen).to_bytes()
+    assert other == fresh != whole, "a checkpoint about something else is not taken"
     (tmp_path / "other" / f"{AT}.pt").write_bytes(b"nonsense")
     with pytest.raises(ConversionError, match=r"D00\.pt can't be read .*: delete it"):
         trained_neurons(lesson(tmp_path / "other"), course, silent, unseen)

@@ -88,8 +88,6 @@ def _opened(files: Sequence[Path], sizes: Sequence[int], chunk: int) -> Iterator
                 with suppress(OSError):
                     fds.append(open_expert(path, direct=True))
                     places.append(size // chunk)
-        if fds:
-            read_into(fds[0], aligned(chunk))
         yield (fds, places) if fds and _takes(fds[0], chunk) else ([], [])
     finally:
         for fd in fds:
@@ -97,9 +95,9 @@ def _opened(files: Sequence[Path], sizes: Sequence[int], chunk: int) -> Iterator
 
 
 def _takes(fd: int, chunk: int) -> bool:
-    """Whether a chunk at an odd place is read without the page cache."""
+    """Whether a chunk of this size is read without the page cache."""
     with suppress(OSError):
-        return is_direct(fd) and os.preadv(fd, [aligned(chunk).data], 0) == chunk
+        return read_into(fd, aligned(chunk)) == chunk and is_direct(fd)
     return False
 
 
