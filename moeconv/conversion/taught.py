@@ -63,13 +63,14 @@ class School:
     ) -> T:
         """What was learnt before, or by `train`, in a folder and with scorers of the text to learn and of that to judge
         by. Raises ConversionError."""
-        path = self.work.path / f"{self.name}-{self.digest[:12]}.safetensors"
+        path, folder = self.work.path / f"{self.name}-{self.digest[:12]}.safetensors", self.work.path / self.name
         if path.is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed right after it had learnt
             try:
                 return read(path.read_bytes())
             except (OSError, PackError) as error:
                 raise ConversionError(f"{path} can't be read ({error}): delete it, and it is trained again") from None
-        folder, trial, material = self.work.path / self.name, self.bench.trial, self.bench.material
+        trial, material = self.bench.trial, self.bench.material
         check_room(folder, self.needed_bytes, "--work", folder)
         folder.mkdir(exist_ok=True)
         trial.restore()

@@ -127,7 +127,10 @@ def test_the_same_again_trains_nothing_and_another_target_neither(firing: dict[s
     first = Done(settings)
     assert any(line.startswith("D00 after ") for line in first.said)
     assert not list(settings.work.glob("*/neurons")), "examples are removed"
+    left = next(settings.work.glob("*/neurons-*.safetensors")).parent / "neurons"
+    left.mkdir()
     again = Done(replace(settings, target=replace(settings.target, value=0.8)))
+    assert not left.exists(), "nor are those of a run that was killed when it had learnt"
     assert not any(line.startswith("D00 after ") for line in again.said)
     assert predictor_of(again).to_bytes() == predictor_of(first).to_bytes()
     points = plan(settings.work, settings.target, "knapsack", "kl", None).points

@@ -45,7 +45,7 @@ def test_what_was_read_long_ago_does_not_count() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5000)), max_size=60), st.integers(0, 4000))
-def test_room_is_neither_made_nor_lost(reads: list[tuple[int, int]], each: int) -> None:
+def test_no_layer_is_left_without_room_or_gets_more_than_it_can_hold(reads: list[tuple[int, int]], each: int) -> None:
     balance, most = Balance(5), held(*5 * [10_000])
     now = held(*5 * [each])
     balance.begin(5 * each)
@@ -55,6 +55,5 @@ def test_room_is_neither_made_nor_lost(reads: list[tuple[int, int]], each: int) 
             assert move.nbytes >= 0
             now[move.giver] -= move.nbytes
             now[move.taker] += move.nbytes
-        assert now.sum() == 5 * each
         assert (now >= each // 8).all()
         assert (now <= most).all()
