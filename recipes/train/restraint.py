@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WEIGHT = "restraint{}"  # a layer's weight among what a task keeps from stop to start
+WEIGHT = "restraint"  # the penalty's weight among what a task keeps from stop to start
 TINY = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restraint:
-    """From which step on, to which share of each layer's neurons that fire for a token, and how fast weights move."""
+    """From which step on, to which share of neurons that fire for a token, and how fast the weight may move."""
 
     share: float
     since: int = 0
-    first: float = 0.01  # the weights at that step
+    first: float = 0.01  # the weight at that step
     pace: float = 0.01  # of its logarithm, a step, while twice the share or more fires
 
     def moved(self, weight: float, firing: float) -> float:
@@ -101,10 +101,7 @@ class WatchedReLU(nn.Module):
 
 
 class Watch:
-    """The restrained layers of a model in training, and the weight of each one's penalty among what a task ``keeps``.
-
-    With one weight for all of them a model gives up the layers that it can best do without.
-    """
+    """The restrained layers of a model in training, and the weight of their penalty among what a task ``keeps``."""
 
     def __init__(self, restraint: Restraint | None, layers: Sequence[Watched], kept: MutableMapping[str, float]):
         self.restraint, self.layers, self.kept = restraint, layers, kept
@@ -115,7 +112,7 @@ class Watch:
             layer.restrained = self.restraint is not None and step >= self.restraint.since
 
     def end(self) -> tuple[Tensor, dict[str, float]]:
-        """After it: what the loss gets, and figures for the log. Moves the weights."""
+        """After it: what the loss gets, and figures for the log. Moves the weight."""
         shares = [float(layer.firing) for layer in self.layers if layer.firing is not None]
         if not shares:
             return torch.zeros(()), {}
@@ -123,9 +120,7 @@ class Watch:
         spreads = [layer.spread for layer in self.layers if layer.spread is not None]
         if self.restraint is None or not spreads:
             return torch.zeros(()), {"firing": firing}
-        weights = [self.kept.get(WEIGHT.format(place), self.restraint.first) for place in range(len(spreads))]
-        for place, (weight, share) in enumerate(zip(weights, shares, strict=True)):
-            self.kept[WEIGHT.format(place)] = self.restraint.moved(weight, share)
-        spread = torch.stack(spreads)
-        figures = {"spread": float(spread.detach().mean()), "restraint": sum(weights) / len(weights)}
-        return (spread * torch.tensor(weights)).mean(), {"firing": firing, **figures}
+        weight = self.kept.setdefault(WEIGHT, self.restraint.first)
+        self.kept[WEIGHT] = self.restraint.moved(weight, firing)
+        spread = torch.stack(spreads).mean()
+        return weight * spread, {"firing": firing, "spread": float(spread.detach()), "restraint": weight}

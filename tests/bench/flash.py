@@ -30,7 +30,7 @@ from tests.bench.result import Row, context, table, write
 from tests.bench.streamed import THREADS
 from tests.cgroups import missing
 
-SECONDS, ROUNDS = 1.0, 5
+SECONDS, ROUNDS = 0.5, 3
 STEPPED, STEP_DEVICES = ("opt",), ("ssd", "board")
 """Where everything is asked for at each token."""
 SSD = "ssd"

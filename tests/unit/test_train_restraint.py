@@ -85,26 +85,15 @@ def test_a_watch_adds_nothing_before_its_first_step() -> None:
     for step, adds in ((4, False), (5, True), (6, True)):
         watch.begin(step)
         assert torch.equal(layer(x), x.relu())
-        before = kept.get(WEIGHT.format(0), 0.2)
+        before = kept.get(WEIGHT, 0.2)
         extra, figures = watch.end()
         assert figures["firing"] == pytest.approx(float((x[::8] > 0).float().mean()))
         assert float(extra) == pytest.approx(before * float(plain_spread(x.relu())) if adds else 0.0, rel=1e-5)
-        assert (kept.get(WEIGHT.format(0), 0.0) > before) == adds
+        assert (kept.get(WEIGHT, 0.0) > before) == adds
     layer.eval()
     seen = layer.firing
     layer(x * 0)
     assert layer.firing is seen
-
-
-def test_each_layer_has_a_weight_of_its_own() -> None:
-    layers, kept = [WatchedReLU(), WatchedReLU()], dict[str, float]()
-    watch = Watch(Restraint(share=0.1, first=0.2), layers, kept)
-    watch.begin(0)
-    few, many = torch.full((16, 20), -1.0), torch.ones(16, 20)
-    few[:, 0] = 1
-    layers[0](few), layers[1](many)
-    watch.end()
-    assert kept[WEIGHT.format(0)] < 0.2 < kept[WEIGHT.format(1)]
 
 
 def text() -> Text:
@@ -173,7 +162,7 @@ def test_a_switch_goes_on_from_an_exported_one(tmp_path: Path) -> None:
     assert "firing" not in plain[1]
     assert found[1]["cross"] == plain[1]["cross"]
     assert float(found[0].detach()) == pytest.approx(float(plain[0].detach()) + 0.3 * found[1]["spread"], rel=1e-4)
-    assert min(other.kept[WEIGHT.format(place)] for place in range(4)) > 0.3
+    assert other.kept[WEIGHT] > 0.3
 
 
 def test_what_is_only_compared_with_is_not_among_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
