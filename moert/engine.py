@@ -186,7 +186,7 @@ class Engine:
 
     @property
     def cached_bytes(self) -> Mapping[ExpertKey, int]:
-        """What the cache holds of each expert: all of it, or where experts lie in blocks of neurons gate and up."""
+        """What the cache holds of each expert: all; in blocks of neurons gate and up, or nothing where named."""
         return self._streaming.nbytes
 
     @property
