@@ -138,7 +138,8 @@ def quantize(
         str | None, typer.Option(help="How experts lie in the pack: expert, a file for each; layer, a file for each "
                                       "layer; for experts with ReLU alone columns, by neurons, so that what does not "
                                       "fire need not be read, or neuron, the same with all of a neuron in one place; "
-                                      "auto: columns where experts are large enough for it, else expert. Default: "
+                                      "auto: columns where experts are large and each token passes all of a layer, "
+                                      "as in OPT, else expert. Default: "
                                       "expert; with --neurons predicted neuron.")
     ] = None,
     piece_bytes: Annotated[

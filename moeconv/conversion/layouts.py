@@ -17,7 +17,8 @@ _TOGETHER = 2
 """Neurons that a block is to have at 4 bits: with more of them, nearly all blocks have one that fires."""
 LAYOUTS = ("expert", "layer", *BY_NEURONS, "auto")
 PAYS_BYTES = 128 << 10
-"""Of an expert at 4 bits: below that it is read as soon as the few neurons of it that fire."""
+"""Of an expert at 4 bits: below that it is read as soon as the few neurons of it that fire. So are, of any size, those
+that a router chooses: what is asked for often stays, which is more than what fires of it (recipes/LOG.md)."""
 
 
 def files_of(layout: str) -> Files:
@@ -42,7 +43,8 @@ def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool, piece_bytes: int | Non
     do not. Raises SettingsError for a model that can't have them so."""
     act = spec.moe.ffn.act
     if layout == "auto":
-        pays = act.exact_zeros and not mxfp4 and spec.weights_per_expert() // 2 >= PAYS_BYTES
+        large = spec.weights_per_expert() // 2 >= PAYS_BYTES
+        pays = large and act.exact_zeros and not mxfp4 and not spec.moe.chooses
         return blocks_of(spec, False, piece_bytes) if pays else None
     if layout not in BY_NEURONS:
         return None

@@ -221,12 +221,18 @@ def test_how_each_layout_is_asked_for(source: Checkpoint) -> None:
         neurons_of("columns", spec, mxfp4=True)
 
 
-def test_auto_takes_columns_where_experts_are_large(source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    bytes_at_4_bits = source.spec.weights_per_expert() // 2
-    for least, expected in ((bytes_at_4_bits, blocks_of(source.spec, bundled=False)), (bytes_at_4_bits + 1, None)):
+def test_auto_takes_columns_where_large_experts_are_all_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Checkpoint.open("recipes/models/opt").spec
+    bytes_at_4_bits = spec.weights_per_expert() // 2
+    for least, expected in ((bytes_at_4_bits, blocks_of(spec, bundled=False)), (bytes_at_4_bits + 1, None)):
         monkeypatch.setattr("moeconv.conversion.layouts.PAYS_BYTES", least)
-        assert neurons_of("auto", source.spec, mxfp4=False) == expected
-        assert neurons_of("auto", source.spec, mxfp4=True) is None
+        assert neurons_of("auto", spec, mxfp4=False) == expected
+        assert neurons_of("auto", spec, mxfp4=True) is None
+
+
+def test_auto_leaves_experts_whole_that_a_router_chooses(source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeconv.conversion.layouts.PAYS_BYTES", 0)
+    assert neurons_of("auto", source.spec, mxfp4=False) is None
 
 
 def test_experts_that_are_never_exactly_zero_are_refused(tmp_path: Path) -> None:
