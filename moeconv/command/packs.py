@@ -96,8 +96,8 @@ def train_hash(
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Most times through the text. Default: 16.")] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where routing and what was learnt are kept until it is done, as PACK.hash. "
-                                       "Default: beside the pack.")
+        Path | None, typer.Option(help="Where routing and what was learnt are kept until it is done. Default: beside "
+                                       "the pack, as PACK.hash.")
     ] = None,
     against: Annotated[
         str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
@@ -144,8 +144,8 @@ def train_neurons(
     ] = "2%",
     epochs: Annotated[int | None, typer.Option(help="Most times through the text. Default: 10.")] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where what fires and what was learnt are kept until it is done, as "
-                                       "PACK.neurons. Default: beside the pack.")
+        Path | None, typer.Option(help="Where what fires and what was learnt are kept until it is done. Default: "
+                                       "beside the pack, as PACK.neurons.")
     ] = None,
     against: Annotated[
         str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "

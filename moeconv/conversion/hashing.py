@@ -71,10 +71,11 @@ def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progr
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
     if not spec.moe.chooses:
         raise SettingsError(f"{pack.root} has nothing to foresee: every token passes all experts of a layer")
+    folder = folder_of(pack, asked.work, "hash")
     text = TrainingText.of(pack, asked, lambda _, heldout: (None, held_samples(heldout)), say)
     check_memory(spec, "a hash function", 1 if asked.against is None else 2)
     unquantised = None if asked.against is None else source_of(spec, asked.against)
-    course, folder = asked.course(spec, others), folder_of(pack, asked.work, "hash")
+    course = asked.course(spec, others)
     check_room(folder, lesson_bytes(spec, text.volumes, course), "--work", folder)
     with WorkDir(folder) as work:
         packed, description = PackedModel.open(pack), described(pack)[1]

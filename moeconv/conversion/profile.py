@@ -24,7 +24,7 @@ from moeconv.source.skeleton import by_layers
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE
-from moert.pack.writer import add_files
+from moert.pack.writer import add_files, check_addable
 
 
 def profile_paths(
@@ -45,6 +45,7 @@ def profile_paths(
     free, is run layer by layer. Raises ConversionError or PackError.
     """
     check_counts(samples=samples, context=context, seed=seed)
+    check_addable(pack.root)
     source = text_of(pack, calib, heldout, seed)
     splits = source.splits
     metric = find_metric(default_metric(splits.seq2seq, splits.choices))

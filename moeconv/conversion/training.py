@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +20,14 @@ from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure.workdir import LOCK
 from moeconv.source.checkpoint import TOKENIZER
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.reader import Pack
-from moert.pack.writer import add_files
+from moert.pack.writer import add_files, check_addable
+
+_LEFT = (LOCK, "to-learn", "to-judge-by", "*.pt", "*.pt.*.tmp")
+"""What a training that was stopped may leave in its folder."""
 
 
 class Asked(Protocol):
@@ -115,9 +120,18 @@ def add_learnt(pack: Pack, name: str, body: bytes) -> None:
 
 
 def folder_of(pack: Pack, work: Path | None, ending: str) -> Path:
-    """Where a training keeps what it needs until it is done, and nobody anything else: it is removed then."""
-    name = f"{pack.root.name}.{ending}"
-    return pack.root.with_name(name) if work is None else work / name
+    """Where a training keeps what it needs until it is done, and removes it. Raises SettingsError for a folder with
+    what no training has left, and WriteFailed for a pack that can't take what is learnt."""
+    check_addable(pack.root)
+    folder = work or pack.root.with_name(f"{pack.root.name}.{ending}")
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in there if not any(fnmatch(name, ours) for ours in _LEFT)]
+    if there and (others or LOCK not in there):
+        raise SettingsError(
+            f"{folder} holds {(others or there)[0]}, which no training has left and which would be lost: give another "
+            "--work"
+        )
+    return folder
 
 
 def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:

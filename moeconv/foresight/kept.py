@@ -19,13 +19,16 @@ _DONE = "examples.json"
 
 
 def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `fill` said of the examples that it put into the empty folder. They are taken if they are `about` the same;
-    they are made anew otherwise. Raises ConversionError for what the disk refuses."""
+    """What `fill` said of the examples that it put into the empty folder. They are taken if they are `about` the same,
+    and their files as long as they were; otherwise they are made anew. Raises ConversionError for what the disk
+    refuses."""
     try:
-        if (found := _said(folder)) is None or found["about"] != about:
+        found = _said(folder)
+        if found is None or found.get("about") != about or found.get("file_bytes") != _file_bytes(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             found = {"about": about, **fill()}
+            found["file_bytes"] = _file_bytes(folder)
             write_atomically(folder / _DONE, json.dumps(found).encode())
     except OSError as error:
         raise ConversionError(
@@ -36,10 +39,15 @@ def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict
 
 def _said(folder: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((folder / _DONE).read_bytes())
+        found = json.loads((folder / _DONE).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
+
+
+def _file_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each file of examples."""
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != _DONE}
 
 
 def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:

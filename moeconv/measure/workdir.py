@@ -20,6 +20,7 @@ except ImportError:  # not on this system: two runs at once are the user's care
     fcntl = None  # type: ignore[assignment]
 
 
+LOCK = "lock"
 INPUTS = "planning.json"
 RESIDENCES = "residences.json"
 """Routing that was fitted beside the widths."""
@@ -35,7 +36,7 @@ class WorkDir:
     def __enter__(self) -> WorkDir:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "lock").open("w")
+            self._lock = (self.path / LOCK).open("w")
         if fcntl is not None:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

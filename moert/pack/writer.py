@@ -284,6 +284,12 @@ def add_files(root: Path, manifest: Manifest, bodies: Mapping[str, bytes]) -> Ma
     return changed
 
 
+def check_addable(root: Path) -> None:
+    """Raises WriteFailed if no files can be added to the finished pack. Writes nothing."""
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise WriteFailed(f"nothing can be added to {root}, which can't be written to: copy it to where it can")
+
+
 def file_entry(body: bytes | mmap) -> FileEntry:
     """What the manifest says of a file with these bytes."""
     return FileEntry(len(body), hashlib.sha256(body).hexdigest(), zlib.crc32(body))

@@ -29,6 +29,7 @@ from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import unseen
 from moeconv.source.archs.weights import parameter
+from moert.pack.errors import WriteFailed
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.reader import Pack
 from moert.pack.writer import add_files
@@ -236,6 +237,36 @@ def test_a_disk_without_room_is_one_line(
         trained(copied(packs["olmoe"], tmp_path))
 
 
+def test_a_folder_with_other_things_is_no_work_folder(packs: dict[str, Path], tmp_path: Path) -> None:
+    """It is removed when training is done."""
+    pack, other = copied(packs["olmoe"], tmp_path), tmp_path / "other"
+    other.mkdir()
+    trained(pack, epochs=1, work=other)
+    assert not other.exists()
+    for names in (("lock", "thesis.txt"), ("mine.pt",)):
+        other.mkdir(exist_ok=True)
+        for name in names:
+            (other / name).write_text("hours of work")
+        with pytest.raises(SettingsError, match=rf"other holds {names[-1]}, which no training has left .* --work"):
+            trained(pack, epochs=1, work=other)
+        assert {path.name for path in other.iterdir()} == set(names)
+        shutil.rmtree(other)
+    before = sorted(pack.rglob("*"))
+    for folder in (pack, tmp_path):
+        with pytest.raises(SettingsError, match=r"would be lost: give another --work"):
+            trained(pack, epochs=1, work=folder)
+    assert sorted(pack.rglob("*")) == before
+
+
+def test_a_pack_that_can_not_be_written_to_is_said_before_training(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moert.pack.writer.os.access", lambda path, mode: False)
+    with pytest.raises(WriteFailed, match=r"nothing can be added to .*, which can't be written to"):
+        trained(packs["olmoe"])
+    assert not packs["olmoe"].with_name(f"{packs['olmoe'].name}.hash").exists()
+
+
 def test_a_model_that_does_not_fit_is_refused(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeconv.conversion.room.most_bytes", lambda: 10**8)
     with pytest.raises(SettingsError, match="a hash function is trained on a model in memory"):
@@ -250,15 +281,8 @@ def test_the_usual_width_is_small_beside_the_pack(packs: dict[str, Path]) -> Non
 
 def test_hits_are_of_what_is_stored(packs: dict[str, Path], tmp_path: Path) -> None:
     pack = copied(packs["olmoe"], tmp_path)
-    found = trained(pack, epochs=2)
+    found = trained(pack, epochs=2, work=tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
     opened = Pack.open(pack)
     function = HashFunction.from_bytes(opened.read_file(HASH))
     assert function.layer_hits(opened.manifest.model) == found.hits
-
-
-def test_what_else_lies_in_the_work_folder_stays(packs: dict[str, Path], tmp_path: Path) -> None:
-    pack, work = copied(packs["olmoe"], tmp_path), tmp_path / "elsewhere"
-    (work / "to-learn").mkdir(parents=True)
-    (work / "to-learn" / "mine").write_text("of somebody else")
-    trained(pack, epochs=1, work=work)
-    assert [path.relative_to(work).as_posix() for path in work.rglob("*")] == ["to-learn", "to-learn/mine"]

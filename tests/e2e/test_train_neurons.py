@@ -27,6 +27,7 @@ from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen
 from moeconv.source.experts import Call
+from moert.pack.errors import WriteFailed
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import Neurons
 from moert.pack.predictor import PREDICTOR, NeuronPredictor
@@ -282,14 +283,6 @@ def test_what_is_wrong_is_one_line(packs: dict[str, Path], tmp_path: Path, capsy
         assert err.count("moeconv: ") == 1
 
 
-def test_what_else_lies_in_the_work_folder_stays(packs: dict[str, Path], tmp_path: Path) -> None:
-    pack, work = copied(packs["olmoe"], tmp_path), tmp_path / "elsewhere"
-    (work / "to-learn").mkdir(parents=True)
-    (work / "to-learn" / "mine").write_text("of somebody else")
-    trained(pack, epochs=1, rank=4, work=work)
-    assert [path.relative_to(work).as_posix() for path in work.rglob("*")] == ["to-learn", "to-learn/mine"]
-
-
 def test_packs_that_it_is_not_for(firing: dict[str, Path], sources: dict[str, Path], tmp_path: Path) -> None:
     smooth = Done(settings_for(sources, "olmoe", tmp_path / "a", bits=(8,), calib=None)).settings.out
     with pytest.raises(SettingsError, match="this model's activation is silu"):
@@ -314,6 +307,36 @@ def test_a_disk_without_room_or_too_little_memory_is_one_line(
     monkeypatch.setattr("moeconv.conversion.room.most_bytes", lambda: 10**8)
     with pytest.raises(SettingsError, match="a predictor of neurons is trained on a model in memory"):
         trained(packs["olmoe"])
+
+
+def test_a_folder_with_other_things_is_no_work_folder(packs: dict[str, Path], tmp_path: Path) -> None:
+    """It is removed when training is done."""
+    pack, other = copied(packs["opt"], tmp_path), tmp_path / "other"
+    other.mkdir()
+    trained(pack, epochs=1, work=other)
+    assert not other.exists()
+    for names in (("lock", "thesis.txt"), ("mine.pt",)):
+        other.mkdir(exist_ok=True)
+        for name in names:
+            (other / name).write_text("hours of work")
+        with pytest.raises(SettingsError, match=rf"other holds {names[-1]}, which no training has left .* --work"):
+            trained(pack, epochs=1, work=other)
+        assert {path.name for path in other.iterdir()} == set(names)
+        shutil.rmtree(other)
+    before = sorted(pack.rglob("*"))
+    for folder in (pack, tmp_path):
+        with pytest.raises(SettingsError, match=r"would be lost: give another --work"):
+            trained(pack, epochs=1, work=folder)
+    assert sorted(pack.rglob("*")) == before
+
+
+def test_a_pack_that_can_not_be_written_to_is_said_before_training(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moert.pack.writer.os.access", lambda path, mode: False)
+    with pytest.raises(WriteFailed, match=r"nothing can be added to .*, which can't be written to"):
+        trained(packs["opt"])
+    assert not packs["opt"].with_name(f"{packs['opt'].name}.neurons").exists()
 
 
 def test_what_is_usual(packs: dict[str, Path]) -> None:

@@ -1,0 +1,60 @@
+"""Examples that a training finds again: taken as they were, made anew where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeconv.errors import ConversionError
+from moeconv.foresight.kept import filled
+
+WHOLE = b"0123456789"
+
+
+def filling(folder: Path, about: str = "a") -> tuple[dict[str, Any], bool]:
+    """What was found, and whether it was made for that."""
+    made = []
+
+    def fill() -> dict[str, Any]:
+        made.append(True)
+        (folder / "x").write_bytes(WHOLE)
+        (folder / "y").write_bytes(b"")
+        return {"lengths": {"decoder": 5}}
+
+    return filled(folder, about, fill), bool(made)
+
+
+def test_they_are_taken_again_if_they_are_about_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "to-learn"
+    first = filling(folder)
+    assert first[1]
+    assert first[0]["lengths"] == {"decoder": 5}
+    assert filling(folder) == (first[0], False)
+    assert filling(folder, "b")[1]
+    assert not filling(folder, "b")[1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "x").write_bytes(WHOLE[:-1]),
+        lambda folder: (folder / "x").write_bytes(b""),
+        lambda folder: (folder / "y").unlink(),
+        lambda folder: (folder / "examples.json").unlink(),
+        *(lambda folder, text=text: (folder / "examples.json").write_text(text) for text in ("", "[]", "{}", "{", "3")),
+    ],
+)
+def test_damaged_ones_are_made_anew(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    whole = filling(tmp_path / "to-learn")
+    damage(tmp_path / "to-learn")
+    assert filling(tmp_path / "to-learn") == whole
+    assert (tmp_path / "to-learn" / "x").read_bytes() == WHOLE
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match=r"can't use .*to-learn: .*; free it or give another --work"):
+        filling(tmp_path / "file" / "to-learn")
