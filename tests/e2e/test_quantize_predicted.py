@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,12 @@ import moeconv
 from moeconv.artifacts import Target, uniform
 from moeconv.command.cli import _exit_code
 from moeconv.command.present import conversion_table, next_steps
+from moeconv.conversion import neuron_lessons
 from moeconv.conversion.planning import plan
 from moeconv.conversion.references import References
 from moeconv.errors import ConversionError, SettingsError, TargetMissed
 from moeconv.foresight.naming import NamedNeurons, PredictedNeurons
+from moeconv.foresight.neurons import NeuronCourse
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.document import read_report
 from moeconv.report.page import result
@@ -27,6 +31,14 @@ from moert.pack.predictor import PREDICTOR, NeuronPredictor
 from moert.pack.reader import Pack
 
 FAMILIES = ("switch", "olmoe", "opt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def much_unnamed() -> Iterator[None]:
+    """Predictors leave a fifth unnamed: of such small experts all blocks are named otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neuron_lessons, "NeuronCourse", partial(NeuronCourse, missed=0.2))
+        yield
 
 
 @pytest.fixture(scope="module")
