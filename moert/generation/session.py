@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -175,9 +176,12 @@ class Session:
         return request
 
     def expect(self, prompts: Sequence[Prompt]) -> None:
-        """These will be asked of this model when the session is over: what can be worked out of them meanwhile may
-        be. Raises InputInvalid, TokenizerMissing, or a PackError for a damaged tokenizer."""
+        """These will be asked of this model when the session is over: what a hash function can work out of them
+        meanwhile may be; without one nothing happens. Raises InputInvalid, TokenizerMissing, or a PackError for a
+        damaged tokenizer."""
         with self._open():
+            if self._model.foresight is None:
+                return
             self._coming = [self._generation(prompt, GenerationSettings()).prompt_ids for prompt in prompts]
 
     def turn(self) -> list[tuple[Request, Piece]]:
@@ -258,7 +262,7 @@ class Session:
         started_s, running = time.perf_counter(), self._running
         logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
         if self._waiting or self._coming:
-            self._model.expects([*(each._generation.prompt_ids for each in self._waiting), *self._coming])
+            self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         for request in running:
             request._mark()
         pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]
