@@ -111,11 +111,11 @@ def train_hash(
     Without --calib, on the text that the pack was converted with.
     """
     from moeconv.command.present import hash_json, hash_table
-    from moeconv.conversion.hashing import Asked
+    from moeconv.conversion.hashing import HashAsked
     from moeconv.conversion.hashing import train_hash as run
     from moert.pack.reader import Pack
 
-    asked = Asked(calib, heldout, seed, samples, context, width, epochs, work, against, metric)
+    asked = HashAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, width)
     found = run(Pack.open(pack), asked, say, progress)
     print(json.dumps(hash_json(found)) if as_json else hash_table(found))
 
@@ -160,13 +160,13 @@ def train_neurons(
     converted with.
     """
     from moeconv.command.present import neurons_json, neurons_table
-    from moeconv.conversion.neurons import Asked
+    from moeconv.conversion.neurons import NeuronsAsked
     from moeconv.conversion.neurons import train_neurons as run
     from moeconv.conversion.settings import parse_share
     from moert.pack.reader import Pack
 
     share = parse_share(missed, "--missed")
-    asked = Asked(calib, heldout, seed, samples, context, rank, share, epochs, work, against, metric)
+    asked = NeuronsAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, rank, share)
     found = run(Pack.open(pack), asked, say, progress)
     print(json.dumps(neurons_json(found)) if as_json else neurons_table(found))
 

@@ -15,7 +15,9 @@ from moeconv.conversion.planning import Planned
 from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
 from moeconv.quantizers.dense import width_text
+from moert.pack.hash import RoutedLoss
 from moert.pack.manifest import LossEstimate
+from moert.pack.predictor import PredictedLoss
 
 
 def conversion_table(report: ConversionReport, out: str) -> str:
@@ -134,7 +136,7 @@ def _dense(report: ConversionReport) -> list[str]:
         return []
     lost, alone = dense.alone, ""
     if lost is not None:
-        alone = f"; by themselves they lose {lost.loss:.2%} (95% interval {lost.low:+.2%} to {lost.high:+.2%})"
+        alone = f"; by themselves they lose {_interval(lost)}"
     return [
         f"  dense matrices: {width_text(dense.bits)}{alone}",
         f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
@@ -163,7 +165,7 @@ def _neurons(report: ConversionReport) -> list[str]:
     ]
 
 
-def _interval(found: LossEstimate) -> str:
+def _interval(found: LossEstimate | RoutedLoss | PredictedLoss) -> str:
     return f"{found.loss:.2%} (95% interval {found.low:+.2%} to {found.high:+.2%})"
 
 
@@ -254,8 +256,7 @@ def hash_table(found: HashFigures) -> str:
         f"    {'':12}{f'first {found.top_k}':>10}{f'first {3 * found.top_k}':>10}",
     ]
     if found.routed is not None:
-        loss, low, high = found.routed.loss, found.routed.low, found.routed.high
-        lines.insert(1, f"  in the routers' place it loses {loss:.2%} (95% interval {low:+.2%} to {high:+.2%})")
+        lines.insert(1, f"  in the routers' place it loses {_interval(found.routed)}")
     lines += [f"    {at!s:12}{first:>10.1%}{more:>10.1%}" for at, (first, more) in found.hits.items()]
     return "\n".join(lines)
 
@@ -276,8 +277,7 @@ def neurons_table(found: NeuronFigures) -> str:
         f"    {'':12}{'firing':>10}{'neurons':>10}{'blocks':>10}",
     ]
     if found.loss is not None:
-        loss, low, high = found.loss.loss, found.loss.low, found.loss.high
-        lines.insert(1, f"  computing only these loses {loss:.2%} (95% interval {low:+.2%} to {high:+.2%})")
+        lines.insert(1, f"  computing only these loses {_interval(found.loss)}")
     lines += [
         f"    {at!s:12}{kept.firing:>10.1%}{kept.neurons:>10.1%}{kept.blocks:>10.1%}" for at, kept in found.kept.items()
     ]

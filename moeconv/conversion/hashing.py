@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from moeconv.conversion.fidelity import loss_of, unquantised_of
 from moeconv.conversion.lessons import check_memory, held_samples, lesson_bytes, lesson_of, usual_width
 from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import check_counts
-from moeconv.conversion.training import TrainingText, add_learnt, folder_of
+from moeconv.conversion.training import Asked, TrainingText, add_learnt, folder_of
 from moeconv.errors import SettingsError
 from moeconv.foresight.following import Following, refusal
 from moeconv.foresight.training import EPOCHS, Course, trained
@@ -26,22 +25,12 @@ from moert.pack.reader import Pack
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a user asks of a training run; None for what is usual."""
-
-    calib: str | None = None
-    heldout: str | None = None
-    seed: int | None = None
-    samples: int | None = None
-    context: int | None = None
+class HashAsked(Asked):
     width: int | None = None
-    epochs: int | None = None
-    work: Path | None = None
-    against: str | None = None
-    metric: str | None = None
 
     def __post_init__(self) -> None:
-        check_counts(samples=self.samples, context=self.context, seed=self.seed, width=self.width, epochs=self.epochs)
+        super().__post_init__()
+        check_counts(width=self.width)
         if self.width is not None and (self.width % 2 or self.width > MOST_WIDTH):
             raise SettingsError(f"--width {self.width}: expected an even number, at most {MOST_WIDTH}")
 
@@ -66,7 +55,7 @@ class HashFigures:
     routed: RoutedLoss | None = None
 
 
-def train_hash(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progress) -> HashFigures:
+def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: Progress) -> HashFigures:
     """Adds hash.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or PackError."""
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
     if not spec.moe.chooses:

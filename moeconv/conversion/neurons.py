@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from moeconv.conversion.fidelity import loss_of, unquantised_of
 from moeconv.conversion.lessons import check_memory
@@ -19,7 +18,7 @@ from moeconv.conversion.neuron_lessons import (
 )
 from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import check_counts
-from moeconv.conversion.training import TrainingText, add_learnt, folder_of
+from moeconv.conversion.training import Asked, TrainingText, add_learnt, folder_of
 from moeconv.errors import SettingsError
 from moeconv.foresight.naming import NamedNeurons
 from moeconv.foresight.neurons import EPOCHS, MISSED, NeuronCourse, trained_neurons
@@ -33,23 +32,13 @@ from moert.pack.reader import Pack
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a user asks of a training run; None for what is usual."""
-
-    calib: str | None = None
-    heldout: str | None = None
-    seed: int | None = None
-    samples: int | None = None
-    context: int | None = None
+class NeuronsAsked(Asked):
     rank: int | None = None
     missed: float | None = None
-    epochs: int | None = None
-    work: Path | None = None
-    against: str | None = None
-    metric: str | None = None
 
     def __post_init__(self) -> None:
-        check_counts(samples=self.samples, context=self.context, seed=self.seed, rank=self.rank, epochs=self.epochs)
+        super().__post_init__()
+        check_counts(rank=self.rank)
         if self.rank is not None and self.rank > MOST_RANK:
             raise SettingsError(f"--rank {self.rank}: expected at most {MOST_RANK}")
 
@@ -78,7 +67,7 @@ class NeuronFigures:
     loss: PredictedLoss | None = None
 
 
-def train_neurons(pack: Pack, asked: Asked, say: Callable[[str], None], show: Progress) -> NeuronFigures:
+def train_neurons(pack: Pack, asked: NeuronsAsked, say: Callable[[str], None], show: Progress) -> NeuronFigures:
     """Adds predictor.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or
     PackError."""
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(PREDICTOR,))

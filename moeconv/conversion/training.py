@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -14,6 +14,7 @@ from moeconv.calibration import Splits
 from moeconv.conversion.fidelity import Text
 from moeconv.conversion.limits import context_note, samples_note
 from moeconv.conversion.pack_text import text_of
+from moeconv.conversion.settings import check_counts
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.metrics import Metric, default_metric, find_metric
 from moeconv.measure.scorers import Subject
@@ -30,26 +31,22 @@ _LEFT = (LOCK, "to-learn", "to-judge-by", "*.pt", "*.pt.*.tmp")
 """What a training that was stopped may leave in its folder."""
 
 
-class Asked(Protocol):
+@dataclass(frozen=True)
+class Asked:
     """What a user asks of any training; None for what is usual."""
 
-    @property
-    def calib(self) -> str | None: ...
+    calib: str | None = None
+    heldout: str | None = None
+    seed: int | None = None
+    samples: int | None = None
+    context: int | None = None
+    epochs: int | None = None
+    work: Path | None = None
+    against: str | None = None
+    metric: str | None = None
 
-    @property
-    def heldout(self) -> str | None: ...
-
-    @property
-    def seed(self) -> int | None: ...
-
-    @property
-    def samples(self) -> int | None: ...
-
-    @property
-    def context(self) -> int | None: ...
-
-    @property
-    def metric(self) -> str | None: ...
+    def __post_init__(self) -> None:
+        check_counts(samples=self.samples, context=self.context, seed=self.seed, epochs=self.epochs)
 
 
 @dataclass(frozen=True)

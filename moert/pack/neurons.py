@@ -117,7 +117,7 @@ def neuron_layout(
 
 def columns_bytes(width: int, d_model: int, group_size: int) -> int:
     """What the column of one neuron takes where `down` has this width; `group_size` as above."""
-    return sum(_neuron_bytes(width, d_model, min(group_size, d_model) if group_size else d_model))
+    return sum(_neuron_bytes(width, d_model, _features(group_size, d_model)))
 
 
 @lru_cache(maxsize=1024)
@@ -125,7 +125,7 @@ def _layout(
     sizes: tuple[int, int], bias: bool, widths: tuple[tuple[str, int], ...], group_size: int, form16: Form16,
     page_bytes: int, neurons: Neurons,
 ) -> NeuronLayout:  # fmt: skip
-    (d_model, d_ff), group = sizes, min(group_size, sizes[0]) if group_size else sizes[0]
+    (d_model, d_ff), group = sizes, _features(group_size, sizes[0])
     plain = {name: MatrixPlace(width, group, form16, (), None) for name, width in widths}
     per_block = _per_block(plain[DOWN], d_model, d_ff, neurons.piece_bytes)
     n_blocks = -(-d_ff // per_block)
@@ -170,6 +170,11 @@ def _placed(
         found[name] = found[name]._replace(bias_place=place)
         end = place + per_block * _BIAS_BYTES
     return found, _filled(end, unit)
+
+
+def _features(group_size: int, d_model: int) -> int:
+    """Of a group: 0 stands for all."""
+    return min(group_size, d_model) if group_size else d_model
 
 
 def _neuron_bytes(bits: int, d_model: int, group_size: int) -> tuple[int, ...]:

@@ -93,3 +93,11 @@ class Done:
     def swept(self) -> int:
         """Measurements that the sweep lacked."""
         return next(int(line.split()[-1]) for line in self.said if line.startswith("sweep of "))
+
+
+def check_parts(material: Material) -> None:
+    """No text is in two of the parts that a conversion with something to learn has."""
+    parts = material.learning, material.ranking, material.acceptance, material.splits.heldout
+    texts = [{sample.source for sample in part} for part in parts]
+    assert all(texts)
+    assert sum(map(len, texts)) == len(set.union(*texts))

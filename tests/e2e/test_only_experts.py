@@ -14,7 +14,7 @@ from conversions import Done, settings_for
 from tiny import VOCAB, tiny_of, transformers_model
 
 from moeconv.artifacts import Target
-from moeconv.conversion.hashing import Asked, train_hash
+from moeconv.conversion.hashing import HashAsked, train_hash
 from moeconv.conversion.planning import plan
 from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError
@@ -142,7 +142,7 @@ def test_what_would_choose_experts_is_refused(
 
 def test_there_is_nothing_to_foresee(done: Done) -> None:
     with pytest.raises(SettingsError, match="has nothing to foresee: every token passes all experts of a layer"):
-        train_hash(Pack.open(done.settings.out), Asked(), lambda _: None, unseen)
+        train_hash(Pack.open(done.settings.out), HashAsked(), lambda _: None, unseen)
 
 
 def test_no_policy_budget_or_batch_changes_an_answer(done: Done) -> None:

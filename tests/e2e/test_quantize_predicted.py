@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conversions import Done, settings_for
-from tiny import tiny_of, tiny_olmoe
+from conversions import Done, check_parts, settings_for
 
 import moeconv
 from moeconv.artifacts import Target, uniform
@@ -39,15 +38,6 @@ def much_unnamed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neuron_lessons, "NeuronCourse", partial(NeuronCourse, missed=0.2))
         yield
-
-
-@pytest.fixture(scope="module")
-def firing(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An encoder-decoder, gated experts of which a token has several, and a dense decoder with biases."""
-    root = tmp_path_factory.mktemp("relu")
-    return {
-        **sources, "olmoe": tiny_olmoe(root / "olmoe", hidden_act="relu"), "opt": tiny_of("opt")(root / "opt"),
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +79,7 @@ def test_a_pack_has_its_predictor_and_what_it_loses_with_it(converted: dict[str,
 
 
 def test_nothing_that_judges_was_trained_on(converted: dict[str, Done]) -> None:
-    material = converted["opt"].bench.material
-    parts = material.learning, material.ranking, material.acceptance, material.splits.heldout
-    texts = [{sample.source for sample in part} for part in parts]
-    assert all(texts)
-    assert sum(map(len, texts)) == len(set.union(*texts))
+    check_parts(converted["opt"].bench.material)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conversions import Done, settings_for
+from conversions import Done, check_parts, settings_for
 from torch import Tensor
 
 from moeconv.artifacts import Target, uniform
@@ -67,11 +67,7 @@ def test_a_pack_has_its_function_and_what_it_loses_with_it(converted: dict[str, 
 
 
 def test_nothing_that_judges_was_trained_on(converted: dict[str, Done]) -> None:
-    material = converted["olmoe"].bench.material
-    parts = material.learning, material.ranking, material.acceptance, material.splits.heldout
-    texts = [{sample.source for sample in part} for part in parts]
-    assert all(texts)
-    assert sum(map(len, texts)) == len(set.union(*texts))
+    check_parts(converted["olmoe"].bench.material)
 
 
 def expected_calls(done: Done, function: HashFunction, reads: dict[str, Tensor]) -> dict[LayerKey, tuple[Any, Any]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +114,6 @@ def test_room_is_kept_to(pack: Path) -> None:
         for prompt in PROMPTS:
             engine.generate(prompt, max_new_tokens=NEW)
             assert streaming.held_bytes <= streaming.capacity_bytes
-
-
-@pytest.fixture
-def damaged(pack: Path, tmp_path: Path) -> Iterator[Path]:
-    return Path(shutil.copytree(pack, tmp_path / "m.pack"))
 
 
 @pytest.mark.parametrize("where", ["rows", "columns"])

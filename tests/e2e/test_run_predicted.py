@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +222,6 @@ def test_what_is_not_named_is_not_read(pack: Path) -> None:
     assert 0 < stats.neurons_fired < stats.neurons_computed
     assert 0 < stats.block_hits < stats.block_requests
     assert 0 < stats.expert_hits < stats.expert_requests
-
-
-@pytest.fixture
-def damaged(pack: Path, tmp_path: Path) -> Iterator[Path]:
-    return Path(shutil.copytree(pack, tmp_path / "m.pack"))
 
 
 @pytest.mark.parametrize("where", ["rows", "columns"])

@@ -16,9 +16,10 @@ import pytest
 import torch
 from conversions import Done, settings_for
 from converting import run, start
+from trainings import check_read_only, check_work_folders
 
 from moeconv.command.cli import _exit_code
-from moeconv.conversion.hashing import Asked, train_hash
+from moeconv.conversion.hashing import HashAsked, train_hash
 from moeconv.conversion.lessons import lesson_of, usual_width
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.foresight.batches import batches
@@ -29,7 +30,6 @@ from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import unseen
 from moeconv.source.archs.weights import parameter
-from moert.pack.errors import WriteFailed
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.reader import Pack
 from moert.pack.writer import add_files
@@ -50,7 +50,7 @@ def copied(pack: Path, root: Path) -> Path:
 
 
 def trained(pack: Path, **asked: Any) -> Any:
-    return train_hash(Pack.open(pack), Asked(**asked), lambda line: None, unseen)
+    return train_hash(Pack.open(pack), HashAsked(**asked), lambda line: None, unseen)
 
 
 def words(pack: Path, *more: str) -> list[str]:
@@ -180,7 +180,7 @@ def test_a_pack_that_changed_meanwhile(packs: dict[str, Path], tmp_path: Path) -
     def add(line: str) -> None:
         add_files(pack, Pack.open(pack).manifest, {"more.txt": line.encode()})
 
-    train_hash(Pack.open(pack), Asked(epochs=1), add, unseen)
+    train_hash(Pack.open(pack), HashAsked(epochs=1), add, unseen)
     assert {"more.txt", HASH} <= set(Pack.open(pack).manifest.files)
 
     def change(line: str) -> None:
@@ -188,7 +188,7 @@ def test_a_pack_that_changed_meanwhile(packs: dict[str, Path], tmp_path: Path) -
 
     before = Pack.open(pack).read_file(HASH)
     with pytest.raises(ConversionError, match="was replaced in the meantime"):
-        train_hash(Pack.open(pack), Asked(epochs=1, seed=5), change, unseen)
+        train_hash(Pack.open(pack), HashAsked(epochs=1, seed=5), change, unseen)
     assert Pack.open(pack).read_file(HASH) == before
 
 
@@ -225,8 +225,8 @@ def test_a_pack_judged_by_a_module_says_that_it_wants_that(packs: dict[str, Path
     assert quality is not None
     opened.manifest = replace(opened.manifest, quality=replace(quality, metric="ours.py"))
     with pytest.raises(SettingsError, match=r"judged by ours\.py, a module: say where it is with --metric"):
-        train_hash(opened, Asked(epochs=1), lambda line: None, unseen)
-    assert train_hash(opened, Asked(epochs=1, metric=quality.metric), lambda line: None, unseen).tokens
+        train_hash(opened, HashAsked(epochs=1), lambda line: None, unseen)
+    assert train_hash(opened, HashAsked(epochs=1, metric=quality.metric), lambda line: None, unseen).tokens
 
 
 def test_a_disk_without_room_is_one_line(
@@ -238,33 +238,13 @@ def test_a_disk_without_room_is_one_line(
 
 
 def test_a_folder_with_other_things_is_no_work_folder(packs: dict[str, Path], tmp_path: Path) -> None:
-    """It is removed when training is done."""
-    pack, other = copied(packs["olmoe"], tmp_path), tmp_path / "other"
-    other.mkdir()
-    trained(pack, epochs=1, work=other)
-    assert not other.exists()
-    for names in (("lock", "thesis.txt"), ("mine.pt",)):
-        other.mkdir(exist_ok=True)
-        for name in names:
-            (other / name).write_text("hours of work")
-        with pytest.raises(SettingsError, match=rf"other holds {names[-1]}, which no training has left .* --work"):
-            trained(pack, epochs=1, work=other)
-        assert {path.name for path in other.iterdir()} == set(names)
-        shutil.rmtree(other)
-    before = sorted(pack.rglob("*"))
-    for folder in (pack, tmp_path):
-        with pytest.raises(SettingsError, match=r"would be lost: give another --work"):
-            trained(pack, epochs=1, work=folder)
-    assert sorted(pack.rglob("*")) == before
+    check_work_folders(trained, copied(packs["olmoe"], tmp_path), tmp_path / "other")
 
 
 def test_a_pack_that_can_not_be_written_to_is_said_before_training(
     packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moert.pack.writer.os.access", lambda path, mode: False)
-    with pytest.raises(WriteFailed, match=r"nothing can be added to .*, which can't be written to"):
-        trained(packs["olmoe"])
-    assert not packs["olmoe"].with_name(f"{packs['olmoe'].name}.hash").exists()
+    check_read_only(trained, packs["olmoe"], "hash", monkeypatch)
 
 
 def test_a_model_that_does_not_fit_is_refused(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from conversions import Done, settings_for
 from converting import run
-from tiny import tiny_of, tiny_olmoe
+from trainings import check_read_only, check_work_folders
 
 from moeconv.calibration import load_splits
 from moeconv.command.cli import _exit_code
 from moeconv.conversion.neuron_lessons import guessed_block, usual_rank
-from moeconv.conversion.neurons import Asked, NeuronFigures, train_neurons
+from moeconv.conversion.neurons import NeuronFigures, NeuronsAsked, train_neurons
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.foresight.firings import LARGEST, firings
 from moeconv.foresight.naming import NamedNeurons
@@ -27,7 +27,6 @@ from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen
 from moeconv.source.experts import Call
-from moert.pack.errors import WriteFailed
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import Neurons
 from moert.pack.predictor import PREDICTOR, NeuronPredictor
@@ -35,15 +34,6 @@ from moert.pack.reader import Pack
 from moert.pack.writer import add_files
 
 FAMILIES = ("switch", "olmoe", "opt")
-
-
-@pytest.fixture(scope="module")
-def firing(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An encoder-decoder, gated experts of which a token has several, and a dense decoder with biases."""
-    root = tmp_path_factory.mktemp("relu")
-    return {
-        **sources, "olmoe": tiny_olmoe(root / "olmoe", hidden_act="relu"), "opt": tiny_of("opt")(root / "opt"),
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +51,7 @@ def copied(pack: Path, root: Path) -> Path:
 
 
 def trained(pack: Path, **asked: Any) -> NeuronFigures:
-    return train_neurons(Pack.open(pack), Asked(**asked), lambda line: None, unseen)
+    return train_neurons(Pack.open(pack), NeuronsAsked(**asked), lambda line: None, unseen)
 
 
 def predictor_of(pack: Path) -> NeuronPredictor:
@@ -190,7 +180,7 @@ def test_killed_it_goes_on_to_the_same_file(packs: dict[str, Path], tmp_path: Pa
             raise Killed
 
     with pytest.raises(Killed):
-        train_neurons(Pack.open(other), Asked(epochs=4, rank=4), stop, unseen)
+        train_neurons(Pack.open(other), NeuronsAsked(epochs=4, rank=4), stop, unseen)
     assert PREDICTOR not in Pack.open(other).manifest.files
     assert (tmp_path / "other" / "m.pack.neurons" / "E01.pt").exists()
     done = run([sys.executable, "-m", "moeconv", "train-neurons", str(other), *options])
@@ -251,7 +241,7 @@ def test_a_pack_that_changed_meanwhile(packs: dict[str, Path], tmp_path: Path) -
     def add(line: str) -> None:
         add_files(pack, Pack.open(pack).manifest, {"more.txt": line.encode()})
 
-    train_neurons(Pack.open(pack), Asked(epochs=1), add, unseen)
+    train_neurons(Pack.open(pack), NeuronsAsked(epochs=1), add, unseen)
     assert {"more.txt", PREDICTOR} <= set(Pack.open(pack).manifest.files)
 
     def change(line: str) -> None:
@@ -259,7 +249,7 @@ def test_a_pack_that_changed_meanwhile(packs: dict[str, Path], tmp_path: Path) -
 
     before = Pack.open(pack).read_file(PREDICTOR)
     with pytest.raises(ConversionError, match="was replaced in the meantime"):
-        train_neurons(Pack.open(pack), Asked(epochs=1, seed=5), change, unseen)
+        train_neurons(Pack.open(pack), NeuronsAsked(epochs=1, seed=5), change, unseen)
     assert Pack.open(pack).read_file(PREDICTOR) == before
 
 
@@ -310,33 +300,13 @@ def test_a_disk_without_room_or_too_little_memory_is_one_line(
 
 
 def test_a_folder_with_other_things_is_no_work_folder(packs: dict[str, Path], tmp_path: Path) -> None:
-    """It is removed when training is done."""
-    pack, other = copied(packs["opt"], tmp_path), tmp_path / "other"
-    other.mkdir()
-    trained(pack, epochs=1, work=other)
-    assert not other.exists()
-    for names in (("lock", "thesis.txt"), ("mine.pt",)):
-        other.mkdir(exist_ok=True)
-        for name in names:
-            (other / name).write_text("hours of work")
-        with pytest.raises(SettingsError, match=rf"other holds {names[-1]}, which no training has left .* --work"):
-            trained(pack, epochs=1, work=other)
-        assert {path.name for path in other.iterdir()} == set(names)
-        shutil.rmtree(other)
-    before = sorted(pack.rglob("*"))
-    for folder in (pack, tmp_path):
-        with pytest.raises(SettingsError, match=r"would be lost: give another --work"):
-            trained(pack, epochs=1, work=folder)
-    assert sorted(pack.rglob("*")) == before
+    check_work_folders(trained, copied(packs["opt"], tmp_path), tmp_path / "other")
 
 
 def test_a_pack_that_can_not_be_written_to_is_said_before_training(
     packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moert.pack.writer.os.access", lambda path, mode: False)
-    with pytest.raises(WriteFailed, match=r"nothing can be added to .*, which can't be written to"):
-        trained(packs["opt"])
-    assert not packs["opt"].with_name(f"{packs['opt'].name}.neurons").exists()
+    check_read_only(trained, packs["opt"], "neurons", monkeypatch)
 
 
 def test_what_is_usual(packs: dict[str, Path]) -> None:

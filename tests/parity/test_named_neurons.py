@@ -13,7 +13,7 @@ from tiny_packs import run_greedy
 
 from moeconv.artifacts import uniform
 from moeconv.conversion.layouts import blocks_of
-from moeconv.conversion.neurons import Asked, train_neurons
+from moeconv.conversion.neurons import NeuronsAsked, train_neurons
 from moeconv.foresight.naming import NamedNeurons
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel
@@ -38,7 +38,7 @@ def test_logits_are_those_that_were_measured(family: str, bits: int, tmp_path: P
     emit(coder, uniform(checkpoint.spec, bits), tmp_path / "m.pack", seed=0, label=Label("tests"))
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(" ".join(rng.choice(WORDS) for _ in range(30)) for _ in range(40)))
-    asked = Asked(calib=str(text), rank=6, missed=0.9, epochs=1, context=32)
+    asked = NeuronsAsked(calib=str(text), rank=6, missed=0.9, epochs=1, context=32)
     train_neurons(Pack.open(tmp_path / "m.pack"), asked, lambda line: None, unseen)
     pack = Pack.open(tmp_path / "m.pack")
     predictor, packed = load_predictor(pack), PackedModel.open(pack)

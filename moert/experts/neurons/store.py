@@ -74,9 +74,6 @@ class Pieces:
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
         self._readers = Readers()
 
-    def layout(self, key: ExpertKey) -> NeuronLayout:
-        return self.layouts[key]
-
     def biases(self) -> dict[ExpertKey, F32]:
         """Of down, [d_model], of all experts that have some. Raises PackError."""
         return {key: bias for key in self.layouts if (bias := self._bias(key)) is not None}
@@ -144,7 +141,7 @@ class RowStore:
         self._pieces = pieces
 
     def nbytes(self, key: ExpertKey) -> int:
-        layout = self._pieces.layout(key)
+        layout = self._pieces.layouts[key]
         return layout.together_bytes or layout.n_blocks * layout.rows_bytes
 
     def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
@@ -152,7 +149,7 @@ class RowStore:
         return [self._read(key, into) for key, into in wanted]
 
     def _read(self, key: ExpertKey, into: U8) -> U8 | PackError:
-        layout = self._pieces.layout(key)
+        layout = self._pieces.layouts[key]
         try:
             if layout.together_bytes:
                 self._pieces.read(key, [all_rows_of(layout)], np.arange(1), into, np.zeros(1, np.int64))
@@ -167,7 +164,7 @@ class RowStore:
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """`Rows`, which only FiringExperts looks into."""
-        layout = self._pieces.layout(key)
+        layout = self._pieces.layouts[key]
         return Expert(Rows(layout, buffer, _side_by_side(layout)))
 
 
@@ -178,19 +175,19 @@ class ColumnReader:
         self._pieces = pieces
 
     def n_blocks(self, key: ExpertKey) -> int:
-        return self._pieces.layout(key).n_blocks
+        return self._pieces.layouts[key].n_blocks
 
     def nbytes(self, key: ExpertKey) -> int:
-        return self._pieces.layout(key).columns_bytes
+        return self._pieces.layouts[key].columns_bytes
 
     def all_bytes(self, key: ExpertKey) -> int:
-        return self.n_blocks(key) * self._pieces.layout(key).columns_step
+        return self.n_blocks(key) * self._pieces.layouts[key].columns_step
 
     def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
-        self._pieces.read(key, [columns_of(self._pieces.layout(key))], blocks, into, places)
+        self._pieces.read(key, [columns_of(self._pieces.layouts[key])], blocks, into, places)
 
     def read_all(self, key: ExpertKey, into: U8) -> I64:
-        layout = self._pieces.layout(key)
+        layout = self._pieces.layouts[key]
         parts = [columns_of(layout)]
         if layout.rows_step > layout.rows_bytes:  # bundled: what lies between is read too, in one request
             parts = [rows_of(layout), columns_of(layout, layout.rows_bytes)]
@@ -207,10 +204,10 @@ class BlockReader:
         self._pieces = pieces
 
     def n_blocks(self, key: ExpertKey) -> int:
-        return self._pieces.layout(key).n_blocks
+        return self._pieces.layouts[key].n_blocks
 
     def nbytes(self, key: ExpertKey) -> int:
-        layout = self._pieces.layout(key)
+        layout = self._pieces.layouts[key]
         return layout.rows_bytes + layout.columns_bytes
 
     def all_bytes(self, key: ExpertKey) -> int:
@@ -226,7 +223,7 @@ class BlockReader:
         return places
 
     def _parts(self, key: ExpertKey) -> list[Part]:
-        layout = self._pieces.layout(key)
+        layout = self._pieces.layouts[key]
         return [rows_of(layout), columns_of(layout, layout.rows_bytes)]
 
 
