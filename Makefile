@@ -18,7 +18,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -119,6 +119,9 @@ bench-mixed: data  ## attention, or all outside the experts, at some bits by exp
 
 bench-hash: data build/demo/summary.json build/references/summary.json  ## knowing the experts beforehand: hits, recall, eviction, speed on imitated drives (half an hour)
 	$(PY) -m tests.bench.hashed
+
+bench-beforehand: data build/demo/summary.json  ## working on the next batch while one runs, beside not doing so (5 minutes, and 10 of training)
+	$(PY) -m tests.bench.beforehand
 
 bench-flash: data build/demo/summary.json  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)
 	$(PY) -m tests.bench.flash

@@ -3,8 +3,7 @@ Mixtral-offloading (Eliseev & Mazur 2023), on the reference models with function
 
 Parts: `hits` of the function on short, middle and long inputs; performance `kept` where it takes the place of the
 routers; `memory` that a short input needs; the share of a pass that `choosing` takes; `recall` of what reads ahead;
-`evictions`, and k latest experts of each layer; what it brings to work on the next batch `beforehand`; `speed` on
-imitated drives. All text is held out.
+`evictions`, and k latest experts of each layer; `speed` on imitated drives. All text is held out.
 
 Writes build/bench/hashed.json.
 """
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from moert.pack.reader import Pack
 from tests.bench.devices import DEVICES, alive
-from tests.bench.hash_beforehand import beforehand_rows
 from tests.bench.hash_evictions import SHARES, eviction_rows, hit_rates, k_rows
 from tests.bench.hash_kept import kept_rows
 from tests.bench.hash_memory import choosing_rows, demanded_rows, saved_speed_row
@@ -57,7 +55,7 @@ def evictions(subject: Subject) -> Iterator[Row]:
 
 PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {
     "hits": hit_rows, "kept": kept_rows, "memory": memory_rows, "choosing": choosing_rows, "recall": recall_rows,
-    "evictions": evictions, "beforehand": beforehand_rows,
+    "evictions": evictions,
 }  # fmt: skip
 SPEED = "speed"
 

@@ -96,6 +96,6 @@ def test_a_part_of_a_run_can_be_shown() -> None:
     assert {row.name: row.met for row in rows if row.aim} == {
         "m, ssd: hash, foreseen 50% to on demand": True, "m, ssd: auto 50% to none": False,
     }  # fmt: skip
-    for parts in (hashed.names, hashed.routing, hashed.hits, hashed.speeds):
+    for parts in (hashed.names, hashed.routing, hashed.hits, hashed.speeds, hashed.beforehand):
         assert rendered(parts(result), result)
     assert "0.95 (aim ≥ 0.98: missed)" in rendered(hashed.speeds(result), result)

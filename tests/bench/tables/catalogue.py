@@ -50,6 +50,7 @@ BLOCKS: Mapping[str, Block] = {
     "hash-routing": Block("hashed", hashed.routing),
     "hash-hits": Block("hashed", hashed.hits),
     "hash-speeds": Block("hashed", hashed.speeds),
+    "beforehand": Block("beforehand", hashed.beforehand),
     "flash-bytes": Block("flash", flash.nbytes),
     "flash-speeds": Block("flash", flash.speeds),
     "flash-curves": Block("flash", flash.curves),

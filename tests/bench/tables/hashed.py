@@ -84,10 +84,16 @@ def routing(result: Result) -> Sequence[Part]:
              *(rows.cell(f"{model}, {length}: expert memory that is not needed", "%") for length in LENGTHS),
              rows.cell(f"{model}, short: speed with 80% of expert memory saved", ".2f"))
         )  # fmt: skip
-    next_one: list[Line] = [("speed, to that without", "with routers", "with the function")]
+    return [lines]
+
+
+def beforehand(result: Result) -> Sequence[Part]:
+    """`make bench-beforehand`: the speed of batches whose next one is worked on, to that without."""
+    rows = Rows(result)
+    lines: list[Line] = [("speed, to that without", "with routers", "with the function")]
     for where in rows.found(r"(\w+: batches of .* beforehand), with \w+"):
-        next_one.append((where, *(rows.cell(f"{where}, with {what}", ".2f") for what in ("routers", "hash"))))
-    return [lines, next_one] if len(next_one) > 1 else [lines]
+        lines.append((where, *(rows.cell(f"{where}, with {what}", ".2f") for what in ("routers", "hash"))))
+    return [lines]
 
 
 def hits(result: Result) -> Sequence[Part]:

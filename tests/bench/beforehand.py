@@ -1,16 +1,23 @@
-"""What the thread is worth that works on the next batch while one runs (SiDA, §3.1): batches of prompts with it and
-without, in turns."""
+"""`make bench-beforehand`: what the thread is worth that works on the next batch while one runs (SiDA, §3.1), on reference
+models with functions that `moeconv train-hash` trained: batches of prompts with it and without, in turns.
+
+Writes build/bench/beforehand.json.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 
 from moert.engine import Engine
 from tests.bench.hash_kept import routings
-from tests.bench.hash_packs import Subject, inputs
-from tests.bench.result import Row, row_of_runs
+from tests.bench.hash_packs import FOLDER, SUBJECTS, Subject, inputs, with_function
+from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.streamed import THREADS
+
+MODELS = ("g2p", "wiki")
+"""Those that `make demo` converts: one that encodes whole inputs, and one that reads on."""
 
 BATCH, BATCHES, ROUNDS = 8, 6, 5
 NEVER_SLOWER = 0.98
@@ -41,3 +48,21 @@ def _taken(engine: Engine, batches: Sequence[Sequence[list[int]]], new_tokens: i
         for _ in engine.generate_many(batch, max_new_tokens=new_tokens, coming=behind if ahead else []):
             pass
     return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Batches whose next one is worked out beforehand, beside others.")
+    parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(MODELS))
+    asked = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    rows = list[Row]()
+    for subject in (SUBJECTS[name] for name in asked.models):
+        with_function(subject)
+        rows += beforehand_rows(subject)
+    print(table(rows))
+    settings = {"models": asked.models, "batch": BATCH, "batches": BATCHES, "rounds": ROUNDS, "threads": THREADS}
+    print(f"written to {write('beforehand', context(settings), rows)}")
+
+
+if __name__ == "__main__":
+    main()
