@@ -1,7 +1,8 @@
 """`make bench-workers`: a conversion layer by layer on a Ray cluster, with two workers of one core each beside one.
 
-OLMoE-1B-7B cut after its first layers, made on the disk first; `--loss 5%`, gptq, ranked by gradients, as bench-size
-converts it, on less text. With one worker everything has one core: the cluster, and the process that it works for.
+OLMoE-1B-7B cut after its first layers, made on the disk first; gptq, ranked by gradients, as bench-size converts it, on
+less text: too little to promise a loss by, so that what is asked for is bits a weight. With one worker everything has one
+core: the cluster, and the process that it works for.
 Writes build/bench/workers.json.
 """
 
@@ -23,13 +24,16 @@ from tests.cgroups import missing
 
 FOLDER = Path("build/bench/workers")
 AIM = 1.8
+BITS = 3
 COUNTS = (1, 2)
 MEMORY_BYTES = 8 << 30  # of all processes of the cluster together
 
 
 def arguments(windows: int) -> list[str]:
-    """What moeconv quantize is told: as FITTED, with fewer windows."""
+    """What moeconv quantize is told: as FITTED, with fewer windows and for a size."""
     found = list(FITTED)
+    at = found.index("--loss")
+    found[at : at + 2] = ["--bits-per-weight", str(BITS)]
     for name, share in (("--samples", 3 / 4), ("--sweep-samples", 1 / 4), ("--heldout-samples", 1 / 4)):
         found[found.index(name) + 1] = str(max(1, int(windows * share)))
     return found
@@ -81,7 +85,7 @@ def main() -> int:
     for _ in range(asked.rounds):
         for count in COUNTS:
             found[count].append(converted(model, count, asked.windows))
-    rows = rows_of(f"OLMoE, --loss 5%, {asked.layers} layer(s)", dict(found))
+    rows = rows_of(f"OLMoE, {BITS} bits a weight, {asked.layers} layer(s)", dict(found))
     settings = {"layers": asked.layers, "windows": asked.windows, "rounds": asked.rounds, "page_cache": "cold"}
     print(table(rows))
     print(f"written to {write('workers', context(settings, ('ray',)), rows)}")

@@ -206,6 +206,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "hash-routing": ["wiki: hash function", "wiki: perplexity with routers"],
     "hash-hits": ["wiki: hash function", "wiki, k = 8: hits under lru"],
     "hash-speeds": ["wiki: hash function"],
+    "beforehand": ["wiki: batches of 8, the next one worked out beforehand, with routers"],
     "large": ["olmoe, ssd, 1 GB: moert: decode", "olmoe, ssd, 1 GB (own routers): moert to llama.cpp Q4_K"],
     "many": ["6,144 experts: engine ready"],
     "mixed": ["wiki, all at 16: size outside", "wiki, experts at 4: size"],
@@ -213,7 +214,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "promise": ["wiki perplexity 5%: held-out loss met the target"],
     "size": ["OLMoE: bits 4, wall time"],
-    "workers": ["OLMoE, --loss 5%, 1 layer(s), 1 worker(s): time"],
+    "workers": ["OLMoE, 3 bits a weight, 1 layer(s), 1 worker(s): time"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
     "sweep": [
         "wiki: wall time",

@@ -16,6 +16,7 @@ def test_less_text_is_divided_as_all_of_it_is() -> None:
     names = ("--samples", "--sweep-samples", "--heldout-samples")
     assert [told[told.index(name) + 1] for name in names] == ["6", "2", "2"]
     assert len(told) == len(FITTED)
+    assert "--loss" not in told, "there are too few documents to promise one by"
 
 
 def test_the_ratio_is_of_runs_that_followed_each_other() -> None:
