@@ -20,7 +20,7 @@ from moert.predict import AUTO_PREDICTOR, PREDICTORS
 from moert.wording import said
 
 if TYPE_CHECKING:
-    from moert.models.kv import KvBits
+    from moert.kernels.pages import KvBits
 
 KV_BITS = (16, 8)
 

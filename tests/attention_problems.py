@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from native_problems import KINDS, Kind, normal, random_stored
 
 from moert.kernels.backend import AttentionWeights, BackendOf, NormWeights, Positions, Stored
-from moert.models.kv import KEYS, Kept, KvBits
+from moert.kernels.pages import KvBits
+from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Attention, Latent, Norm
 
@@ -195,15 +196,11 @@ def keep(
 
 def room_for(kept: Kept, tokens: int) -> int:
     """Room for tokens, in which and behind which there is nothing of use."""
-    room, start = kept.values.shape[1], kept.extend(tokens)
-    if kept.values.shape[1] > room:
-        behind = np.arange(start, kept.values.shape[1])
-        keys, values = _bytes(kept.keys), _bytes(kept.values)
-        keys[:, behind // KEYS, :, behind % KEYS] = GARBAGE[keys.itemsize]
-        values[:, start:] = GARBAGE[values.itemsize]
-        if kept.key_steps is not None and kept.value_steps is not None:
-            _bytes(kept.key_steps)[:, behind // KEYS, behind % KEYS] = GARBAGE[2]
-            _bytes(kept.value_steps)[:, start:] = GARBAGE[2]
+    pages, start = len(kept.pages), kept.extend(tokens)
+    for page in kept.pages[pages:]:
+        for part in (page.keys, page.values, page.key_steps, page.value_steps):
+            if part is not None:
+                _bytes(part)[...] = GARBAGE[part.itemsize]
     return start
 
 
@@ -214,11 +211,16 @@ def _bytes(numbers: npt.NDArray[Any]) -> Raw:
 def raw(kept: Kept) -> tuple[Raw, ...]:
     """Copies of keys and values, those behind the last included: [kv, room, dim] and [kv, room, value_dim]; and of
     their steps."""
-    kv, _, dim, _ = kept.keys.shape
-    keys, values = _bytes(kept.keys.transpose(0, 1, 3, 2).reshape(kv, -1, dim).copy()), _bytes(kept.values.copy())
-    if kept.key_steps is None or kept.value_steps is None:
-        return keys, values
-    return keys, values, _bytes(kept.key_steps.reshape(kv, -1, 1).copy()), _bytes(kept.value_steps[..., None].copy())
+    pages = kept.pages
+    parts = [[page.keys.swapaxes(1, 2) for page in pages], [page.values for page in pages]]
+    if kept.layout.bits == 8:
+        parts += [[_steps(page.key_steps) for page in pages], [_steps(page.value_steps) for page in pages]]
+    return tuple(_bytes(np.concatenate(each, axis=1)) for each in parts)
+
+
+def _steps(of_page: npt.NDArray[np.float16] | None) -> npt.NDArray[np.float16]:
+    assert of_page is not None
+    return of_page[..., None]
 
 
 def nothing_behind(kept: Kept) -> bool:

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
 
 import numpy as np
 
 from moert.kernels.backend import KeptKeys
+from moert.kernels.pages import KEYS, KeptPage, PageLayout
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 
 STEPS = np.float32(127)
 
 
+@dataclass
+class WidePage:
+    """`keys` [kv, KEYS, dim], `values` [kv, KEYS, value_dim]."""
+
+    keys: F32
+    values: F32
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def copy(self) -> WidePage:
+        return WidePage(self.keys.copy(), self.values.copy())
+
+
 class WideKeys(ReferenceBackend):
     """In float32, as transformers has them."""
-
-    def __init__(self) -> None:
-        self._wide: WeakKeyDictionary[KeptKeys, list[tuple[F32, F32]]] = WeakKeyDictionary()
 
     def stored(self, numbers: F32) -> F32:
         """Keys or values [tokens, heads, dim] as they are read again."""
         return numbers
 
+    def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
+        shapes = [(layout.kv, KEYS, layout.dim), (layout.kv, KEYS, layout.value_dim)]
+        return [WidePage(*(np.zeros(shape, np.float32) for shape in shapes)) for _ in range(count)]
+
     def _write(self, kept: KeptKeys, start: int, key: F32, value: F32) -> None:
-        self._wide.setdefault(kept, []).append((self.stored(key), self.stored(value)))
+        for at, (one, other) in enumerate(zip(self.stored(key), self.stored(value), strict=True), start):
+            page = kept.pages[at // KEYS]
+            page.keys[:, at % KEYS], page.values[:, at % KEYS] = one, other
 
     def _kept(self, kept: KeptKeys) -> tuple[F32, F32]:
-        keys, values = (np.concatenate(parts).swapaxes(0, 1) for parts in zip(*self._wide[kept], strict=True))
+        parts = [[page.keys for page in kept.pages], [page.values for page in kept.pages]]
+        keys, values = (np.concatenate(each, axis=1)[:, : kept.length] for each in parts)
         return keys, values
 
 

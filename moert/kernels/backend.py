@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from moert.kernels.pages import KeptPage, PageLayout
 from moert.pack.codec import F32, MX_GROUP, U8, Form16, Mxfp4Matrix, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
 from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
@@ -154,12 +155,14 @@ class Positions(NamedTuple):
 class KeptKeys(Protocol):
     """What is asked of moert.models.kv.Kept."""
 
-    keys: npt.NDArray[Any]
-    values: npt.NDArray[Any]
-    key_steps: npt.NDArray[np.float16] | None
-    value_steps: npt.NDArray[np.float16] | None
+    layout: PageLayout
     length: int
     place: Any
+
+    @property
+    def pages(self) -> Sequence[Any]:
+        """As the backend has made them."""
+        ...
 
 
 class BackendOf(Protocol[M, E]):
@@ -195,6 +198,10 @@ class BackendOf(Protocol[M, E]):
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
         """x [tokens, n], normed."""
+        ...
+
+    def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
+        """So many new ones, where this backend keeps keys and values; see moert.models.kv.Kept."""
         ...
 
     def attend(self, weights: AttentionWeights[M], x: F32, kept: KeptKeys, start: int, positions: Positions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_char
+from ctypes import Structure, addressof, c_char, c_void_p
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,12 +39,12 @@ class NativeMatrix:
 
 
 def keys_of(kept: KeptKeys) -> Keys:
-    """Where these lie, until there is more room; they have to outlive it."""
+    """Where their pages lie, until there are others; they have to outlive it."""
     if kept.place is None:
-        parts = (kept.keys, kept.values, kept.key_steps, kept.value_steps)
-        strides = [0 if part is None else part.strides[0] // part.itemsize for part in parts]
-        kept.place = Keys(*(None if part is None else address(part) for part in parts), *strides)
-    place: Keys = kept.place
+        _, *others, _ = kept.layout.places
+        table = (c_void_p * len(kept.pages))(*[page.address for page in kept.pages])
+        kept.place = Keys(addressof(table), *others, kept.layout.bits == 8), table
+    place: Keys = kept.place[0]
     return place
 
 

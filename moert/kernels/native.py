@@ -30,6 +30,7 @@ from moert.kernels.filled import NativeMatrix, keys_of
 from moert.kernels.filled import address as _at
 from moert.kernels.filled import address_in_place as _in_place
 from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.pages import KeptPage, PageLayout
 from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
 from moert.pack.codec import F32, U8, QuantizedMatrix
 from moert.pack.neurons import NeuronLayout
@@ -102,6 +103,9 @@ class NativeBackend:
         out = np.empty_like(x)
         self._call.moert_normalise(self._pool, self._place(norm, "norm", filled.norm), *x.shape, _at(x), _at(out))
         return out
+
+    def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
+        return layout.pages(count)
 
     def attend(
         self, weights: AttentionWeights[NativeMatrix], x: F32, kept: KeptKeys, start: int, positions: Positions

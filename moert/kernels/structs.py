@@ -104,9 +104,7 @@ class Keys(Structure):
     """The struct moert_keys."""
 
     _fields_ = [
-        ("keys", c_void_p), ("values", c_void_p), ("key_steps", c_void_p), ("value_steps", c_void_p),
-        ("key_stride", c_int64), ("value_stride", c_int64),
-        ("key_step_stride", c_int64), ("value_step_stride", c_int64),
+        ("pages", c_void_p), ("values", c_int64), ("key_steps", c_int64), ("value_steps", c_int64), ("small", c_int32),
     ]  # fmt: skip
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moert.kernels.pages import KvBits
 from moert.models.activations import activation_bytes
-from moert.models.kv import KvBits, fixed_bytes, growth_bytes, state_bytes
+from moert.models.kv import fixed_bytes, growth_bytes, state_bytes
 from moert.models.recent import recent_bytes
 from moert.pack.model_spec import ModelSpec
 
@@ -15,7 +16,8 @@ from moert.pack.model_spec import ModelSpec
 class Load:
     """One request: tokens of its prompt, the most that it may write, and what it has `written` so far (0: its prompt is
     still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its keys, values and
-    states. `marks`: it keeps its states of fixed size as they are behind its prompt."""
+    states. `marks`: it keeps its states of fixed size as they are behind its prompt. `beams`: sequences that go on from
+    the prompt together."""
 
     prompt_tokens: int
     max_new_tokens: int
@@ -23,6 +25,7 @@ class Load:
     held_bytes: int = 0
     kept_tokens: int = 0
     marks: bool = False
+    beams: int = 1
 
 
 Loads = Sequence[Load]
@@ -45,18 +48,18 @@ class Footprint:
 
     def prompt(self, loads: Loads) -> int:
         """While the prompts of new ones are read and the others go on."""
-        tokens = sum(1 if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
+        tokens = sum(load.beams if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
         states = (self._state(load, max(1, load.written)) for load in loads)
-        return activation_bytes(self.spec, tokens, self.widened, len(loads)) + sum(states)
+        return activation_bytes(self.spec, tokens, self.widened, _sequences(loads)) + sum(states)
 
     def written(self, loads: Loads) -> int:
         """When all have written all that they may."""
-        return self._step(len(loads)) + sum(self._state(load, load.max_new_tokens) for load in loads)
+        return self._step(_sequences(loads)) + sum(self._state(load, load.max_new_tokens) for load in loads)
 
     def next_block(self, loads: Loads) -> int:
         """What a step takes, and keys and values of the next block beside those that are there."""
-        grown = (growth_bytes(self.spec, self.read(load), self.kv_bits) for load in loads)
-        return self._step(len(loads)) + sum(grown)
+        grown = (growth_bytes(self.spec, self.kv_bits, load.beams) for load in loads)
+        return self._step(_sequences(loads)) + sum(grown)
 
     def read(self, load: Load) -> int:
         """Tokens that the decoder has read."""
@@ -68,7 +71,11 @@ class Footprint:
     def _state(self, load: Load, written: int) -> int:
         extra = fixed_bytes(self.spec) if load.marks else 0
         if self.prefers:
-            extra += recent_bytes(self.spec, load.prompt_tokens)
+            extra += load.beams * recent_bytes(self.spec, load.prompt_tokens)
         if self.foreseeing is not None:
-            extra += self.foreseeing(load.prompt_tokens, written)
-        return extra + state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits)
+            extra += load.beams * self.foreseeing(load.prompt_tokens, written)
+        return extra + state_bytes(self.spec, load.prompt_tokens, written, self.kv_bits, load.beams)
+
+
+def _sequences(loads: Loads) -> int:
+    return sum(load.beams for load in loads)

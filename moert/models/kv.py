@@ -1,95 +1,105 @@
-"""What a sequence remembers: keys and values of the tokens so far, in 16 or 8 bits, in buffers that grow in blocks,
-laid out as csrc/moert.h says; and states of a fixed size."""
+"""What a sequence remembers: keys and values of the tokens so far, in pages that forks share; and states of a fixed
+size."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from moert.kernels.pages import KEYS, KeptPage, KvBits, PageLayout, pages_of
 from moert.models.recent import Recent
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import Attention, FixedState, Latent, Layer
 
-F16 = npt.NDArray[np.float16]
-KvBits = Literal[8, 16]
-
-KEYS = 64
-"""Keys that lie together (MOERT_KEYS)."""
 BLOCK_TOKENS = 128
+"""Tokens that room is reckoned for at once."""
+
+MakePages = Callable[[PageLayout, int], list[KeptPage]]
+"""Gives so many new pages; see moert.kernels.backend.Backend."""
 
 
 class Kept:
-    """Keys and values of one attention: `keys` [kv, blocks, dim, KEYS], `values` [kv, tokens, value_dim], float16; or
-    of 8 bits, times the steps of their tokens, `key_steps` [kv, blocks, KEYS] and `value_steps` [kv, tokens]."""
+    """Keys and values of one attention: `pages`, as many as its `length` takes.
 
-    def __init__(self, part: Attention | Latent, expected: int = 0, bits: KvBits = 16) -> None:
-        """`expected`: tokens that will come soon, for which room is made at once when the first of them does."""
+    A copy shares them. Of a page that both have, the first of them writes on behind what the other one reads, the copy
+    writes into a page of its own, and so does who has gone back to a place that others read. So pages are shared until
+    they are written, and no more than the last one is ever copied.
+    """
+
+    def __init__(
+        self, part: Attention | Latent, expected: int = 0, bits: KvBits = 16, make: MakePages | None = None
+    ) -> None:
+        """`expected`: tokens that will come soon, for which room is made at once when the first of them does. `make`:
+        by default pages in memory."""
+        self.layout = PageLayout.of(part, bits)
         self.length = 0
-        self._part, self._expected, self._bits = part, expected, bits
-        self.keys, self.values, self.key_steps, self.value_steps = self._room(0)
+        self.pages: list[KeptPage] = []
         self.place: Any = None
-        """What a backend remembers of where they lie; None where nothing is known of the present room."""
+        """What a backend remembers of where they lie; None where nothing is known of the present pages."""
+        self._part, self._expected, self._make = part, expected, make or PageLayout.pages
+        self._room: list[KeptPage] = []  # pages for what is expected
+        self._own = 0  # it may write into pages from this one on,
+        self._read = 0  # at places from this one on: what lies before is read by copies
 
     def extend(self, new: int) -> int:
         """Makes room for `new` tokens, whose keys and values are the caller's to write; gives the first one's place."""
         start = self.length
         self.length += new
-        if self.length > self.values.shape[1]:
-            room = self._room(rounded(max(self.length, self._expected)))
-            for old, fresh in zip(self._parts, room, strict=True):
-                if old is not None and fresh is not None:
-                    fresh[:, : old.shape[1]] = old
-            self.keys, self.values, self.key_steps, self.value_steps = room
+        at, within = divmod(start, KEYS)
+        writable = within and at >= self._own and start >= self._read
+        if not writable or self.length > len(self.pages) * KEYS:
+            if not writable:
+                self._part_ways(at, within)
+            self._grow()
             self.place = None
         return start
 
     def copy(self) -> Kept:
         """Another with the same, that goes on by itself."""
-        twin = Kept(self._part, self._expected, self._bits)
-        if self.length:
-            twin.extend(self.length)
-        for old, fresh in zip(self._parts, twin._parts, strict=True):
-            if old is not None and fresh is not None:
-                reach = min(old.shape[1], fresh.shape[1])
-                fresh[:, :reach] = old[:, :reach]
+        self._read = max(self._read, self.length)
+        twin = Kept(self._part, self._expected, self.layout.bits, self._make)
+        twin.length, twin.pages, twin._own = self.length, list(self.pages), len(self.pages)
         return twin
 
     def cut(self, length: int, expected: int) -> bool:
-        """Forgets all but the first `length` tokens; `expected` will be there in all. False where Ctrl-C came between
-        new room and its use, so that nothing of it can be relied on."""
-        blocks = {part.shape[1] * KEYS for part in (self.keys, self.key_steps) if part is not None}
-        tokens = {part.shape[1] for part in (self.values, self.value_steps) if part is not None}
-        if blocks != tokens or len(tokens) > 1 or length > min(self.length, *tokens):
+        """Forgets all but the first `length` tokens; `expected` will be there in all. False where Ctrl-C came before
+        there were pages for so many."""
+        if length > min(self.length, len(self.pages) * KEYS):
             return False
+        left = pages_of(length)
+        free = max(left, self._own, pages_of(self._read))  # those from here on nobody else has
+        self._room = [*self.pages[free:], *self._room]
+        del self.pages[left:]
         self.length, self._expected, self.place = length, expected, None
         return True
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts if part is not None)
+        return self.layout.nbytes * (len(self.pages) + len(self._room))
 
     @property
     def written_bytes(self) -> int:
         """Of the tokens so far: the system gives memory when it is written."""
-        return self.nbytes * self.length // max(1, int(self.values.shape[1]))
+        return self.layout.nbytes * len(self.pages)
 
-    @property
-    def _parts(self) -> tuple[npt.NDArray[Any] | None, ...]:
-        return self.keys, self.values, self.key_steps, self.value_steps
+    def _part_ways(self, at: int, within: int) -> None:
+        """What it writes from now on goes into pages of its own, of which the first may begin with a copy."""
+        if within:
+            self.pages[at] = self.pages[at].copy()
+        self._own, self._read = min(self._own, at), min(self._read, at * KEYS)
 
-    def _room(self, tokens: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], F16 | None, F16 | None]:
-        heads, blocks, small = self._part.kv, tokens // KEYS, self._bits == 8
-        number = np.int8 if small else np.float16
-        # Whole blocks are multiplied; what lies behind the last key must be a number.
-        keys = np.zeros((heads, blocks, self._part.dim, KEYS), number)
-        values = np.empty((heads, tokens, self._part.value_dim), number)
-        if not small:
-            return keys, values, None, None
-        return keys, values, np.zeros((heads, blocks, KEYS), np.float16), np.empty((heads, tokens), np.float16)
+    def _grow(self) -> None:
+        there = len(self.pages)
+        lacking = pages_of(self.length) - there
+        if lacking > len(self._room):
+            self._room += self._make(self.layout, max(lacking, pages_of(self._expected) - there) - len(self._room))
+        self.pages += self._room[:lacking]
+        del self._room[:lacking]
 
 
 class Fixed:
@@ -177,9 +187,10 @@ class State:
         return self.own[0].length
 
     def copy(self) -> State:
-        own, cross = [kept.copy() for kept in self.own], [kept.copy() for kept in self.cross]
+        """Another with the same, that goes on by itself. Pages are shared until they are written; what an encoder has
+        made never is."""
         heard = None if self.heard is None else self.heard.copy()
-        return State(own, cross, [kept.copy() for kept in self.recent], heard)
+        return State([kept.copy() for kept in self.own], self.cross, [kept.copy() for kept in self.recent], heard)
 
     def exact_until(self, length: int) -> None:
         """The first `length` tokens are a prompt, and routed exactly."""
@@ -223,11 +234,22 @@ class State:
         return [kept for kept in self.own if isinstance(kept, Fixed) and kept.arrays]
 
 
-def remembered(layer: Layer, d_model: int, expected: int, bits: KvBits) -> Remembered:
+def remembered(
+    layer: Layer, d_model: int, expected: int, bits: KvBits, make: MakePages | None = None
+) -> Remembered:  # fmt: skip
     """Of a layer that has read nothing yet; `expected` tokens will come soon."""
     if isinstance(layer.mixer, (Attention, Latent)):
-        return Kept(layer.mixer, expected, bits)
+        return Kept(layer.mixer, expected, bits, make)
     return Fixed(layer.mixer, d_model)
+
+
+def written_bytes(states: Iterable[State]) -> int:
+    """Of several together: what they share counts once."""
+    states = list(states)
+    kept = [each for state in states for each in (*state.own, *state.cross)]
+    pages = {id(page): page.nbytes for each in kept if isinstance(each, Kept) for page in each.pages}
+    fixed = sum(each.nbytes for each in kept if isinstance(each, Fixed))
+    return sum(pages.values()) + fixed + sum(state._beside_bytes for state in states)
 
 
 def rounded(tokens: int) -> int:
@@ -235,21 +257,26 @@ def rounded(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def state_bytes(spec: ModelSpec, prompt_tokens: int, max_new_tokens: int, bits: KvBits = 16) -> int:
-    """Upper bound of the bytes that keys, values and states take while such a request runs."""
+def state_bytes(
+    spec: ModelSpec, prompt_tokens: int, max_new_tokens: int, bits: KvBits = 16, beams: int = 1
+) -> int:  # fmt: skip
+    """Upper bound of the bytes that keys, values and states take while such a request runs. Beams share what was read
+    of the prompt but for its last page."""
     if (room := spec.room(prompt_tokens)) is not None:
         max_new_tokens = max(1, min(max_new_tokens, room))
-    per_token, largest = token_bytes(spec, bits)
-    tokens = prompt_tokens + max_new_tokens if spec.encoder is None else 1 + max_new_tokens
+    first = prompt_tokens if spec.encoder is None else 1
+    pages = pages_of(first + max_new_tokens)
+    if beams > 1:
+        pages = pages_of(first) + beams * (1 + pages_of(max_new_tokens))
     crossed = sum(_kept_bytes(kind.cross, bits) for kind in _layers(spec) if kind.cross is not None)
-    return fixed_bytes(spec) + crossed * rounded(prompt_tokens) + (per_token + largest) * rounded(tokens)
+    kept = crossed * KEYS * pages_of(prompt_tokens) + token_bytes(spec, bits) * KEYS * pages
+    return beams * fixed_bytes(spec) + kept
 
 
-def growth_bytes(spec: ModelSpec, length: int, bits: KvBits = 16) -> int:
-    """Upper bound of what the keys and values of the next block take beside `length` present ones, the copy of a layer
-    that grows included."""
-    per_token, largest = token_bytes(spec, bits)
-    return per_token * BLOCK_TOKENS + largest * rounded(length + 1)
+def growth_bytes(spec: ModelSpec, bits: KvBits = 16, beams: int = 1) -> int:
+    """Upper bound of what the keys and values of the next block take, and the copies with which beams part."""
+    copied = KEYS if beams > 1 else 0
+    return beams * token_bytes(spec, bits) * (BLOCK_TOKENS + copied)
 
 
 def fixed_bytes(spec: ModelSpec) -> int:
@@ -258,11 +285,9 @@ def fixed_bytes(spec: ModelSpec) -> int:
     return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
 
 
-def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> tuple[int, int]:
-    """Bytes that the keys and values of one token take in all layers of the decoder, and in the largest of them, which
-    counts twice while its buffer grows."""
-    each = [_kept_bytes(kind.attention, bits) for kind in _layers(spec) if kind.attention is not None]
-    return sum(each), max(each, default=0)
+def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> int:
+    """Bytes that the keys and values of one token take in all layers of the decoder."""
+    return sum(_kept_bytes(kind.attention, bits) for kind in _layers(spec) if kind.attention is not None)
 
 
 def _kept_bytes(part: Attention | Latent, bits: KvBits) -> int:

@@ -9,10 +9,11 @@ from functools import partial
 import numpy as np
 
 from moert.kernels.backend import NO_NORM, ROWS, AttentionWeights, Backend, Matrix, Positions
+from moert.kernels.pages import KvBits
 from moert.models.build import Builder, Weights
 from moert.models.ffn import ExpertRunner, Routers
 from moert.models.foresees import Foresees
-from moert.models.kv import Heard, Kept, KvBits, Remembered, State, remembered
+from moert.models.kv import Heard, Kept, Remembered, State, remembered
 from moert.models.positions import AddedPositions, DistanceBias, Rotary, query_scales
 from moert.models.recent import Recent
 from moert.models.router import ForeseeingRouter, LearnedRouter, PreferringRouter
@@ -238,9 +239,10 @@ class Model:
         if not all(prompts):
             raise ValueError("the prompt has no tokens")
         lengths = [len(ids) if self._encoder is None else 0 for ids in prompts]
+        d_model, make = self.spec.d_model, self.backend.pages
         states = [
             State(
-                [remembered(layer.part, self.spec.d_model, expected, self.kv_bits) for layer in self._decoder.layers],
+                [remembered(layer.part, d_model, expected, self.kv_bits, make) for layer in self._decoder.layers],
                 recent=self._nothing_recent(),
                 heard=None if self.foresight is None else self.foresight.begin(),
             )
@@ -263,7 +265,7 @@ class Model:
 
     def _crossed(self, layer: _Layer, encoded: F32) -> Kept:
         assert layer.cross is not None
-        kept = Kept(layer.cross.part, len(encoded), self.kv_bits)
+        kept = Kept(layer.cross.part, len(encoded), self.kv_bits, self.backend.pages)
         for piece in _pieces(encoded):
             self.backend.keep(layer.cross, piece, kept, kept.extend(len(piece)))
         return kept
@@ -272,9 +274,8 @@ class Model:
         """Hidden states of each prompt, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
         x = self._embedded(encoder, prompts, [0] * len(prompts))
-        states = [
-            State([remembered(layer.part, self.spec.d_model, n, 16) for layer in encoder.layers]) for n in lengths
-        ]
+        d_model, make = self.spec.d_model, self.backend.pages
+        states = [State([remembered(layer.part, d_model, n, 16, make) for layer in encoder.layers]) for n in lengths]
         encoder.read(x, lengths, states, [0] * len(prompts))
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 

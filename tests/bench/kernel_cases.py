@@ -63,8 +63,8 @@ def kept_of(part: Parts, tokens: int) -> Kept:
     """Keys and values of so many tokens: small numbers."""
     kept = Kept(part, tokens)
     kept.extend(tokens)
-    for each in (kept.keys, kept.values):
-        each[...] = 0.01
+    for page in kept.pages:
+        page.keys[...] = page.values[...] = 0.01  # type: ignore[attr-defined]
     return kept
 
 
@@ -147,8 +147,7 @@ class Kernels:
                 check(attend(pool, block, 1, at, kept, last, size.context, where))
 
         nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + len(blocks) * 4 * width * size.context
-        halves = [each for kept in cache for each in (kept.keys, kept.values)]
-        return Case(name, run, len(blocks), nbytes, alive=(ones, turn, *halves))
+        return Case(name, run, len(blocks), nbytes, alive=(ones, turn, *cache))
 
     def route(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
         """One token and another router a call: probabilities, and the largest of them."""

@@ -130,7 +130,7 @@ static void run_problem(attention *a, int kind, int value_style, float most) {
              "causal %d, window %d, chunk %d, small %d, norms %d each %d turned %d, of values %d, after %d, gate %d, rope %d, "
              "sinks %d, bias %d, query_scale %d, clip %g, softcap %g, add %g, scores to %g", kind, value_style, s->d_model, h->n,
              h->dim, h->value_dim, h->kv, s->tokens, s->start, s->length, s->own, h->causal, h->window, h->chunk,
-             s->before.small, b->q_norm.weight != NULL, b->norm_each, b->norm_turned, b->v_norm.weight != NULL,
+             s->before.at.small, b->q_norm.weight != NULL, b->norm_each, b->norm_turned, b->v_norm.weight != NULL,
              b->after.weight != NULL, b->gate.data != NULL, s->turns ? b->rope_dims : 0, h->sinks != NULL, s->bias != NULL,
              s->query_scale != NULL, b->clip, h->softcap, b->add, most);
     run_sequence(s, &r, &out);

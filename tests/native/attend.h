@@ -1,4 +1,4 @@
-/* What the tests of attention share: keys and values in memory of exactly their size, problems, and their answers. */
+/* What the tests of attention share: keys and values in pages of exactly their size, problems, and their answers. */
 #ifndef ATTEND_H
 #define ATTEND_H
 
@@ -7,9 +7,10 @@
 /* Keys and values as the kernels take them, for `length` positions. */
 typedef struct {
     moert_keys at;
+    void **pages;
     int heads, dim, value_dim, length;
-    int small;       /* numbers of 8 bits, with steps */
-    size_t bytes[4]; /* of keys, values and the steps of both */
+    int count;         /* of pages */
+    size_t page_bytes; /* of each */
 } kept;
 
 /* Random ones; not-a-number at positions from .. stop - 1, which are still to be written, and beyond the last. */

@@ -5,99 +5,91 @@
 
 #include "attend.h"
 
-static int64_t key_place(const kept *keys, int head, int position, int feature) {
-    int64_t row = (int64_t)(position / MOERT_KEYS) * keys->dim + feature;
-    return head * keys->at.key_stride + row * MOERT_KEYS + position % MOERT_KEYS;
+/* Where the numbers of a position lie: in its page, behind its beginning. */
+typedef struct {
+    void *numbers;
+    int64_t at;
+    uint16_t *step; /* NULL for 16 bits */
+} spot;
+
+static spot spot_of(const kept *keys, int head, int position, int64_t part, int64_t at, int64_t steps) {
+    char *page = keys->pages[position / MOERT_KEYS];
+    uint16_t *of_page = keys->at.small ? (uint16_t *)(void *)(page + steps) : NULL;
+    return (spot){page + part, at, of_page ? of_page + head * MOERT_KEYS + position % MOERT_KEYS : NULL};
 }
 
-static int64_t value_place(const kept *keys, int head, int position, int feature) {
-    return head * keys->at.value_stride + (int64_t)position * keys->value_dim + feature;
+static spot key_spot(const kept *keys, int head, int position, int feature) {
+    int64_t at = ((int64_t)head * keys->dim + feature) * MOERT_KEYS + position % MOERT_KEYS;
+    return spot_of(keys, head, position, 0, at, keys->at.key_steps);
 }
 
-static uint16_t *key_step(const kept *keys, int head, int position) {
-    return keys->small ? keys->at.key_steps + head * keys->at.key_step_stride + position : NULL;
+static spot value_spot(const kept *keys, int head, int position, int feature) {
+    int64_t at = ((int64_t)head * MOERT_KEYS + position % MOERT_KEYS) * keys->value_dim + feature;
+    return spot_of(keys, head, position, keys->at.values, at, keys->at.value_steps);
 }
 
-static uint16_t *value_step(const kept *keys, int head, int position) {
-    return keys->small ? keys->at.value_steps + head * keys->at.value_step_stride + position : NULL;
+static double number_at(spot from) {
+    if (!from.step) return half_value(((const uint16_t *)from.numbers)[from.at]);
+    return ((const int8_t *)from.numbers)[from.at] * half_value(*from.step);
 }
 
-/* What lies there; step: NULL for 16 bits. */
-static double number_at(const void *numbers, int64_t place, const uint16_t *step) {
-    if (!step) return half_value(((const uint16_t *)numbers)[place]);
-    return ((const int8_t *)numbers)[place] * half_value(*step);
+static void draw_number(spot to) {
+    if (to.step) ((int8_t *)to.numbers)[to.at] = (int8_t)(draw(255) - 127);
+    else ((uint16_t *)to.numbers)[to.at] = draw_half(PLAIN);
 }
 
-static void draw_number(void *numbers, int64_t place, int small) {
-    if (small) ((int8_t *)numbers)[place] = (int8_t)(draw(255) - 127);
-    else ((uint16_t *)numbers)[place] = draw_half(PLAIN);
-}
-
-static void copy_number(void *to, const void *from, int64_t place, int small) {
-    size_t size = small ? sizeof(int8_t) : sizeof(uint16_t);
-    memcpy((char *)to + place * (int64_t)size, (const char *)from + place * (int64_t)size, size);
-}
-
-static void *nothing(size_t bytes) {
-    void *made = claim(bytes);
-    memset(made, 0xFF, bytes);
-    return made;
+static void copy_number(spot to, spot from) {
+    size_t size = to.step ? sizeof(int8_t) : sizeof(uint16_t);
+    memcpy((char *)to.numbers + to.at * (int64_t)size, (const char *)from.numbers + from.at * (int64_t)size, size);
+    if (to.step) *to.step = *from.step;
 }
 
 /* Numbers that are there before. */
 static void draw_kept(kept *made, int head, int at) {
-    if (made->small) *key_step(made, head, at) = (uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8;
-    if (made->small) *value_step(made, head, at) = (uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8;
-    for (int i = 0; i < made->dim; i++) draw_number(made->at.keys, key_place(made, head, at, i), made->small);
-    for (int i = 0; i < made->value_dim; i++) draw_number(made->at.values, value_place(made, head, at, i), made->small);
+    if (made->at.small) *key_spot(made, head, at, 0).step = (uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8;
+    if (made->at.small) *value_spot(made, head, at, 0).step = (uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8;
+    for (int i = 0; i < made->dim; i++) draw_number(key_spot(made, head, at, i));
+    for (int i = 0; i < made->value_dim; i++) draw_number(value_spot(made, head, at, i));
+}
+
+static void pages_make(kept *made) {
+    made->pages = claim((size_t)made->count * sizeof *made->pages);
+    for (int page = 0; page < made->count; page++) made->pages[page] = claim(made->page_bytes);
+    made->at.pages = made->pages;
 }
 
 kept kept_make(const moert_heads *with, int length, int from, int stop) {
-    int64_t room = (int64_t)(length + MOERT_KEYS - 1) / MOERT_KEYS * MOERT_KEYS, keys = room * with->dim;
-    int64_t values = (int64_t)length * with->value_dim, others = with->kv - 1;
     kept made = {.heads = with->kv, .dim = with->dim, .value_dim = with->value_dim, .length = length};
-    made.small = draw(3) == 0;
-    size_t size = made.small ? sizeof(int8_t) : sizeof(uint16_t);
-    made.at.key_stride = keys + 7 * draw(2), made.at.value_stride = values + 7 * draw(2);
-    made.at.key_step_stride = room + 3 * draw(2), made.at.value_step_stride = length + 3 * draw(2);
-    made.bytes[0] = (size_t)(others * made.at.key_stride + keys) * size;
-    made.bytes[1] = (size_t)(others * made.at.value_stride + values) * size;
-    made.at.keys = nothing(made.bytes[0]), made.at.values = nothing(made.bytes[1]);
-    if (made.small) {
-        made.bytes[2] = (size_t)(others * made.at.key_step_stride + room) * sizeof(uint16_t);
-        made.bytes[3] = (size_t)(others * made.at.value_step_stride + length) * sizeof(uint16_t);
-        made.at.key_steps = nothing(made.bytes[2]), made.at.value_steps = nothing(made.bytes[3]);
-    }
+    made.count = (length + MOERT_KEYS - 1) / MOERT_KEYS, made.at.small = draw(3) == 0;
+    int64_t tokens = (int64_t)with->kv * MOERT_KEYS, size = made.at.small ? sizeof(int8_t) : sizeof(uint16_t);
+    made.at.values = tokens * with->dim * size + 6 * draw(2);
+    made.at.key_steps = made.at.values + tokens * with->value_dim * size + 2 * draw(2);
+    int64_t steps = made.at.small ? tokens * (int64_t)sizeof(uint16_t) : 0;
+    made.at.value_steps = made.at.key_steps + steps + 4 * draw(2);
+    made.page_bytes = (size_t)(made.at.value_steps + steps);
+    pages_make(&made);
+    for (int page = 0; page < made.count; page++) memset(made.pages[page], 0xFF, made.page_bytes);
     for (int head = 0; head < with->kv; head++)
         for (int at = 0; at < length; at++)
             if (at < from || at >= stop) draw_kept(&made, head, at);
     return made;
 }
 
-static void *copy_of(const void *from, size_t bytes) {
-    if (!from) return NULL;
-    void *made = claim(bytes);
-    memcpy(made, from, bytes);
-    return made;
-}
-
 kept kept_copy(const kept *from) {
     kept made = *from;
-    made.at.keys = copy_of(from->at.keys, from->bytes[0]), made.at.values = copy_of(from->at.values, from->bytes[1]);
-    made.at.key_steps = copy_of(from->at.key_steps, from->bytes[2]);
-    made.at.value_steps = copy_of(from->at.value_steps, from->bytes[3]);
+    pages_make(&made);
+    for (int page = 0; page < made.count; page++) memcpy(made.pages[page], from->pages[page], made.page_bytes);
     return made;
 }
 
 void kept_free(kept *keys) {
-    free(keys->at.keys), free(keys->at.values), free(keys->at.key_steps), free(keys->at.value_steps);
+    for (int page = 0; page < keys->count; page++) free(keys->pages[page]);
+    free(keys->pages);
 }
 
 int kept_equal(const kept *a, const kept *b) {
-    const void *one[] = {a->at.keys, a->at.values, a->at.key_steps, a->at.value_steps};
-    const void *other[] = {b->at.keys, b->at.values, b->at.key_steps, b->at.value_steps};
-    for (int part = 0; part < (a->small ? 4 : 2); part++)
-        if (memcmp(one[part], other[part], a->bytes[part])) return 0;
+    for (int page = 0; page < a->count; page++)
+        if (memcmp(a->pages[page], b->pages[page], a->page_bytes)) return 0;
     return 1;
 }
 
@@ -105,10 +97,8 @@ void kept_numbers(const kept *from, estimate *keys, estimate *values) {
     double *key = keys->value, *value = values->value;
     for (int head = 0; head < from->heads; head++)
         for (int at = 0; at < from->length; at++) {
-            const uint16_t *steps[] = {key_step(from, head, at), value_step(from, head, at)};
-            for (int i = 0; i < from->dim; i++) *key++ = number_at(from->at.keys, key_place(from, head, at, i), steps[0]);
-            for (int i = 0; i < from->value_dim; i++)
-                *value++ = number_at(from->at.values, value_place(from, head, at, i), steps[1]);
+            for (int i = 0; i < from->dim; i++) *key++ = number_at(key_spot(from, head, at, i));
+            for (int i = 0; i < from->value_dim; i++) *value++ = number_at(value_spot(from, head, at, i));
         }
     memset(keys->error, 0, (size_t)(key - keys->value) * sizeof(double));
     memset(values->error, 0, (size_t)(value - values->value) * sizeof(double));
@@ -133,9 +123,9 @@ void kept_put(const kept *keys, int at, const estimate *key, const estimate *val
     for (int head = 0; head < keys->heads; head++) {
         int place = head * keys->length + at;
         estimate from = estimate_at(key, head * keys->dim), to = estimate_at(all_keys, place * keys->dim);
-        round_kept(keys->small, keys->dim, &from, &to);
+        round_kept(keys->at.small, keys->dim, &from, &to);
         from = estimate_at(value, head * keys->value_dim), to = estimate_at(all_values, place * keys->value_dim);
-        round_kept(keys->small, keys->value_dim, &from, &to);
+        round_kept(keys->at.small, keys->value_dim, &from, &to);
     }
 }
 
@@ -143,17 +133,15 @@ void kept_put(const kept *keys, int at, const estimate *key, const estimate *val
 static void check_one(const engine *on, const kept *found, kept *written, int head, int at, const estimate *key,
                       const estimate *value) {
     float *keys = claim((size_t)found->dim * sizeof *keys), *values = claim((size_t)found->value_dim * sizeof *values);
-    if (found->small) *key_step(written, head, at) = *key_step(found, head, at);
-    if (found->small) *value_step(written, head, at) = *value_step(found, head, at);
     for (int i = 0; i < found->dim; i++) {
-        int64_t place = key_place(found, head, at, i);
-        copy_number(written->at.keys, found->at.keys, place, found->small);
-        keys[i] = (float)number_at(found->at.keys, place, key_step(found, head, at));
+        spot from = key_spot(found, head, at, i);
+        copy_number(key_spot(written, head, at, i), from);
+        keys[i] = (float)number_at(from);
     }
     for (int i = 0; i < found->value_dim; i++) {
-        int64_t place = value_place(found, head, at, i);
-        copy_number(written->at.values, found->at.values, place, found->small);
-        values[i] = (float)number_at(found->at.values, place, value_step(found, head, at));
+        spot from = value_spot(found, head, at, i);
+        copy_number(value_spot(written, head, at, i), from);
+        values[i] = (float)number_at(from);
     }
     check(on, "key", keys, key, found->dim);
     check(on, "value", values, value, found->value_dim);
@@ -239,7 +227,7 @@ static void one_keep(int number) {
     p.before = kept_make(&b->heads, stop + later, p.start, stop);
     describe("keep: kinds %d and %d, style %d, %d heads of %d and %d, %d cols, %d tokens from %d, length %d, small %d, "
              "norm %d each %d, norm of values %d, clip %g", b->k.kind, b->v.kind, style, heads, dim, value_dim, cols,
-             p.tokens, p.start, p.before.length, p.before.small, b->k_norm.weight != NULL, b->norm_each,
+             p.tokens, p.start, p.before.length, p.before.at.small, b->k_norm.weight != NULL, b->norm_each,
              b->v_norm.weight != NULL, b->clip);
     run_keep(&p);
     matrix_free(&p.k), matrix_free(&p.v);

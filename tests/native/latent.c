@@ -122,7 +122,7 @@ static void run_problem(latent *l, int kind, int with_q_a, float most) {
     describe("latent: kind %d, d_model %d, q_a %d, %d heads of %d and %d, c %d, values of %d, %d tokens from %d, length %d, "
              "causal %d, window %d, chunk %d, small %d, after %d, turns %d, sinks %d, bias %d, query_scale %d, softcap %g, "
              "add %g, scores to %g", kind, s->d_model, with_q_a ? l->rank : 0, h->n, l->nope, b->rope_dims, h->value_dim, l->v,
-             s->tokens, s->start, s->length, h->causal, h->window, h->chunk, s->before.small, b->after.weight != NULL,
+             s->tokens, s->start, s->length, h->causal, h->window, h->chunk, s->before.at.small, b->after.weight != NULL,
              s->turns != NULL, h->sinks != NULL, s->bias != NULL, s->query_scale != NULL, h->softcap, b->add, most);
     run_sequence(s, &r, &out);
     reading_free(&r);

@@ -20,8 +20,8 @@ from moert.engine import Engine
 from moert.experts import executor
 from moert.kernels import library
 from moert.kernels.backend import Backend
+from moert.kernels.pages import PageLayout, pages_of
 from moert.models import ffn, mixers, model
-from moert.models.kv import Kept, rounded
 from moert.models.positions import DistanceBias, Rotary
 from moert.pack.codec import F32
 from moert.pack.parts import Buckets, Rope
@@ -139,19 +139,19 @@ def test_the_first_piece_makes_room_for_all_of_the_prompt(
 ) -> None:
     monkeypatch.setattr(model, "ROWS", 50)
     grown: list[int] = []
-    room = Kept._room
-    monkeypatch.setattr(Kept, "_room", lambda kept, tokens: (grown.append(tokens), room(kept, tokens))[1])
+    made = PageLayout.pages
+    monkeypatch.setattr(PageLayout, "pages", lambda layout, count: (grown.append(count), made(layout, count))[1])
     spec = SPECS[name]
     path = write_pack(tmp_path / "some.pack", spec, paths=False)
     with Engine.open(path, kernels="reference", predictor="none") as engine:
         engine.reserve(300, 1)
         engine.model.prefill([3] * 300)
     layers = sum(spec.decoder[at].attention is not None for at in range(len(spec.decoder)))
-    expected = rounded(300)
+    expected = pages_of(300)
     if spec.encoder is None:
-        assert [tokens for tokens in grown if tokens] == [expected] * layers
+        assert grown == [expected] * layers
     else:  # the encoder's own, what the decoder reads of it, and the decoder's first token
-        assert sorted(filter(None, grown)) == [rounded(1)] * layers + [expected] * (len(spec.encoder or ()) + layers)
+        assert sorted(grown) == [1] * layers + [expected] * (len(spec.encoder or ()) + layers)
 
 
 # Memory

@@ -28,8 +28,9 @@ from native_problems import KINDS, Kind, all_natives, random_stored
 
 from moert.kernels.backend import Positions
 from moert.kernels.native import NativeBackend
+from moert.kernels.pages import KEYS, KvBits
 from moert.kernels.reference import ReferenceBackend
-from moert.models.kv import KEYS, Kept, KvBits
+from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Attention
 from moert.settings import KV_BITS

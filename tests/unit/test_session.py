@@ -16,6 +16,8 @@ from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall, InputInvalid, OutOfMemory, SettingInvalid
 from moert.generation.session import Request
+from moert.kernels.pages import PageLayout
+from moert.kernels.reference import kept as reference_kept
 from moert.models.footprint import Loads
 from moert.models.kv import BLOCK_TOKENS, Kept
 from moert.pack.parts import Attention
@@ -103,21 +105,24 @@ def test_a_fork_with_another_seed_parts(name: str, engines: dict[str, Engine]) -
 @pytest.mark.parametrize("length", [0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 5])
 def test_copied_keys_go_on_by_themselves(length: int, bits: Any) -> None:
     part = Attention(2, 2, 4, 1.0, None, None, None, None)
-    kept = Kept(part, 0, bits)
-    kept.extend(1)
-    kept.extend(length)
-    arrays = [each for each in kept._parts if each is not None]
-    for array in arrays:
-        array[...] = 3
+    kept, layout, rng = Kept(part, 0, bits), PageLayout.of(part, bits), np.random.default_rng(length)
+
+    def write(to: Kept, tokens: int) -> Any:
+        rows = rng.normal(size=(2, tokens, 2, 4)).astype(np.float32)
+        reference_kept.write(to, to.extend(tokens), *rows)
+        return reference_kept.read(to)
+
+    write(kept, 1)
+    before = write(kept, length)
     twin = kept.copy()
-    twin.extend(3 * BLOCK_TOKENS)
-    for array in arrays:
-        array[...] = 5
-    assert (kept.length, twin.length) == (1 + length, 1 + length + 3 * BLOCK_TOKENS)
-    assert (twin.values[:, : 1 + length] == 3).all()
-    if bits == 8:
-        assert twin.value_steps is not None
-        assert (twin.value_steps[:, : 1 + length] == 3).all()
+    assert twin.pages == kept.pages
+    assert write(twin, 3 * BLOCK_TOKENS)[0].shape == (2, twin.length, 4)
+    assert write(kept, 5)[0].shape == (2, kept.length, 4)
+    assert (kept.length, twin.length) == (6 + length, 1 + length + 3 * BLOCK_TOKENS)
+    for each in (kept, twin):
+        for found, expected in zip(reference_kept.read(each), before, strict=True):
+            assert np.array_equal(found[:, : 1 + length], expected)
+    assert kept.nbytes == layout.nbytes * len(kept.pages)
 
 
 def test_figures_count_each_request_once(packs: dict[str, Path]) -> None:

@@ -52,10 +52,11 @@ typedef struct {
 #define ATTEND_ROWS 4
 #define DELTA_COLUMNS 128 /* of a head's state that one thread works at */
 
-/* The keys and values of one head, as in moert_keys. */
+/* The keys and values of one head, as in moert_keys: how many bytes behind the beginning of a page. */
 typedef struct {
-    void *keys, *values;
-    uint16_t *key_steps, *value_steps;
+    void *const *pages;
+    int64_t keys, values, key_steps, value_steps;
+    int small;
 } head_keys;
 
 typedef struct {

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 14
+#define MOERT_ABI 15
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -125,14 +125,13 @@ typedef struct {
     float factor, jitter;
 } moert_router;
 
-/* Keys and values of a layer: keys [kv_heads][blocks][head_dim][MOERT_KEYS], values [kv_heads][tokens][head_dim], with
- * strides from head to head. Numbers are float16; or where there are steps, of 8 bits with a sign, times the float16 step of
- * their token: key_steps [kv_heads][blocks][MOERT_KEYS], value_steps [kv_heads][tokens]. */
+/* Keys and values of a layer, in pages of MOERT_KEYS tokens each: keys [kv_heads][head_dim][MOERT_KEYS], and where these say
+ * so many bytes behind the beginning of a page, values [kv_heads][MOERT_KEYS][value_dim]. Numbers are float16; or if `small`,
+ * of 8 bits with a sign, times the float16 step of their token: key_steps and value_steps [kv_heads][MOERT_KEYS]. */
 typedef struct {
-    void *keys, *values;
-    uint16_t *key_steps, *value_steps; /* both or NULL */
-    int64_t key_stride, value_stride;  /* in numbers */
-    int64_t key_step_stride, value_step_stride;
+    void *const *pages;       /* in the order of the tokens, each aligned for float16 */
+    int64_t values, key_steps, value_steps;
+    int32_t small;
 } moert_keys;
 
 /* A short convolution: of each channel, the last k inputs times taps, the oldest first, and bias. */

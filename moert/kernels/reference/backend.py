@@ -18,6 +18,7 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
+from moert.kernels.pages import KeptPage, PageLayout
 from moert.kernels.reference import foresee, neurons, recurrent
 from moert.kernels.reference.arithmetic import Plain, ffn, normed, product, sigmoid
 from moert.kernels.reference.attention import heads, keys_and_values, latent_kept, latent_queries, mixed
@@ -56,6 +57,9 @@ class ReferenceBackend:
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
         return normed(x, norm)
+
+    def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
+        return layout.pages(count)
 
     def attend(
         self, weights: AttentionWeights[Plain], x: F32, kept: KeptKeys, start: int, positions: Positions

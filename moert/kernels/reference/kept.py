@@ -1,4 +1,4 @@
-"""Keys and values in memory, as moert.models.kv.Kept lays them out."""
+"""Keys and values in pages, as moert.kernels.pages lays them out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.backend import KeptKeys
+from moert.kernels.pages import KEYS, Page
 from moert.pack.codec import F32
 
 _MOST_HALF = 65504.0
@@ -13,35 +14,40 @@ _MOST_HALF = 65504.0
 
 def write(kept: KeptKeys, start: int, key: F32, value: F32) -> None:
     """key [tokens, kv, dim], value [tokens, kv, value_dim]"""
-    places = np.arange(start, start + len(key))
-    size = kept.keys.shape[3]
-    if kept.key_steps is None or kept.value_steps is None:
-        kept.keys[:, places // size, :, places % size] = _halves(key)
-        kept.values[:, places] = _halves(value).swapaxes(0, 1)
+    first = 0
+    while first < len(key):
+        at, within = divmod(start + first, KEYS)
+        last = min(len(key), first + KEYS - within)
+        _write(kept.pages[at], slice(within, within + last - first), key[first:last], value[first:last])
+        first = last
+
+
+def _write(page: Page, places: slice, key: F32, value: F32) -> None:
+    if page.key_steps is None or page.value_steps is None:
+        page.keys[:, :, places] = _halves(key).transpose(1, 2, 0)
+        page.values[:, places] = _halves(value).swapaxes(0, 1)
         return
     (keys, key_steps), (values, value_steps) = _small(key), _small(value)
-    kept.keys[:, places // size, :, places % size] = keys
-    kept.values[:, places] = values.swapaxes(0, 1)
-    kept.key_steps[:, places // size, places % size] = key_steps.T
-    kept.value_steps[:, places] = value_steps.T
+    page.keys[:, :, places] = keys.transpose(1, 2, 0)
+    page.values[:, places] = values.swapaxes(0, 1)
+    page.key_steps[:, places] = key_steps.T
+    page.value_steps[:, places] = value_steps.T
 
 
 def read(kept: KeptKeys) -> tuple[F32, F32]:
     """Keys and values so far, [kv, tokens, dim] and [kv, tokens, value_dim]."""
-    values: F32 = kept.values[:, : kept.length].astype(np.float32)
-    if kept.value_steps is not None:
-        values *= kept.value_steps[:, : kept.length, None]
-    return all_keys(kept), values
+    parts = zip(*map(_read, kept.pages), strict=True)
+    keys, values = (np.concatenate(part, axis=1)[:, : kept.length] for part in parts)
+    return keys, values
 
 
-def all_keys(kept: KeptKeys) -> F32:
-    """[kv, tokens, dim] of what lies in blocks."""
-    heads, blocks, dim, size = kept.keys.shape
-    whole = kept.keys.transpose(0, 1, 3, 2).reshape(heads, blocks * size, dim)
-    keys: F32 = whole[:, : kept.length].astype(np.float32)
-    if kept.key_steps is not None:
-        keys *= kept.key_steps.reshape(heads, blocks * size)[:, : kept.length, None]
-    return keys
+def _read(page: Page) -> tuple[F32, F32]:
+    """[kv, KEYS, dim] and [kv, KEYS, value_dim]"""
+    keys: F32 = page.keys.swapaxes(1, 2).astype(np.float32, order="C")
+    values: F32 = page.values.astype(np.float32)
+    if page.key_steps is not None and page.value_steps is not None:
+        keys, values = keys * page.key_steps[:, :, None], values * page.value_steps[:, :, None]
+    return keys, values
 
 
 def _halves(x: F32) -> npt.NDArray[np.float16]:
