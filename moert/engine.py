@@ -201,12 +201,12 @@ class Engine:
         """
         return self.text.encode(prompt)
 
-    def check(self, prompt: Prompt, max_new_tokens: int) -> None:
+    def check(self, prompt: Prompt, max_new_tokens: int, beams: int = 1) -> None:
         """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         room(self.spec, ids)
         with self._turns.turn():
-            self._regulator.check([Load(len(ids), max_new_tokens)])
+            self._regulator.check([Load(len(ids), max_new_tokens, beams=beams)])
 
     def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """The smallest --memory, in bytes, that such a request runs in."""

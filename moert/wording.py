@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_OPTIONS = {"predictor": "--predict", "kv_bits": "--kv", "stop_strings": "--stop"}  # others are called alike
+_OPTIONS = {  # others are called alike
+    "predictor": "--predict", "kv_bits": "--kv", "stop_strings": "--stop", "n_return": "--return",
+}  # fmt: skip
 _command_line = ContextVar("command_line", default=False)
 
 

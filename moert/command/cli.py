@@ -14,8 +14,11 @@ import typer
 from moert import __version__
 from moert.command import console
 from moert.command.options import (
+    BeamsOption,
     CacheOption,
     DriveOption,
+    EarlyStopping,
+    EarlyStoppingOption,
     Eviction,
     EvictionOption,
     FirstTokenOption,
@@ -25,6 +28,7 @@ from moert.command.options import (
     KeepNeuronsOption,
     KernelsOption,
     KvOption,
+    LengthPenaltyOption,
     MaxNewTokensOption,
     MemoryOption,
     MinPOption,
@@ -33,6 +37,7 @@ from moert.command.options import (
     PackArgument,
     Predict,
     PredictOption,
+    ReturnOption,
     RoutingOption,
     SeedOption,
     StatsOption,
@@ -54,6 +59,7 @@ from moert.wording import said
 
 if TYPE_CHECKING:
     from moert.engine import Engine
+    from moert.generation.generation import GenerationResult
     from moert.generation.session import Answer
     from moert.generation.settings import GenerationSettings
 
@@ -119,6 +125,10 @@ def run(
     seed: SeedOption = 0,
     stop: StopOption = None,
     first_token: FirstTokenOption = None,
+    beams: BeamsOption = 1,
+    length_penalty: LengthPenaltyOption = 1.0,
+    early_stopping: EarlyStoppingOption = EarlyStopping.false,
+    n_return: ReturnOption = 1,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
@@ -142,9 +152,14 @@ def run(
         raise RunError(
             f"{'--thinking' if system is None else '--system'} goes with --chat: else a prompt is run as it is"
         )
+    if chat and beams != 1:
+        raise RunError(f"--beams {beams} searches one text: --chat takes the likeliest token each time")
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin)
-    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(first_token=first_token)
+    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(
+        first_token=first_token, beams=beams, length_penalty=length_penalty, n_return=n_return,
+        early_stopping={"true": True, "false": False}.get(early_stopping.value, early_stopping.value),
+    )  # fmt: skip
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
     chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
     from moert.engine import Engine
@@ -326,7 +341,7 @@ def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_js
         if begun:
             print(flush=True)  # so that the error has a line for itself
         raise
-    line = ""
+    line = "".join(f"\n\n{other.text}" for other in answer.others)
     if as_json:
         line = json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False)
     print(line, flush=True)
@@ -344,7 +359,10 @@ def _run_records(
 ) -> None:
     from moert.command.prompts import STDIN, LineWriter, followed, grouped, read_records
 
-    groups = grouped(read_records(path, sys.stdin, lambda prompt: engine.check(prompt, settings.max_new_tokens)), batch)
+    def check(prompt: str) -> None:
+        engine.check(prompt, settings.max_new_tokens, settings.beams)
+
+    groups = grouped(read_records(path, sys.stdin, check), batch)
     # Whoever writes to stdin may wait for an answer first.
     pairs = ((group, list[PromptRecord]()) for group in groups) if path == STDIN else followed(groups)
     full = 0
@@ -352,7 +370,7 @@ def _run_records(
         for group, behind in pairs:
             for answer, record in zip(_answers(engine, group, behind, settings), group, strict=True):
                 if answer.finished:
-                    writer.write({**record.fields, **(_answer(answer) if as_json else {"output": answer.text})})
+                    writer.write({**record.fields, **(_answer(answer) if as_json else _texts(answer))})
                 full += answer.result.stop_reason == "context_full"
     if full:
         console.note(f"{full} of the texts end because the model's context is full (--json says which)")
@@ -373,12 +391,18 @@ def _answers(
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
-    return {
-        "output": answer.text,
-        "tokens": answer.result.tokens,
-        "stop_reason": answer.result.stop_reason,
-        "prompt_tokens": answer.prompt_tokens,
-    }
+    found = {**_result(answer.result), "prompt_tokens": answer.prompt_tokens}
+    return {**found, "others": [*map(_result, answer.others)]} if answer.others else found
+
+
+def _result(result: GenerationResult) -> dict[str, Any]:
+    found = {"output": result.text, "tokens": result.tokens, "stop_reason": result.stop_reason}
+    return found if result.score is None else {**found, "score": result.score}
+
+
+def _texts(answer: Answer) -> dict[str, Any]:
+    others = [other.text for other in answer.others]
+    return {"output": answer.text, "others": others} if others else {"output": answer.text}
 
 
 def main(arguments: list[str] | None = None) -> None:

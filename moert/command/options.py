@@ -48,6 +48,12 @@ class Neurons(str, Enum):
     predicted = "predicted"
 
 
+class EarlyStopping(str, Enum):
+    true = "true"
+    false = "false"
+    never = "never"
+
+
 class Thinking(str, Enum):
     show = "show"
     hide = "hide"
@@ -183,6 +189,34 @@ FirstTokenOption = Annotated[
         show_default=False,
     ),
 ]
+BeamsOption = Annotated[
+    int,
+    typer.Option(
+        help="Beam search: so many beginnings of the answer go on at a time, and the likeliest answer is given; each "
+        "expert is read once for all of them. Text appears as soon as all of them agree on it. 1: none."
+    ),
+]
+LengthPenaltyOption = Annotated[
+    float,
+    typer.Option(
+        help="With --beams: answers are compared by the logarithm of what they are likely, over their number of tokens "
+        "to the power of this; above 0 favours long ones, below 0 short ones."
+    ),
+]
+EarlyStoppingOption = Annotated[
+    EarlyStopping,
+    typer.Option(
+        help="With --beams: end as soon as there are as many answers as beams (true), when the beams do not look "
+        "better than these (false), or when none can become better (never)."
+    ),
+]
+ReturnOption = Annotated[
+    int,
+    typer.Option(
+        "--return", metavar="N", help="With --beams: give the N best answers, with a blank line between; --json says "
+        "how they score.",
+    ),
+]  # fmt: skip
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]
 SystemOption = Annotated[
     str | None, typer.Option("--system", help="What to tell the model first: how to answer.", show_default=False)

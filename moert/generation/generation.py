@@ -36,15 +36,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """`tokens` has the end token if one came; `text` (empty without a detokenizer) ends before a stop string."""
+    """`tokens` has the end token if one came; `text` (empty without a detokenizer) ends before a stop string. `score`:
+    of one that beam search found, the sum of the logarithms of what its tokens were likely, over their number to the
+    power of the length penalty."""
 
     tokens: list[int]
     text: str
     stop_reason: StopReason
+    score: float | None = None
 
 
 class Generation:
-    """What a session runs, alone or together with others; ask for `result` at any time.
+    """What a session runs, alone or together with others; ask for `results` at any time.
 
     Before its end the stop reason is "interrupted".
     """
@@ -58,7 +61,7 @@ class Generation:
             raise SettingInvalid("stop_strings", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
         self.settings, self.detokenizer, self._eos = settings, detokenizer, frozenset(spec.tokens.eos)
-        self._spec, self._first = spec, _first_token(spec, settings)
+        self._spec, self._first = spec, first_token_of(spec, settings)
         self.prompt_ids = prompt_ids
         self.tokens: list[int] = []
         self.text = ""  # what has been handed out
@@ -68,16 +71,29 @@ class Generation:
         self._generator: np.random.Generator | None = None  # most texts draw nothing, and its code takes memory
 
     @property
-    def result(self) -> GenerationResult:
-        return GenerationResult(list(self.tokens), self.text, self.stop_reason)
+    def results(self) -> list[GenerationResult]:
+        """One, or as many as were asked for, the best first."""
+        return [GenerationResult(list(self.tokens), self.text, self.stop_reason)]
+
+    @property
+    def written(self) -> int:
+        """Tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def follow(self) -> list[tuple[int, int]]:
+        """Of each sequence that goes on, which one it goes on from, and the token that it reads next."""
+        return [(0, self.tokens[-1])]
 
     def fork(self, settings: GenerationSettings) -> Generation:
         """Another that goes on from here, with these settings. Its draws begin anew with another seed, or go on. Raises
-        SettingInvalid for another first token where the first is written."""
+        SettingInvalid for another first token where the first is written, and for beams."""
+        if settings.beams > 1:
+            raise SettingInvalid("beams", "come too late: the request goes on from one text")
         if self.tokens and settings.first_token != self.settings.first_token:
             raise SettingInvalid("first_token", "comes too late: the request has written its first token")
         twin = copy.copy(self)
-        twin._first = _first_token(self._spec, settings)
+        twin._first = first_token_of(self._spec, settings)
         twin.tokens, twin.settings = list(self.tokens), settings
         twin.detokenizer = copy.copy(self.detokenizer)
         same = settings.seed == self.settings.seed
@@ -88,8 +104,8 @@ class Generation:
         self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
-        """Chooses the next token from its logits [vocab]; `ended` tells whether it is the last."""
-        token = self._choose(logits)
+        """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last."""
+        token = self._choose(logits[0])
         self.tokens.append(token)
         reason = self._reason_to_stop(token)
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
@@ -133,7 +149,8 @@ class Generation:
         return held[: len(held) - keep], False
 
 
-def _first_token(spec: ModelSpec, settings: GenerationSettings) -> int | None:
+def first_token_of(spec: ModelSpec, settings: GenerationSettings) -> int | None:
+    """The one that an answer has to begin with. Raises SettingInvalid for what is no id of the model's."""
     token = settings.first_token
     if token is None:
         return spec.tokens.first

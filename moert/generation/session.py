@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
+
 from moert.errors import BudgetTooSmall, SettingInvalid, memory_shortage
-from moert.generation.generation import Generation, GenerationResult, Piece
+from moert.generation.generation import GenerationResult, Piece
 from moert.generation.prefix import Continued, Prefix
+from moert.generation.search import Writing, writing
 from moert.generation.settings import GenerationSettings
 from moert.generation.text import Text
 from moert.models.footprint import Load, Loads
-from moert.models.kv import State
+from moert.models.kv import State, forked, written_bytes
 from moert.models.model import Model
 from moert.stats import RequestTimes
 
@@ -27,13 +30,15 @@ Prompt = str | Sequence[int] | Continued
 @dataclass(frozen=True)
 class Answer:
     """One request that was run. Times count from when it was added, before room was made for it. `kept_tokens` of its
-    prompt had been read before, by others of the same conversation."""
+    prompt had been read before, by others of the same conversation. `others`: with beam search, what was asked for
+    beside the best answer, in order."""
 
     result: GenerationResult
     prompt_tokens: int
     time_to_first_token_s: float
     total_s: float
     kept_tokens: int = 0
+    others: tuple[GenerationResult, ...] = ()
 
     @property
     def text(self) -> str:
@@ -70,11 +75,11 @@ class Gate(Protocol):
 class Request:
     """A prompt in a session, to be asked for its answer at any time."""
 
-    def __init__(self, prompt: Prompt, generation: Generation, prefix: Prefix | None = None) -> None:
+    def __init__(self, prompt: Prompt, generation: Writing, prefix: Prefix | None = None) -> None:
         self.prompt = prompt
         self._generation, self._prefix = generation, prefix
-        self._state: State | None = None  # None: waits without a prefix, or has ended
-        self._unread: Sequence[int] = ()
+        self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
+        self._unread: list[Sequence[int]] = []  # by each of them
         self._kept_tokens = self._read_tokens = 0
         self._added_s = time.perf_counter()
         self._first_s = self._total_s = 0.0
@@ -84,11 +89,13 @@ class Request:
         """As far as it has come."""
         generation = self._generation
         total_s = self._total_s or self._so_far_s
-        return Answer(generation.result, len(generation.prompt_ids), self._first_s, total_s, self._kept_tokens)
+        best, *others = generation.results
+        read = len(generation.prompt_ids)
+        return Answer(best, read, self._first_s, total_s, self._kept_tokens, tuple(others))
 
     @property
     def begun(self) -> bool:
-        return bool(self._generation.tokens)
+        return self._generation.written > 0
 
     @property
     def ended(self) -> bool:
@@ -101,14 +108,14 @@ class Request:
     @property
     def _load(self) -> Load:
         generation = self._generation
-        prompt, most = len(generation.prompt_ids), generation.settings.max_new_tokens
+        prompt, most, beams = len(generation.prompt_ids), generation.settings.max_new_tokens, generation.settings.beams
         marks = self._prefix is not None
-        return Load(prompt, most, len(generation.tokens), kept_tokens=self._kept_tokens, marks=marks)
+        return Load(prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams)
 
     @property
     def _held(self) -> Load:
         """The same with what it holds now."""
-        return replace(self._load, held_bytes=0 if self._state is None else self._state.written_bytes)
+        return replace(self._load, held_bytes=written_bytes(self._states))
 
     def _take_prefix(self) -> None:
         """From here on what it keeps is this request's."""
@@ -116,20 +123,32 @@ class Request:
             ids, room = self._generation.prompt_ids, self._generation.room
             most = self._generation.settings.max_new_tokens
             expected = len(ids) + (most if room is None else min(most, room))
-            self._state, self._kept_tokens = self._prefix.take(ids, expected)
-            self._read_tokens, self._unread = self._kept_tokens, ids[self._kept_tokens :]
+            state, self._kept_tokens = self._prefix.take(ids, expected)
+            if state is not None:
+                self._states, self._unread = [state], [ids[self._kept_tokens :]]
+            self._read_tokens = self._kept_tokens
 
     def _mark(self) -> None:
         """Where its prompt has just been read: what comes next need not begin with what it writes."""
         if self._prefix is not None and not self.begun:
-            _state(self).mark()
+            self._states[0].mark()
+
+    def _go_on(self) -> None:
+        """To what it reads next."""
+        self._read_tokens += len(self._unread[0])
+        if self.ended:
+            return
+        parents, tokens = zip(*self._generation.follow, strict=True)
+        if parents != (0,):
+            self._states = forked(self._states, parents)
+        self._unread = [[token] for token in tokens]
 
     def _give_prefix(self) -> None:
         """Gives it back with all that was read."""
-        state, self._state = self._state, None
+        states, self._states = self._states, []
         if self._prefix is not None:
             ids = [*self._generation.prompt_ids, *self._generation.tokens]
-            self._prefix.give(state, ids[: self._read_tokens])
+            self._prefix.give(states[0] if states else None, ids[: self._read_tokens])
 
 
 class Session:
@@ -211,19 +230,21 @@ class Session:
         """Another request that goes on from here by itself. `changes`: settings by name; with another seed its draws
         begin anew, otherwise they go on as those of the first one will.
 
-        Raises SettingInvalid for a request that has ended, and BudgetTooSmall where there is no room beside the others.
+        Raises SettingInvalid for a request that has ended or has beams, and BudgetTooSmall where there is no room
+        beside the others.
         """
         settings = self._resolved(request._generation.settings.but(**changes))
         with self._open():
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork one that is still to write")
             twin = Request(request.prompt, request._generation.fork(settings))
-            if request._state is None:
+            if not request._states:
                 self._waiting.append(twin)
                 return twin
             self._gate.before([*self._loads, twin._load])
             with memory_shortage():
-                twin._state, twin._unread = request._state.copy(), request._unread
+                twin._states = [state.copy() for state in request._states]
+                twin._unread = list(request._unread)
             twin._kept_tokens = request._kept_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
@@ -260,15 +281,16 @@ class Session:
         if not self._running:
             return []
         started_s, running = time.perf_counter(), self._running
-        logits = self._model.read([_state(each) for each in running], [each._unread for each in running])
+        states = [state for each in running for state in each._states]
+        logits = self._model.read(states, [ids for each in running for ids in each._unread])
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         for request in running:
             request._mark()
-        pieces = [(each, each._generation.take(row)) for each, row in zip(running, logits, strict=True)]
+        rows = np.split(logits, [*accumulate(len(each._states) for each in running)][:-1])
+        pieces = [(each, each._generation.take(of_each)) for each, of_each in zip(running, rows, strict=True)]
         for request in running:
-            request._read_tokens += len(request._unread)
-            request._unread = request._generation.tokens[-1:]
+            request._go_on()
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
                 self._settle(request)
@@ -291,12 +313,12 @@ class Session:
         new, self._waiting = self._waiting[:count], self._waiting[count:]
         try:
             self._gate.before([*self._loads, *waiting[:count]])
-            fresh = [each for each in new if each._state is None]
+            fresh = [each for each in new if not each._states]
             begun = self._model.begin([each._generation.prompt_ids for each in fresh])
         finally:
             self._running = [*self._running, *new]
         for request, (state, unread) in zip(fresh, begun, strict=True):
-            request._state, request._unread = state, unread
+            request._states, request._unread = [state], [unread]
 
     def _settle(self, request: Request) -> None:
         """Frees what it held, or gives it back, and counts what was read and written."""
@@ -305,7 +327,7 @@ class Session:
         if request.begun:
             generation = request._generation
             read = len(generation.prompt_ids) - request._kept_tokens
-            self._times.add(read, len(generation.tokens), request._first_s)
+            self._times.add(read, generation.written, request._first_s)
 
     def _stop(self) -> None:
         for request in (*self._running, *self._waiting):
@@ -323,12 +345,14 @@ class Session:
         first = settings.first_token
         return settings.but(first_token=self._text.token(first)) if isinstance(first, str) else settings
 
-    def _generation(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
+    def _generation(self, prompt: Prompt, settings: GenerationSettings) -> Writing:
         if isinstance(prompt, Continued):
-            return Generation(self._model.spec, list(prompt.ids), settings, prompt.text)
+            if settings.beams > 1:
+                raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
+            return writing(self._model.spec, list(prompt.ids), settings, prompt.text)
         if isinstance(prompt, str):
-            return Generation(self._model.spec, self._text.encode(prompt), settings, self._text.detokenizer())
-        return Generation(self._model.spec, list(prompt), settings, None)
+            return writing(self._model.spec, self._text.encode(prompt), settings, self._text.detokenizer())
+        return writing(self._model.spec, list(prompt), settings, None)
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -336,8 +360,3 @@ class Session:
             if self._closed:
                 raise RuntimeError("the session is closed")
             yield
-
-
-def _state(request: Request) -> State:
-    assert request._state is not None
-    return request._state

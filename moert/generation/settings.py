@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 
 from moert.adjustable import Adjustable
 from moert.errors import SettingInvalid
+from moert.generation.beams import EarlyStopping
+
+_MOST_BEAMS = 64
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,11 @@ class GenerationSettings(Adjustable):
     `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before the first of
     `stop_strings`, and after an end token unless `ignore_eos`. The first token is `first_token`, an id or what the
     tokenizer calls it, if one is given, else what the pack says, if anything: of a model that translates, the language.
+
+    With more than one of `beams`, so many beginnings go on at a time, and the `n_return` likeliest answers are given:
+    by the sum of the logarithms of what their tokens were likely, over the number of tokens to the power of
+    `length_penalty` (above 0 favours long ones). `early_stopping`: True ends as soon as there are as many answers as
+    beams, False when the likeliest beam does not look better than these, "never" when it can't become better.
     Raises SettingInvalid.
     """
 
@@ -29,18 +37,40 @@ class GenerationSettings(Adjustable):
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     first_token: int | str | None = None
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    n_return: int = 1
 
     @property
     def without_effect(self) -> list[str]:
         """Names of settings that were changed and change nothing: those of sampling at temperature 0."""
-        if self.temperature != 0.0:
-            return []
-        sampling = ("top_k", "top_p", "min_p", "seed")
-        return [
-            each.name for each in fields(self) if each.name in sampling and getattr(self, each.name) != each.default
-        ]
+        return [] if self.temperature != 0.0 else self._changed("top_k", "top_p", "min_p", "seed")
 
     def __post_init__(self) -> None:
+        self._check_sampling()
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if not 1 <= self.beams <= _MOST_BEAMS:
+            raise SettingInvalid("beams", f"is {self.beams}: it should be between 1 and {_MOST_BEAMS}")
+        if not 1 <= self.n_return <= self.beams:
+            raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beam(s)")
+        if not math.isfinite(self.length_penalty):
+            raise SettingInvalid("length_penalty", f"is {self.length_penalty}: it should be a number, 0 for none")
+        if self.early_stopping not in (True, False, "never"):
+            raise SettingInvalid("early_stopping", f"is {self.early_stopping!r}: it should be true, false or never")
+        if self.beams == 1:
+            for name in self._changed("length_penalty", "early_stopping"):
+                raise SettingInvalid(name, "is of beam search: give the number of beams, 2 or more")
+            return
+        for name in self._changed("temperature", "stop_strings"):
+            raise SettingInvalid(name, "does not go with beam search: leave one of both out")
+
+    def _changed(self, *names: str) -> list[str]:
+        return [each.name for each in fields(self) if each.name in names and getattr(self, each.name) != each.default]
+
+    def _check_sampling(self) -> None:
         if self.max_new_tokens < 1:
             raise SettingInvalid("max_new_tokens", f"is {self.max_new_tokens}: it should be at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -4,7 +4,7 @@ size."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -241,6 +241,14 @@ def remembered(
     if isinstance(layer.mixer, (Attention, Latent)):
         return Kept(layer.mixer, expected, bits, make)
     return Fixed(layer.mixer, d_model)
+
+
+def forked(states: list[State], parents: Sequence[int]) -> list[State]:
+    """Of each of these its state, or where it has been given, a copy. `states` is emptied first of those that nobody
+    goes on from."""
+    left = {parent: states[parent] for parent in parents}
+    states.clear()
+    return [left[parent] if parents.index(parent) == at else left[parent].copy() for at, parent in enumerate(parents)]
 
 
 def written_bytes(states: Iterable[State]) -> int:

@@ -20,11 +20,11 @@ from moert.generation.detokenize import Detokenizer
 from moert.generation.generation import Generation, GenerationResult, TextSource
 from moert.generation.session import Session
 from moert.generation.settings import GenerationSettings
-from moert.models.footprint import Loads
 from moert.models.kv import State
 from moert.pack.codec import F32
 from moert.pack.model_spec import ModelSpec
 from moert.stats import RequestTimes
+from tests.open_gate import OpenGate
 
 EOS, VOCAB = 256, 257
 
@@ -74,29 +74,11 @@ class Texts:
         return self.source
 
 
-class Open:
-    """A gate that lets everything through."""
-
-    def check(self, loads: Loads, beside: Loads = ()) -> None:
-        pass
-
-    def together(self, running: Loads, waiting: Loads) -> int:
-        return len(waiting)
-
-    def before(self, loads: Loads) -> None:
-        pass
-
-    after = before
-
-    def idle(self) -> None:
-        pass
-
-
 def generate(
     model: Any, ids: list[int], settings: GenerationSettings, pieces: list[str] | None = None,
     detokenizer: Detokenizer | None = None,
 ) -> GenerationResult:  # fmt: skip
-    with Session(model, Texts(detokenizer), Open(), RequestTimes(), lambda: None) as session:  # type: ignore[arg-type]
+    with Session(model, Texts(detokenizer), OpenGate(), RequestTimes(), lambda: None) as session:  # type: ignore[arg-type]
         request = session.add("text" if detokenizer else ids, settings)
         for _, piece in session:
             if pieces is not None:
@@ -180,7 +162,7 @@ def test_a_run_left_early_is_interrupted() -> None:
     script: Any = Script([5, 6, EOS])
     generation = Generation(script.spec, [1], GenerationSettings(), None)
     generation.take(script.read([], []))
-    assert (generation.result.tokens, generation.result.stop_reason) == ([5], "interrupted")
+    assert (generation.results[0].tokens, generation.stop_reason) == ([5], "interrupted")
 
 
 def test_stop_strings_need_a_text() -> None:

@@ -188,9 +188,8 @@ def test_what_a_mark_takes_is_set_aside(mixing: Engine) -> None:
         for prompt in (Continued([5, 6, 8], Letters(), Prefix()), [5, 6, 8]):
             request = session.add(prompt, max_new_tokens=3, ignore_eos=True)
             session.turn()
-            assert request._state is not None
-            held.append(request._state.nbytes)
-            assert request._state.nbytes <= Footprint(spec, False)._state(request._load, 3)
+            held.append(request._states[0].nbytes)
+            assert request._states[0].nbytes <= Footprint(spec, False)._state(request._load, 3)
             session.cancel(request)
     assert held[0] - held[1] == fixed_bytes(spec) > 0
 
