@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 from attention_problems import make, make_latent
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_packs import DECODER_SHAPE, VOCAB, write_pack
 
+from moert.engine import Engine
 from moert.kernels import library, open_backend
 from moert.kernels.pages import KEYS, KvBits, PageLayout, pages_of
 from moert.kernels.reference import kept as reference_kept
@@ -148,3 +151,25 @@ def test_attention_after_a_fork_is_that_of_a_sequence_by_itself(latent: bool, bi
         read(alone, rows[:forked], 0)
         assert read(alone, rows, forked).tobytes() == each.tobytes()
     backend.close()
+
+
+@pytest.mark.skipif(not NATIVE, reason=f"the same bit for bit on the native kernels: {library.missing()}")
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("tokens", [512, 1500, 4096])
+def test_a_long_prompt_forks_anywhere(tmp_path: Path, tokens: int, bits: KvBits) -> None:
+    spec = DECODER_SHAPE.but(max_positions=4200).spec
+    ids = np.random.default_rng(tokens).integers(3, VOCAB, tokens).tolist()
+    with Engine.open(
+        write_pack(tmp_path / "p", spec, paths=False), predictor="none", threads=1, kv_bits=bits
+    ) as engine:
+        engine.reserve(tokens, 9)
+        model = engine.model
+        state, logits = model.prefill(ids)
+        other, _ = model.prefill(ids[: tokens // 3])
+        twin = other.copy()
+        model.read([other], [ids[::-1][:100]])
+        assert model.read([twin], [ids[tokens // 3 :]])[0].tobytes() == logits.tobytes()
+        forks = [state.copy() for _ in range(3)]
+        together = model.read([state, *forks], [[at] for at in (5, 6, 7, 8)])
+        for token, row in zip((5, 6, 7, 8), together, strict=True):
+            assert model.step(model.prefill(ids)[0], token).tobytes() == row.tobytes()

@@ -3,6 +3,5 @@
 from moert.kernels.reference.arithmetic import Plain, ffn, product
 from moert.kernels.reference.backend import ReferenceBackend
 from moert.kernels.reference.codes import weights
-from moert.kernels.reference.kept import all_keys
 
-__all__ = ["Plain", "ReferenceBackend", "all_keys", "ffn", "product", "weights"]
+__all__ = ["Plain", "ReferenceBackend", "ffn", "product", "weights"]
