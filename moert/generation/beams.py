@@ -43,7 +43,8 @@ class BeamRules:
         return max(2, 1 + len(self.ends)) * self.width
 
     def final(self, score: np.float32, tokens: int) -> np.float32:
-        return np.float32(score / tokens**self.length_penalty)
+        made: np.float32 = np.float32(score / tokens**self.length_penalty)
+        return made
 
 
 class Beams:

@@ -49,11 +49,8 @@ class PageLayout:
     def pages(self, count: int) -> list[KeptPage]:
         """So many new ones that follow one another in memory, all zeros: what lies behind the last key is multiplied,
         and must be a number."""
-        if not count:
-            return []
-        room = np.zeros(count * self.nbytes + _ALIGNED, np.uint8)
-        first = -room.ctypes.data % _ALIGNED
-        return [Page(self, room[at:][: self.nbytes]) for at in range(first, first + count * self.nbytes, self.nbytes)]
+        room, size = _aligned(count * self.nbytes), self.nbytes
+        return [Page(self, room[at * size :][:size]) for at in range(count)]
 
 
 class KeptPage(Protocol):
@@ -84,7 +81,7 @@ class Page:
             self.key_steps, self.value_steps = (self._part(at, np.float16, kv, KEYS) for at in (2, 3))
 
     def copy(self) -> Page:
-        twin = self.layout.pages(1)[0]
+        twin = Page(self.layout, _aligned(self.layout.nbytes))
         np.copyto(twin.buffer, self.buffer)
         return twin
 
@@ -94,7 +91,14 @@ class Page:
 
     def _part(self, at: int, number: Any, *shape: int) -> npt.NDArray[Any]:
         size = int(np.prod(shape)) * np.dtype(number).itemsize
-        return self.buffer[self.layout.places[at] :][:size].view(number).reshape(shape)
+        part: npt.NDArray[Any] = self.buffer[self.layout.places[at] :][:size].view(number).reshape(shape)
+        return part
+
+
+def _aligned(nbytes: int) -> U8:
+    """Zeros."""
+    room = np.zeros(nbytes + _ALIGNED, np.uint8)
+    return room[-room.ctypes.data % _ALIGNED :][:nbytes]
 
 
 def pages_of(tokens: int) -> int:
