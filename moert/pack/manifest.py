@@ -15,7 +15,7 @@ from moert.pack.errors import ManifestInvalid, UnsafePath
 from moert.pack.layout import ExpertLayout, expert_layout
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
 from moert.pack.neurons import NeuronLayout, Neurons
-from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Read, Within, brief, mapping, plain, read
+from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Between, Read, Within, brief, mapping, plain, read
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
@@ -207,7 +207,7 @@ class Preference:
     share: Annotated[float, Above(0)]
     recent: Annotated[int, Within(1, MAX_COUNT)]
     sure: Annotated[int, Within(0, MAX_COUNT)]
-    bonus: tuple[float, ...]
+    bonus: Annotated[tuple[float, ...], Between(0, 1e6)]
     calibration: LossEstimate | None = None
     heldout: LossEstimate | None = None
 

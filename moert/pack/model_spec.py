@@ -8,9 +8,11 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 from moert.pack.parts import ROLES, Attention, Experts, Ffn, Latent, Narrow, PositionTable, Role, Rope, Stack, Tensor
-from moert.pack.parts.base import matrix
-from moert.pack.reading import MAX_COUNT, Above, Within
+from moert.pack.parts.base import Factor, Limit, matrix
+from moert.pack.reading import MAX_COUNT, Within
 
+MOST_TENSORS = 1 << 16
+"""Outside the experts; a model of 61 layers with latent attention has 1,400."""
 StackName = Literal["encoder", "decoder"]
 STACKS: tuple[StackName, ...] = ("encoder", "decoder")
 
@@ -51,8 +53,8 @@ class Head:
     silu(project · hidden + its bias) first."""
 
     tied: bool
-    scale: float
-    softcap: Annotated[float | None, Above(0)] = None
+    scale: Factor
+    softcap: Limit = None
     bias: bool = False
     projected: bool = False
 
@@ -85,7 +87,7 @@ class ModelSpec:
     head: Head
     tokens: Tokens
     max_positions: Annotated[int | None, Within(0, MAX_COUNT)]
-    embed_scale: float = 1.0
+    embed_scale: Factor = 1.0
 
     @property
     def longest_prompt(self) -> int | None:
@@ -178,6 +180,10 @@ class ModelSpec:
             for contradiction in stack.contradictions():
                 yield f"in the {name}, {contradiction}"
                 return
+        count = sum(stack.n_tensors(self.d_model) for stack in self.stacks.values())
+        if count > MOST_TENSORS:
+            yield f"it has {count} tensors outside the experts, it should have at most {MOST_TENSORS}"
+            return
         if self.encoder is not None and (why := _unfit(self.encoder)) is not None:
             yield f"in the encoder, a layer has {why}, which only decoders have"
             return
@@ -188,8 +194,6 @@ class ModelSpec:
             if experts != self.moe and _alike(experts) != _alike(self.moe):
                 yield f"the experts of layer {at} have another number or shape than those of the first such layer"
                 return
-        if self.head.scale == 0 or self.embed_scale == 0:
-            yield "the scale of its head or embedding is 0, so that nothing the model reads would matter"
         yield from self._positions()
         yield from self._reading()
 

@@ -35,6 +35,13 @@ class Above(NamedTuple):
     limit: float
 
 
+class Between(NamedTuple):
+    """Annotates a field whose number, which need not be whole, lies between these."""
+
+    low: float
+    high: float
+
+
 class Read(NamedTuple):
     """Annotates a field that is read in a way of its own: (value, where) → what it stands for. The function raises
     ManifestInvalid, or another PackError of its own."""
@@ -82,7 +89,7 @@ def brief(value: Any) -> str:
 
 
 class _Field(NamedTuple):
-    """A field of a dataclass; `rule`, if any, is a Within, Above or Read."""
+    """A field of a dataclass; `rule`, if any, is a Within, Above, Between or Read."""
 
     name: str
     annotation: Any
@@ -181,8 +188,11 @@ def _integer(value: Any, place: _Place) -> int:
 def _number(value: Any, place: _Place) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or abs(value) > 1e30:
         raise place.bad("a finite number", value)
-    if isinstance(place.field.rule, Above) and value <= place.field.rule.limit:
-        raise place.bad(f"above {place.field.rule.limit}", value)
+    rule = place.field.rule
+    if isinstance(rule, Above) and value <= rule.limit:
+        raise place.bad(f"above {rule.limit}", value)
+    if isinstance(rule, Between) and not rule.low <= value <= rule.high:
+        raise place.bad(f"between {rule.low:g} and {rule.high:g}", value)
     return float(value)
 
 

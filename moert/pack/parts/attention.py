@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from moert.pack.parts.base import MOST, MOST_FEATURES, Norm, Tensor, matrix
-from moert.pack.reading import MAX_COUNT, Above, Within
+from moert.pack.parts.base import MOST, MOST_FEATURES, Factor, Limit, Norm, Tensor, matrix
+from moert.pack.reading import MAX_COUNT, Between, Within
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Rope:
     the angle p · frequencies[i]; cosine and sine are multiplied by `factor`."""
 
     dims: Annotated[int, Within(2, MOST)]
-    factor: float = 1.0
+    factor: Factor = 1.0
 
     def tensors(self, at: str) -> Iterator[Tensor]:
         yield Tensor(f"{at}.frequencies", (self.dims // 2,))
@@ -24,8 +24,6 @@ class Rope:
     def contradictions(self) -> Iterator[str]:
         if self.dims % 2:
             yield f"{self.dims} features turn, which has no halves"
-        if self.factor == 0:
-            yield "its factor is 0, so that nothing would turn"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Stretch:
     """Queries at position p are multiplied with 1 + by · ln(1 + ⌊(p + 1) / every⌋): far ones look more sharply."""
 
     every: Annotated[int, Within(1, MAX_COUNT)]
-    by: float
+    by: Annotated[float, Between(0, 1e3)]
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,13 @@ class Attention:
     n: Annotated[int, Within(1, MOST)]
     kv: Annotated[int, Within(1, MOST)]
     dim: Annotated[int, Within(1, MOST)]
-    scale: float
+    scale: Factor
     qk_norm: Literal["whole", "head"] | None
-    clip: Annotated[float | None, Above(0)]
+    clip: Limit
     rope: Annotated[int | None, Within(0, MOST)]
     buckets: Buckets | None
     window: Annotated[int | None, Within(1, MAX_COUNT)] = None
-    softcap: Annotated[float | None, Above(0)] = None
+    softcap: Limit = None
     sinks: bool = False
     biases: Literal["qkv", "qkvo", "qkvog"] | None = None
     norm_turned: bool = False
@@ -122,8 +120,6 @@ class Attention:
             yield f"{self.n} heads share {self.kv} heads of keys, which does not divide them"
         if self.q_features > MOST_FEATURES:
             yield f"n times dim is {self.q_features}, it should be at most {MOST_FEATURES}"
-        if self.scale <= 0:
-            yield f"its scale is {self.scale:g}, it should be above 0"
         if "g" in (self.biases or "") and not self.gate:
             yield "its gate has a bias, and there is no gate"
         if self.buckets is not None:
@@ -147,7 +143,7 @@ class Latent:
     nope: Annotated[int, Within(1, MOST)]
     turning: Annotated[int, Within(2, MOST)]
     v: Annotated[int, Within(1, MOST)]
-    scale: float
+    scale: Factor
     norm: Norm
     rope: Annotated[int | None, Within(0, MOST)]
     bias: bool = False
@@ -191,5 +187,3 @@ class Latent:
         most = self.n * max(self.dim, self.nope, self.v)
         if most > MOST_FEATURES:
             yield f"its heads have {most} features together, it should be at most {MOST_FEATURES}"
-        if self.scale <= 0:
-            yield f"its scale is {self.scale:g}, it should be above 0"

@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from moert.pack.reading import Above
+from moert.pack.reading import Between
 
 MOST = 65535
 """Of heads, features of a head, experts, and whatever else is counted in a part."""
 MOST_FEATURES = 1 << 24
+
+# What numbers that are not whole may be, so that float32 has them, and products of them, in every kernel alike. All
+# that is known of models is well inside: the least and the largest are said beside each.
+Eps = Annotated[float, Between(1e-30, 1.0)]
+"""1e-12 to 1e-5"""
+Factor = Annotated[float, Between(1e-6, 1e6)]
+"""What something is multiplied with: 0.0078 (scores of Granite) to 72 (embeddings of 5,120 features)"""
+Limit = Annotated[float | None, Between(1e-3, 1e9)]
+"""What something is bounded to, hard or softly: 6 to 50"""
+Plus = Annotated[float, Between(-1e3, 1e3)]
+"""What is added: 0 or 1"""
 
 Role = Literal["attention", "mixer", "router", "ffn", "head", "embed"]
 ROLES: tuple[Role, ...] = ("attention", "mixer", "router", "ffn", "head", "embed")
@@ -30,7 +41,7 @@ class Tensor(NamedTuple):
 class Norm:
     """weight · x / √(mean(x²) + eps); of the kind layer, of x less its mean, plus a bias."""
 
-    eps: Annotated[float, Above(0)]
+    eps: Eps
     kind: Literal["rms", "layer"] = "rms"
 
     def tensors(self, at: str, features: int) -> Iterator[Tensor]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from moert.pack.parts.base import MOST, Norm, Tensor, matrix
-from moert.pack.reading import MAX_COUNT, Above, Within
+from moert.pack.parts.base import MOST, Factor, Limit, Norm, Plus, Tensor, matrix
+from moert.pack.reading import MAX_COUNT, Between, Within
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Act:
     `plus` is added to up then."""
 
     name: Literal["relu", "silu", "gelu", "gelu_new", "relu2"]
-    limit: Annotated[float | None, Above(0)] = None
-    slope: Annotated[float, Above(0)] = 1.0
-    plus: float = 0.0
+    limit: Limit = None
+    slope: Factor = 1.0
+    plus: Plus = 0.0
 
     @property
     def exact_zeros(self) -> bool:
@@ -88,8 +88,8 @@ class Router:
     bias: bool = False
     choice_bias: bool = False
     groups: Groups | None = None
-    factor: float = 1.0
-    jitter: float = 0.0
+    factor: Factor = 1.0
+    jitter: Annotated[float, Between(0, 1)] = 0.0
     own_norm: bool = False
     expert_scale: bool = False
     weigh: Literal["output", "input"] = "output"
@@ -112,10 +112,6 @@ class Router:
                 yield f"{experts} experts are in {groups.n} groups, which does not divide them"
             elif groups.best > groups.n or groups.best * (experts // groups.n) < self.top_k:
                 yield f"a token goes to {self.top_k} experts of {groups.best} of {groups.n} groups of {experts} experts"
-        if self.factor == 0:
-            yield "its router's factor is 0, so that no expert would matter"
-        if self.jitter < 0:
-            yield f"its router's jitter is {self.jitter}, it should be 0 or more"
         if self.score == "sparsemixer" and (self.groups is not None or self.choice_bias):
             yield "its router is a sparsemixer with groups or a bias for the choice, which that has not"
         if self.weigh == "input" and self.top_k > 1:

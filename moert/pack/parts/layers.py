@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from moert.pack.parts.attention import Attention, Buckets, Latent
-from moert.pack.parts.base import MOST, Norm, Tensor
+from moert.pack.parts.base import MOST, Factor, Norm, Tensor
 from moert.pack.parts.feed_forward import Experts, Ffn
 from moert.pack.parts.mixers import FixedState
 from moert.pack.parts.positions import PositionTable
@@ -21,7 +21,7 @@ class Join:
     """How what a part gives joins the stream: x += add · after(made)."""
 
     after: Norm | None = None
-    add: float = 1.0
+    add: Factor = 1.0
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.after is not None:
@@ -101,8 +101,6 @@ class Layer:
             yield "a part of a layer has norms with the eps of the layer's, which it has not"
         if self.positions is not None and self.positions.skips_pad:
             yield "the positions of a layer skip the pad token, which only those of a stack do"
-        if 0 in (self.mixer_join.add, self.ffn_join.add):
-            yield "a factor of its stream is 0, so that a part of it would not matter"
 
     @property
     def _borrows(self) -> bool:
@@ -133,6 +131,11 @@ class Stack:
         """Those of its layers' own attention, which share one table."""
         return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
 
+    def n_tensors(self, d_model: int) -> int:
+        """How many its layers have, without naming each."""
+        each = [sum(1 for _ in kind.tensors("", d_model)) for kind in self.kinds]
+        return sum(each[kind] for kind in self.layers)
+
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.norm is not None:
             yield from self.norm.tensors(f"{at}.norm", d_model)
@@ -145,7 +148,7 @@ class Stack:
             yield from self[layer].tensors(f"{at}.{layer}", d_model)
 
     def contradictions(self) -> Iterator[str]:
-        if not self.layers or not self.kinds or len(self.layers) > MOST_LAYERS:
+        if not self.layers or not self.kinds or max(len(self.layers), len(self.kinds)) > MOST_LAYERS:
             yield f"there are {len(self.layers)} layers of {len(self.kinds)} kinds, it should be 1 to {MOST_LAYERS}"
             return
         if max(self.layers) >= len(self.kinds):
