@@ -66,7 +66,7 @@ class Streaming:
         """What runs the experts. Raises PackError."""
         if self.firing is not None:
             return self.firing.runner(self.cache, self._backend, ahead, listeners)
-        return CachedExperts(self._pack, self.cache, self._backend, ahead, listeners)
+        return CachedExperts(self._pack, self.cache, self._backend, ahead, [*listeners, lambda _: self._store.check()])
 
     @property
     def held_bytes(self) -> int:
@@ -98,7 +98,8 @@ class Streaming:
 
     def adapt(self, room_bytes: int, notify: Callable[[str], None]) -> None:
         """To so much room for experts: where that is not enough for all, finds out, once, how this drive is best read
-        and which eviction policy is best."""
+        and which eviction policy is best. Raises FileTruncated if experts have gone that were in use."""
+        self._store.check()
         if room_bytes >= self._all_bytes:
             return
         self._store.leaves_page_cache = False

@@ -84,18 +84,6 @@ def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8], offset: int =
     return found
 
 
-def mapped(fd: int, nbytes: int, offset: int = 0) -> npt.NDArray[np.uint8] | None:
-    """Bytes of a file where the page cache has them, not to be written; None where the file is shorter, or can't be
-    mapped."""
-    try:
-        if os.fstat(fd).st_size < offset + nbytes:
-            return None
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once
-        return np.frombuffer(mmap.mmap(fd, nbytes, flags, mmap.PROT_READ, offset=offset), np.uint8)
-    except (OSError, ValueError):
-        return None
-
-
 def in_page_cache(path: str | os.PathLike[str], offset: int = 0) -> bool:
     """Whether the page of the file there can be read without the drive; True where the system does not tell. Raises
     OSError.

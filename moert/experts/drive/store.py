@@ -8,13 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from moert.experts.drive.files import OpenFile, OpenFiles
-from moert.experts.drive.io import IoSettings, in_page_cache, mapped, open_expert, read_into
+from moert.experts.drive.io import IoSettings, in_page_cache, open_expert, read_into
 from moert.experts.drive.patience import FAILURES, Patience
 from moert.experts.drive.reads import Read, Readers, Table, table_of
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.checksum import crc32
+from moert.kernels.fence import FencedMapping, breaks, mapped
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import group_of
@@ -48,6 +50,9 @@ class ExpertStore:
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
         self._readers = Readers()
         self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
+        self._mapped: WeakSet[FencedMapping] = WeakSet()
+        self._lost: list[str] = []  # files that were shorter than what is mapped, or is copied, of them
+        self._breaks = breaks()
         self._views: dict[ExpertKey, Mapping[str, ProjectionView]] = {}
         self._kinds: dict[object, Mapping[str, ProjectionView]] = {}  # of views, which many experts share
 
@@ -62,6 +67,19 @@ class ExpertStore:
     def expect(self) -> None:
         """A request is about to begin: something may have happened to the files since the last one."""
         self._files.expect()
+
+    def check(self) -> None:
+        """That nothing has gone of what was given where the page cache has it: what is computed with it since the last
+        call is worth nothing then. Raises FileTruncated, from then on each time."""
+        if not self._lost and self._breaks != (now := breaks()):
+            self._breaks = now
+            with self._lock:
+                self._lost += [mapping.path for mapping in self._mapped if mapping.is_broken]
+        if self._lost:
+            raise FileTruncated(
+                f"{self._lost[0]} became shorter, or could not be read any more, while it was in use: copy the pack "
+                "again"
+            )
 
     def close(self) -> None:
         """Closes files that nobody reads from any more."""
@@ -114,9 +132,8 @@ class ExpertStore:
         handle = open_expert(path, direct)
         try:
             if self.leaves_page_cache and not direct and len(into) >= MAPPED_BYTES:
-                place = mapped(handle, len(into), entry.offset)
+                place = self._mapping(key, handle, len(into))
                 if place is not None:
-                    self._pack.check_expert(key, place, crc32)
                     self._count(1, len(into), started)
                     return place
             found = read_into(handle, into, entry.offset)
@@ -129,6 +146,21 @@ class ExpertStore:
         self._pack.check_expert(key, into, crc32)
         self._count(1, len(into), started)
         return into
+
+    def _mapping(self, key: ExpertKey, handle: int, nbytes: int) -> U8 | None:
+        """The expert where the page cache has it, as it should be."""
+        entry = self._pack.entry(key)
+        found = mapped(handle, nbytes, entry.offset)
+        if found is None:
+            return None
+        place, mapping = found
+        self._pack.check_expert(key, place, crc32)
+        if mapping.is_broken:
+            return None
+        mapping.path, mapping.lost = entry.path, self._lost
+        with self._lock:
+            self._mapped.add(mapping)
+        return place
 
     def _read_together(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[Exception | None]:
         """In one call: of each, why it failed."""

@@ -334,6 +334,15 @@ typedef struct {
  * that and `worth` have room for all rows. */
 int64_t moert_leave(const moert_residents *all, const uint8_t *free, int64_t missing, double *worth, int64_t *leaving);
 
+/* A fence around a mapping of a file: while it stands, what the file lacks or its drive does not give reads as zeros. Its
+ * number, or -1: none can be had. The mapping outlives it. */
+int moert_fence(const void *start, int64_t nbytes);
+void moert_fence_end(int fence);
+
+/* Whether zeros were read within it; and how often that has begun anywhere. */
+int moert_fence_broken(int fence);
+int64_t moert_fences_broken(void);
+
 /* A read of consecutive bytes of a file, and what came of it. */
 typedef struct {
     int64_t offset, nbytes;   /* in the file */
