@@ -65,6 +65,10 @@ def memory_shortage() -> Iterator[None]:
         raise OutOfMemory(f"there is not enough memory: give a smaller {said('memory')} or a shorter prompt") from None
 
 
+class NotFinite(RunError):
+    """The model gave something else than numbers."""
+
+
 class TokenizerMissing(RunError):
     """The pack has no tokenizer, or one that can't be read."""
 

@@ -104,7 +104,8 @@ class Generation:
         self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
-        """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last."""
+        """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last. Raises
+        NotFinite."""
         token = self._choose(logits[0])
         self.tokens.append(token)
         reason = self._reason_to_stop(token)
@@ -121,8 +122,9 @@ class Generation:
     def _choose(self, logits: F32) -> int:
         if self._first is not None and not self.tokens:
             return self._first
+        largest = greedy.checked(logits, len(self.tokens) + 1)
         if self.settings.temperature == 0.0:
-            return greedy.choose(logits)
+            return largest
         if self._generator is None:
             self._generator = np.random.default_rng(self.settings.seed)
         return sampling.choose(logits, self.settings, self._generator)

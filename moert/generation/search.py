@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from moert.errors import SettingInvalid
+from moert.generation import greedy
 from moert.generation.beams import BeamRules, Beams, Hypothesis
 from moert.generation.generation import (
     Generation,
@@ -66,7 +67,10 @@ class BeamGeneration:
         self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
+        """Raises NotFinite."""
         beams = self._beams
+        for row in logits:
+            greedy.checked(row, self._written + 1)
         beams.step(logits, None if self._written else self._first)
         self._written += 1
         self.ended = beams.over

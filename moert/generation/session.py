@@ -207,7 +207,7 @@ class Session:
         """Begins what waits and fits, and gives the next token of all that runs, in the order in which they began;
         nothing where nothing is left to do.
 
-        Raises PackError or OutOfMemory, after which nothing in the session goes on, as after Ctrl-C.
+        Raises PackError, NotFinite or OutOfMemory, after which nothing in the session goes on, as after Ctrl-C.
         """
         with self._open():
             try:
