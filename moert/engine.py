@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from moert.budget.admission import Admission, Notify
 from moert.budget.budget import Budget, CacheLimit
+from moert.budget.opening import room_within
 from moert.budget.regulator import Regulator
 from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, preference_note, share_text
 from moert.errors import ChatImpossible, memory_shortage
@@ -30,7 +31,7 @@ from moert.generation.settings import GenerationSettings
 from moert.generation.text import Text
 from moert.generation.turns import Turns
 from moert.kernels import AUTO_KERNELS, open_backend
-from moert.kernels.backend import Backend
+from moert.kernels.backend import Backend, Keeps
 from moert.kernels.library import missing_note
 from moert.machine.cores import usable_cores
 from moert.machine.memory import drop_page_cache, held_bytes, most_bytes, return_freed, thread_bytes
@@ -98,7 +99,6 @@ class Engine:
         self._prefixes: WeakSet[Prefix] = WeakSet()
         self._regulator.kept_bytes = partial(_held_bytes, self._prefixes)
         self._regulator.check_open()
-        weights = load_backbone(pack)
         self.ahead = None
         if predictor is not None:
             price = Worth() if weighed else None
@@ -112,8 +112,8 @@ class Engine:
             self._streaming.prefers()
             self._admission.notes.append(preference_note(self.preference))
         self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
+        weights = load_backbone(pack, backend.stay if isinstance(backend, Keeps) else None)
         self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
-        del weights
         if foreseeing is not None:
             self._foresee(foreseeing, settings)
             self._admission.notes += foreseeing.notes()
@@ -141,7 +141,7 @@ class Engine:
         chosen = (settings or EngineSettings()).but(**changes)
         if chosen.neurons == PREDICTED:
             chosen = chosen.but(predictor="none")
-        pack = Pack.open(path)
+        pack = Pack.open(path, room_within(chosen.limit))
         check_neurons(pack, chosen.neurons)
         routes = chosen.routing == HASH_ROUTING
         noted: list[str] = []

@@ -15,6 +15,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moert.pack.checksums import check_pieces, checksums_from_bytes
 from moert.pack.codec import F32, QuantizedMatrix, dequantize
 from moert.pack.dense import dense_width
+from moert.pack.finite import check_backbone, check_expert
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import DOWN, NEURONS
 from moert.pack.reader import Pack, Projection
@@ -42,6 +43,7 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
     with show("files", files, "file") as bar:
         for _ in pack.verify_hashes():
             bar.update(1)
+    _check_numbers(pack, show)
     if pack.has_neurons:
         _check_pieces(pack, show)
     if source is None:
@@ -50,6 +52,15 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
         raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
     worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key) for key in keys))
     return Verified(files, len(keys), worst)
+
+
+def _check_numbers(pack: Pack, show: Progress) -> None:
+    """That every weight is a number."""
+    check_backbone(pack)
+    with show("numbers", len(pack.manifest.experts), "expert") as bar:
+        for entry in pack.manifest.experts:
+            check_expert(pack, entry.key, pack.read_expert(entry.key))
+            bar.update(1)
 
 
 def _check_pieces(pack: Pack, show: Progress) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
+from moert.budget.opening import room_within
 from moert.budget.routing import HASH_ROUTING
 from moert.command.prompts import read_records
 from moert.command.system import system_facts
@@ -38,7 +39,8 @@ def bench(
         )
     folder = None if plot is None else _folder(plot, packs)
     for path in packs:
-        engine, pack = settings.engine, Pack.open(path)
+        engine = settings.engine
+        pack = Pack.open(path, room_within(engine.limit))
         check_predictor(pack, engine.predictor)
         check_hash(pack, engine.eviction, engine.routing == HASH_ROUTING)
         check_neurons(pack, engine.neurons)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.bench.figures import Figure
+from moert.budget.opening import room_within
 from moert.command.system import system_facts
 from moert.experts.drive.curve import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
 from moert.pack.manifest import BACKBONE
@@ -32,7 +33,7 @@ class DriveRun:
 
 def measure_drive(path: Path) -> DriveRun:
     """Of the drive under a pack. Raises PackError, DriveUnmeasurable."""
-    pack = Pack.open(path)
+    pack = Pack.open(path, room_within(None))
     paths = dict.fromkeys([BACKBONE, *(entry.path for entry in pack.manifest.experts)])
     curve = curve_of([pack.file(name) for name in paths])
     neurons = _neurons(pack)

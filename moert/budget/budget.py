@@ -171,7 +171,7 @@ class Budget:
     def left_bytes(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> int:
         """For experts, negative if there is not enough: a process that holds `held_bytes` without them will hold
         `coming_bytes` more."""
-        margin = limit_bytes // _MARGIN_PART + _MARGIN_BYTES + self.scratch_bytes + self.thread_bytes
+        margin = spare_bytes(limit_bytes) + self.scratch_bytes + self.thread_bytes
         left = limit_bytes - margin - held_bytes - coming_bytes
         return int(self.filled * left) if left > 0 else left
 
@@ -214,6 +214,11 @@ class Budget:
                 f"{said('cache', self.layer_bytes)}, the experts that one token can need of a layer",
                 self.layer_bytes,
             )
+
+
+def spare_bytes(limit_bytes: int) -> int:
+    """Of every limit, what nobody is given: malloc, large pages and the kernel keep it."""
+    return limit_bytes // _MARGIN_PART + _MARGIN_BYTES
 
 
 def _whole(nbytes: int, page_bytes: int) -> int:

@@ -279,10 +279,11 @@ def info(
     if pack is None:
         _print_system(as_json)
         return
+    from moert.budget.opening import room_within
     from moert.command.description import describe, description_lines
     from moert.pack.reader import Pack
 
-    opened = Pack.open(pack)
+    opened = Pack.open(pack, room_within(None))
     print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(description_lines(opened)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, NewType, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -177,7 +177,7 @@ class BackendOf(Protocol[M, E]):
     """True if weights are held and computed with in float32; False if they stay as they are stored."""
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> M:
-        """A copy: `stored` may lie in a mapped file. bias [out] is added to what the matrix gives."""
+        """bias [out] is added to what the matrix gives."""
         ...
 
     def biased(self, matrix: M, bias: F32) -> M:
@@ -321,6 +321,15 @@ class BackendOf(Protocol[M, E]):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Keeps(Protocol):
+    """A backend that keeps matrices where they were read to, if that is where it says: others copy them."""
+
+    def stay(self, nbytes: int) -> U8:
+        """uint8 [nbytes], undefined, for what is given to `matrix` next."""
+        ...
 
 
 Backend = BackendOf[Matrix, Expert]

@@ -52,6 +52,7 @@ class NativeBackend:
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
         self._arena = Arena()
+        self._staying: set[int] = set()  # addresses in it that were given away, to be filled
         self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
         self._acts: dict[Act, structs.Act] = {}
         self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
@@ -62,6 +63,12 @@ class NativeBackend:
         if self._pool:
             self._call.moert_pool_close(self._pool)
             self._pool, self._call = None, None
+
+    def stay(self, nbytes: int) -> U8:
+        """See `moert.kernels.backend.Keeps`: in large pages."""
+        room = self._arena.allocate(nbytes)
+        self._staying.add(_at(room))
+        return room
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> NativeMatrix:
         place = None if bias is None else _at(bias)
@@ -297,7 +304,10 @@ class NativeBackend:
         return addressof(self._layouts[key])
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
-        """A copy in large pages."""
+        """In large pages: a copy, or the array itself where it lies there."""
+        if _at(array) in self._staying:
+            self._staying.discard(_at(array))
+            return array
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(room, array)
         return room

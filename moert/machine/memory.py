@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import resource
@@ -100,14 +99,6 @@ def drop_page_cache(path: Path) -> None:
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(handle)
-
-
-def drop_mapped(address: int, nbytes: int) -> None:
-    """Lets go of the whole pages of a piece of a mapped file; they are read again if they are asked for."""
-    start = address + -address % mmap.PAGESIZE
-    length = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length > 0 and sys.platform == "linux":
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _glibc() -> ctypes.CDLL | None:

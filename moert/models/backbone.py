@@ -1,122 +1,144 @@
-"""The weights of everything but the experts: backbone.safetensors."""
+"""The weights of everything but the experts: backbone.safetensors, read when they are asked for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from moert.kernels.backend import Floats, Stored
 from moert.kernels.checksum import crc32
-from moert.machine.memory import drop_mapped
-from moert.pack.codec import U8, QuantizedMatrix
+from moert.pack.codec import U8
 from moert.pack.dense import StoredTensors, quantized, stored_tensors
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
+from moert.pack.finite import all_finite
+from moert.pack.header import Place, header_of
 from moert.pack.manifest import BACKBONE
+from moert.pack.opened import OpenedFile
 from moert.pack.reader import Pack
 
+MOST_TURN = 1000.0
+"""Radians that a rotary position may turn features by: models have at most 1."""
 _CHUNK = 1 << 20
+_NAME_BYTES = 600  # what a name takes in the tables that say where tensors are (400 measured)
 
 
 _FLOATS: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _TYPES: Mapping[str, Any] = {**_FLOATS, "U8": np.uint8}
 
-
-class MappedWeights(dict[str, Stored]):
-    """Views of a mapped file. What is taken out with `pop` must be copied before the next call, which lets go of its
-    pages: so not much more than the copies is ever in memory."""
-
-    _latest: Stored | None = None
-
-    def pop(self, name: str) -> Stored:  # type: ignore[override]
-        if self._latest is not None:
-            _drop(self._latest)
-        self._latest = super().pop(name)
-        return self._latest
+Allocate = Callable[[int], U8]
+"""uint8 of so many bytes to read into."""
 
 
-def load_backbone(pack: Pack) -> MappedWeights:
-    """Canonical name → weights as they are stored: views of the mapped file. What is kept must be copied: where memory
-    is short, the pages of a mapped file are read from disk again and again.
+class StoredWeights(Mapping[str, Stored]):
+    """Canonical name → weights as they are stored, each read from the open file when it is asked for, into memory that
+    is the asker's own. What is taken out with `pop` and is a matrix with a role is read to where it may stay.
 
-    Raises FileMissing, HashMismatch or HeaderInvalid.
+    Reading raises FileMissing, FileTruncated or HeaderInvalid.
+    """
+
+    def __init__(
+        self, pack: Pack, file: OpenedFile, tensors: Mapping[str, Place], names: dict[str, StoredTensors],
+        stay: Allocate,
+    ) -> None:  # fmt: skip
+        """`tensors` of the file; `names`: which of them stand for each weight."""
+        self._spec, self._quantization = pack.manifest.model, pack.manifest.quantization
+        self._file, self._tensors, self._names, self._stay = file, tensors, names, stay
+
+    def pop(self, name: str) -> Stored:
+        """Raises KeyError for what is not there, or no more."""
+        found = self._read(name, self._stay if self._spec.tensors[name].role is not None else _anywhere)
+        del self._names[name]
+        return found
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._read(name, _anywhere)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def _read(self, name: str, allocate: Allocate) -> Stored:
+        dense = self._quantization.dense
+        if name not in self._names[name]:
+            assert dense is not None
+            inputs = self._spec.tensors[name].shape[1]
+            return quantized(self._spec, dense, name, inputs, lambda part: self._tensor(part, allocate)[1])
+        dtype, data = self._tensor(name, allocate)
+        numbers = data.reshape(-1).view(np.uint8)
+        if not all_finite(dtype, numbers):
+            raise HeaderInvalid(f"{BACKBONE}: {name} has numbers that are not finite: convert the model again")
+        found = Floats(dtype, data)
+        if name.startswith("rope.") and not np.abs(found.widened()).max() <= MOST_TURN:
+            raise HeaderInvalid(
+                f"{BACKBONE}: {name} should turn by at most {MOST_TURN:g} a position: convert the model again"
+            )
+        return found
+
+    def _tensor(self, name: str, allocate: Allocate) -> tuple[Any, npt.NDArray[Any]]:
+        """Its dtype, and what it holds."""
+        place = self._tensors[name]
+        into = allocate(place.stop - place.start)
+        self._file.read_into(into.data, place.start)
+        return place.dtype, into.view(_TYPES[place.dtype]).reshape(place.shape)
+
+
+def load_backbone(pack: Pack, stay: Allocate | None = None) -> StoredWeights:
+    """All weights but the experts', to be read from the open file, which has the manifest's checksum. `stay`: memory
+    for matrices that are kept where they are read to, as a backend has it.
+
+    Raises FileMissing, FileTruncated, HashMismatch, HeaderInvalid, SizeOverflow, or what the pack's room does.
     """
     if BACKBONE not in pack.manifest.files:
         raise FileMissing(f"the pack at {pack.root} lists no {BACKBONE}: convert the model again")
-    _check_checksum(pack)
-    spec, quantization = pack.manifest.model, pack.manifest.quantization
-    expected, (about, body) = stored_tensors(spec, quantization), _mapped(pack)
-    _check(
-        {name: (each["dtype"], tuple(each["shape"])) for name, each in about.items()},
-        {name: what for tensors in expected.values() for name, what in tensors.items()},
-    )
-
-    def view(name: str) -> npt.NDArray[Any]:
-        dtype, (start, stop) = about[name]["dtype"], about[name]["data_offsets"]
-        data: npt.NDArray[Any] = body[start:stop].view(_TYPES[dtype]).reshape(about[name]["shape"])
-        return data
-
-    weights = MappedWeights()
-    for name, tensors in expected.items():
-        if name not in tensors:
-            assert quantization.dense is not None
-            inputs = spec.tensors[name].shape[1]
-            weights[name] = quantized(spec, quantization.dense, name, inputs, view)
-        else:
-            weights[name] = Floats(about[name]["dtype"], view(name))
-    return weights
-
-
-def _mapped(pack: Pack) -> tuple[dict[str, Any], U8]:
-    """What the header says of each tensor, and the mapped bytes behind it.
-
-    Raises HeaderInvalid.
-    """
-    path = pack.file(BACKBONE)
+    file = pack.opened(BACKBONE)
     try:
-        with safe_open(path, framework="numpy") as file:  # the library looks at the header
-            names = list(file.keys())
-        body = np.memmap(path, np.uint8, "r")
-        start = 8 + int.from_bytes(body[:8].tobytes(), "little")
-        header = json.loads(body[8:start].tobytes())
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise HeaderInvalid(f"{BACKBONE} is not a safetensors file ({reason}): copy the pack again") from None
-    return {name: header[name] for name in names}, body[start:]
+        _check_checksum(file, pack.manifest.files[BACKBONE].crc32)
+        tensors = header_of(file, pack.room).tensors
+        pack.room(_NAME_BYTES * len(tensors), BACKBONE)
+        expected = stored_tensors(pack.manifest.model, pack.manifest.quantization)
+        _check(tensors, {name: what for parts in expected.values() for name, what in parts.items()})
+        return StoredWeights(pack, file, tensors, expected, stay or _anywhere)
+    except BaseException:
+        file.close()
+        raise
 
 
-def _check_checksum(pack: Pack) -> None:
-    """Reads the file once in pieces, so that it is never in memory as a whole beside its copy."""
+def _anywhere(nbytes: int) -> U8:
+    return np.empty(nbytes, np.uint8)
+
+
+def _check_checksum(file: OpenedFile, expected: int) -> None:
+    """Reads the file once in pieces, so that it is never in memory as a whole beside what is kept of it."""
     checksum = 0
-    with open(pack.file(BACKBONE), "rb") as handle:
-        while chunk := handle.read(_CHUNK):
-            checksum = crc32(chunk, checksum)
-    if checksum != pack.manifest.files[BACKBONE].crc32:
+    for start in range(0, file.nbytes, _CHUNK):
+        checksum = crc32(file.read(min(_CHUNK, file.nbytes - start), start), checksum)
+    if checksum != expected:
         raise HashMismatch(f"{BACKBONE}: checksum differs from the manifest: the file is damaged, copy it again")
 
 
-def _drop(stored: Stored) -> None:
-    parts = (stored.qweight, stored.scale, stored.minimum) if isinstance(stored, QuantizedMatrix) else (stored.data,)
-    for part in parts:
-        drop_mapped(part.ctypes.data, part.nbytes)
-
-
-def _check(found: dict[str, tuple[str, tuple[int, ...]]], expected: StoredTensors) -> None:
+def _check(found: Mapping[str, Place], expected: StoredTensors) -> None:
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"holds {extra[0]}, which the model has not"
+        what = f"lacks {missing[0]}" if missing else f"holds {extra[0][:80]!a}, which the model has not"
         raise HeaderInvalid(f"{BACKBONE} {what}: it is not that of this model")
     for name, (dtype, shape) in expected.items():
-        found_dtype, found_shape = found[name]
-        if found_shape != shape:
-            raise HeaderInvalid(f"{BACKBONE}: {name} has the shape {found_shape}, expected {shape}")
-        if dtype is None and found_dtype not in _FLOATS:
+        place = found[name]
+        if place.shape != shape:
+            raise HeaderInvalid(f"{BACKBONE}: {name} has the shape {place.shape}, expected {shape}")
+        if dtype is None and place.dtype not in _FLOATS:
             raise HeaderInvalid(
-                f"{BACKBONE}: {name} should hold floating-point numbers, {', '.join(_FLOATS)}, found {found_dtype}"
+                f"{BACKBONE}: {name} should hold floating-point numbers, {', '.join(_FLOATS)}, found {place.dtype}"
             )
-        if dtype not in (None, found_dtype):
-            raise HeaderInvalid(f"{BACKBONE}: {name} is of the type {found_dtype}, expected {dtype}")
+        if dtype not in (None, place.dtype):
+            raise HeaderInvalid(f"{BACKBONE}: {name} is of the type {place.dtype}, expected {dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from moert.kernels.backend import (
     NO_NORM,
@@ -31,12 +32,17 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent, Layer, Norm, Rope, Tensor
 
-Weights = dict[str, Stored]
-"""Canonical name → as stored."""
+
+class Weights(Protocol):
+    """Canonical name → as stored. What is taken out is the taker's own."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def pop(self, name: str, /) -> Stored: ...
 
 
 class Builder:
-    """Takes weights out of a dict by name."""
+    """Takes weights out by name."""
 
     def __init__(self, weights: Weights, ropes: Sequence[Rope], backend: Backend) -> None:
         self._weights, self._ropes, self.backend = weights, ropes, backend
@@ -56,7 +62,7 @@ class Builder:
         """The same as it is stored."""
         found = self._weights.pop(name)
         assert isinstance(found, Floats), f"{name} is no tensor of floats"
-        return Floats(found.dtype, found.data.copy())
+        return found
 
     def norm(self, part: Norm | None, name: str) -> NormWeights:
         if part is None:

@@ -138,7 +138,7 @@ class Model:
         self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16,
         preference: Preference | None = None,
     ) -> None:  # fmt: skip
-        """`weights` is emptied on the way. The model keeps copies, so that nothing holds the file that they lie in."""
+        """`weights` is emptied on the way."""
         builder = Builder(weights, spec.ropes, backend)
         self.spec, self.backend, self.kv_bits = spec, backend, kv_bits
         self.routers: Routers = {}

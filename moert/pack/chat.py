@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from moert.pack.errors import ChatInvalid, FormatTooNew, ManifestInvalid, SizeOverflow
+from moert.pack.bounds import bound_of
+from moert.pack.documents import parsed
+from moert.pack.errors import ChatInvalid, FormatTooNew, ManifestInvalid
 from moert.pack.reader import Pack
 from moert.pack.reading import Read, brief, mapping, plain, read
 
 CHAT = "chat.json"
-MAX_CHAT_BYTES = 1 << 20
+MAX_CHAT_BYTES = bound_of(CHAT).most_bytes
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Names that every template is given, so that no token has them."""
 _FORMAT, _VERSION = "model.pack chat", 1
@@ -70,34 +72,21 @@ def dump_chat(chat: ChatFormat) -> bytes:
 
 def load_chat(pack: Pack) -> ChatFormat | None:
     """None where the pack has no such file. Raises ChatInvalid, FormatTooNew, SizeOverflow, or as `read_file` does."""
-    entry = pack.manifest.files.get(CHAT)
-    if entry is None:
-        return None
-    if entry.nbytes > MAX_CHAT_BYTES:
-        raise SizeOverflow(f"{CHAT} has {entry.nbytes} bytes, none is larger than {MAX_CHAT_BYTES}")
-    return parse_chat(pack.read_file(CHAT))
+    return parse_chat(pack.read_file(CHAT)) if CHAT in pack.manifest.files else None
 
 
 def parse_chat(body: bytes) -> ChatFormat:
     """Raises ChatInvalid or FormatTooNew."""
     try:
-        raw = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise ChatInvalid(f"{CHAT} is not JSON ({reason}); convert the model again") from None
+        raw = parsed(body)
+    except ValueError as error:
+        raise ChatInvalid(f"{CHAT} is not JSON ({error}); convert the model again") from None
     try:
         document = mapping(raw, CHAT)
         _check_version(document)
         return read(ChatFormat, document, CHAT)
     except ManifestInvalid as error:
         raise ChatInvalid(str(error)) from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name is there twice in one object")
-    return table
 
 
 def _check_version(document: dict[str, Any]) -> None:

@@ -75,16 +75,18 @@ def expert_layout(
 
 @dataclass(frozen=True)
 class _Pattern:
-    """What experts of the same widths have in common: all but their names, which have one length."""
+    """What experts of the same widths have in common: all but their names, which have one length. `filled` spaces end
+    the header, and are not kept."""
 
     before: bytes
     after: bytes
+    filled: int
     slots: tuple[TensorSlot, ...]
     tensor_bytes: int
     data_bytes: int
 
     def of(self, key: ExpertKey) -> ExpertLayout:
-        header = self.before + str(key).encode() + self.after
+        header = self.before + str(key).encode() + self.after + b" " * self.filled
         return ExpertLayout(header, len(header), self.slots, self.tensor_bytes, len(header) + self.data_bytes)
 
 
@@ -133,7 +135,8 @@ def _named(
     slots: tuple[TensorSlot, ...], data_bytes: int, tensor_bytes: int, page_bytes: int, name_bytes: int
 ) -> _Pattern:
     before, after = _header(slots, name_bytes, page_bytes).split(_NAME * name_bytes)
-    return _Pattern(before, after, slots, tensor_bytes, data_bytes)
+    kept = after.rstrip(b" ")
+    return _Pattern(before, kept, len(after) - len(kept), slots, tensor_bytes, data_bytes)
 
 
 def _place(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from typing import Any
 
+from moert.pack.bounds import check_size, known_bounds
+from moert.pack.documents import parsed
 from moert.pack.errors import FormatTooNew, HashMismatch, ManifestInvalid, SizeOverflow
 from moert.pack.manifest import FORMAT_NAME, MAJOR, SEAL, ExpertEntry, Manifest
 from moert.pack.neurons import NEURONS, SECTOR
@@ -14,25 +15,19 @@ from moert.pack.reading import MAX_BYTES, MAX_COUNT, brief, mapping, read
 _WHERE = "manifest.json"
 
 
-def parse_manifest(text: str) -> Manifest:
+def parse_manifest(text: str | bytes) -> Manifest:
     """JSON text → Manifest. Raises ManifestInvalid, FormatTooNew, HashMismatch, UnsafePath or SizeOverflow."""
+    body = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     try:
-        raw = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        raw = parsed(body)
+    except ValueError as error:
         raise ManifestInvalid(f"manifest.json is not JSON ({error}); convert the model again") from None
     document = mapping(raw, _WHERE)
     _check_version(document)
-    _check_seal(text, document)
+    _check_seal(body, document)
     manifest = read(Manifest, document, _WHERE)
     _check(manifest)
     return manifest
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ManifestInvalid("manifest.json names a field twice in one object; convert the model again")
-    return table
 
 
 def _check_version(document: dict[str, Any]) -> None:
@@ -46,13 +41,13 @@ def _check_version(document: dict[str, Any]) -> None:
     _whole(document, "minor", MAX_COUNT)
 
 
-def _check_seal(text: str, document: dict[str, Any]) -> None:
+def _check_seal(body: bytes, document: dict[str, Any]) -> None:
     """The last field is a checksum of all the text before it: a changed digit anywhere is noticed."""
     crc32 = _whole(document, "crc32", (1 << 32) - 1)
-    body, mark, _ = text.rpartition(SEAL)
-    if not mark or text != f"{body}{SEAL}{crc32}\n}}\n":
+    at = body.rfind(SEAL.encode())
+    if at < 0 or body[at:] != f"{SEAL}{crc32}\n}}\n".encode():
         raise ManifestInvalid("manifest.json does not end with its crc32: it was cut, edited or laid out anew")
-    if zlib.crc32(body.encode()) != crc32:
+    if zlib.crc32(memoryview(body)[:at]) != crc32:
         raise HashMismatch("manifest.json differs from its own checksum: it is damaged or was edited; copy it again")
 
 
@@ -75,6 +70,9 @@ def _check(manifest: Manifest) -> None:
         raise ManifestInvalid(f"page_bytes is {manifest.page_bytes}, expected a multiple of 4096")
     if (contradiction := next(manifest.model.contradictions(), None)) is not None:
         raise ManifestInvalid(f"the model in manifest.json can't be: {contradiction}")
+    for name, entry in manifest.files.items():
+        if name in known_bounds():
+            check_size(name, entry.nbytes)
     _check_dense(manifest)
     _check_neurons(manifest)
     _check_keys(manifest)

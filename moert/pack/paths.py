@@ -248,14 +248,14 @@ def _sparse(file: TensorFile, at: str, size: int, contexts: int) -> ContextCount
         experts=file.tensor(f"{at}.experts", np.uint16),
         counts=file.tensor(f"{at}.counts", np.uint32),
     )
-    rows = table.rows.astype(np.int64)
+    rows = table.rows
     sound = (
         len(rows) == len(table.contexts) + 1
         and len(table.experts) == len(table.counts)
         and rows[0] == 0
         and rows[-1] == len(table.experts)
-        and bool((np.diff(rows) > 0).all())
-        and bool((np.diff(table.contexts.astype(np.int64)) > 0).all())
+        and bool((rows[1:] > rows[:-1]).all())
+        and bool((table.contexts[1:] > table.contexts[:-1]).all())
         and all(int(values.max(initial=0)) < below for values, below in ((table.contexts, contexts),
                                                                          (table.experts, size)))
     )  # fmt: skip

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -15,28 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.blocks import bias_of, matrix_of
+from moert.pack.bounds import Room, bound_of, check_size, json_bytes, take_room, unbounded
 from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, dequantize, from_bfloat16
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
     HashMismatch,
     HeaderInvalid,
-    ManifestInvalid,
     ManifestMissing,
     PackError,
-    SizeOverflow,
     UnsafePath,
 )
 from moert.pack.layout import ExpertLayout, group_of
 from moert.pack.manifest import FORMAT_NAME, ExpertEntry, Manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import DOWN, NeuronLayout
+from moert.pack.opened import OpenedFile, irregular, unreadable, wrong_length
 from moert.pack.parser import parse_manifest
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _HASHED_AT_ONCE = 4
-_MAX_MANIFEST_BYTES = 1 << 28
 
 Projection = QuantizedMatrix | npt.NDArray[np.float32]
 
@@ -53,20 +52,22 @@ class Piece(NamedTuple):
 class Pack:
     """An open pack. Cheap to open: the manifest is parsed and every file's size checked, contents come later."""
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    def __init__(self, root: Path, manifest: Manifest, room: Room = unbounded) -> None:
         self.root = root
         self.manifest = manifest
+        self.room = room
         self._entries = {entry.key: entry for entry in manifest.experts}
         self._folders: set[str] = set()  # whose real places are inside the pack
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Pack:
-        """Raises a PackError that says what is wrong with the directory at `path`."""
+    def open(cls, path: str | os.PathLike[str], room: Room = unbounded) -> Pack:
+        """`room` is asked before anything of the pack is read as a whole, now and later. Raises a PackError that says
+        what is wrong with the directory at `path`, or what `room` does."""
         root = Path(path)
         if not os.path.isdir(root):  # Path.is_dir raises for names that are too long
             shown = str(root) if len(str(root)) <= 200 and str(root).isprintable() else ascii(str(root)[:60]) + "…"
             raise ManifestMissing(f"{shown} is not a directory: a pack is a directory with a {MANIFEST}")
-        pack = cls(root, parse_manifest(_manifest_text(root)))
+        pack = cls(root, parse_manifest(_manifest_text(root, room)), room)
         pack._check_sizes()
         return pack
 
@@ -98,17 +99,30 @@ class Pack:
     def read_file(self, relative: str) -> bytes:
         """The bytes of a file that is not an expert, checked against size and fast checksum.
 
-        Raises FileMissing (also if the pack has no such file), FileTruncated, HashMismatch, UnsafePath.
+        Raises FileMissing (also if the pack has no such file), FileTruncated, HashMismatch, UnsafePath, SizeOverflow,
+        or what the pack's `room` does.
         """
         if relative not in self.manifest.files:
             raise FileMissing(f"the pack at {self.root} has no {relative}")
-        entry = self.manifest.files[relative]
-        self._check_size(relative, entry.nbytes)
-        body = bytearray(entry.nbytes)
-        self._read_exactly(relative, memoryview(body))
-        if zlib.crc32(body) != entry.crc32:
+        with self.opened(relative) as file:
+            check_size(relative, file.nbytes)
+            self.room(file.nbytes, relative)
+            body = file.read(file.nbytes)
+        if zlib.crc32(body) != self.manifest.files[relative].crc32:
             raise HashMismatch(f"{relative}: checksum differs from the manifest: the file is damaged, copy it again")
-        return bytes(body)
+        take_room(relative, body, self.room)
+        return body
+
+    def opened(self, relative: str) -> OpenedFile:
+        """A file that the manifest names and that is not an expert, of the size that it says. Raises FileMissing,
+        FileTruncated, UnsafePath."""
+        file = OpenedFile(self.root, relative, self.file(relative))
+        try:
+            file.expect(self.manifest.files[relative].nbytes)
+        except FileTruncated:
+            file.close()
+            raise
+        return file
 
     def read_expert(self, key: ExpertKey, into: U8 | None = None) -> U8:
         """All that one expert has of its file, in one read, checked against its layout and fast checksum. uint8
@@ -118,7 +132,8 @@ class Pack:
         """
         entry = self._entries[key]
         buffer = np.empty(entry.file_bytes, dtype=np.uint8) if into is None else into[: entry.file_bytes]
-        self._read_exactly(entry.path, buffer.data, entry.offset)
+        with OpenedFile(self.root, entry.path, self.file(entry.path)) as file:
+            file.read_into(buffer.data, entry.offset)
         self.check_expert(key, buffer)
         return buffer
 
@@ -226,13 +241,16 @@ class Pack:
         folders: dict[str, dict[str, int]] = {}
         for relative, nbytes in self.sizes().items():
             folder, _, name = relative.rpartition("/")
-            if folder not in folders:
-                folders[folder] = self._regular_files(folder)
-            if folders[folder].get(name) != nbytes:
-                self._check_size(relative, nbytes)
+            folders.setdefault(folder, {})[name] = nbytes
+        for folder, expected in folders.items():
+            found = self._regular_files(folder, expected)
+            for name, nbytes in expected.items():
+                if found.get(name) != nbytes:
+                    self._check_size(f"{folder}/{name}" if folder else name, nbytes)
 
-    def _regular_files(self, folder: str) -> dict[str, int]:
-        """Sizes of the files in a folder of the pack that are no links; none where it is not a part of the pack."""
+    def _regular_files(self, folder: str, names: Collection[str]) -> dict[str, int]:
+        """Sizes of the files of these names in a folder of the pack that are no links; none where it is not a part of
+        the pack."""
         place = self.root / folder
         if not _is_inside(self.root, place):
             return {}
@@ -241,7 +259,7 @@ class Pack:
                 return {
                     one.name: one.stat(follow_symlinks=False).st_size
                     for one in found
-                    if one.is_file(follow_symlinks=False)
+                    if one.name in names and one.is_file(follow_symlinks=False)
                 }
         except OSError:
             return {}
@@ -252,24 +270,9 @@ class Pack:
         except OSError as error:
             raise unreadable(self.root, relative, error) from None
         if not stat.S_ISREG(found.st_mode):
-            raise FileMissing(f"{relative} in the pack at {self.root} is not a regular file: copy the pack again")
+            raise irregular(self.root, relative)
         if found.st_size != nbytes:
-            raise FileTruncated(
-                f"{relative} has {found.st_size} bytes, the manifest says {nbytes}: copy the pack again"
-            )
-
-    def _read_exactly(self, relative: str, buffer: memoryview, offset: int = 0) -> None:
-        """Fills `buffer` from the file; a single read where the system allows it (it stops at 2 GiB on Linux)."""
-        found = 0
-        try:
-            with open(self.file(relative), "rb", buffering=0) as handle:
-                handle.seek(offset)
-                while count := handle.readinto(buffer[found:]):
-                    found += count
-        except OSError as error:
-            raise unreadable(self.root, relative, error) from None
-        if found != len(buffer):
-            raise FileTruncated(f"{relative}: read {found} of {len(buffer)} bytes: copy the pack again")
+            raise wrong_length(relative, found.st_size, nbytes)
 
 
 def is_pack(root: Path) -> bool:
@@ -281,26 +284,24 @@ def is_pack(root: Path) -> bool:
     return isinstance(document, dict) and document.get("format") == FORMAT_NAME
 
 
-def _manifest_text(root: Path) -> str:
+def _manifest_text(root: Path, room: Room = unbounded) -> bytes:
     path = root / MANIFEST
     _check_inside(root, path)
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise ManifestMissing(f"{path} is not a regular file: not a pack")
-        if found.st_size > _MAX_MANIFEST_BYTES:
-            raise SizeOverflow(f"{path} has {found.st_size} bytes, no manifest is larger than {_MAX_MANIFEST_BYTES}")
-        return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
+    if not path.exists():
         if _is_checkpoint(root):
-            raise ManifestMissing(
-                f"{root} is a checkpoint, not a pack: convert it with moeconv quantize {root}"
-            ) from None
-        raise ManifestMissing(f"{root} has no {MANIFEST}: not a pack, or its conversion did not finish") from None
-    except OSError as error:
-        raise ManifestMissing(f"{path} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ManifestInvalid(f"{path} is not UTF-8 text ({error.reason}): it is damaged, copy it again") from None
+            raise ManifestMissing(f"{root} is a checkpoint, not a pack: convert it with moeconv quantize {root}")
+        raise ManifestMissing(f"{root} has no {MANIFEST}: not a pack, or its conversion did not finish")
+    try:
+        with OpenedFile(root, MANIFEST, path) as file:
+            check_size(MANIFEST, file.nbytes)
+            room(file.nbytes, MANIFEST)
+            text = file.read(file.nbytes)
+    except (FileMissing, FileTruncated) as error:
+        raise ManifestMissing(str(error)) from None
+    most_marks = bound_of(MANIFEST).most_marks
+    assert most_marks is not None
+    room(json_bytes(MANIFEST, text, most_marks), MANIFEST)
+    return text
 
 
 def _is_checkpoint(root: Path) -> bool:
@@ -321,13 +322,6 @@ def _is_inside(root: Path, path: Path) -> bool:
         return path.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError):  # links in a circle
         return False
-
-
-def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
-    """What to raise where the system refuses to read a file of a pack."""
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return FileMissing(f"{relative} is missing from the pack at {root}: copy the pack again")
-    return FileMissing(f"{relative} in the pack at {root} can't be read: {error.strerror}")
 
 
 def _sha256(path: Path, piece: Piece, ended: Event) -> str:

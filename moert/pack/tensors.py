@@ -9,25 +9,31 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from moert.pack.errors import FormatTooNew, HeaderInvalid
+from moert.pack.header import LENGTH_BYTES, HeaderWrong, Place, header_bytes, read_header
+
+_TYPES: Mapping[str, Any] = {
+    "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "F16": np.float16, "F32": np.float32,
+    "F64": np.float64,
+}  # fmt: skip
+"""Of the tensors that such files have."""
 
 
 class TensorFile:
-    """What such a file says. All methods raise HeaderInvalid where it lacks something or has it in another form."""
+    """What such a file says; its tensors are views of the file's bytes. All methods raise HeaderInvalid where it lacks
+    something or has it in another form."""
 
     def __init__(self, name: str, body: bytes, version: int, again: str = "profile the paths of this pack") -> None:
-        """`name` is for messages, `again` what makes such a file anew. Raises HeaderInvalid, or FormatTooNew for a
-        later version than this one."""
-        self.name, self._again = name, again
+        """`name` is for messages, `again` what makes such a file anew. Raises HeaderInvalid, SizeOverflow, or
+        FormatTooNew for a later version than this one."""
+        self.name, self._again, self._body = name, again, body
         try:
-            self._tensors = load(body)
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            length = header_bytes(body[:LENGTH_BYTES], len(body))
+            self._tensors, self._metadata = read_header(body[LENGTH_BYTES : LENGTH_BYTES + length], len(body))
+        except HeaderWrong as error:
             raise self.wrong(f"is not a safetensors file ({error})") from None
-        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-        self._metadata: dict[str, str] = header.get("__metadata__") or {}
         if self.number("version", 1 << 16) > version:
             raise FormatTooNew(f"{name} has version {self._metadata['version']}, this program reads {version}")
 
@@ -65,14 +71,20 @@ class TensorFile:
         raise self.wrong(f"{field} should be rising numbers below {below}, found {text[:40]!r}")
 
     def tensor(self, name: str, dtype: Any, ndim: int = 1) -> npt.NDArray[Any]:
-        """The tensor of this name, dtype and number of dimensions."""
-        if name not in self._tensors:
+        """The tensor of this name, dtype and number of dimensions; not to be written."""
+        place = self._tensors.get(name)
+        if place is None:
             raise self.wrong(f"lacks the tensor {name}")
-        array = self._tensors[name]
-        if array.dtype != dtype or array.ndim != ndim:
-            found = f"{array.dtype} with {array.ndim} dimensions"
+        if _TYPES.get(place.dtype) != dtype or len(place.shape) != ndim:
+            found = f"{place.dtype} with {len(place.shape)} dimensions"
             raise self.wrong(f"{name} should be {np.dtype(dtype)} with {ndim}, found {found}")
-        return array
+        return self._view(place)
+
+    def _view(self, place: Place) -> npt.NDArray[Any]:
+        dtype = np.dtype(_TYPES[place.dtype])
+        count = (place.stop - place.start) // dtype.itemsize
+        array = np.frombuffer(self._body, dtype, count, place.start) if count else np.empty(0, dtype)
+        return np.require(array.reshape(place.shape), requirements="A")  # kernels get addresses of numbers
 
     def wrong(self, what: str) -> HeaderInvalid:
         """The error to raise if `what` is the matter with the file."""

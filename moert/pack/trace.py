@@ -89,6 +89,9 @@ class Trace:
         for name in STACKS:
             if file.has_tensor(f"{name}.experts"):
                 stacks[name] = _stack(file, name, num_experts)
+        entries = sum(stack.experts.size for stack in stacks.values())
+        if entries > MOST_ENTRIES:
+            raise file.wrong(f"has {entries} entries, none has more than {MOST_ENTRIES}")
         if not stacks or len({len(stack.starts) for stack in stacks.values()}) > 1:
             raise file.wrong("has no stack, or stacks with different numbers of samples")
         return cls(num_experts, stacks)

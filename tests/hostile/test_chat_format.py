@@ -10,6 +10,7 @@ import pytest
 
 from moert.pack.chat import CHAT, MAX_CHAT_BYTES, ChatFormat, dump_chat, load_chat, parse_chat
 from moert.pack.errors import ChatInvalid, FormatTooNew, HashMismatch, PackError, SizeOverflow
+from moert.pack.opened import OpenedFile
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 
@@ -88,8 +89,9 @@ def test_from_a_pack(pack_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (pack_dir / CHAT).write_bytes(body)
     with pytest.raises(HashMismatch):
         load_chat(Pack.open(pack_dir))
-    add_to_pack(pack_dir, manifest, CHAT, b" " * (MAX_CHAT_BYTES + 1))
-    pack = Pack.open(pack_dir)
-    monkeypatch.setattr(Pack, "read_file", lambda *_: pytest.fail("read"))
+    manifest = add_to_pack(pack_dir, manifest, CHAT, b" " * (MAX_CHAT_BYTES + 1))
     with pytest.raises(SizeOverflow, match="has 1048577 bytes"):
-        load_chat(pack)
+        Pack.open(pack_dir)
+    monkeypatch.setattr(OpenedFile, "read", lambda *_: pytest.fail("read"))
+    with pytest.raises(SizeOverflow, match="has 1048577 bytes"):
+        load_chat(Pack(pack_dir, manifest))
