@@ -156,7 +156,9 @@ BACKBONES: dict[str, tuple[str, Callable[[Tensors], object]]] = {
     "no codes": (f"lacks {Q}.qweight", lambda t: t.pop(f"{Q}.qweight")),
     "a matrix besides": (f"holds '{Q}.weight'", lambda t: t.update({f"{Q}.weight": torch.zeros(12, 10)})),
     "codes where none belong": (
-        "holds 'decoder.norm.qweight'", lambda t: t.update({"decoder.norm.qweight": torch.zeros(9, dtype=torch.uint8)})),
+        "holds 'decoder.norm.qweight'",
+        lambda t: t.update({"decoder.norm.qweight": torch.zeros(10, dtype=torch.uint8)}),
+    ),
     "signed codes": (f"{Q}.qweight is of the type I8, expected U8", recast(f"{Q}.qweight", torch.int8)),
     "wide scales": (f"{Q}.scale is of the type F32, expected F16", recast(f"{Q}.scale", torch.float32)),
     "scales of bfloat16": (f"{Q}.min is of the type BF16, expected F16", recast(f"{Q}.min", torch.bfloat16)),

@@ -16,7 +16,7 @@ from moert.experts.drive.patience import FAILURES, Patience
 from moert.experts.drive.reads import Read, Readers, Table, table_of
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.checksum import crc32
-from moert.kernels.fence import FencedMapping, breaks, mapped
+from moert.kernels.mapped import FencedMapping, breaks, mapped
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import group_of
