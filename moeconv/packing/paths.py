@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from moeconv.measure.scorers import Routed
+from moert.pack.bounds import bound_of
 from moert.pack.model_spec import LayerKey, StackName
-from moert.pack.paths import ContextCounts, TransitionTable
+from moert.pack.paths import PATHS, ContextCounts, TransitionTable
 from moert.pack.trace import SampleRoutes, Trace, record
 
 Routes = dict[LayerKey, npt.NDArray[np.int64]]
@@ -85,7 +86,7 @@ def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigu
 
 def bounded(table: TransitionTable, pack_bytes: int) -> Bounded:
     """What was counted most often, of all layers and of one layer before and two alike, as much as fits into
-    MOST_SHARE of a pack of so many bytes, or into LEAST_BYTES."""
+    MOST_SHARE of a pack of so many bytes, or into LEAST_BYTES, and is read again."""
     counted = _tables(table)
     entries, contexts = np.zeros((2, _MOST_COUNT + 1), np.int64)  # by how often they were counted
     for part in counted:
@@ -94,7 +95,8 @@ def bounded(table: TransitionTable, pack_bytes: int) -> Bounded:
             contexts += _histogram(np.maximum.reduceat(part.counts, part.rows[:-1]))
     empty_bytes = len(table.at_least(1 << 32).to_bytes()) + _HEADER_BYTES * len(table.layers)
     nbytes = empty_bytes + _ENTRY_BYTES * _from_each_on(entries) + _CONTEXT_BYTES * _from_each_on(contexts)
-    fits = np.append(nbytes[1:] <= max(MOST_SHARE * pack_bytes, LEAST_BYTES), True)
+    most = min(max(MOST_SHARE * pack_bytes, LEAST_BYTES), bound_of(PATHS).most_bytes)
+    fits = np.append(nbytes[1:] <= most, True)
     least = 1 + int(fits.argmax())
     kept = table if least == 1 else table.at_least(least if least <= _MOST_COUNT else 1 << 32)
     return Bounded(kept, least, 1 - _total(_tables(kept)) / max(_total(counted), 1))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moert.pack.codec import U8, QuantizedMatrix
 from moert.pack.errors import HeaderInvalid
@@ -32,10 +33,12 @@ def all_finite(dtype: str, numbers: U8) -> bool:
 
 def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
     """That all weights of an expert, whose bytes are given, are numbers. Raises HeaderInvalid."""
-    arrays = list(pack.biases(key, buffer).values())
+    arrays: list[npt.NDArray[Any]] = list(pack.biases(key, buffer).values())
     for projection in pack.stored(key, buffer).values():
-        quantized = isinstance(projection, QuantizedMatrix)
-        arrays += [projection.scale, projection.minimum] if quantized else [projection]
+        if isinstance(projection, QuantizedMatrix):
+            arrays += [projection.scale, projection.minimum]
+        else:
+            arrays.append(projection)
     if not all(np.isfinite(array).all() for array in arrays):
         raise HeaderInvalid(
             f"{pack.entry(key).path}: expert {key} has numbers that are not finite: convert the model again"

@@ -70,9 +70,8 @@ def _check(manifest: Manifest) -> None:
         raise ManifestInvalid(f"page_bytes is {manifest.page_bytes}, expected a multiple of 4096")
     if (contradiction := next(manifest.model.contradictions(), None)) is not None:
         raise ManifestInvalid(f"the model in manifest.json can't be: {contradiction}")
-    for name, entry in manifest.files.items():
-        if name in known_bounds():
-            check_size(name, entry.nbytes)
+    for name in known_bounds().keys() & manifest.files.keys():
+        check_size(name, manifest.files[name].nbytes)
     _check_dense(manifest)
     _check_neurons(manifest)
     _check_keys(manifest)
