@@ -12,13 +12,21 @@ AT_ONCE := -n 2 --dist loadfile
 DRIVER := build/native/driver
 DRIVER_FLAGS := -std=gnu11 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra -Imoert/kernels/csrc
 DRIVER_SOURCES := tests/native/*.c moert/kernels/csrc/*.c -lm -pthread
+# The kernels with sanitizers, where nothing else looks for them; and how many damaged packs run on them.
+SANITIZE := -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
+SANITIZED := build/native/sanitized
+SANITIZED_OBJECTS := $(patsubst moert/kernels/csrc/%.c,$(SANITIZED)/%.o,$(wildcard moert/kernels/csrc/*.c))
+DAMAGED := 200
+# What guides the fuzzer by coverage; there is none for some systems, and then hypothesis does it.
+FUZZER := $(PY) -m pip install --quiet --disable-pip-version-check --only-binary=:all: -c .ci/constraints.txt atheris || true
+FUZZ_S ?= 600
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-arm lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel clean
+.PHONY: help setup native demo test test-slow test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -55,13 +63,19 @@ test-native:  ## the native kernels beside plain arithmetic, on each instruction
 	$(CC) -O3 $(DRIVER_FLAGS) -o $(DRIVER) $(DRIVER_SOURCES)
 	$(DRIVER)
 
-test-sanitize:  ## the same with sanitizers: addresses, undefined behaviour, threads
-	@mkdir -p $(dir $(DRIVER))
-	$(CC) -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all $(DRIVER_FLAGS) \
-	    -o $(DRIVER)-sanitize $(DRIVER_SOURCES)
+test-sanitize: $(SANITIZED_OBJECTS)  ## the same with sanitizers: addresses, undefined behaviour, threads
+	$(CC) $(SANITIZE) $(DRIVER_FLAGS) -o $(DRIVER)-sanitize tests/native/*.c $(SANITIZED_OBJECTS) -lm -pthread
 	$(DRIVER)-sanitize some
 	$(CC) -O1 -g -fsanitize=thread $(DRIVER_FLAGS) -o $(DRIVER)-threads $(DRIVER_SOURCES)
 	$(DRIVER)-threads some
+
+test-sanitize-python: setup $(SANITIZED_OBJECTS)  ## sanitizers on the kernels as Python drives them: random packs, and damaged ones
+	$(CC) $(SANITIZE) -shared -o $(SANITIZED)/_native.so $(SANITIZED_OBJECTS) -lm -pthread
+	$(PY) -m tests.sanitized $(CC) $(SANITIZED)/_native.so $(DAMAGED)
+
+$(SANITIZED)/%.o: moert/kernels/csrc/%.c $(wildcard moert/kernels/csrc/*.h moert/kernels/csrc/*.inc)
+	@mkdir -p $(SANITIZED)
+	$(CC) $(SANITIZE) $(DRIVER_FLAGS) -fPIC -fvisibility=hidden -c -o $@ $<
 
 test-arm:  ## the same for 64-bit ARM in an emulator, with and without dot products
 	@command -v $(ARM_CC) >/dev/null && command -v qemu-aarch64 >/dev/null || \
@@ -70,6 +84,14 @@ test-arm:  ## the same for 64-bit ARM in an emulator, with and without dot produ
 	$(ARM_CC) -static -O3 $(DRIVER_FLAGS) -o $(DRIVER)-arm $(DRIVER_SOURCES)
 	qemu-aarch64 -cpu max $(DRIVER)-arm some
 	qemu-aarch64 -cpu cortex-a72 $(DRIVER)-arm some
+
+fuzz-few: setup  ## readers of files from strangers on the same few inputs that were changed at random (two minutes)
+	$(FUZZER)
+	$(PY) -m tests.fuzz.run
+
+fuzz: setup  ## the same with other inputs each time, for as long as one likes (FUZZ_S=600 seconds in all, FUZZ=manifest)
+	$(FUZZER)
+	$(PY) -m tests.fuzz.run --seconds $(FUZZ_S) $(FUZZ)
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .
@@ -183,6 +205,9 @@ wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each w
 
 test-wheel: wheel  ## install each wheel into a clean environment and run a pack there without a compiler (ARM in an emulator)
 	$(PY) -m tests.wheels dist
+
+sbom: wheel  ## beside each wheel what it needs to run, with versions and hashes, as CycloneDX
+	$(PY) -m tests.sbom dist
 
 clean:  ## remove build outputs and caches (not .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)

@@ -25,7 +25,10 @@ from moert.settings import EngineSettings
 
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-TEXTS = {path: path.read_text(encoding="utf-8") for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]}
+TEXTS = {
+    path: path.read_text(encoding="utf-8")
+    for path in [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
 COMMANDS = [
     "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv check", "moeconv quantize",
     "moeconv plan",

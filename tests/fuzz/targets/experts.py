@@ -1,0 +1,47 @@
+"""Files of experts: whole, and in blocks of neurons. Their fast checksum is taken to be right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moert.pack.errors import PackError
+from moert.pack.model_spec import ExpertKey
+from moert.pack.reader import Pack, projection_weights
+from tests.fuzz.target import Target
+from tests.fuzz.targets.packs import IN_BLOCKS, WHOLE, pack_of
+
+_EXPERTS = 3  # of each pack
+_KEEPS_HEADER = 128  # in the first byte, beside the number of the expert
+
+
+def _place(number: int) -> tuple[Pack, ExpertKey]:
+    pack = pack_of((WHOLE, IN_BLOCKS)[number // _EXPERTS % 2])
+    return pack, pack.manifest.experts[number % _EXPERTS].key
+
+
+def read(body: bytes) -> None:
+    number, file = body[0] if body else 0, body[1:]
+    pack, key = _place(number)
+    entry = pack.entry(key)
+    header = b"" if not number & _KEEPS_HEADER else pack.layout(key).header
+    buffer = np.zeros(entry.file_bytes, np.uint8)
+    whole = np.frombuffer((header + file)[: entry.file_bytes], np.uint8)
+    buffer[: len(whole)] = whole
+    pack.check_expert(key, buffer, lambda _: entry.crc32)
+    with np.errstate(all="ignore"):
+        for projection in pack.projections(key, buffer).values():
+            projection_weights(projection)
+    pack.biases(key, buffer)
+
+
+def seeds() -> list[bytes]:
+    """Without the zeros at their ends."""
+    found = []
+    for number in range(2 * _EXPERTS):
+        pack, key = _place(number)
+        body, start = pack.read_expert(key).tobytes().rstrip(b"\0"), pack.layout(key).data_offset
+        found += [bytes([number]) + body, bytes([number | _KEEPS_HEADER]) + body[start:]]
+    return found
+
+
+TARGET = Target(read, (PackError,), seeds, longest=16384)

@@ -1,0 +1,165 @@
+"""What tests/sanitized.py starts: the engine on packs as they are, and on damaged ones whose checksums are right again.
+
+It imports no torch: what stands in for memory's own functions slows it down, and it has nothing to do here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from moert.engine import Engine
+from moert.errors import RunError
+from moert.generation.settings import GenerationSettings
+from moert.kernels import library
+from moert.pack.errors import PackError
+from moert.pack.manifest import BACKBONE
+from moert.pack.reader import Pack
+from tests.fuzz.mutate import mutated
+from tests.random_packs import sealed
+
+ALONE = {"moert_crc32_fast"}
+"""Functions that do not say whether they work on what they are given."""
+PROMPTS = ([3], [3, 4, 5, 6, 7, 8, 9, 3, 4], list(range(2, 10)) * 5)
+SETTINGS = GenerationSettings(max_new_tokens=5)
+CHOICES: tuple[dict[str, Any], ...] = (
+    {"predictor": "none"},
+    {"cache": "30%", "io": "buffered,2", "threads": 2, "kv_bits": 8},
+    {"cache": "60%", "io": "direct,1", "eviction": "lru"},
+)
+
+
+def counted(functions: Any, calls: Counter[str]) -> None:
+    """Every function of the library counts its calls from now on."""
+
+    def counting(name: str, function: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls[name] += 1
+            return function(*given)
+
+        return call
+
+    for name in library._FUNCTIONS:
+        setattr(functions, name, counting(name, getattr(functions, name)))
+
+
+def choices(pack: Path) -> Iterator[dict[str, Any]]:
+    yield from CHOICES
+    if pack.name.startswith("neurons"):
+        yield {"neurons": "predicted", "cache": "50%"}
+    if pack.name.startswith("hash"):
+        yield {"predictor": "hash", "cache": "40%", "eviction": "foreseen"}
+        yield {"routing": "hash"}
+
+
+def answer(pack: Path, kernels: str, chosen: dict[str, Any]) -> None:
+    """Prompts one by one and together. Raises what the engine does."""
+    with Engine.open(pack, notify=lambda note: None, kernels=kernels, **chosen) as engine:
+        vocabulary = engine.spec.vocab_size
+        prompts = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
+        engine.generate(prompts[1], SETTINGS)
+        list(engine.generate_many(prompts, SETTINGS))
+
+
+def damage(pack: Path, rng: Random) -> None:
+    """Of one file some bits or bytes of its numbers, or a field of the manifest; what seals them is made right."""
+    manifest = pack / "manifest.json"
+    document = json.loads(manifest.read_bytes())
+    change = rng.randrange(4)
+    if change == 0:
+        document = _changed(document, rng)
+    elif change == 1:
+        _damage(pack / BACKBONE, document["files"][BACKBONE], 0, rng)
+    else:
+        entry = rng.choice(document["experts"])
+        start = Pack.open(pack).layout(Pack.open(pack).manifest.experts[0].key).data_offset
+        _damage(pack / entry["path"], entry, start, rng)
+    manifest.write_text(sealed(document), encoding="utf-8")
+
+
+def _changed(document: dict[str, Any], rng: Random) -> dict[str, Any]:
+    """As it was where the changes leave no JSON object."""
+    try:
+        found = json.loads(mutated(json.dumps(document).encode(), rng))
+    except (ValueError, RecursionError):
+        return document
+    return found if isinstance(found, dict) and found else document
+
+
+def _damage(path: Path, entry: dict[str, Any], start: int, rng: Random) -> None:
+    """Numbers of a file, behind its header, that what `entry` says is true of again."""
+    body = bytearray(path.read_bytes())
+    first = entry.get("offset", 0)
+    end = first + entry["file_bytes"] if "file_bytes" in entry else len(body)
+    start = first + (start or 8 + int.from_bytes(body[:8], "little"))
+    for _ in range(rng.choice((1, 4, 30))):
+        at = rng.randrange(start, end)
+        noise = rng.choice(
+            (rng.randbytes(1), rng.randbytes(32), b"\xff" * 8, b"\0\x7e", b"\0\x7c", b"\x80\x7f", b"\xc0\x7f")
+        )
+        body[at : min(at + len(noise), end)] = noise[: end - at]
+    path.write_bytes(body)
+    part = bytes(body[first:end])
+    entry["crc32"], entry["sha256"] = zlib.crc32(part), sha256(part).hexdigest()
+
+
+def damaged_runs(packs: list[Path], kernels: list[str], count: int) -> Counter[str]:
+    """How they ended: "ran", or the name of an error."""
+    ends, rng = Counter[str](), Random(18)
+    for number in range(count):
+        source = packs[number % len(packs)]
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(shutil.copytree(source, Path(folder) / source.name))
+            try:
+                damage(copy, rng)
+                answer(copy, kernels[number % len(kernels)], rng.choice(list(choices(copy))))
+                ends["ran"] += 1
+            except (PackError, RunError) as error:
+                ends[type(error).__name__] += 1
+    return ends
+
+
+def main(arguments: list[str]) -> int:
+    """The library, the folder with the packs, and how many damaged ones are run, or "broken"."""
+    library.PATH = Path(arguments[0])
+    found = library.load()
+    if found is None:
+        print(library.missing())
+        return 1
+    if arguments[2] == "broken":
+        short = np.zeros(100, np.uint8)
+        found.functions.moert_crc32(0, short.ctypes.data, 101)
+        return 0
+    calls = Counter[str](moert_abi=1, moert_isa_count=1, moert_isa_name=1, moert_isa_runs=1)  # by load()
+    counted(found.functions, calls)
+    packs = sorted(path for path in Path(arguments[1]).iterdir() if (path / "manifest.json").is_file())
+    kernels = [each.name for each in found.instruction_sets if each.runs]
+    runs = 0
+    for pack in packs:
+        for chosen in choices(pack):
+            for name in kernels:
+                answer(pack, name, chosen)
+                runs += 1
+    if never := sorted({*library._FUNCTIONS} - {*calls}):
+        print(f"never called: {', '.join(never)}")
+        return 1
+    ends = damaged_runs(packs, kernels, int(arguments[2]))
+    print(
+        f"{runs} runs of {len(packs)} packs on {', '.join(kernels)}; {sum(ends.values())} of damaged ones: {dict(ends)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
