@@ -11,8 +11,9 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from moert.pack.manifest import Files, Preference
+from moert.pack.manifest import Preference
 from moert.pack.model_spec import ModelSpec
 from moert.pack.neurons import Neurons
 from tests import random_packs, tiny_packs
@@ -49,25 +50,23 @@ def packs(root: Path) -> None:
     for name, spec in tiny_packs.SPECS.items():
         _pack(root / f"tiny-{name}", spec)
     for name, spec in random_packs.SPECS.items():
-        _pack(root / f"random-{name}", spec, group=name)
+        _pack(root / f"random-{name}", spec, name)
     for name, spec in random_packs.NEURON_SPECS.items():
         add_predictor(_pack(root / f"neurons-{name}", spec, neurons=together))
     for name in ("decoder", "switch"):
         add_hash(_pack(root / f"hash-{name}", tiny_packs.SPECS[name]))
+    large = tiny_packs.DECODER_SHAPE.but(d_model=96, d_ff=300, num_experts=4, decoder=(True, True))  # overlaps reading
+    _pack(root / "large", large.spec, "large", bits=(16,))
     layers = len(tiny_packs.DECODER.moe_layers())
     preference = Preference(0.5, 4, 1, (0.3,) * layers)
     _pack(root / "preferring", tiny_packs.DECODER, preferences=(preference,), files="layer")
 
 
-def _pack(
-    out: Path, spec: ModelSpec, group: str = "", neurons: Neurons | None = None,
-    preferences: tuple[Preference, ...] = (), files: Files = "expert",
-) -> Path:  # fmt: skip
+def _pack(out: Path, spec: ModelSpec, name: str = "", **chosen: Any) -> Path:
+    """`name`: of a pack without tokenizer and paths. Nothing ends a text."""
     endless = replace(spec, tokens=replace(spec.tokens, eos=()))
-    return tiny_packs.write_pack(
-        out, endless, paths=not group and neurons is None, tokenizer=False, seed=len(group), preferences=preferences,
-        files=files, neurons=neurons,
-    )  # fmt: skip
+    paths = not name and "neurons" not in chosen
+    return tiny_packs.write_pack(out, endless, paths, tokenizer=not name, seed=len(name), **chosen)
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

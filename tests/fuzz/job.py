@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,8 @@ class Job:
         return [sys.executable, "-m", module, self.name, *numbers, f"--folder={self.folder}"]
 
     def prepare(self, target: Target) -> list[bytes]:
-        """Writes the seeds, bounds the process, and gives the seeds back."""
+        """Writes the seeds, bounds the process, and gives the seeds back. They are read once, so that what readers
+        import late is there before the first input is timed."""
         for folder in (self.seeds, self.kept, self.findings):
             folder.mkdir(parents=True, exist_ok=True)
         seeds = target.seeds()
@@ -60,4 +62,7 @@ class Job:
             (self.seeds / str(number)).write_bytes(seed)
         resource.setrlimit(resource.RLIMIT_DATA, (_DATA_BYTES, _DATA_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for seed in seeds:
+            with suppress(*target.errors):
+                target.read(seed)
         return seeds
