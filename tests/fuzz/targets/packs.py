@@ -16,9 +16,13 @@ WHOLE, IN_BLOCKS = "rich", "firing"
 
 
 @cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="target-")
+
+
 def folder() -> Path:
-    """Where a process of the fuzzer writes; who started it removes it."""
-    return Path(tempfile.mkdtemp(prefix="target-"))
+    """Where this process writes; it is gone with it, or is removed by who started it."""
+    return Path(_made().name)
 
 
 @cache

@@ -37,12 +37,13 @@ def _bounded() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(held.split()[1]) + _DATA_BYTES, before[1]))
-    signal.signal(signal.SIGVTALRM, _end)
+    handler = signal.signal(signal.SIGVTALRM, _end)
     signal.setitimer(signal.ITIMER_VIRTUAL, _S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 

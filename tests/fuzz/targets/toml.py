@@ -1,47 +1,41 @@
-"""TOML: manifests of calibration sets, and recipes."""
+"""TOML: what is said of a calibration set in calib_data/."""
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
+
 from moeconv.calibration import catalogue
-from moeconv.command.recipe import Recipe
 from moeconv.errors import ConversionError
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import folder
 
-_NAME = "set"
+_FILE = Path(__file__).resolve()
 _SET = """builder = "calib_data/set.py"
 metric = "rouge2"
 [splits.calibration]
-file = "build/data/none.jsonl"
-sha256 = "00"
+file = "{file}"
+sha256 = "{sha256}"
 [splits.heldout]
-file = "build/data/none.jsonl"
-sha256 = "00"
-"""
-_RECIPE = """model = "models/g2p"
-calib = "g2p"
-loss = 0.05
-bits = [2, 4, 8]
-quantizer = "group"
-group_size = 32
-seed = 0
-[expect]
-heldout_loss_at_most = 0.08
+file = "{file}"
+sha256 = "{sha256}"
+[[more]]
+numbers = [1, 2.5e3, inf, 0x1f, 1979-05-27T07:32:00Z]
 """
 
 
 def read(body: bytes) -> None:
-    path = folder() / f"{_NAME}.toml"
-    path.write_bytes(body)
-    catalogue.CATALOGUE = folder()
-    if b"model" in body:
-        Recipe.load(path, folder() / "out")
-    else:
-        catalogue.find_entry(_NAME)
+    (folder() / "set.toml").write_bytes(body)
+    before, catalogue.CATALOGUE = catalogue.CATALOGUE, folder()
+    try:
+        catalogue.find_entry("set")
+    finally:
+        catalogue.CATALOGUE = before
 
 
 def seeds() -> list[bytes]:
-    return [_SET.encode(), _RECIPE.encode()]
+    """One, of a set that is there."""
+    return [_SET.format(file=_FILE, sha256=sha256(_FILE.read_bytes()).hexdigest()).encode()]
 
 
 TARGET = Target(read, (ConversionError,), seeds)
