@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from moeconv.fields import among, amount, listed, maybe, named, number, positive, share, text
+from moert.pack.codec import WIDTHS
+from moert.pack.errors import ManifestInvalid
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.reading import Read, brief, mapping
 
 SCHEMA = 2
 REPORT = "report.json"  # of a pack: its ConversionReport
+_EXPERT = re.compile(r"([ED])([0-9]{2,6})/E([0-9]{3,6})")
+_PROBE = re.compile(r"(\S{1,20}) at ([0-9]{1,2}(?:/[0-9]{1,2}){0,2})")
+Count = Annotated[int, Read(amount)]
+Number = Annotated[float, Read(number)]
+NoOrNumber = Annotated[float | None, Read(maybe(number))]
 
 Bits = tuple[int, ...]
 """The widths of one expert: one for each projection, in the order of `spec.moe.ffn.projections`."""
@@ -89,8 +99,8 @@ class SensitivityTable:
 class Target:
     """What a conversion aims at: a largest "loss" (a share), a "size" (bytes of all experts), or "bits" a weight."""
 
-    kind: str
-    value: float
+    kind: Annotated[str, Read(among("loss", "size", "bits"))]
+    value: Number
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,10 @@ class CurvePoint:
     `upper` is the bound that the promise rests on: the loss stays under it with the stated confidence.
     """
 
-    nbytes: int
-    predicted_loss: float | None
-    loss: float | None
-    upper: float | None
+    nbytes: Count
+    predicted_loss: NoOrNumber
+    loss: NoOrNumber
+    upper: NoOrNumber
     chosen: bool
 
 
@@ -125,13 +135,13 @@ class SweepCost:
     counts outputs that hung on a tie that the order of summation decides.
     """
 
-    probes: int
-    free_probes: int
+    probes: Count
+    free_probes: Count
     measured_share: float
-    flops: int
-    naive_flops: int
+    flops: Count
+    naive_flops: Count
     seconds: float
-    near_ties: int
+    near_ties: Count
 
 
 @dataclass(frozen=True)
@@ -142,9 +152,9 @@ class DenseReport:
 
     quantizer: str
     group_size: int
-    bits: Mapping[str, int]
-    nbytes: int
-    source_nbytes: int
+    bits: Annotated[Mapping[str, int], Read(named(amount))]
+    nbytes: Count
+    source_nbytes: Annotated[int, Read(positive)]
     alone: LossEstimate | None
 
 
@@ -202,9 +212,9 @@ class Standing:
 class ReadPoint:
     """A plan that was measured: bytes that a token reads, its loss, and the bound of that."""
 
-    bytes: float
-    loss: float
-    upper: float | None
+    bytes: Number
+    loss: Number
+    upper: NoOrNumber
 
 
 @dataclass(frozen=True)
@@ -215,24 +225,71 @@ class Residence:
     routing together lose `calibration`, stay under `upper_bound`, and lose `heldout`. `alone` are the plans that were
     tried of widths with exact routing, `together` those of this pack's widths with routing, on the calibration text."""
 
-    share: float
+    share: Annotated[float, Read(share)]
     recent: int
     sure: int
     bonus: tuple[float, ...]
-    exact_bytes: float
-    bytes: float
+    exact_bytes: Number
+    bytes: Number
     calibration: LossEstimate
-    upper_bound: float | None
+    upper_bound: NoOrNumber
     heldout: LossEstimate
     alone: tuple[ReadPoint, ...]
     together: tuple[ReadPoint, ...]
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Residence:
-        """Raises KeyError or TypeError for what `to_json` does not write."""
-        curves = {name: tuple(ReadPoint(**point) for point in values[name]) for name in ("alone", "together")}
-        losses = {name: LossEstimate(**values[name]) for name in ("calibration", "heldout")}
-        return cls(**{**values, **curves, **losses, "bonus": tuple(map(float, values["bonus"]))})
+
+def _histogram(value: Any, where: str) -> dict[int, int]:
+    table = mapping(value, where)
+    if not {str(width) for width in WIDTHS}.issuperset(table):
+        raise ManifestInvalid(f"{where} should count matrices of widths among {WIDTHS}, found {brief(list(table))}")
+    return {int(width): amount(count, where) for width, count in table.items()}
+
+
+def _expert_bytes(value: Any, where: str) -> Mapping[str, int]:
+    found = named(amount)(value, where)
+    if "pack" not in found:
+        raise ManifestInvalid(f"{where} lacks the field 'pack'")
+    return found
+
+
+def _sensitivity(value: Any, where: str) -> SensitivityTable:
+    """What could not be measured is no number."""
+    table = mapping(value, where)
+    for name in ("base_bits", "base", "costs", "coverage"):
+        if name not in table:
+            raise ManifestInvalid(f"{where} lacks the field {name!r}")
+    base = {name: _measured(each, f"{where}: base") for name, each in mapping(table["base"], where).items()}
+    if set(base) != set(Summary.__dataclass_fields__):
+        raise ManifestInvalid(f"{where}: base should have {', '.join(Summary.__dataclass_fields__)}")
+    costs = {_probe(name, where): _costs(each, where) for name, each in mapping(table["costs"], where).items()}
+    coverage = {_expert(name, where): amount(each, where) for name, each in mapping(table["coverage"], where).items()}
+    return SensitivityTable(amount(table["base_bits"], where), Summary(**base), costs, coverage)
+
+
+def _measured(value: Any, where: str) -> float:
+    return math.nan if value is None else number(value, where)
+
+
+def _costs(value: Any, where: str) -> tuple[float, float, float]:
+    if not isinstance(value, list) or len(value) != len(SIGNALS):
+        raise ManifestInvalid(f"{where}: costs should be {len(SIGNALS)} numbers each, found {brief(value)}")
+    metric, nll, kl = (_measured(each, where) for each in value)
+    return metric, nll, kl
+
+
+def _probe(name: str, where: str) -> Probe:
+    match = _PROBE.fullmatch(name)
+    widths = () if match is None else tuple(map(int, match[2].split("/")))
+    if match is None or not set(WIDTHS).issuperset(widths):
+        raise ManifestInvalid(f"{where}: {name[:60]!r} names no expert and widths")
+    return Probe(_expert(match[1], where), widths)
+
+
+def _expert(name: str, where: str) -> ExpertKey:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        raise ManifestInvalid(f"{where}: {name[:60]!r} names no expert")
+    return ExpertKey("encoder" if match[1] == "E" else "decoder", int(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True)
@@ -246,12 +303,12 @@ class ConversionReport:
     from its start to the report. `fallbacks` are matrices for which the quantizer saw too little text.
     """
 
-    model: str
-    calibration_source: str
-    heldout_source: str | None
-    fields: Mapping[str, str] | None
-    seed: int
-    metric: str
+    model: Annotated[str, Read(text)]
+    calibration_source: Annotated[str, Read(text)]
+    heldout_source: Annotated[str | None, Read(maybe(text))]
+    fields: Annotated[Mapping[str, str] | None, Read(maybe(named(text)))]
+    seed: Count
+    metric: Annotated[str, Read(text)]
     quantizer: str
     group_size: int
     allocation: str
@@ -260,21 +317,21 @@ class ConversionReport:
     margin: float
     confidence: float | None
     calibration: LossEstimate | None
-    upper_bound: float | None
+    upper_bound: NoOrNumber
     heldout: LossEstimate | None
-    bits_histogram: Mapping[int, int]
+    bits_histogram: Annotated[Mapping[int, int], Read(_histogram)]
     effective_bits: float
-    expert_bytes: Mapping[str, int]
+    expert_bytes: Annotated[Mapping[str, int], Read(_expert_bytes)]
     context: int
-    evaluations: int
+    evaluations: Count
     evaluation_seconds: float
     seconds: float
-    sensitivity: SensitivityTable | None
+    sensitivity: Annotated[SensitivityTable | None, Read(maybe(_sensitivity))]
     sweep_cost: SweepCost | None
     fallbacks: tuple[str, ...]
     curve: tuple[CurvePoint, ...]
     steps: tuple[Step, ...]
-    samples: tuple[Mapping[str, str], ...]
+    samples: Annotated[tuple[Mapping[str, str], ...], Read(listed(named(text)))]
     dense: DenseReport | None = None
     standing: Standing | None = None
     residences: tuple[Residence, ...] = ()

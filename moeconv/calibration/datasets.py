@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from moeconv.calibration.rows import Rows
+from moeconv.calibration.rows import MAX_ROWS, Rows
 from moeconv.errors import CalibrationError
 
 HUB = "hf:"
@@ -15,17 +16,23 @@ def is_dataset(named: str) -> bool:
     return named.startswith(HUB) or _folder(named) is not None
 
 
-def read_dataset(named: str) -> Rows:
+def read_dataset(named: str, wanted: Collection[str]) -> Rows:
     """`hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG` or a folder, each with `@SPLIT` behind it where there are several
-    splits. One column of class labels gives the names of its classes as `choices`, where rows have none.
+    splits. One column of class labels gives the names of its classes as `choices`, where rows have none. Fields that
+    are not `wanted` are there, and empty.
 
     Raises CalibrationError.
     """
     data = _split_of(named, _loaded(named))
     classes = [kind.names for kind in data.features.values() if type(kind).__name__ == "ClassLabel"]
     extra = {"choices": classes[0]} if len(classes) == 1 else {}
-    for number, row in enumerate(data, 1):
-        yield f"{named}: row {number}", {**extra, **row}
+    names = list(data.column_names)
+    if len(data) > MAX_ROWS:
+        raise CalibrationError(f"{named}: has {len(data)} rows, at most {MAX_ROWS} are read: give a part of it")
+    read = [name for name in names if name in wanted]
+    rows = data.select_columns(read) if read else ({} for _ in range(len(data)))
+    for number, row in enumerate(rows, 1):
+        yield f"{named}: row {number}", {**extra, **{name: row.get(name, "") for name in names}}
 
 
 def _folder(named: str) -> Path | None:

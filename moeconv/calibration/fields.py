@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moeconv.calibration.rows import parsed
 from moeconv.calibration.sample import Sample
 from moeconv.errors import CalibrationError
 
@@ -15,6 +15,7 @@ KINDS = {
     "input and choices": ("input", "choices", "label"),
     "input and target": ("input", "target"),
 }
+_MOST_DIGITS = 20
 DOCUMENT = "document"  # beside the fields of any kind: what the row is a part of
 FIELDS = (*dict.fromkeys(field for fields in KINDS.values() for field in fields), DOCUMENT)
 RUNNING = ("running text", "chat")
@@ -32,7 +33,7 @@ def renamed(row: Any, fields: Mapping[str, str], place: str) -> Any:
         if ours not in FIELDS:
             raise CalibrationError(f"--fields {ours}={theirs}: {ours} is no field; there are {', '.join(FIELDS)}")
         if theirs not in row:
-            raise CalibrationError(f"{place}: no field {theirs!r}; there are {', '.join(map(str, row))}")
+            raise CalibrationError(f"{place}: no field {theirs!r}; there are {', '.join(map(str, row)):.200}")
     kept = {"choices": row["choices"]} if "label" in fields and "choices" in row else {}
     if set(fields) == {DOCUMENT}:
         kept = row  # all other fields have our names
@@ -97,7 +98,7 @@ def _choices(value: Any, place: str) -> tuple[str, ...]:
     """A list of texts; in a CSV cell, the list as JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parsed(value)
         except ValueError:
             value = None
     if not isinstance(value, (list, tuple)):
@@ -115,7 +116,7 @@ def _label(value: Any, choices: tuple[str, ...], place: str) -> int:
     if isinstance(value, str):
         if value in choices:
             return choices.index(value)
-        if value.strip().isdecimal():
+        if len(value) < _MOST_DIGITS and value.strip().isdecimal():
             value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(choices):
         return value

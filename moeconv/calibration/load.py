@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeconv.calibration.apart import rows_apart
 from moeconv.calibration.catalogue import CATALOGUE, find_entry, names
 from moeconv.calibration.chat import ChatTemplate
-from moeconv.calibration.datasets import is_dataset, read_dataset
+from moeconv.calibration.datasets import is_dataset
 from moeconv.calibration.division import divide
 from moeconv.calibration.documents import with_documents
-from moeconv.calibration.fields import RUNNING, Render, kind_of, renamed, to_sample
-from moeconv.calibration.rows import READERS, Rows
+from moeconv.calibration.fields import FIELDS, RUNNING, Render, kind_of, renamed, to_sample
+from moeconv.calibration.rows import MAX_ROWS, MAX_TEXT_BYTES, PARQUET, READERS, Rows, check_row
 from moeconv.calibration.sample import Sample, Splits
 from moeconv.errors import CalibrationError
 
@@ -49,7 +50,11 @@ def load_splits(
     tokenizer, whose template turns chat messages into text. Raises CalibrationError naming the file, and the line
     where there is one.
     """
-    render = ChatTemplate(tokenizer).render
+    with ChatTemplate(tokenizer) as chat:
+        return _loaded(calib, heldout, seed, fields or {}, chat.render)
+
+
+def _loaded(calib: str, heldout: str | None, seed: int, fields: Mapping[str, str], render: Render) -> Splits:
     entry = find_entry(calib)
     if entry is not None:
         if heldout is not None or fields:
@@ -57,9 +62,9 @@ def load_splits(
             raise CalibrationError(f"{CATALOGUE / calib}.toml says what is held out and how: leave {what} out")
         parts = [_read(str(path), {}, render) for path in (entry.calibration, entry.heldout)]
         return _pair(calib, parts[0], parts[1], entry.metric)
-    text = _read(calib, fields or {}, render)
+    text = _read(calib, fields, render)
     if heldout is not None:
-        return _pair(calib, text, _read(heldout, fields or {}, render), None)
+        return _pair(calib, text, _read(heldout, fields, render), None)
     _require(text.name, len(text.samples), 2 * MIN_SAMPLES if text.seq2seq else 2, ALONE)
     try:
         splits = Splits(calib, text.seq2seq, *divide(_in_documents(text), text.seq2seq, 0.5, seed))
@@ -73,8 +78,8 @@ def load_splits(
 def _read(named: str, fields: Mapping[str, str], render: Render) -> Text:
     samples: list[Sample] = []
     places: list[str] = []
-    first_kind = ""
-    for place, row in _rows(named):
+    first_kind, letters = "", 0
+    for place, row in _rows(named, {*FIELDS, *fields.values()}):
         row = renamed(row, fields, place)
         kind = kind_of(row, place)
         first_kind = first_kind or kind
@@ -82,6 +87,13 @@ def _read(named: str, fields: Mapping[str, str], render: Render) -> Text:
             raise CalibrationError(f"{place}: holds {kind}, but {places[0]} {first_kind}: use one kind")
         samples.append(to_sample(row, kind, place, render))
         places.append(place)
+        here = _letters(samples[-1])
+        check_row(here, place)
+        letters += here
+        if letters > MAX_TEXT_BYTES or len(samples) > MAX_ROWS:
+            raise CalibrationError(
+                f"{place}: over {MAX_ROWS} rows or {MAX_TEXT_BYTES >> 20} MiB of text up to here: give a part of it"
+            )
     if not any(sample.source.strip() for sample in samples):
         raise CalibrationError(f"{named}: holds no samples")
     return Text(named, first_kind, tuple(samples), tuple(places))
@@ -91,18 +103,24 @@ def _in_documents(text: Text) -> tuple[Sample, ...]:
     return tuple(with_documents(text.samples, running=not text.seq2seq))
 
 
-def _rows(named: str) -> Rows:
+def _letters(sample: Sample) -> int:
+    return len(sample.source) + len(sample.target) + sum(map(len, sample.choices))
+
+
+def _rows(named: str, wanted: Collection[str]) -> Rows:
     if is_dataset(named):
-        return read_dataset(named)
-    path = Path(named)
-    if path.suffix.lower() not in READERS:
+        return rows_apart(named, wanted)
+    path, kinds = Path(named), (*READERS, PARQUET)
+    if path.suffix.lower() not in kinds:
         known = ", ".join(names()) or f"none in {CATALOGUE.absolute()}"
         raise CalibrationError(
-            f"calibration text {named!r}: not a {', '.join(READERS)} file, a saved data set or hf:NAME, "
+            f"calibration text {named!r}: not a {', '.join(kinds)} file, a saved data set or hf:NAME, "
             f"nor a name in calib_data/ ({known})"
         )
     if not path.is_file():
         raise CalibrationError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    if path.suffix.lower() == PARQUET:
+        return rows_apart(named, wanted)
     return READERS[path.suffix.lower()](path)
 
 

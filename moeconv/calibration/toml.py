@@ -12,14 +12,17 @@ else:
     import tomli as tomllib
 
 from moeconv.errors import SettingsError
+from moeconv.strict_json import bounded
+
+_MOST_BYTES = 1 << 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises SettingsError."""
     try:
-        document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        document: dict[str, Any] = tomllib.loads(bounded(path, _MOST_BYTES).decode("utf-8-sig"))
         return document
     except FileNotFoundError:
         raise SettingsError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: can't be read as TOML ({error})") from None

@@ -85,7 +85,8 @@ def quantize(
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity, token_perplexity, accuracy, "
-                                      "f1, or the path of an evaluate module. Default: what fits the text.")
+                                      "f1, or the path of an evaluate module, which is a program: it runs as you, so "
+                                      "take only one that you trust. Default: what fits the text.")
     ] = None,
     quantizer: Annotated[
         str | None, typer.Option(help="channel: even steps from the smallest to the largest weight of each output "

@@ -27,6 +27,7 @@ from moeconv.report.units import duration, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
 from moert.pack.model_spec import ModelSpec
+from moert.pack.reading import MAX_BYTES
 from moert.pack.sizes import NotASize, parse_size
 
 OF_WORK = {"loss", "size", "bits_per_weight", "allocation", "signal", "bits", "whole_curve"}
@@ -168,8 +169,9 @@ def source_bytes(path: Path, outline: Checkpoint | Outline, numbers: Parameters)
         lying = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         about = (json_object(path / _INDEX) or {}).get("metadata")
         stated = about.get("total_size") if isinstance(about, dict) else None
-        if lying or isinstance(stated, int):
-            return max(lying, stated if isinstance(stated, int) else 0)
+        known = stated if type(stated) is int and 0 <= stated <= MAX_BYTES else 0
+        if lying or known:
+            return max(lying, known)
     spec = outline.spec
     experts = len(spec.expert_keys()) * spec.weights_per_expert()
     config = json_object(path / CONFIG if path.is_dir() else path) or {}

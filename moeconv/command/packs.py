@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 PackMetric = Annotated[
-    str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own. Default: the "
-                                  "pack's, or with --calib what fits the text.")
+    str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own, which runs as "
+                                  "you: take only one that you trust. Default: the pack's, if that is no module, or "
+                                  "with --calib what fits the text.")
 ]  # fmt: skip
 
 

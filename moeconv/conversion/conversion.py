@@ -13,7 +13,7 @@ from moeconv.conversion.choice import Choice
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, deliver
 from moeconv.conversion.examples import side_by_side
-from moeconv.conversion.limits import notes, vocabulary_note
+from moeconv.conversion.limits import module_note, notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.predicting import taught_neurons
 from moeconv.conversion.references import References, evaluated, measured_references
@@ -63,6 +63,8 @@ class Conversion:
             return self._unmeasured(coding)
         check_resident(settings, coding)
         check_route(settings, coding.spec)
+        if note := module_note(settings.metric):
+            say(note)
         material = Material.read(settings, coding.checkpoint)
         memory = memory_of(settings, coding.checkpoint, material)
         coding.check(settings, memory.layered)

@@ -34,7 +34,8 @@ def side_by_side(bench: Bench, widths: Assignment) -> tuple[Mapping[str, str], .
     rule = [] if instead is None else [instead.rule]
     name = identity("side by side", [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
     found = bench.journal.remember(name, written)
-    return tuple(
-        {"input": sample.source, "target": sample.target, "reference": before, "pack": after}
-        for sample, before, after in zip(chosen, found["reference"], found["pack"], strict=True)
-    )
+    with bench.journal.believed():
+        return tuple(
+            {"input": sample.source, "target": sample.target, "reference": before, "pack": after}
+            for sample, before, after in zip(chosen, found["reference"], found["pack"], strict=True)
+        )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer
 
 from moeconv.conversion.settings import DEFAULT_CONTEXT, Settings
+from moeconv.measure.metrics import is_module
 from moert.pack.model_spec import ModelSpec
 
 _MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up
@@ -18,6 +19,16 @@ def samples_note(option: str, asked: int | None, there: int, what: str) -> str |
     if asked is None or there >= asked:
         return None
     return f"note: {option} {asked:,}: there are only {there:,} {what}, all of them are used"
+
+
+def module_note(metric: str | None) -> str | None:
+    """What is to be known of a metric that is the path of a module, before it runs; None for others."""
+    if metric is None or not is_module(metric):
+        return None
+    return (
+        f"note: --metric {metric} is a program: it runs now, here, and may do everything that you may; take only one "
+        "that you trust"
+    )
 
 
 def context_note(context: int | None, spec: ModelSpec) -> str | None:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_splits, samples_digest
 from moeconv.conversion.settings import Settings
-from moeconv.measure.metrics import Metric, default_metric, find_metric
+from moeconv.errors import SettingsError
+from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
 from moeconv.measure.scorers import Scorer, Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
@@ -49,6 +50,8 @@ class Material:
         splits = load_splits(
             settings.calib, settings.heldout, seed=settings.seed, fields=settings.fields, tokenizer=checkpoint.path
         )
+        if settings.metric is None and splits.metric is not None and is_module(splits.metric):
+            raise SettingsError(f"{splits.name} asks for the metric {splits.metric}, a module: name it with --metric")
         named = _absolute(settings.metric or splits.metric or default_metric(splits.seq2seq, splits.choices))
         metric = find_metric(named)
         check_fit(checkpoint.spec, splits, metric, settings.max_new_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Su
 from moeconv.conversion.layouts import PIECE_BYTES
 from moeconv.conversion.settings import check_ranking, check_target
 from moeconv.errors import SettingsError, TargetMissed
+from moeconv.fields import amount, listed, named, text
+from moeconv.fields import number as finite
 from moeconv.measure.assignments import known_plans, unquantised
 from moeconv.measure.journal import Journal
-from moeconv.measure.metrics import Metric, find_metric
-from moeconv.measure.workdir import INPUTS, finished_work
+from moeconv.measure.metrics import Metric, recorded_metric
+from moeconv.measure.workdir import INPUTS, RESIDENCES, finished_work
 from moeconv.plan.curve import curve
 from moeconv.plan.frontier import Frontier
 from moeconv.plan.lossmap import LossMap
@@ -27,8 +30,10 @@ from moeconv.plan.search import MeasuredPlan
 from moeconv.quantizers import GROUP_SIZES
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.codec import WIDTHS
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.errors import PackError
+from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
 from moert.pack.neurons import Neurons
+from moert.pack.reading import read
 
 
 @dataclass(frozen=True)
@@ -70,20 +75,26 @@ class Inputs:
         """Raises KeyError, TypeError, ValueError or OverflowError for what `to_json` does not write."""
 
         def number(figure: float | None) -> float:
-            return math.nan if figure is None else float(figure)  # it could not be measured
+            return math.nan if figure is None else finite(figure, INPUTS)  # it could not be measured
+
+        def key_of(stack: str, layer: int, expert: int) -> ExpertKey:
+            if stack not in STACKS or type(layer) is not int or type(expert) is not int:
+                raise ValueError("a key that no expert has")
+            return ExpertKey(stack, layer, expert)
 
         costs = {}
         for *key, bits, (metric, nll, kl) in values["costs"]:
-            costs[Probe(ExpertKey(*key), tuple(bits))] = number(metric), number(nll), number(kl)
+            costs[Probe(key_of(*key), tuple(bits))] = number(metric), number(nll), number(kl)
         base_bits, group_size = values["base_bits"], values["group_size"]
-        dense = {str(role): int(width) for role, width in dict(values.get("dense", {})).items()}
-        if not {base_bits, *(bits for probe in costs for bits in probe.bits)} <= set(WIDTHS):
+        dense = dict(named(amount)(values.get("dense", {}), INPUTS))
+        widths = [base_bits, *(bits for probe in costs for bits in probe.bits)]
+        if not all(type(width) is int and width in WIDTHS for width in (*widths, *dense.values())):
             raise ValueError("a width that there is not")
-        if group_size not in (0, *GROUP_SIZES):
+        if type(group_size) is not int or group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"a group size of {group_size!r}")
-        coverage = {ExpertKey(*key): int(tokens) for *key, tokens in values.get("coverage", [])}
+        coverage = {key_of(*key): amount(tokens, INPUTS) for *key, tokens in values.get("coverage", [])}
         table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, coverage)
-        texts = {name: str(values[name]) for name in ("model", "quantizer", "metric", "samples")}
+        texts = {name: text(values[name], INPUTS) for name in ("model", "quantizer", "metric", "samples")}
         by_columns = bool(values.get("by_columns", False))
         return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, **texts)
 
@@ -115,7 +126,7 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     check_ranking(allocation, signal)
     check_target(target)
     inputs, journal, residences = _finished(work)
-    checkpoint, metric = Checkpoint.open(inputs.model), find_metric(inputs.metric)
+    checkpoint, metric = Checkpoint.open(inputs.model), recorded_metric(inputs.metric)
     spec, storage = checkpoint.spec, inputs.storage(checkpoint.description.mxfp4)
     if not inputs.fits(spec):
         raise SettingsError(
@@ -143,11 +154,12 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
 def _finished(work: Path) -> tuple[Inputs, Journal, tuple[Residence, ...]]:
     stored, journal, fitted = finished_work(work)
     try:
-        return Inputs.from_json(stored), journal, tuple(map(Residence.from_json, fitted))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        residences = listed(partial(read, Residence))(fitted, RESIDENCES)
+        return Inputs.from_json(stored), journal, residences
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, PackError) as error:
         raise SettingsError(
-            f"{journal.path.with_name(INPUTS)} is not what a sweep writes ({type(error).__name__}: {error}): run "
-            "`moeconv quantize` again"
+            f"{journal.path.with_name(INPUTS)} is not what a sweep writes ({type(error).__name__}: "
+            f"{str(error)[:200]}): run `moeconv quantize` again"
         ) from None
 
 

@@ -149,7 +149,8 @@ def _share(bench: Bench, plan: Plan, asked: float, account: Account) -> float:
     memory_bytes = int(asked)
     name = f"room in {memory_bytes} for {plan.nbytes}"  # so that a run that goes on asks for the same
     found = bench.journal.remember(name, lambda: {"room": _room(bench.coding, plan.assignment, memory_bytes)})
-    share = min(100, max(1, int(100 * found["room"]))) / 100
+    with bench.journal.believed():
+        share = min(100, max(1, int(100 * found["room"]))) / 100
     account.say(f"{resident_text([asked])} has room for {share:.0%} of the experts")
     return share
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from moeconv.artifacts import FISHER, SIGNALS, Target
 from moeconv.conversion.layouts import BY_NEURONS, LAYOUTS, check_piece_bytes
 from moeconv.errors import SettingsError
-from moeconv.measure.metrics import find_metric
+from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moeconv.quantizers.dense import dense_bits_text
@@ -100,7 +100,7 @@ class Settings:
         if self.by_hash and self.signal == FISHER:
             raise SettingsError(f"--signal {FISHER} does not go with --route hash: take --signal kl")
         check_ranking(self.allocation, self.signal)
-        if self.metric is not None and not self.metric.split(":")[0].endswith(".py"):
+        if self.metric is not None and not is_module(self.metric):
             find_metric(self.metric)
         if self.group_size is not None and self.quantizer == "channel":
             raise SettingsError("--group-size has no effect on the channel quantizer: leave it out, or use group")

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 
 from moeconv.calibration import Splits
 from moeconv.conversion.fidelity import Text
-from moeconv.conversion.limits import context_note, samples_note
+from moeconv.conversion.limits import context_note, module_note, samples_note
 from moeconv.conversion.pack_text import text_of
 from moeconv.conversion.settings import check_counts
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.metrics import Metric, default_metric, find_metric
+from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
 from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.measure.scorers.generated import GeneratedScorer
@@ -70,6 +70,8 @@ class TrainingText:
         spec = pack.manifest.model
         source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
         splits = source.splits
+        if note := module_note(asked.metric):
+            say(note)
         metric = find_metric(_metric_of(pack, asked, splits))
         check_fit(spec, splits, metric)
         tokenizer = load_tokenizer(pack.file(TOKENIZER))
@@ -137,7 +139,7 @@ def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
     if asked.metric is not None:
         return asked.metric
     if asked.calib is None and quality is not None:
-        if ".py" in quality.metric and not Path(quality.metric).is_file():
+        if is_module(quality.metric):  # a program, which only a user may name: the pack may have brought its own
             raise SettingsError(f"the pack was judged by {quality.metric}, a module: say where it is with --metric")
         return quality.metric
     return splits.metric or default_metric(splits.seq2seq, splits.choices)

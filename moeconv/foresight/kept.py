@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from moeconv.errors import ConversionError
+from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.files import write_atomically
 
 _DONE = "examples.json"
+_MOST_BYTES = 1 << 26
 
 
 def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -39,8 +41,8 @@ def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict
 
 def _said(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / _DONE).read_bytes())
-    except (FileNotFoundError, ValueError):
+        found = parse(bounded(folder / _DONE, _MOST_BYTES), finite=False)
+    except (FileNotFoundError, NotJson):
         return None
     return found if isinstance(found, dict) else None
 
@@ -58,7 +60,7 @@ def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
         return found if found["about"] == about else None
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConversionError(f"{path} can't be read ({text[:100]}): delete it, and training begins anew") from None
 

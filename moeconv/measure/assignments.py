@@ -117,12 +117,14 @@ class Measure:
     def preferring(self, widths: Assignment, preference: Preference, what: str) -> Preferred:
         """The same where routers prefer what was used lately, and what that asks for."""
         name, found = self._entry(widths, what, _Prefers(preference))
-        missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
-        return Preferred(self._used((name, found)), missed, found["routed_tokens"], tuple(found["gaps"]))
+        with self._journal.believed():
+            missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
+            return Preferred(self._used((name, found)), missed, found["routed_tokens"], tuple(found["gaps"]))
 
     def _used(self, entry: tuple[str, dict[str, Any]]) -> Evaluation:
         name, found = entry
-        self.used[name] = Evaluation.from_json(found)
+        with self._journal.believed():
+            self.used[name] = Evaluation.from_json(found)
         return self.used[name]
 
     def _entry(self, widths: Assignment, what: str, instead: Instead | None) -> tuple[str, dict[str, Any]]:
@@ -155,7 +157,8 @@ class Measure:
 def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
     """The unquantised model's evaluation, if it was measured."""
     found = journal.get(identity(samples_id, None))
-    return None if found is None else Evaluation.from_json(found)
+    with journal.believed():
+        return None if found is None else Evaluation.from_json(found)
 
 
 def known_plans(
@@ -164,5 +167,7 @@ def known_plans(
     """Every assignment that was measured on these samples. `keys` are all experts."""
     for entry in journal.entries():
         if entry.get("samples") == samples_id:
-            widths = [tuple(bits) for bits in entry["widths"]]
-            yield dict(zip(sorted(keys), widths, strict=True)), Evaluation.from_json(entry)
+            with journal.believed():
+                widths = [tuple(bits) for bits in entry["widths"]]
+                assignment = dict(zip(sorted(keys), widths, strict=True)), Evaluation.from_json(entry)
+            yield assignment

@@ -12,6 +12,7 @@ from moeconv.artifacts import Summary
 from moeconv.measure.metrics import F64, Metric
 from moeconv.measure.scorers import Scores
 
+_MOST = 1e24  # seconds, tokens or operations that no measurement takes
 DECIMALS = 7  # what is kept of a score; computations use what is kept, so that a resumed run decides alike
 
 
@@ -39,12 +40,19 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Evaluation:
-        """Raises KeyError or TypeError for values that are no evaluation."""
+        """Raises KeyError, TypeError or ValueError for values that are no evaluation."""
         known = {field.name for field in fields(cls)}
         evaluation = cls(**{name: value for name, value in values.items() if name in known})
-        scores = tuple(tuple(row) for row in evaluation.scores)
-        nats, tokens, kls = tuple(evaluation.nats), tuple(evaluation.tokens), tuple(evaluation.kls)
-        return replace(evaluation, scores=scores, nats=nats, tokens=tokens, kls=kls)
+        scores = tuple(map(_numbers, evaluation.scores))
+        nats, tokens, kls = _numbers(evaluation.nats), _numbers(evaluation.tokens), _numbers(evaluation.kls)
+        lengths = {len(scores), len(nats), len(tokens), len(kls)}
+        if len(lengths) > 1 or 0 in lengths or len(set(map(len, scores))) > 1:
+            raise ValueError("as many scores, nats, tokens and divergences as samples were expected")
+        counts = tokens + _numbers([evaluation.seconds, evaluation.flops, evaluation.near_ties])
+        if not isinstance(evaluation.what, str) or not all(0 <= count <= _MOST for count in counts) or not sum(tokens):
+            raise ValueError("no counts that a measurement can have")
+        whole = tuple(int(count) for count in tokens)
+        return replace(evaluation, scores=scores, nats=nats, tokens=whole, kls=kls)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,6 +65,12 @@ class Evaluation:
         before, after = metric.value(reference.columns()), metric.value(self.columns())
         tokens = sum(self.tokens)
         return Summary(after, metric.loss(before, after), sum(self.nats) / tokens, sum(self.kls) / tokens)
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    if not isinstance(values, (list, tuple)) or not {float, int}.issuperset(map(type, values)):
+        raise TypeError("numbers were expected")
+    return tuple(values)
 
 
 def joined(evaluations: Sequence[Evaluation]) -> Evaluation:

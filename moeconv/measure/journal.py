@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from moeconv.errors import ConversionError
+from moeconv.strict_json import NotJson, parse
 
 
 def identity(*what: Any) -> str:
@@ -47,6 +49,17 @@ class Journal:
         if name in self._earlier:
             self._reused.add(name)
         return self._known.get(name)
+
+    @contextmanager
+    def believed(self) -> Iterator[None]:
+        """Around what takes an entry apart: others may have written it otherwise. Raises ConversionError."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            raise ConversionError(
+                f"{self.path} holds a measurement that is none ({reason}): move the file away, or give another --work"
+            ) from error
 
     def remember(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The entry of that name, made and added where there is none."""
@@ -88,9 +101,10 @@ class Journal:
         whole = body[: body.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                record = json.loads(line)
+                record = parse(line, finite=False)
                 name, subject = record.pop("id"), record.pop("subject")
-            except (ValueError, TypeError, KeyError, AttributeError):
+                hash(name)
+            except (NotJson, TypeError, KeyError, AttributeError):
                 raise ConversionError(
                     f"{self.path}:{number} is damaged: remove that line, and only it is measured again"
                 ) from None

@@ -12,6 +12,7 @@ from typing import IO, Any
 from moeconv.artifacts import SCHEMA, to_json
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.journal import Journal
+from moeconv.strict_json import bounded, parse
 from moert.pack.files import write_atomically
 
 try:
@@ -20,6 +21,7 @@ except ImportError:  # not on this system: two runs at once are the user's care
     fcntl = None  # type: ignore[assignment]
 
 
+_MOST_BYTES = 1 << 28  # of an artefact: planning.json of 30,000 experts has a tenth of it
 LOCK = "lock"
 INPUTS = "planning.json"
 RESIDENCES = "residences.json"
@@ -69,7 +71,7 @@ class WorkDir:
         """An artefact as it was saved; None where there is none. Raises ConversionError for one that is damaged."""
         path = self.path / name
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse(bounded(path, _MOST_BYTES))
             if not isinstance(found, dict):
                 raise ValueError(f"expected an object, found a {type(found).__name__}")
             return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from moeconv.source.outline import CheckpointError
+from moeconv.source.outline import MAX_JSON_BYTES, CheckpointError
+from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.chat import ChatFormat, dump_chat
 from moert.pack.errors import ChatInvalid
 
@@ -42,10 +42,10 @@ def _has_template(folder: Path) -> bool:
     if (folder / _TEMPLATE).is_file():
         return True
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        config = parse(bounded(folder / _CONFIG, MAX_JSON_BYTES), finite=False)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, NotJson) as error:
         raise CheckpointError(f"{folder / _CONFIG} can't be read as JSON ({_line(error)}): fetch it again") from None
     return isinstance(config, dict) and bool(config.get("chat_template"))
 

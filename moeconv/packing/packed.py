@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,14 @@ from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.experts import ExpertCalls
+from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
+from moeconv.strict_json import NotJson, parse
 from moert.pack.codec import F32
-from moert.pack.dense import dense_width, quantized
+from moert.pack.dense import dense_width, quantized, stored_tensors
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack, Projection, projection_weights
+from moert.pack.reading import brief
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,51 @@ class PackedModel:
 def described(pack: Pack) -> tuple[Family, Description]:
     """What a pack's config.json is about. Raises ConversionError for a family that this program does not know, or a
     PackError."""
-    config = json.loads(pack.read_file("config.json"))
-    family = FAMILIES.get(config.get("model_type", ""))
-    if family is None:
-        raise ConversionError(f"config.json in the pack has model_type {config.get('model_type')!r}: not supported")
-    name = "generation_config.json"
-    generation = json.loads(pack.read_file(name)) if name in pack.manifest.files else {}
-    return family, family.description(config, generation)
+    config = _object(pack, CONFIG)
+    if str(config.get("model_type", "")) not in FAMILIES:
+        raise ConversionError(
+            f"{CONFIG} in the pack has model_type {brief(config.get('model_type'))}: not supported: convert again"
+        )
+    generation = _object(pack, GENERATION_CONFIG) if GENERATION_CONFIG in pack.manifest.files else {}
+    outline, spec = Outline.of(config, generation, pack.root / CONFIG), pack.manifest.model
+    if _shapes(outline.spec) != _shapes(spec):
+        raise ConversionError(f"{CONFIG} in {pack.root} is of another model than its manifest: convert again")
+    return outline.family, outline.description
+
+
+def _object(pack: Pack, name: str) -> dict[str, Any]:
+    """A JSON file of the pack. Raises ConversionError or a PackError."""
+    entry = pack.manifest.files.get(name)
+    if entry is not None and entry.nbytes > MAX_JSON_BYTES:
+        raise ConversionError(f"{name} in the pack has {entry.nbytes} bytes: convert again")
+    try:
+        found = parse(pack.read_file(name), finite=False)
+    except NotJson as error:
+        raise ConversionError(f"{name} in the pack is not JSON ({error}): convert again") from None
+    if not isinstance(found, dict):
+        raise ConversionError(f"{name} in the pack should be a JSON object, found {brief(found)}: convert again")
+    return found
+
+
+def _shapes(spec: ModelSpec) -> Any:
+    """What a model of it has in memory."""
+    moe = spec.moe
+    each = {name: spec.projection_shape(name) for name in moe.ffn.projections}
+    return {name: tensor.shape for name, tensor in spec.tensors.items()}, [*spec.experts], moe.n, each, moe.ffn.bias
 
 
 def backbone_of(pack: Pack) -> dict[str, Tensor]:
     """Every tensor of the pack that is not an expert's, as stored. Raises ConversionError or a PackError."""
     try:
-        return load(pack.read_file(BACKBONE))
-    except SafetensorError as error:
-        raise ConversionError(f"{BACKBONE} in the pack can't be read ({error}): convert again") from None
+        found = load(pack.read_file(BACKBONE))
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise ConversionError(f"{BACKBONE} in the pack can't be read ({line(error)}): convert again") from None
+    manifest = pack.manifest
+    for parts in stored_tensors(manifest.model, manifest.quantization).values():
+        for name, (_, shape) in parts.items():
+            if name not in found or tuple(found[name].shape) != tuple(shape):
+                raise ConversionError(f"{BACKBONE} in the pack lacks {name} of the shape {tuple(shape)}: convert again")
+    return found
 
 
 def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Projection:

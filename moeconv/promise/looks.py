@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.errors import ConversionError
+from moeconv.strict_json import NotJson, bounded, parse
 
 LOOKS = "looks.jsonl"
+_MOST_BYTES = 1 << 26
 
 
 def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
@@ -37,14 +39,26 @@ def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     found = []
-    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
+    for line in _body(path).decode("utf-8", "replace").splitlines():
         try:
-            one = json.loads(line)
-            if isinstance(one["conversion"], str) and isinstance(one["texts"], list):
-                found.append(one)
-        except (ValueError, KeyError, TypeError):
+            one = parse(line)
+        except NotJson:
             continue
+        if not isinstance(one, dict):
+            continue
+        names = [one.get("conversion"), *texts] if isinstance(texts := one.get("texts"), list) else [None]
+        if all(isinstance(name, str) for name in names):
+            found.append(one)
     return found
+
+
+def _body(path: Path) -> bytes:
+    try:
+        return bounded(path, _MOST_BYTES)
+    except FileNotFoundError:
+        return b""
+    except NotJson as error:
+        raise ConversionError(f"can't use {path}: {error}; move it away or give another --work") from None
 
 
 def _append(path: Path, one: dict[str, Any]) -> None:

@@ -10,12 +10,16 @@ from moeconv.report.chart import BLUE, INK, ORANGE, SOFT, Chart, draw
 from moeconv.report.routing import F64
 
 _SIZE = (6.0, 3.8)
+_FARTHEST = 1e6
+"""Drawn for anything beyond: no axis shows more, and drawing counts with squares."""
 
 
 def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) -> Chart:
     """Predicted loss as a line, measured plans as points with their bounds; the target; the plan that was chosen."""
     points = sorted(report.curve, key=lambda point: point.nbytes)
-    predicted = [(point.nbytes / 1e6, point.predicted_loss) for point in points if point.predicted_loss is not None]
+    predicted = [
+        (point.nbytes / 1e6, drawn(point.predicted_loss)) for point in points if point.predicted_loss is not None
+    ]
     measured = [point for point in points if point.loss is not None]
 
     def paint(figure: Any) -> None:
@@ -30,9 +34,9 @@ def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) 
             if point.chosen:
                 _chosen(axes, point, report)
         if report.target.kind == "loss":
-            axes.axhline(report.target.value, color=INK, linestyle="--", linewidth=1, label="target")
+            axes.axhline(drawn(report.target.value), color=INK, linestyle="--", linewidth=1, label="target")
         elif target_bytes is not None:
-            axes.axvline(target_bytes / 1e6, color=INK, linestyle="--", linewidth=1, label="target")
+            axes.axvline(drawn(target_bytes / 1e6, 1e12), color=INK, linestyle="--", linewidth=1, label="target")
         low, high = _range(points, report)
         axes.set_ylim(low, high)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -61,13 +65,17 @@ def read_curve(name: str, found: Residence, target: Target) -> Chart:
         for points, colour, mark, label in (
             (found.alone, BLUE, "s", "widths alone"), (found.together, ORANGE, "o", "widths and routing"),
         ):  # fmt: skip
-            above = [0.0 if one.upper is None else max(0.0, one.upper - one.loss) for one in points]
+            losses = [drawn(one.loss) for one in points]
+            above = [
+                0.0 if one.upper is None else max(0.0, drawn(one.upper) - loss)
+                for one, loss in zip(points, losses, strict=True)
+            ]
             axes.errorbar(
-                [one.bytes / 1e3 for one in points], [one.loss for one in points], yerr=[[0.0] * len(points), above],
+                [drawn(one.bytes / 1e3, 1e12) for one in points], losses, yerr=[[0.0] * len(points), above],
                 fmt=mark, markersize=5, color=colour, elinewidth=1.2, capsize=4, label=label,
             )  # fmt: skip
         if target.kind == "loss":
-            axes.axhline(target.value, color=INK, linestyle="--", linewidth=1, label="target")
+            axes.axhline(drawn(target.value), color=INK, linestyle="--", linewidth=1, label="target")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -78,10 +86,15 @@ def read_curve(name: str, found: Residence, target: Target) -> Chart:
     return draw(name, *_SIZE, paint)
 
 
+def drawn(value: float, farthest: float = _FARTHEST) -> float:
+    """The value, or the farthest one that is drawn."""
+    return min(max(value, -farthest), farthest)
+
+
 def _measured(axes: Any, points: Sequence[CurvePoint], colour: str) -> None:
     """The mark at the top of a bar is the upper bound."""
-    losses = [point.loss or 0.0 for point in points]
-    above = [max(0.0, (point.upper if point.upper is not None else loss) - loss) for point, loss in
+    losses = [drawn(point.loss or 0.0) for point in points]
+    above = [max(0.0, (drawn(point.upper) if point.upper is not None else loss) - loss) for point, loss in
              zip(points, losses, strict=True)]  # fmt: skip
     axes.errorbar(
         [point.nbytes / 1e6 for point in points], losses, yerr=[[0.0] * len(points), above], fmt="o", markersize=5,
@@ -94,11 +107,11 @@ def _chosen(axes: Any, point: CurvePoint, report: ConversionReport) -> None:
     if loss is None:
         return
     at = point.nbytes / 1e6
-    axes.plot([at], [loss], "o", markersize=13, fillstyle="none", markeredgewidth=1.8, color=INK, label="chosen")
+    axes.plot([at], [drawn(loss)], "o", markersize=13, fillstyle="none", markeredgewidth=1.8, color=INK, label="chosen")
     if report.heldout is not None:
-        found = report.heldout
+        low, loss, high = (drawn(value) for value in (report.heldout.low, report.heldout.loss, report.heldout.high))
         axes.errorbar(
-            [at], [found.loss], yerr=[[max(0.0, found.loss - found.low)], [max(0.0, found.high - found.loss)]],
+            [at], [loss], yerr=[[max(0.0, loss - low)], [max(0.0, high - loss)]],
             fmt="D", markersize=5, color=SOFT, elinewidth=1, capsize=3, label="held-out, 95% interval",
         )  # fmt: skip
 
@@ -110,7 +123,7 @@ def _range(points: Sequence[CurvePoint], report: ConversionReport) -> tuple[floa
     values += [report.heldout.low, report.heldout.high] if report.heldout else []
     if not any(point.loss is not None for point in points):
         values += [point.predicted_loss for point in points if point.predicted_loss is not None]
-    values = values or [0.0, 0.05]
+    values = [drawn(value) for value in values] or [0.0, 0.05]
     low, high = min(0.0, *values), max(0.01, *values)
     return low - 0.06 * (high - low), high + 0.12 * (high - low)
 

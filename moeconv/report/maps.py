@@ -18,6 +18,7 @@ WIDTH_COLOURS = ("#46327e", "#277f8e", "#4ac16d", "#bddf26", "#f7e8a0")
 _PAPER_INK = "#101418"
 _WIDTH_IN = 6.4
 _NUMBERED = 300  # cells; more numbers than that make a heavy page and say little
+_FARTHEST = 1e18  # drawn for anything beyond
 
 F64 = npt.NDArray[np.float64]
 
@@ -91,7 +92,7 @@ def grid(values: Mapping[ExpertKey, float], spec: ModelSpec) -> F64:
     rows = {place: row for row, place in enumerate(spec.moe_layers())}
     cells = np.full((len(rows), spec.moe.n), np.nan)
     for key, value in values.items():
-        cells[rows[key.at], key.expert] = value
+        cells[rows[key.at], key.expert] = min(max(value, -_FARTHEST), _FARTHEST) if value == value else value
     return cells
 
 

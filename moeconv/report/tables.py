@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import SequenceMatcher
+from difflib import Match, SequenceMatcher
 from html import escape
 
 from moeconv.artifacts import ConversionReport, Step
@@ -14,6 +14,8 @@ from moeconv.report.units import duration, percent, size
 from moert.pack.manifest import BACKBONE, Manifest
 
 _SLOWEST, _SAMPLES, _LONGEST = 12, 12, 4000
+_MOST_PAIRS = 1 << 24
+"""Of equal words in two texts that are looked at to mark what differs; texts that are meant well take a tenth of it."""
 
 
 def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
@@ -106,11 +108,35 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
+class _TooAlike(Exception):
+    """Of two texts that too many equal words are in to compare them."""
+
+
+class _Matcher(SequenceMatcher[str]):
+    """Counts what it looks at: texts of few different words, arranged for it, would take for ever."""
+
+    b2j: dict[str, list[int]]  # word → its places on the right
+
+    def __init__(self, left: list[str], right: list[str]) -> None:
+        super().__init__(None, left, right, autojunk=False)
+        self._words, self._left = left, _MOST_PAIRS
+
+    def find_longest_match(self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None) -> Match:
+        self._left -= sum(len(self.b2j.get(word, ())) for word in self._words[alo:ahi])
+        if self._left < 0:
+            raise _TooAlike
+        return super().find_longest_match(alo, ahi, blo, bhi)
+
+
 def marked(before: str, after: str) -> tuple[str, str]:
-    """Both texts as HTML; words that only one has are marked."""
+    """Both texts as HTML; words that only one has are marked, unless that would take too long."""
     left, right = re.findall(r"\s+|[^\s]+", before), re.findall(r"\s+|[^\s]+", after)
     out: tuple[list[str], list[str]] = ([], [])
-    for kind, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+    try:
+        found = _Matcher(left, right).get_opcodes()
+    except _TooAlike:
+        return escape(before), escape(after)
+    for kind, a, b, c, d in found:
         for words, tag, into in ((left[a:b], "del", out[0]), (right[c:d], "ins", out[1])):
             text = escape("".join(words))
             into.append(text if kind == "equal" or not text else f"<{tag}>{text}</{tag}>")

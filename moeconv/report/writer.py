@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moeconv.errors import ConversionError
 from moeconv.report.chart import require_matplotlib
-from moeconv.report.document import read_report
+from moeconv.report.document import check_about, read_report
 from moeconv.report.page import MARK, page
 from moeconv.report.sections import (
     coverage_section,
@@ -56,6 +56,7 @@ def write_report(pack: Pack, out: Path) -> list[Path]:
 def _contents(pack: Pack) -> dict[str, bytes]:
     """Relative path → contents of every file."""
     report, manifest = read_report(pack), pack.manifest
+    check_about(report, manifest.model)
     table = None
     if PATHS in manifest.files:
         table = TransitionTable.from_bytes(pack.read_file(PATHS))

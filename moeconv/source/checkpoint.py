@@ -58,6 +58,8 @@ class Checkpoint:
         description = outline.description.as_stored(tensors.names)
         checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, tensors)
         checkpoint._check_names()
+        if isinstance(tensors, FileTensors):
+            checkpoint._check_shapes(tensors.shapes)
         if not names_only:
             checkpoint._check_equal()
         return checkpoint
@@ -136,7 +138,8 @@ class Checkpoint:
 
     def model(self, dtype: torch.dtype) -> torch.nn.Module:
         """The model as transformers runs it, in eval mode. Raises CheckpointError."""
-        if self.family.loads_by_names and not any(source.form for source in self._sources()):
+        saved = not isinstance(self.tensors, FileTensors) or self.tensors.as_saved
+        if self.family.loads_by_names and saved and not any(source.form for source in self._sources()):
             return self.family.load(self.path, dtype)
         model = self.family.empty(self.path).to(dtype)
         tensors = self.spec.tensors
@@ -196,7 +199,14 @@ class Checkpoint:
                     yield described.biases(key, projection)
 
     def _check_names(self) -> None:
-        described = self.description
+        described, spec = self.description, self.spec
+        first = described.experts(spec.expert_keys()[0], "up")
+        matrices = len(spec.experts) * spec.moe.n * len(spec.moe.ffn.projections)
+        if first.index is None and matrices > len(self.tensors.names):
+            raise CheckpointError(
+                f"{self.path}: config.json implies {matrices} matrices of experts, there are {len(self.tensors.names)} "
+                "tensors in all: the checkpoint is incomplete, or config.json is another's"
+            )
         wanted = dict.fromkeys(name for source in self._sources() for name in source.names)
         missing = [name for name in wanted if name not in self.tensors.names]
         if missing:
@@ -214,6 +224,35 @@ class Checkpoint:
                 f"{self.path} holds the tensor {unknown[0]!r}, which a {self.family.model_type} model of this "
                 "config.json has no place for: what it is for would be left out of the pack"
             )
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """What reading a tensor would find, from headers alone: before memory is taken for what config.json says."""
+        for source, shape in self._placed():
+            found = shapes.get(source.name)
+            if found is None or source.form is not None:
+                continue
+            if source.index is not None:
+                if not found or not 0 <= source.index < found[0]:
+                    raise CheckpointError(
+                        f"{self.path}: {source.name} has the shape {found} and no part {source.index}"
+                    )
+                found = found[1:]
+            if found != (expected := source.shape or shape):
+                raise CheckpointError(
+                    f"{self.path}: {source.name} has the shape {found}, config.json implies {expected}"
+                )
+
+    def _placed(self) -> Iterator[tuple[Source, tuple[int, ...]]]:
+        """Where each tensor of the pack comes from, and its shape there."""
+        described, spec = self.description, self.spec
+        for name, source in described.backbone.items():
+            yield source, spec.tensors[name].shape
+        for key in spec.expert_keys():
+            for projection in spec.moe.ffn.projections:
+                shape = spec.projection_shape(projection)
+                yield described.experts(key, projection), shape
+                if described.biases is not None:
+                    yield described.biases(key, projection), shape[:1]
 
     def _check_equal(self) -> None:
         for one, other in self.description.copies:

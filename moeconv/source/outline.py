@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,16 @@ from typing import Any
 from moeconv.errors import ConversionError
 from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
 from moeconv.source.archs.errors import ConfigInvalid
+from moeconv.source.places import stray
+from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import ModelSpec
-from moert.pack.reading import plain, read
+from moert.pack.reading import brief, plain, read
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+MAX_JSON_BYTES = 1 << 27  # of any JSON file; the index of the largest model published has an eighth of it
+MOST_EXPERTS = 1 << 20  # of a model: no manifest could list more
+_LONGEST = 600
 WEIGHTS = ("*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -46,15 +50,21 @@ class Outline:
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             raise CheckpointError(
-                f"{file.parent}: model_type {config.get('model_type')!r} is not supported; "
+                f"{file.parent}: model_type {brief(config.get('model_type'))} is not supported; "
                 f"supported: {', '.join(FAMILIES)}"
             )
         try:
             description = family.description(config, generation_config)
         except UnsupportedModel as error:
-            raise CheckpointError(f"{file.parent}: {error}") from None
+            raise CheckpointError(f"{file.parent}: {line(error, _LONGEST)}") from None
         except ConfigInvalid as error:
             raise CheckpointError(f"{file} is not a valid {family.model_type} config: {line(error)}") from None
+        except (ConversionError, ImportError):
+            raise
+        except Exception as error:  # of arithmetic with what config.json says, here and in transformers
+            raise CheckpointError(
+                f"{file} is not a valid {family.model_type} config ({type(error).__name__}: {line(error)})"
+            ) from error
         _check(description.spec, file)
         return cls(config, generation_config, family, description)
 
@@ -71,6 +81,8 @@ def _check(spec: ModelSpec, file: Path) -> None:
         raise CheckpointError(str(error)) from None
     if (contradiction := next(spec.contradictions(), None)) is not None:
         raise CheckpointError(f"{file} can't be converted: {contradiction}")
+    if (count := len(spec.experts) * spec.moe.n) > MOST_EXPERTS:
+        raise CheckpointError(f"{file} can't be converted: it has {count} experts, a pack at most {MOST_EXPERTS}")
 
 
 def find(path_or_hub_id: str, weights: bool = True) -> Path:
@@ -78,6 +90,8 @@ def find(path_or_hub_id: str, weights: bool = True) -> Path:
     if not its `weights` too. Raises CheckpointError."""
     path = Path(path_or_hub_id)
     if path.is_dir():
+        if (link := stray(path)) is not None:
+            raise CheckpointError(f"{link} is a link that leads out of {path}: put the file itself there")
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
@@ -100,17 +114,17 @@ def _from_hub(hub_id: str, patterns: list[str]) -> Path:
 def json_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file. Raises CheckpointError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse(bounded(path, MAX_JSON_BYTES), finite=False)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, NotJson) as error:
         raise CheckpointError(f"{path} can't be read as JSON ({line(error)}): fetch the checkpoint again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}")
     return value
 
 
-def line(error: BaseException) -> str:
+def line(error: BaseException, longest: int = 200) -> str:
     """The message of an error on one line of moderate length."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + "…"
+    return text if len(text) <= longest else text[:longest] + "…"

@@ -1,4 +1,5 @@
-"""Where the tensors of a checkpoint come from: safetensors files, opened when they are first needed."""
+"""Where the tensors of a checkpoint come from: safetensors files, whose headers are read at once, all else when it is
+needed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from moeconv.source.headers import HeaderWrong, Shape, shapes_of
 from moeconv.source.outline import CheckpointError, json_object, line
+from moeconv.source.places import is_plain, leads_out
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _CHUNK = 1 << 20
@@ -42,8 +45,16 @@ class FileTensors:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError."""
         self.path = path
-        self.files: Mapping[str, Path] = _tensor_files(path)  # name of a tensor → the file that holds it
+        files, shapes = _tensor_files(path)
+        self.files: Mapping[str, Path] = files  # name of a tensor → the file that holds it
+        self.shapes: Mapping[str, Shape] = shapes
         self._open: dict[Path, Any] = {}
+
+    @property
+    def as_saved(self) -> bool:
+        """Whether transformers finds what it looks for beside the tensors: an index of it has metadata."""
+        index = json_object(self.path / INDEX)
+        return index is None or isinstance(index.get("metadata"), dict)
 
     @property
     def names(self) -> Collection[str]:
@@ -94,24 +105,47 @@ def has_weights(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 
-def _tensor_files(path: Path) -> dict[str, Path]:
+def _tensor_files(path: Path) -> tuple[dict[str, Path], dict[str, Shape]]:
+    """Name of each tensor → its file, and its shape. Raises CheckpointError."""
     index = json_object(path / INDEX)
     if index is not None:
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{path / INDEX} lacks its weight_map: fetch the checkpoint again")
-        files = {name: path / file for name, file in weight_map.items()}
-        for file in sorted(set(files.values())):
-            if not file.is_file():
-                raise CheckpointError(f"{file} is named in {INDEX} but missing: fetch the checkpoint again")
-        return files
+        return _indexed(path, index)
     single = path / SINGLE
     if not single.is_file():
         raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read")
-    try:
-        from safetensors import safe_open
+    shapes = _shapes(single)
+    return dict.fromkeys(shapes, single), shapes
 
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single)
-    except Exception as error:
-        raise CheckpointError(f"{single} is damaged ({line(error)}): fetch the checkpoint again") from None
+
+def _indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, Path], dict[str, Shape]]:
+    """Where several files hold a tensor, it could be read from either; so none is."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path / INDEX} lacks its weight_map: fetch the checkpoint again")
+    shapes: dict[str, Shape] = {}
+    holder: dict[str, str] = {}
+    for file in sorted(set(weight_map.values())):
+        if not is_plain(file) or leads_out(path, path / file):
+            raise CheckpointError(f"{path / INDEX} names the file {file[:80]!r}, which does not lie inside {path}")
+        if not (path / file).is_file():
+            raise CheckpointError(f"{path / file} is named in {INDEX} but missing: fetch the checkpoint again")
+        found = _shapes(path / file)
+        if twice := next((name for name in found if name in holder), None):
+            raise CheckpointError(
+                f"{path}: {holder[twice]} and {file} both hold the tensor {twice[:120]!r}: which is it?"
+            )
+        holder.update(dict.fromkeys(found, file))
+        shapes.update(found)
+    if strange := next((name for name, file in weight_map.items() if holder.get(name) != file), None):
+        raise CheckpointError(
+            f"{path / INDEX} says that {weight_map[strange]} holds {strange[:120]!r}, and it does not: fetch the "
+            "checkpoint again"
+        )
+    return {name: path / file for name, file in weight_map.items()}, shapes
+
+
+def _shapes(file: Path) -> dict[str, Shape]:
+    try:
+        return dict(shapes_of(file))
+    except (HeaderWrong, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({line(error)}): fetch the checkpoint again") from None

@@ -65,8 +65,9 @@ class PairGradients:
         for part in self.parts:
             found.append(journal.remember(identity(name, part.items), partial(self._measured, part)))
             bar.update(1)
-        layers = {at: _sum([entry["layers"][str(at)] for entry in found]) for at in self.trial.spec.moe_layers()}
-        return Costs(layers, sum(entry["flops"] for entry in found), sum(entry["seconds"] for entry in found))
+        with journal.believed():
+            layers = {at: _sum([entry["layers"][str(at)] for entry in found]) for at in self.trial.spec.moe_layers()}
+            return Costs(layers, sum(entry["flops"] for entry in found), sum(entry["seconds"] for entry in found))
 
     def _measured(self, part: Part) -> dict[str, Any]:
         calls, started = self.trial.calls, time.perf_counter()
@@ -130,9 +131,10 @@ class PairScales:
         for at in self.trial.spec.moe_layers():
             found[at] = journal.remember(identity(name, str(at)), partial(self._measured, at))
             bar.update(1)
-        nats = {at: tuple(entry["nats"]) for at, entry in found.items()}
-        spent = [sum(entry[what] for entry in found.values()) for what in ("flops", "seconds")]
-        return Measured(nats, *spent)
+        with journal.believed():
+            nats = {at: tuple(entry["nats"]) for at, entry in found.items()}
+            spent = [sum(entry[what] for entry in found.values()) for what in ("flops", "seconds")]
+            return Measured(nats, *spent)
 
     def _measured(self, at: LayerKey) -> dict[str, Any]:
         calls, started = self.trial.calls, time.perf_counter()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from moeconv.calibration import Sample, Splits, load_splits
+from moeconv.calibration.datasets import read_dataset
+from moeconv.calibration.fields import FIELDS
 from moeconv.errors import CalibrationError
 
 TEMPLATE = (
@@ -148,7 +150,7 @@ def test_name_on_the_hub_without_a_network_is_one_line(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(CalibrationError) as caught:
-        load_splits("hf:owner/name/config@train", None, seed=0)
+        list(read_dataset("hf:owner/name/config@train", FIELDS))
     assert str(caught.value) == (
         "hf:owner/name/config@train: the data set can't be loaded (no network for ('owner/name', 'config'))"
     )

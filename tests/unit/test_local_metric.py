@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from converting import running_text
+from tiny import tiny_olmoe
 
+from moeconv import quantize
+from moeconv.artifacts import Target
+from moeconv.calibration import Splits
+from moeconv.command.cli import _exit_code
+from moeconv.conversion import material
+from moeconv.conversion.settings import Settings
+from moeconv.conversion.training import Asked, _metric_of
 from moeconv.errors import SettingsError
-from moeconv.measure.metrics import find_metric
+from moeconv.measure.metrics import find_metric, recorded_metric
+from moeconv.source.checkpoint import Checkpoint
 
 MODULE = """
 import datasets
@@ -81,3 +92,56 @@ def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="can't be loaded as an evaluate module") as caught:
         find_metric(str(broken))
     assert "\n" not in str(caught.value)
+
+
+RAISES = "open({marker!r}, 'w').close()\nraise RuntimeError('it ran')\n"
+
+
+def test_what_was_judged_is_reckoned_with_and_nothing_runs(tmp_path: Path) -> None:
+    path, marker = tmp_path / "ours.py", tmp_path / "ran"
+    path.write_text(RAISES.format(marker=str(marker)))
+    metric = recorded_metric(f"{path}:-key")
+    assert (metric.name, metric.loss(1.0, 2.0), metric.judge) == ("ours.py:-key", 1.0, None)
+    assert recorded_metric("rouge2") is find_metric("rouge2")
+    assert not marker.exists()
+
+
+def test_that_a_program_runs_is_said_before_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By recipes too."""
+    model, path, marker = tiny_olmoe(tmp_path / "m"), tmp_path / "ours.py", tmp_path / "ran"
+    path.write_text(RAISES.format(marker=str(marker)))
+    text = running_text(tmp_path / "text.jsonl")
+    said: list[tuple[str, bool]] = []
+
+    def heard(line: str) -> None:
+        said.append((line, marker.exists()))
+
+    with pytest.raises(SettingsError, match="can't be loaded as an evaluate module"):
+        quantize(
+            model,
+            tmp_path / "p",
+            calib=str(text),
+            metric=str(path),
+            say=lambda line: said.append((line, marker.exists())),
+        )
+    notes = [ran for line, ran in said if "is a program: it runs now" in line and str(path) in line]
+    assert notes == [False]
+    assert marker.exists()
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('model = "m"\ncalib = "text.jsonl"\nmetric = "ours.py"\nprofile_paths = false\n')
+    assert _exit_code(["recipe", "run", str(recipe), "--out", str(tmp_path / "o")]) == 2
+    assert "is a program: it runs now" in capsys.readouterr().err
+
+
+def test_neither_a_pack_nor_a_catalogue_makes_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ours.py"
+    path.write_text("raise RuntimeError('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    pack = SimpleNamespace(manifest=SimpleNamespace(quality=SimpleNamespace(metric="ours.py")))
+    with pytest.raises(SettingsError, match=r"judged by ours\.py, a module: say where it is with --metric"):
+        _metric_of(pack, Asked(), Splits("x", True, (), ()))  # type: ignore[arg-type]
+    monkeypatch.setattr(material, "load_splits", lambda *_, **__: Splits("mine", True, (), (), "ours.py"))
+    model = Checkpoint.open(tiny_olmoe(tmp_path / "m"))
+    asked = Settings(str(model.path), tmp_path / "p", tmp_path / "w", Target("loss", 0.05), calib="mine")
+    with pytest.raises(SettingsError, match=r"mine asks for the metric ours\.py, a module: name it with --metric"):
+        material.Material.read(asked, model)

@@ -1,9 +1,13 @@
-"""A metric of the `evaluate` library, from a file of the user's own: nothing is fetched."""
+"""A metric of the `evaluate` library, from a file of the user's own: nothing is fetched.
+
+Such a file is a program. It runs in this process with all that its user may do: only a user may name it, never a pack,
+and what runs it says so (`moeconv.conversion.limits.module_note`).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,19 @@ class LocalJudge:
         return score
 
 
+def is_module(named: str) -> bool:
+    """Whether it is the path of one."""
+    return named.endswith(".py") or ".py:" in named
+
+
+def unjudged(named: str) -> Metric:
+    """`local_metric` without the module: what its values mean, and no judge."""
+    file, _, key = named.partition(".py:")
+    name = Path(file if file.endswith(".py") else file + ".py").name
+    called = f"{name}:{key}" if key else name
+    return Metric(called, not key.startswith("-"), "output", 2, None, mean)
+
+
 def local_metric(named: str) -> Metric:
     """`path.py`, `path.py:key`, or `path.py:-key` for a value that is better when lower; its mean over samples. It is
     called by the file, without its folder.
@@ -59,8 +76,7 @@ def local_metric(named: str) -> Metric:
         raise SettingsError(f"--metric {named}: {path} is not there")
     judge = LocalJudge(path, key.removeprefix("-"))
     judge("one text", "one text")
-    called = f"{path.name}:{key}" if key else path.name
-    return Metric(called, not key.startswith("-"), "output", 2, judge, mean)
+    return replace(unjudged(named), judge=judge)
 
 
 @cache

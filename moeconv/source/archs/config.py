@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
 from moert.pack.parts import MOST_LAYERS, Act, Attention, Ffn, Rope
-from moert.pack.reading import MAX_COUNT
+from moert.pack.reading import MAX_COUNT, brief
 
 # Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
 _NO_MATTER = {
@@ -30,6 +30,9 @@ _ACTIVATIONS = {
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 Coding = Literal["fp8", "int4", "mxfp4"]
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
+_OF_LAYERS = ("layers", "_layer")
+_MOST_LABELS = 1 << 20
+_MOST_COMPUTED = 1 << 28
 _ROPE_PARAMETERS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
@@ -327,7 +330,8 @@ def _checked_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     for name, value in parameters.items():
         known = _OTHER_THAN_NUMBERS.get(name, (int, float))
-        if value is not None and (not isinstance(value, known) or value != value):
+        share = name == "partial_rotary_factor" and isinstance(value, (int, float)) and not 0 <= value <= 1
+        if value is not None and (not isinstance(value, known) or value != value or share):
             raise UnsupportedModel(f"config.json sets {name} {value!r} in rope_parameters, which has no such values")
     return parameters
 
@@ -337,4 +341,18 @@ def _check_counts(raw: Mapping[str, Any]) -> None:
     for name in _LAYERS:
         found = raw.get(name, 1)
         if isinstance(found, int) and not 1 <= found <= MOST_LAYERS:
-            raise ConfigInvalid(f"{name} is {found}, it should be 1 to {MOST_LAYERS}")
+            raise ConfigInvalid(f"{name} is {brief(found)}, it should be 1 to {MOST_LAYERS}")
+    for name, found in raw.items():
+        if name.endswith(_OF_LAYERS) and isinstance(found, (int, float)) and found > MOST_LAYERS:
+            raise ConfigInvalid(f"{name} is {brief(found)}, it should be at most {MOST_LAYERS}")
+    labels = raw.get("num_labels", 2)
+    if not isinstance(labels, int) or labels > _MOST_LABELS:
+        raise ConfigInvalid(f"num_labels is {brief(labels)}, it should be a whole number up to {_MOST_LABELS}")
+
+
+def check_computed(count: int) -> None:
+    """Before tensors of so many numbers are made that no checkpoint has. Raises UnsupportedModel."""
+    if count > _MOST_COMPUTED:
+        raise UnsupportedModel(
+            f"config.json implies {count} numbers that no checkpoint has, at most {_MOST_COMPUTED} are computed"
+        )

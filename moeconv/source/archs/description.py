@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, check_computed
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.source import FP8_SCALES, INT4_CODES, Form, Source
 from moeconv.source.archs.views import View, rows
@@ -206,7 +207,9 @@ def decoder(
             raise UnsupportedModel("config.json sets rope_parameters by which positions turn by no finite angle")
     computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
     for ends, filled in ((names.ones, torch.ones), (names.zeros, torch.zeros)):
-        computed |= {name: filled(spec.tensors[name].shape) for name in spec.tensors if name.endswith(ends)}
+        shapes = {name: tensor.shape for name, tensor in spec.tensors.items() if name.endswith(ends)}
+        check_computed(sum(map(math.prod, shapes.values())))
+        computed |= {name: filled(shape) for name, shape in shapes.items()}
     stored = [name for name in spec.tensors if name not in computed]
     hub = {**_OUTSIDE, **USUAL, **names.outside, **names.inside}
     backbone = {name: _source(name, hub, names.root, names.head) for name in stored}

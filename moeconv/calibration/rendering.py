@@ -1,0 +1,107 @@
+"""Chat templates rendered in a process that can reach nothing, and has only so much time and memory.
+
+A template comes with a model, and so from strangers. One process renders all conversations of a text, as moert does it
+for one (moert.chat.sandbox): as transformers would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeconv.calibration.process import Limits, Overlong, Process, say
+from moeconv.calibration.rows import MAX_ROW_BYTES
+
+LIMITS = Limits(cpu_s=600, idle_s=60.0, data_bytes=1 << 29, line_bytes=7 * MAX_ROW_BYTES)
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_WARM = "{% for one in ['é'] %}{{ one|tojson|fromjson }}{{ strftime_now('%Y') }}{% endfor %}"
+
+
+class RenderFailed(Exception):
+    """What a template makes of a conversation; the message is a part of a line."""
+
+
+class Rendering:
+    """Of one template, with the special tokens that it may name."""
+
+    def __init__(self, template: str, tokens: Mapping[str, Any], limits: Limits = LIMITS) -> None:
+        self._template, self._tokens, self._limits = template, dict(tokens), limits
+        self._process: Process | None = None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as text. Raises RenderFailed, after which it starts anew."""
+        try:
+            answer = self._answer(_plain(messages))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RenderFailed(f"messages should be what JSON can hold: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(text := answer.get("text"), str):
+            return text
+        self.close()
+        raise RenderFailed("it takes too much memory" if "memory" in answer else str(answer.get("failed")))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+            self._process = None
+
+    def _answer(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        request = json.dumps(messages).encode()
+        if len(request) > MAX_ROW_BYTES:
+            raise RenderFailed(f"they take over {MAX_ROW_BYTES >> 20} MiB")
+        if self._process is None:
+            try:
+                self._process = Process(__name__, [], self._limits)
+            except OSError as error:
+                raise RenderFailed(f"no process can be started to render it ({error.strerror})") from None
+            self._process.send(json.dumps({"template": self._template, "tokens": self._tokens}).encode())
+        self._process.send(request)
+        try:
+            line = self._process.line()
+        except TimeoutError:
+            raise RenderFailed(f"it is not done after {self._limits.idle_s:g} s") from None
+        except Overlong:
+            raise RenderFailed(f"it makes over {MAX_ROW_BYTES >> 20} MiB of them") from None
+        if line is None:
+            raise RenderFailed(self._process.ended())
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As transformers hands them to a template: without fields that are None, thoughts under all their names."""
+    found = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if value is not None}
+        thought = next((fields[name] for name in _THOUGHTS if name in fields), None)
+        found.append(fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought})
+    return found
+
+
+def main(bounds: str) -> None:
+    """What that process does: a line for each conversation that it reads, behind one with the template."""
+    from moert.chat.sandbox import confine, environment
+
+    environment().from_string(_WARM).render()  # finds codecs and the time zone
+    asked, limits = json.loads(sys.stdin.buffer.readline()), json.loads(bounds)
+    confine(limits["cpu_s"], limits["data_bytes"])
+    variables = {**asked["tokens"], "tools": None, "documents": None, "add_generation_prompt": False}
+    compiled: Any = None
+    with open(1, "wb", closefd=False) as out:
+        for line in sys.stdin.buffer:
+            try:
+                compiled = compiled or environment().from_string(asked["template"])
+                answer = {"text": compiled.render({**variables, "messages": json.loads(line)})}
+                say(out, answer)
+            except MemoryError:
+                say(out, {"memory": ""})
+            except Exception as error:  # a template raises what it likes
+                text = " ".join(str(error).split())[:300]
+                say(out, {"failed": "".join(letter if letter.isprintable() else "?" for letter in text)})
+            out.flush()
+    os._exit(0)
