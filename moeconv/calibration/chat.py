@@ -8,6 +8,8 @@ from typing import Any
 
 from moeconv.calibration.rendering import RenderFailed, Rendering
 from moeconv.errors import CalibrationError
+from moert.pack.fence import unbroken, unheard
+from moert.pack.tokenizer import check_tokenizer_in
 
 _DEFAULT = "default"
 
@@ -50,7 +52,9 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            check_tokenizer_in(self.folder)
+            with unheard():
+                tokenizer = unbroken(lambda: AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True))
         except Exception as error:  # the library raises nothing more precise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CalibrationError(f"{self.folder}: the tokenizer can't be loaded ({reason[:200]})") from None

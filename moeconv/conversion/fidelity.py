@@ -6,14 +6,13 @@ import gc
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from moeconv.calibration import Sample
 from moeconv.errors import SettingsError
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import F64, Metric
 from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Extent, build_scorer, volume
+from moeconv.measure.tokenizer import Tokenizer
 from moeconv.promise.bound import interval
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import Checkpoint

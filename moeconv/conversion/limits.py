@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tokenizers import Tokenizer
-
 from moeconv.conversion.settings import DEFAULT_CONTEXT, Settings
 from moeconv.measure.metrics import is_module
+from moeconv.measure.tokenizer import Tokenizer
 from moert.pack.model_spec import ModelSpec
 
 _MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up

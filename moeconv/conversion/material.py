@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_splits, samples_digest
 from moeconv.conversion.settings import Settings
@@ -17,6 +16,7 @@ from moeconv.errors import SettingsError
 from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
 from moeconv.measure.scorers import Scorer, Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
+from moeconv.measure.tokenizer import Tokenizer
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 
 LEARNING_SHARE = 0.5

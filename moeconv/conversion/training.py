@@ -8,8 +8,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from moeconv.calibration import Splits
 from moeconv.conversion.fidelity import Text
 from moeconv.conversion.limits import context_note, module_note, samples_note
@@ -21,6 +19,7 @@ from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure.tokenizer import Tokenizer
 from moeconv.measure.workdir import LOCK
 from moeconv.source.checkpoint import TOKENIZER
 from moert.pack.manifest import BACKBONE, Manifest

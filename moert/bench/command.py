@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moert.bench.figures import Figure
 from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
 from moert.budget.opening import room_within
@@ -21,6 +20,7 @@ from moert.errors import DrawingImpossible, InputInvalid
 from moert.experts.neurons.naming import PREDICTED, check_neurons
 from moert.experts.policy.names import check_hash, check_predictor
 from moert.pack.reader import MANIFEST, Pack
+from moert.pack.shown import in_one_line, shown
 from moert.wording import said
 
 
@@ -71,7 +71,7 @@ def _folder(plot: str | Path, packs: Sequence[Path]) -> Path:
 
 def _show(summary: dict[str, Any], as_json: bool) -> None:
     if not as_json:
-        print("\n".join(summary_lines(summary)), end="\n\n")
+        print("\n".join(map(in_one_line, summary_lines(summary))), end="\n\n")
     print(json.dumps(summary), flush=True)
 
 
@@ -87,10 +87,10 @@ def _show_figures(
         replace(figure, caption=f"{figure.caption} {machine}") for figure in all_figures(measured, settings, texts)
     ]
     if not as_json:
-        print("", "\n\n".join(map(Figure.table, figures)), sep="\n", flush=True)
+        print("", "\n\n".join(shown(figure.table()) for figure in figures), sep="\n", flush=True)
     paths = [draw(figure, folder) for figure in figures]
     if not as_json:
-        print(f"\npictures: {', '.join(map(str, paths))}")
+        print("", in_one_line(f"pictures: {', '.join(map(str, paths))}"), sep="\n")
 
 
 def texts_of(prompt: str | None, path: Path | None) -> list[str] | None:

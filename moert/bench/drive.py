@@ -15,6 +15,7 @@ from moert.experts.drive.curve import IN_FLIGHT, Curve, Neurons, best_piece, cur
 from moert.pack.manifest import BACKBONE
 from moert.pack.neurons import DOWN, columns_bytes
 from moert.pack.reader import Pack
+from moert.pack.shown import shown
 from moert.stats import size
 
 FIRING = (0.03, 0.1, 0.4)
@@ -54,7 +55,7 @@ def _neurons(pack: Pack) -> Neurons | None:
 def show(found: DriveRun, as_json: bool) -> None:
     """A table and a JSON line, or that line alone."""
     if not as_json:
-        print(figure(found).table(), *_advice(found), sep="\n", end="\n\n")
+        print(shown("\n".join([figure(found).table(), *_advice(found)])), end="\n\n")
     print(json.dumps(facts(found)), flush=True)
 
 

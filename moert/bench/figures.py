@@ -15,6 +15,7 @@ from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import succession_of
 from moert.experts.policy.replay import replay
 from moert.pack.model_spec import StackName
+from moert.pack.shown import in_one_line
 from moert.stats import size
 
 Points = Sequence[tuple[str, float]]
@@ -104,7 +105,7 @@ def hit_rates(measured: BenchRun) -> Figure:
     """Hit rates of every policy, and of Belady's rule, which knows the future, over cache sizes (EdgeMoE Fig. 13), by
     replaying what the run demanded."""
     order = measured.pack.manifest.model.moe_layers()
-    known = succession_of(measured.pack, lambda note: print(note, file=sys.stderr))
+    known = succession_of(measured.pack, lambda note: print(in_one_line(note), file=sys.stderr))
     largest, series = max(measured.nbytes.values()), dict[str, list[tuple[str, float]]]()
     for share in CACHE_SHARES:
         room, place = max(largest, int(share * measured.expert_bytes)), f"{100 * share:g}%"

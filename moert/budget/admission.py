@@ -9,6 +9,7 @@ from moert.budget.regulator import Regulator
 from moert.experts.ahead import Lookahead
 from moert.experts.streaming import Streaming
 from moert.models.footprint import Loads
+from moert.pack.shown import in_one_line
 
 Notify = Callable[[str], None]
 """Gets one line about something that works, but not as well as a user may think."""
@@ -68,4 +69,4 @@ class Admission:
 
 
 def to_stderr(note: str) -> None:
-    print(f"moert: {note}", file=sys.stderr)
+    print(in_one_line(f"moert: {note}"), file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import suppress
@@ -17,6 +16,7 @@ from moert.errors import InputInvalid, PromptTooLong, RunError
 from moert.generation.session import Answer, Interrupted
 from moert.generation.settings import GenerationSettings
 from moert.pack.errors import PackError
+from moert.pack.shown import json_line
 
 _HELP = """\
 /reset         forget what was said
@@ -32,8 +32,9 @@ class Printer:
     """Writes replies to stdout as they come, thinking dimmed on a terminal; or each as one JSON object when it is
     whole."""
 
-    def __init__(self, engine: Engine, thinking: bool, as_json: bool) -> None:
-        self._engine, self._thinking, self._as_json = engine, thinking, as_json
+    def __init__(self, engine: Engine, thinking: bool, as_json: bool, raw: bool = False) -> None:
+        """`raw`: also what a terminal obeys."""
+        self._engine, self._thinking, self._as_json, self._write = engine, thinking, as_json, console.writer(raw)
         obeys = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._dim, self._plain = (_DIM, _PLAIN) if obeys else ("", "")
         self._last: Part | None = None
@@ -42,19 +43,21 @@ class Printer:
     def hear(self, part: Part, text: str) -> None:
         if self._as_json or (part == "thinking" and not self._thinking):
             return
+        before = ""
         if part == "thinking":
             text = ("" if self._last is None else self._breaks) + text
             kept = text.rstrip("\n")
-            text, self._breaks = ("" if self._last == part else self._dim) + kept, text[len(kept) :]
+            before, text, self._breaks = "" if self._last == part else self._dim, kept, text[len(kept) :]
         elif self._last == "thinking":
-            text = f"{self._plain}\n\n{text}"
+            before = f"{self._plain}\n\n"
         self._last = part
-        print(text, end="", flush=True)
+        print(before, end="")
+        self._write(text)
 
     def end(self, answer: Answer | None) -> None:
         """`answer`: what came of it; None where an error ended it, which has a line for itself."""
         if self._as_json and answer is not None:
-            print(json.dumps(self._fields(answer), ensure_ascii=False), flush=True)
+            print(json_line(self._fields(answer)), flush=True)
         elif not self._as_json and (answer is not None or self._last is not None):
             print(self._plain if self._last == "thinking" else "", flush=True)
         self._last, self._breaks = None, ""

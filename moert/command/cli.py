@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +38,7 @@ from moert.command.options import (
     Predict,
     PredictOption,
     ReturnOption,
+    RawOption,
     RoutingOption,
     SeedOption,
     StatsOption,
@@ -55,6 +56,7 @@ from moert.command.options import (
 from moert.command.prompts import PromptRecord, check_output, read_prompt
 from moert.errors import RunError
 from moert.pack.errors import PackError
+from moert.pack.shown import in_one_line, json_line
 from moert.wording import said
 
 if TYPE_CHECKING:
@@ -133,6 +135,7 @@ def run(
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
     routing: RoutingOption = "auto",
+    raw: RawOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -154,6 +157,8 @@ def run(
         )
     if chat and beams != 1:
         raise RunError(f"--beams {beams} searches one text: --chat takes the likeliest token each time")
+    if raw:
+        _check_raw(as_json, input_path)
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(
@@ -170,9 +175,9 @@ def run(
         if chat:
             from moert.command.chat import Printer, turn
 
-            turn(engine.conversation(system), text, settings, Printer(engine, thinking is Thinking.show, as_json))
+            turn(engine.conversation(system), text, settings, Printer(engine, thinking is Thinking.show, as_json, raw))
         elif input_path is None:
-            _run_prompt(engine, text, settings, as_json)
+            _run_prompt(engine, text, settings, as_json, console.writer(raw))
         else:
             _run_records(engine, input_path, output, batch, settings, as_json)
 
@@ -200,10 +205,13 @@ def chat(
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
     routing: RoutingOption = "auto",
+    raw: RawOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
     stats: StatsOption = False,
 ) -> None:
     """Hold a conversation: each line of the input is a message. /help lists commands."""
+    if raw:
+        _check_raw(as_json)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
     chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
     from moert.command.chat import Printer, converse
@@ -211,7 +219,7 @@ def chat(
 
     engine = Engine.open(pack, chosen)
     with engine, _figures(engine, as_json) if stats else nullcontext():
-        converse(engine.conversation(system), settings, Printer(engine, thinking is Thinking.show, as_json))
+        converse(engine.conversation(system), settings, Printer(engine, thinking is Thinking.show, as_json, raw))
 
 
 @app.command()
@@ -284,7 +292,7 @@ def info(
     from moert.pack.reader import Pack
 
     opened = Pack.open(pack, room_within(None))
-    print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(description_lines(opened)))
+    print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(map(in_one_line, description_lines(opened))))
 
 
 def _print_system(as_json: bool) -> None:
@@ -292,6 +300,11 @@ def _print_system(as_json: bool) -> None:
 
     facts = system_facts()
     print(json.dumps(facts, indent=1) if as_json else "\n".join(system_lines(facts)))
+
+
+def _check_raw(as_json: bool, input_path: Path | None = None) -> None:
+    if as_json or input_path is not None:
+        raise RunError(f"--raw has no effect with {'--json' if as_json else '--input'}: leave it out")
 
 
 def _settings(
@@ -323,7 +336,9 @@ def _print_figures(engine: Engine, as_json: bool) -> None:
     print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
 
 
-def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool) -> None:
+def _run_prompt(
+    engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool, show: Callable[[str], None]
+) -> None:
     from moert.generation.session import Interrupted
 
     begun = False
@@ -331,7 +346,7 @@ def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_js
     def write(piece: str) -> None:
         nonlocal begun
         begun = True
-        print(piece, end="", flush=True)
+        show(piece)
 
     interrupt = None
     try:
@@ -344,7 +359,7 @@ def _run_prompt(engine: Engine, prompt: str, settings: GenerationSettings, as_js
         raise
     line = "".join(f"\n\n{other.text}" for other in answer.others)
     if as_json:
-        line = json.dumps({**_answer(answer), "stats": engine.stats().to_dict()}, ensure_ascii=False)
+        line = json_line({**_answer(answer), "stats": engine.stats().to_dict()})
     print(line, flush=True)
     if answer.result.stop_reason == "context_full":
         console.note(
@@ -412,7 +427,11 @@ def main(arguments: list[str] | None = None) -> None:
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
     console.prepare()
-    sys.exit(_exit_code(arguments))
+    try:
+        code = _exit_code(arguments)
+    except SystemExit as end:  # SIGTERM
+        code = int(end.code or 0)
+    console.leave(code)
 
 
 def _exit_code(arguments: list[str] | None) -> int:

@@ -7,12 +7,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO
 
 from moert.errors import RunError
 from moert.pack.errors import PackError
+from moert.pack.fence import left_behind, owned_stderr
+from moert.pack.shown import in_one_line, shown
 from moert.wording import command_line
 
+SHORT = "there is not enough memory for what is asked"
 USAGE = 2
 INTERRUPTED = 130
 
@@ -21,8 +25,10 @@ def prepare() -> None:
     """SIGTERM closes what is open; the streams are UTF-8 whatever the locale, and a reader of stdout that goes away
     ends the process by SIGPIPE.
 
-    What the caller closed reads as empty, fails as stdout, and is silent as stderr.
+    What the caller closed reads as empty, fails as stdout, and is silent as stderr. Tokenizers use the thread that asks
+    them, unless the environment says otherwise.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _terminate)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -39,16 +45,19 @@ def exit_code(command: Callable[[], Any]) -> int:
     """Runs the command and gives its exit status: 0, 2 for a user's mistake, which is one line on stderr, 130 after
     Ctrl-C. Other errors are raised."""
     try:
-        with command_line():
+        with command_line(), owned_stderr():
             code = command()  # 130 after Ctrl-C
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (PackError, RunError) as error:
-        _complain(f"moert: {error}")
+        note(str(error))
         return USAGE
     except OSError as error:  # files name themselves
-        _complain(f"moert: {error.filename or 'stdout'}: {error.strerror or error}")
+        note(f"{error.filename or 'stdout'}: {error.strerror or error}")
         _silence(sys.stdout)
+        return USAGE
+    except MemoryError:
+        note(SHORT)
         return USAGE
     except Exception as error:
         if hasattr(error, "format_message"):  # a mistake in the command line, as the parser saw it
@@ -59,9 +68,30 @@ def exit_code(command: Callable[[], Any]) -> int:
         raise
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process; at once, if work goes on that was left behind."""
+    if left_behind():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def writer(raw: bool) -> Callable[[str], None]:
+    """What prints text to stdout as a model makes it: on a terminal without what that would obey, unless `raw`."""
+    hides = sys.stdout.isatty() and not raw
+
+    def write(text: str) -> None:
+        print(shown(text) if hides else text, end="", flush=True)
+
+    return write
+
+
 def note(line: str) -> None:
-    """Says on stderr what works, but not as a user may think."""
-    _complain(f"moert: {line}")
+    """Says one line on stderr: what is wrong, or what works, but not as a user may think. What it quotes of a pack
+    can't look like another line."""
+    _complain(in_one_line(f"moert: {line}"))
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -96,4 +126,4 @@ def _one_line(error: Any) -> str:
     if message.startswith("Usage:"):
         return str(message)  # no arguments at all: the help
     text = " ".join(message.split()).rstrip(".")
-    return f"moert: {text} (see {error.ctx.command_path if error.ctx else 'moert'} --help)"
+    return in_one_line(f"moert: {text} (see {error.ctx.command_path if error.ctx else 'moert'} --help)")

@@ -217,6 +217,14 @@ ReturnOption = Annotated[
         "how they score.",
     ),
 ]  # fmt: skip
+RawOption = Annotated[
+    bool,
+    typer.Option(
+        "--raw",
+        help="Print text to a terminal as the model writes it. By default control characters and letters that nobody "
+        "sees are written out there, as in <U+001B>.",
+    ),
+]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]
 SystemOption = Annotated[
     str | None, typer.Option("--system", help="What to tell the model first: how to answer.", show_default=False)

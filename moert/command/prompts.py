@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from moert.errors import BudgetTooSmall, InputInvalid
+from moert.pack.shown import json_line
 
 STDIN = Path("-")
 PROMPT_FIELDS = ("prompt", "input", "text")
@@ -147,11 +148,11 @@ class LineWriter:
 
     def write(self, fields: dict[str, Any]) -> None:
         """Raises InputInvalid if the file can't be written."""
-        line = json.dumps(fields, ensure_ascii=False) + "\n"
         if self._path is None:
-            sys.stdout.write(line)
+            sys.stdout.write(json_line(fields) + "\n")
             sys.stdout.flush()
             return
+        line = json.dumps(fields, ensure_ascii=False) + "\n"
         body = line.encode("utf-8", "backslashreplace")  # of a lone surrogate this makes what JSON writes for it
         with self._writing():
             file = self._opened()

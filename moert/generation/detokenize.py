@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
+from moert.errors import TokenizerMissing
+from moert.pack.fence import Broken, unbroken
+
 _INCOMPLETE = "\ufffd"
 
 
@@ -11,6 +14,7 @@ class Detokenizer:
     """Feed it ids one at a time; the pieces it returns, with the last from `flush`, make up the whole text.
 
     What a token adds depends on the one before (spaces at word starts), so each is decoded after the last piece.
+    Both raise TokenizerMissing where the tokenizer breaks at some.
     """
 
     def __init__(self, tokenizer: Tokenizer, silent: frozenset[int] | None = None) -> None:
@@ -42,5 +46,8 @@ class Detokenizer:
         return now[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        special = self._silent is None
-        return self._tokenizer.decode(self._ids[: self._done], special), self._tokenizer.decode(self._ids, special)
+        decode, special = self._tokenizer.decode, self._silent is None
+        try:
+            return unbroken(lambda: (decode(self._ids[: self._done], special), decode(self._ids, special)))
+        except Broken as error:
+            raise TokenizerMissing(f"the pack's tokenizer can't make text of its tokens ({error})") from None

@@ -10,9 +10,11 @@ from tokenizers import Tokenizer
 from moert.errors import InputInvalid, SettingInvalid, TokenizerMissing
 from moert.generation.detokenize import Detokenizer
 from moert.machine.memory import return_freed
+from moert.pack.fence import Unfinished, fenced, unbroken, unheard
 from moert.pack.reader import Pack
+from moert.pack.tokenizer import TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
 
-TOKENIZER = "tokenizer.json"
+_LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that turning a text into tokens is waited for: a hundredth of what is usual
 
 
 class Text:
@@ -21,6 +23,7 @@ class Text:
 
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
+        self._growth = Growth()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -31,8 +34,14 @@ class Text:
             raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
         body = pack.read_file(TOKENIZER)
         try:
-            tokenizer = Tokenizer.from_buffer(body)
+            self._growth = check_tokenizer(body)
+            with unheard():
+                tokenizer = unbroken(lambda: Tokenizer.from_buffer(body))
             return_freed()  # reading it takes as much again
+        except TokenizerUnfit as error:
+            raise TokenizerMissing(
+                f"{TOKENIZER} in {pack.root} can't be read (it {error}): convert the model again"
+            ) from None
         except Exception as error:  # the library raises plain Exception
             reason = " ".join(str(error).split())
             raise TokenizerMissing(
@@ -46,15 +55,19 @@ class Text:
 
     def encode(self, prompt: str, whole: bool = False) -> list[int]:
         """Token ids, with the special tokens that the tokenizer adds unless the prompt is `whole`. Raises InputInvalid,
-        too."""
+        too. Ctrl-C is heard meanwhile."""
         try:
-            prompt.encode()
+            nbytes = len(prompt.encode())
         except UnicodeEncodeError as error:
             raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
+        tokenizer = self.tokenizer
         try:
-            return list(self.tokenizer.encode(prompt, add_special_tokens=not whole).ids)
-        except TokenizerMissing:
-            raise
+            self._growth.check(nbytes)
+            most_s = _LEAST_S + nbytes / _BYTES_PER_S
+            found = fenced(lambda: tokenizer.encode_batch([prompt], add_special_tokens=not whole), most_s)
+            return list(found[0].ids)
+        except (TokenizerUnfit, Unfinished) as error:
+            raise InputInvalid(f"the pack's tokenizer {error}") from None
         except Exception as error:  # the library raises plain Exception
             reason = " ".join(str(error).split())
             raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from moeconv.calibration import Sample, Splits
 from moeconv.errors import CalibrationError, SettingsError
@@ -17,6 +16,7 @@ from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.generated import LENGTH_SPREAD, SPARE_TOKENS, GeneratedScorer, targets_of
 from moeconv.measure.scorers.items import I64, documents_of, texts_of
 from moeconv.measure.scorers.text import TextScorer, choices_of, windows_of
+from moeconv.measure.tokenizer import Tokenizer
 from moert.pack.model_spec import ModelSpec
 
 T = TypeVar("T")
@@ -148,17 +148,8 @@ def _check_lengths(longest: int, spec: ModelSpec) -> None:
 
 
 def load_tokenizer(path: Path, spelled: str | None = None) -> Tokenizer:
-    """The tokenizer, cutting and filling up nothing, whatever its file says, or of what stands for it. Raises
-    SettingsError."""
-    if not path.is_file() and spelled is None:
-        raise SettingsError(f"{path} is not there: save the model's fast tokenizer beside it")
-    try:
-        tokenizer = Tokenizer.from_file(str(path)) if spelled is None else Tokenizer.from_str(spelled)
-    except Exception as error:  # the library raises nothing more precise
-        raise SettingsError(f"{path} can't be used as a tokenizer ({str(error)[:100]})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    """The tokenizer of a file, or of what stands for it. Raises SettingsError."""
+    return Tokenizer.read(path, spelled)
 
 
 def spread(count: int, limit: int | None) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from moeconv.calibration import Sample
@@ -16,6 +15,7 @@ from moeconv.measure.scorers import Routed, Scores, Subject
 from moeconv.measure.scorers.head import ReferenceRows
 from moeconv.measure.scorers.items import Items, tally, texts_of
 from moeconv.measure.scorers.seq2seq import Seq2Seq, padded
+from moeconv.measure.tokenizer import Tokenizer
 from moert.pack.model_spec import ModelSpec, StackName
 
 BATCH_ROWS = 512

@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from moeconv.calibration import Sample, runs
@@ -20,6 +19,7 @@ from moeconv.measure.scorers import Layers, Routed, Scores, Subject
 from moeconv.measure.scorers.head import Head, ReferenceRows
 from moeconv.measure.scorers.items import I64, Items, documents_of, tally, texts_of
 from moeconv.measure.scorers.stacks import After, StackRunner
+from moeconv.measure.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
 REST = 0.25  # of a window; what a document has beyond its whole windows is scored from here on

@@ -1,0 +1,113 @@
+"""Work of a library that may break off in the middle or take for ever, for both programs.
+
+What Rust calls a panic is none of Python's errors, and is printed where it happens. And while the library works,
+Python hears no Ctrl-C; so the work is another thread's, which is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+_WORKER = "left behind when its work takes too long"
+_STDERR = 2
+_LONGEST = 200  # letters of a reason
+_owned = ContextVar("stderr is ours", default=False)
+
+
+class Broken(Exception):
+    """The library broke off. The message says why, in one line."""
+
+
+class Unfinished(Exception):
+    """The work took longer than it may, and goes on unheard."""
+
+
+@contextmanager
+def owned_stderr() -> Iterator[None]:
+    """A program says so that it owns its process: see `unheard`."""
+    before = _owned.set(True)
+    try:
+        yield
+    finally:
+        _owned.reset(before)
+
+
+def unbroken(work: Callable[[], T]) -> T:
+    """What the work gives, done here. Raises Broken, or what it raises."""
+    try:
+        return work()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a class that can't be imported
+            raise
+        reason = " ".join(str(error).split())[:_LONGEST]
+    raise Broken(reason)
+
+
+def fenced(work: Callable[[], T], most_s: float) -> T:
+    """The same, done by another thread, `unheard`: if the work does not hold Python's lock, Ctrl-C and other signals
+    are heard meanwhile. Raises Unfinished, too."""
+    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put((unbroken(work), None))
+        except BaseException as error:
+            found.put((None, error))
+
+    with unheard():
+        worker = threading.Thread(target=run, name=_WORKER, daemon=True)
+        worker.start()
+        try:
+            value, error = found.get(timeout=most_s)
+        except queue.Empty:
+            raise Unfinished(f"is not done after {most_s:.0f} s") from None
+        worker.join()
+        if error is not None:
+            raise error
+    return value  # type: ignore[return-value]
+
+
+def left_behind() -> bool:
+    """Work goes on that nobody waits for any more: the process had better end at once than tidy up."""
+    return any(thread.name == _WORKER for thread in threading.enumerate())
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """In a program that owns its process, what is printed to stderr is held back until this ends, and dropped if it
+    ends with Broken."""
+    saved = _duplicate() if _owned.get() else None
+    if saved is None:
+        yield
+        return
+    kept = os.memfd_create("stderr") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
+    drop = False
+    try:
+        os.dup2(kept, _STDERR)
+        yield
+    except Broken:
+        drop = True
+        raise
+    finally:
+        os.dup2(saved, _STDERR)
+        with suppress(OSError):
+            if not drop and (said := os.pread(kept, os.fstat(kept).st_size, 0)):
+                os.write(_STDERR, said)
+        os.close(saved)
+        os.close(kept)
+
+
+def _duplicate() -> int | None:
+    """Of stderr; None where there is none."""
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+        return os.dup(_STDERR)
+    return None

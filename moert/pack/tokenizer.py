@@ -1,0 +1,325 @@
+"""What a tokenizer.json may hold: nothing that makes much more of a text than it has, or that the library breaks at.
+
+The file comes from whoever made the model. The library that reads it follows every rule in it, however long that
+takes and whatever it makes; so the rules are read here first, and their growth is bounded. The vocabulary, which is
+nearly all of the file, is left to the library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moert.pack.charsmap import charsmap_growth
+from moert.pack.skim import skim
+
+TOKENIZER = "tokenizer.json"
+_MOST_TIMES, _MOST_PLUS = 2048.0, 1 << 16  # text → tokens; BERT 8, T5 and NLLB 44 to 88, ALBERT 1452
+_MOST_DECODED = 32.0  # tokens → text; byte-level 3, others 1
+_CALM = 8.0  # growth that any text may have
+_MOST_BYTES = 1 << 24  # that a text may become by more than that
+_LONGEST = 1 << 13  # bytes of a token
+_AFFIX = 256  # letters of what is put before or behind many tokens
+_PATTERN = 1 << 14  # letters; the longest in use have some hundreds
+_ADDED, _MOST_SPECIALS = 1 << 17, 64
+_BESIDE = 1 << 25  # bytes of all but the vocabulary
+
+Table = Mapping[str, Any]
+
+
+class TokenizerUnfit(ValueError):
+    """What is wrong with a tokenizer.json, on one line; the name of the file goes before it."""
+
+
+class Growth(NamedTuple):
+    """Bytes that text may have afterwards: `times` those it has, and `plus` some."""
+
+    times: float = 1.0
+    plus: float = 0.0
+
+    def then(self, other: Growth) -> Growth:
+        return Growth(self.times * other.times, self.plus * other.times + other.plus)
+
+    def check(self, nbytes: int) -> None:
+        """Raises TokenizerUnfit for a text of so many bytes that might become too many."""
+        most = self.times * nbytes + self.plus
+        if self.times > _CALM and most > _MOST_BYTES:
+            raise TokenizerUnfit(
+                f"might make {most:,.0f} bytes of a text of {nbytes:,}, at most {_MOST_BYTES:,} are tried: give a "
+                "shorter one"
+            )
+
+
+def check_tokenizer(body: bytes) -> Growth:
+    """How much longer the tokenizer may make a text before it cuts it into tokens. Raises TokenizerUnfit for what the
+    library does not read, or should not."""
+    try:
+        return _checked(body)
+    except RecursionError:
+        raise TokenizerUnfit("is nested too deep") from None
+
+
+def check_tokenizer_in(folder: Path) -> None:
+    """The same of the file in a folder, if there is one. Raises OSError, too."""
+    if (folder / TOKENIZER).is_file():
+        check_tokenizer((folder / TOKENIZER).read_bytes())
+
+
+def _checked(body: bytes) -> Growth:
+    table, longest = _beside_vocabulary(body)
+    if longest > _LONGEST:
+        raise TokenizerUnfit(f"has a token of {longest:,} bytes, none is longer than {_LONGEST:,}")
+    _check_model(table.get("model"))
+    normalizer = _part(table, "normalizer", _NORMALIZERS)
+    growth = normalizer.then(_part(table, "pre_tokenizer", _PRE_TOKENIZERS))
+    if growth.times > _MOST_TIMES or growth.plus > _MOST_PLUS:
+        raise TokenizerUnfit(
+            f"may make {growth.times:,.0f} times as much of a text as it has, and {growth.plus:,.0f} bytes more; at "
+            f"most {_MOST_TIMES:,.0f} times and {_MOST_PLUS:,} bytes are taken"
+        )
+    _check_added(table.get("added_tokens"), normalizer)
+    specials = _part(table, "post_processor", _POST_PROCESSORS).plus
+    if specials > _MOST_SPECIALS:
+        raise TokenizerUnfit(f"adds {specials:,.0f} tokens to each text, at most {_MOST_SPECIALS} are taken")
+    decoded = _part(table, "decoder", _DECODERS).times
+    if decoded > _MOST_DECODED:
+        raise TokenizerUnfit(
+            f"may make text of {decoded:,.0f} times its length of a token, at most {_MOST_DECODED:.0f} times are taken"
+        )
+    return growth
+
+
+def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
+    """All but the vocabulary, and the bytes of the longest token in that."""
+    small = skim(body, "model", _LONGEST)
+    if len(small.text) > _BESIDE:
+        raise TokenizerUnfit(f"has {len(small.text):,} bytes beside its vocabulary, at most {_BESIDE:,} are read")
+    try:
+        table = json.loads(small.text.decode("utf-8"), object_pairs_hook=_unique)
+    except ValueError as error:
+        raise TokenizerUnfit(f"is not JSON: {' '.join(str(error).split())[:100]}") from None
+    if not isinstance(table, dict):
+        raise TokenizerUnfit("should be a JSON object")
+    return table, max(small.long, default=0)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name is there twice in one object")
+    return table
+
+
+def _part(table: Table, role: str, kinds: Mapping[str, Callable[[Table], Growth]]) -> Growth:
+    """The growth by one of the four parts, which may be a sequence of others."""
+    part = table.get(role)
+    if part is None:
+        return Growth()
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "Sequence":
+        growth = Growth()
+        for each in _list(part, _SEQUENCES[role]):
+            if each is not None:
+                growth = growth.then(_part({role: each}, role, kinds))
+        return growth
+    if not isinstance(kind, str) or kind not in kinds:
+        raise TokenizerUnfit(f"has a {role} of a kind that this program does not know, {str(kind)[:60]!r}: upgrade it")
+    try:
+        return kinds[kind](part)
+    except TokenizerUnfit:
+        raise
+    except ValueError as error:
+        raise TokenizerUnfit(f"has a {role} {kind} that can't be: {error}") from None
+
+
+_SEQUENCES = {
+    "normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors",
+    "decoder": "decoders",
+}  # fmt: skip
+
+
+def _list(table: Table, name: str) -> list[Any]:
+    found = table.get(name)
+    if not isinstance(found, list):
+        raise TokenizerUnfit(f"has no list of {name} where one should be")
+    return found
+
+
+def _text(table: Table, name: str, longest: int = _AFFIX) -> str:
+    """Raises ValueError."""
+    found = table.get(name)
+    if not isinstance(found, str) or len(found) > longest:
+        raise ValueError(f"{name} should be text of at most {longest:,} letters")
+    return found
+
+
+def _nbytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _pattern(table: Table) -> tuple[int, bool]:
+    """Bytes of text that are looked for, one for an expression; and whether it is one. Raises ValueError."""
+    pattern = table.get("pattern")
+    if not isinstance(pattern, dict) or len(pattern) != 1 or not pattern.keys() <= {"String", "Regex"}:
+        raise ValueError("pattern should be a String or a Regex")
+    if "Regex" in pattern:
+        _text(pattern, "Regex", _PATTERN)
+        return 1, True
+    nbytes = _nbytes(_text(pattern, "String", _PATTERN))
+    if not nbytes:
+        raise ValueError("pattern is empty")
+    return nbytes, False
+
+
+def _replace(table: Table) -> Growth:
+    """An expression may also stand for nothing, between any two letters."""
+    nbytes, expression = _pattern(table)
+    content = _nbytes(_text(table, "content", _PATTERN))
+    return Growth(content + 1.0, content) if expression else Growth(max(1.0, content / nbytes))
+
+
+def _replace_text(table: Table) -> Growth:
+    if _pattern(table)[1]:
+        raise ValueError("pattern should be a String")
+    return _replace(table)
+
+
+def _prepend(table: Table) -> Growth:
+    return Growth(1.0, _nbytes(_text(table, "prepend", _PATTERN)))
+
+
+def _precompiled(table: Table) -> Growth:
+    return Growth(charsmap_growth(table.get("precompiled_charsmap")))
+
+
+def _split(table: Table) -> Growth:
+    _pattern(table)
+    return Growth()
+
+
+def _byte_level(table: Table) -> Growth:
+    """A byte becomes a letter of two; a space may come before each piece."""
+    return Growth(3.0, 2.0)
+
+
+def _metaspace(table: Table) -> Growth:
+    """A letter for each space, and one before each piece."""
+    nbytes = _nbytes(_text({"replacement": "▁", **table}, "replacement", 1))
+    return Growth(1.0 + nbytes, nbytes)
+
+
+def _fixed_length(table: Table) -> Growth:
+    length = table.get("length", 5)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise ValueError("length should be at least 1")
+    return Growth()
+
+
+def _template(table: Table) -> Growth:
+    """`plus` counts tokens."""
+    specials = table.get("special_tokens")
+    if not isinstance(specials, dict):
+        raise ValueError("special_tokens should be an object")
+    added = {name: _special(each, name) for name, each in specials.items()}
+    return Growth(1.0, max(_template_tokens(_list(table, name), added) for name in ("single", "pair")))
+
+
+def _template_tokens(pieces: list[Any], added: Mapping[str, int]) -> int:
+    count, sequences = 0, list[Any]()
+    for piece in pieces:
+        kind, each = next(iter(piece.items()), (None, None)) if isinstance(piece, dict) else (None, None)
+        name = each.get("id") if isinstance(each, dict) else None
+        if kind == "Sequence":
+            sequences.append(name)
+        elif kind == "SpecialToken" and isinstance(name, str) and name in added:
+            count += added[name]
+        else:
+            raise ValueError(f"it names a token that it does not have, {str(name)[:60]!r}")
+    if len(set(map(str, sequences))) != len(sequences):
+        raise ValueError("it has a text twice")
+    return count
+
+
+def _special(table: Any, name: str) -> int:
+    if not isinstance(table, dict):
+        raise ValueError(f"the special token {name[:60]!r} should be an object")
+    ids, tokens = _list(table, "ids"), _list(table, "tokens")
+    if len(ids) != len(tokens) or not all(isinstance(each, str) and len(each) <= _LONGEST for each in tokens):
+        raise ValueError(f"the special token {name[:60]!r} should have a text for each id")
+    return len(ids)
+
+
+def _two_tokens(table: Table) -> Growth:
+    for name in ("sep", "cls"):
+        pair = _list(table, name)
+        if len(pair) != 2 or not isinstance(pair[0], str) or len(pair[0]) > _LONGEST:
+            raise ValueError(f"{name} should be a token and its id")
+    return Growth(1.0, 4.0)
+
+
+def _strip(table: Table) -> Growth:
+    """The library breaks where it is to take more from the end than there is."""
+    _text(table, "content", 1)
+    if table.get("stop") != 0:
+        raise ValueError("stop should be 0")
+    return Growth()
+
+
+def _fixed(times: float) -> Callable[[Table], Growth]:
+    def growth(table: Table) -> Growth:
+        return Growth(times)
+
+    return growth
+
+
+_SAME = _fixed(1.0)
+_NORMALIZERS: Mapping[str, Callable[[Table], Growth]] = {
+    "BertNormalizer": _fixed(7.5), "NFC": _fixed(3.0), "NFD": _fixed(3.0), "NFKC": _fixed(11.0),
+    "NFKD": _fixed(11.0), "Lowercase": _fixed(1.5), "Nmt": _SAME, "Strip": _SAME, "StripAccents": _SAME,
+    "ByteLevel": _fixed(2.0), "Precompiled": _precompiled, "Prepend": _prepend, "Replace": _replace,
+}  # fmt: skip
+"""Of Unicode's forms: what a letter becomes at most in UTF-8 (its technical report 15)."""
+_PRE_TOKENIZERS: Mapping[str, Callable[[Table], Growth]] = {
+    **dict.fromkeys(
+        ("BertPreTokenizer", "CharDelimiterSplit", "Digits", "Punctuation", "UnicodeScripts", "Whitespace",
+         "WhitespaceSplit"), _SAME,
+    ),
+    "ByteLevel": _byte_level, "FixedLength": _fixed_length, "Metaspace": _metaspace, "Split": _split,
+}  # fmt: skip
+_POST_PROCESSORS: Mapping[str, Callable[[Table], Growth]] = {
+    "BertProcessing": _two_tokens, "RobertaProcessing": _two_tokens, "ByteLevel": _SAME,
+    "TemplateProcessing": _template,
+}  # fmt: skip
+_DECODERS: Mapping[str, Callable[[Table], Growth]] = {
+    "BPEDecoder": _fixed(2.0), "ByteFallback": _SAME, "ByteLevel": _fixed(3.0), "CTC": _fixed(2.0), "Fuse": _SAME,
+    "Metaspace": _SAME, "Replace": _replace_text, "Strip": _strip, "WordPiece": _fixed(2.0),
+}  # fmt: skip
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, dict):
+        raise TokenizerUnfit("has no model")
+    for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name) is not None:
+            try:
+                _text(model, name)
+            except ValueError as error:
+                raise TokenizerUnfit(f"has a model that can't be: {error}") from None
+
+
+def _check_added(tokens: Any, normalizer: Growth) -> None:
+    if tokens is None:
+        return
+    if not isinstance(tokens, list) or len(tokens) > _ADDED:
+        raise TokenizerUnfit(f"should have a list of at most {_ADDED:,} added_tokens")
+    normalized = 0.0
+    for each in tokens:
+        content = each.get("content") if isinstance(each, dict) else None
+        if not isinstance(content, str) or len(content) > _LONGEST:
+            raise TokenizerUnfit(f"has an added token that is no text of at most {_LONGEST:,} letters")
+        if each.get("normalized", True):
+            normalized += normalizer.times * _nbytes(content) + normalizer.plus
+    if normalizer.times > _CALM and normalized > _MOST_BYTES:
+        raise TokenizerUnfit(f"might make {normalized:,.0f} bytes of its added tokens")
