@@ -13,6 +13,9 @@ import typer
 from moeconv.command import options, packs
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
 from moeconv.command.packs import progress, say
+from moert.pack.fence import left_behind, owned_stderr
+from moert.pack.shortage import short_of_memory
+from moert.pack.shown import shown
 
 if TYPE_CHECKING:
     from moeconv.command.recipe import Recipe
@@ -203,7 +206,7 @@ def check(
     from moeconv.conversion.host import this_host
 
     found = run(model, this_host(), layout)
-    print(json.dumps(plain(found)) if as_json else "\n".join(lines(found)))
+    print(shown(json.dumps(plain(found)) if as_json else "\n".join(lines(found))))
 
 
 @app.command()
@@ -230,11 +233,11 @@ def plan(
 
     if forecast.is_model(what, options.said(context)):
         expected = forecast.asked(what, memory, drive)
-        print(json.dumps(forecast.as_json(expected)) if as_json else "\n".join(forecast.lines(expected)))
+        print(shown(json.dumps(forecast.as_json(expected)) if as_json else "\n".join(forecast.lines(expected))))
         return
     target = parse_target(loss, size, bits_per_weight)
     found = run(Path(what), target, allocation, signal, None if bits is None else parse_bits(bits))
-    print(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve))
+    print(shown(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve)))
 
 
 for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, packs.train_neurons, packs.verify):
@@ -253,7 +256,7 @@ def recipe_run(
     loaded = [Recipe.load(path, out) for path in recipes]
     failures = [line for recipe in loaded for line in _run_recipe(recipe, as_json)]
     for line in failures:
-        print(f"moeconv: {line}", file=sys.stderr)
+        say(f"moeconv: {line}")
     if failures:
         raise typer.Exit(EXIT_MISSED)
 
@@ -268,7 +271,7 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     out = recipe.settings.out
     failures = recipe.failures(report)
     outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures}
-    print(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out)))
+    print(shown(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out))))
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
                 say=say, show=progress, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
@@ -285,14 +288,14 @@ def _convert(settings: Settings, as_json: bool) -> bool:
     if as_json:
         print(json.dumps(_as_json(report)))
     else:
-        print(
+        table, steps = (
             conversion_table(report, str(settings.out)),
             next_steps(report, settings.out, PATHS in manifest.files),
-            sep="\n",
         )
+        print(shown(f"{table}\n{steps}"))
     missed = missed_target(report)
     if missed:
-        print(f"moeconv: {missed}", file=sys.stderr)
+        say(f"moeconv: {missed}")
     return missed is not None
 
 
@@ -307,7 +310,11 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    sys.exit(_exit_code(arguments))
+    code = _exit_code(arguments)
+    if left_behind():  # nobody waits for what goes on
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _exit_code(arguments: list[str] | None) -> int:
@@ -315,33 +322,39 @@ def _exit_code(arguments: list[str] | None) -> int:
     from moert.pack.errors import PackError
 
     try:
-        code = app(arguments, standalone_mode=False, prog_name="moeconv")
+        with owned_stderr():
+            code = app(arguments, standalone_mode=False, prog_name="moeconv")
         sys.stdout.flush()
         if code == EXIT_INTERRUPTED:
             print("moeconv: interrupted; what was measured is kept, run the same command to go on", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except (ConversionError, PackError) as error:
-        print(f"moeconv: {error}", file=sys.stderr)
+        say(f"moeconv: {error}")
         return EXIT_MISSED if isinstance(error, TargetMissed) else EXIT_USER
     except ModuleNotFoundError as error:
         advice = missing_extra(error)
         if advice is None:
             raise
-        print(f"moeconv: {advice}", file=sys.stderr)
+        say(f"moeconv: {advice}")
         return EXIT_USER
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"moeconv: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        say(f"moeconv: {error.filename or 'output'}: {error.strerror or error}")
         return EXIT_USER
     except Exception as error:
+        if short_of_memory(error):
+            say("moeconv: the system gives no more memory: give a smaller --memory, or this process a higher limit")
+            return EXIT_USER
         message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
         if message is None:
             raise
         text = message()
-        shown = text if text.startswith("Usage:") else f"moeconv: {' '.join(text.split())} (--help lists the options)"
-        print(shown, file=sys.stderr)
+        if text.startswith("Usage:"):
+            print(text, file=sys.stderr)
+        else:
+            say(f"moeconv: {' '.join(text.split())} (--help lists the options)")
         return EXIT_USER
 
 

@@ -12,6 +12,7 @@ import typer
 
 from moeconv.command import options
 from moeconv.command.options import Calib, Heldout, Json
+from moert.pack.shown import in_one_line, shown
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -27,8 +28,8 @@ PackMetric = Annotated[
 
 
 def say(line: str) -> None:
-    """Tells a person."""
-    print(line, file=sys.stderr, flush=True)
+    """Tells a person something, on one line, whatever it quotes of a model or a pack."""
+    print(in_one_line(line), file=sys.stderr, flush=True)
 
 
 def progress(label: str, total: int, unit: str = "probe") -> AbstractContextManager[Bar]:
@@ -51,7 +52,11 @@ def report(
 
     found = Pack.open(pack)
     written = write_report(found, out or found.root.parent / f"{found.root.name}.report")
-    print(json.dumps([str(path) for path in written]) if as_json else f"{written[0]} and {len(written) - 1} figures")
+    print(
+        shown(
+            json.dumps([str(path) for path in written]) if as_json else f"{written[0]} and {len(written) - 1} figures"
+        )
+    )
 
 
 def profile_paths(
@@ -76,7 +81,7 @@ def profile_paths(
         Pack.open(pack), calib=calib, heldout=heldout, seed=seed, samples=samples, context=context, say=say,
         show=progress, memory_bytes=options.bytes_of(memory),
     )  # fmt: skip
-    print(json.dumps({**asdict(found), "nbytes": nbytes}) if as_json else path_table(found, nbytes))
+    print(shown(json.dumps({**asdict(found), "nbytes": nbytes}) if as_json else path_table(found, nbytes)))
 
 
 def train_hash(
@@ -118,7 +123,7 @@ def train_hash(
 
     asked = HashAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, width)
     found = run(Pack.open(pack), asked, say, progress)
-    print(json.dumps(hash_json(found)) if as_json else hash_table(found))
+    print(shown(json.dumps(hash_json(found)) if as_json else hash_table(found)))
 
 
 def train_neurons(
@@ -169,7 +174,7 @@ def train_neurons(
     share = parse_share(missed, "--missed")
     asked = NeuronsAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, rank, share)
     found = run(Pack.open(pack), asked, say, progress)
-    print(json.dumps(neurons_json(found)) if as_json else neurons_table(found))
+    print(shown(json.dumps(neurons_json(found)) if as_json else neurons_table(found)))
 
 
 def verify(
@@ -184,4 +189,4 @@ def verify(
     from moert.pack.reader import Pack
 
     found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), progress)
-    print(json.dumps(asdict(found)) if as_json else verified(found, pack, against))
+    print(shown(json.dumps(asdict(found)) if as_json else verified(found, pack, against)))

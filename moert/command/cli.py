@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 
 from moert import __version__
 from moert.command import console
+from moert.command.figures import figures
 from moert.command.options import (
     BeamsOption,
     CacheOption,
@@ -50,6 +51,7 @@ from moert.command.options import (
     ThreadsOption,
     TopKOption,
     TopPOption,
+    check_raw,
     check_unused,
     engine_settings,
 )
@@ -158,7 +160,7 @@ def run(
     if chat and beams != 1:
         raise RunError(f"--beams {beams} searches one text: --chat takes the likeliest token each time")
     if raw:
-        _check_raw(as_json, input_path)
+        check_raw(as_json, input_path)
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(
@@ -171,7 +173,7 @@ def run(
 
     engine = Engine.open(pack, chosen)
     to_stderr = stats and not (as_json and input_path is None)
-    with engine, _figures(engine, as_json) if to_stderr else nullcontext():
+    with engine, figures(engine, as_json) if to_stderr else nullcontext():
         if chat:
             from moert.command.chat import Printer, turn
 
@@ -211,14 +213,14 @@ def chat(
 ) -> None:
     """Hold a conversation: each line of the input is a message. /help lists commands."""
     if raw:
-        _check_raw(as_json)
+        check_raw(as_json)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
     chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 
     engine = Engine.open(pack, chosen)
-    with engine, _figures(engine, as_json) if stats else nullcontext():
+    with engine, figures(engine, as_json) if stats else nullcontext():
         converse(engine.conversation(system), settings, Printer(engine, thinking is Thinking.show, as_json, raw))
 
 
@@ -302,11 +304,6 @@ def _print_system(as_json: bool) -> None:
     print(json.dumps(facts, indent=1) if as_json else "\n".join(system_lines(facts)))
 
 
-def _check_raw(as_json: bool, input_path: Path | None = None) -> None:
-    if as_json or input_path is not None:
-        raise RunError(f"--raw has no effect with {'--json' if as_json else '--input'}: leave it out")
-
-
 def _settings(
     max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, stop: list[str] | None
 ) -> GenerationSettings:
@@ -317,23 +314,6 @@ def _settings(
     if unused:
         console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")
     return settings
-
-
-@contextmanager
-def _figures(engine: Engine, as_json: bool) -> Iterator[None]:
-    """Prints the figures of the run at the end, also if Ctrl-C or an error brings it after a token was made."""
-    try:
-        yield
-    except (KeyboardInterrupt, PackError, RunError):
-        if engine.times.new_tokens:
-            _print_figures(engine, as_json)
-        raise
-    _print_figures(engine, as_json)
-
-
-def _print_figures(engine: Engine, as_json: bool) -> None:
-    figures = engine.stats()
-    print(json.dumps(figures.to_dict()) if as_json else "\n".join(figures.lines()), file=sys.stderr)
 
 
 def _run_prompt(
@@ -357,10 +337,9 @@ def _run_prompt(
         if begun:
             print(flush=True)  # so that the error has a line for itself
         raise
-    line = "".join(f"\n\n{other.text}" for other in answer.others)
-    if as_json:
-        line = json_line({**_answer(answer), "stats": engine.stats().to_dict()})
-    print(line, flush=True)
+    for other in answer.others if not as_json else ():
+        show(f"\n\n{other.text}")
+    print(json_line({**_answer(answer), "stats": engine.stats().to_dict()}) if as_json else "", flush=True)
     if answer.result.stop_reason == "context_full":
         console.note(
             f"the text ends because the model's context is full: {answer.prompt_tokens} prompt tokens and "
@@ -427,11 +406,7 @@ def main(arguments: list[str] | None = None) -> None:
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
     console.prepare()
-    try:
-        code = _exit_code(arguments)
-    except SystemExit as end:  # SIGTERM
-        code = int(end.code or 0)
-    console.leave(code)
+    console.leave(lambda: _exit_code(arguments))
 
 
 def _exit_code(arguments: list[str] | None) -> int:

@@ -13,10 +13,11 @@ from typing import Any, NoReturn, TextIO
 from moert.errors import RunError
 from moert.pack.errors import PackError
 from moert.pack.fence import left_behind, owned_stderr
+from moert.pack.shortage import short_of_memory
 from moert.pack.shown import in_one_line, shown
 from moert.wording import command_line
 
-SHORT = "there is not enough memory for what is asked"
+SHORT = "the system gives no more memory: give a smaller --memory, or this process a higher limit (ulimit -v)"
 USAGE = 2
 INTERRUPTED = 130
 
@@ -53,11 +54,11 @@ def exit_code(command: Callable[[], Any]) -> int:
         note(str(error))
         return USAGE
     except OSError as error:  # files name themselves
+        if short_of_memory(error):
+            note(SHORT)
+            return USAGE
         note(f"{error.filename or 'stdout'}: {error.strerror or error}")
         _silence(sys.stdout)
-        return USAGE
-    except MemoryError:
-        note(SHORT)
         return USAGE
     except Exception as error:
         if hasattr(error, "format_message"):  # a mistake in the command line, as the parser saw it
@@ -65,11 +66,18 @@ def exit_code(command: Callable[[], Any]) -> int:
             return USAGE
         if interrupted(error):
             return INTERRUPTED
+        if short_of_memory(error):
+            note(SHORT)
+            return USAGE
         raise
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process; at once, if work goes on that was left behind."""
+def leave(command: Callable[[], int]) -> NoReturn:
+    """Ends the process with the status that the command gives; at once, if work goes on that was left behind."""
+    try:
+        code = command()
+    except SystemExit as end:  # SIGTERM
+        code = int(end.code or 0)
     if left_behind():
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):

@@ -249,6 +249,12 @@ def engine_settings(
     )  # fmt: skip
 
 
+def check_raw(as_json: bool, input_path: Path | None = None) -> None:
+    """Raises RunError where --raw was given and nothing is written but JSON."""
+    if as_json or input_path is not None:
+        raise RunError(f"--raw has no effect with {'--json' if as_json else '--input'}: leave it out")
+
+
 def check_unused(context: typer.Context, counts: Collection[str], beside: str) -> None:
     """Raises RunError for an option that was typed and does not count `beside` another."""
     for option in context.command.params:

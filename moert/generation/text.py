@@ -66,6 +66,8 @@ class Text:
             most_s = _LEAST_S + nbytes / _BYTES_PER_S
             found = fenced(lambda: tokenizer.encode_batch([prompt], add_special_tokens=not whole), most_s)
             return list(found[0].ids)
+        except MemoryError:
+            raise
         except (TokenizerUnfit, Unfinished) as error:
             raise InputInvalid(f"the pack's tokenizer {error}") from None
         except Exception as error:  # the library raises plain Exception

@@ -64,7 +64,10 @@ def fenced(work: Callable[[], T], most_s: float) -> T:
 
     with unheard():
         worker = threading.Thread(target=run, name=_WORKER, daemon=True)
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError:
+            raise MemoryError("there is no room for another thread") from None
         try:
             value, error = found.get(timeout=most_s)
         except queue.Empty:

@@ -28,7 +28,7 @@ class Skimmed(NamedTuple):
 
 
 def skim(body: bytes, field: str, long: int) -> Skimmed:
-    """Leaves out what is in the lists and objects that the outermost object's `field`, itself an object, holds.
+    """Leaves out what is in the lists and objects that the outermost object's `field` holds.
 
     Never raises: what is no JSON text may come out as another that is none.
     """
@@ -105,7 +105,7 @@ class _Reader:
 
 def _inside(body: bytes, field: str, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """First and last byte (exclusive) of what is inside of each container in the field."""
-    named = re.compile(b'"' + field.encode() + rb'"\s*:\s*\Z')
+    named = re.compile(rb'(?<!\\)"' + field.encode() + rb'"\s*:\s*\Z')
     found, here, start = list[tuple[int, int]](), False, -1
     for at, depth in events:
         if depth == 1:
