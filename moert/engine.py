@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from mmap import PAGESIZE
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from moert.budget.admission import Admission, Notify
-from moert.budget.budget import Budget, CacheLimit
+from moert.budget.budget import Budget
 from moert.budget.opening import room_within
-from moert.budget.regulator import Regulator
 from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, preference_note, share_text
+from moert.devices.device import Device
 from moert.errors import ChatImpossible, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
@@ -34,10 +34,11 @@ from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend, Keeps
 from moert.kernels.library import missing_note
 from moert.machine.cores import usable_cores
-from moert.machine.memory import drop_page_cache, held_bytes, most_bytes, return_freed, thread_bytes
+from moert.machine.memory import drop_page_cache, return_freed, thread_bytes
 from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
+from moert.opening import device_for, regulator_for, threads_of
 from moert.pack.chat import load_chat
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
@@ -47,8 +48,7 @@ from moert.predict.foreseeing import Foreseeing
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.settings import EngineSettings
-from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats, size
-from moert.wording import said
+from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats
 
 if TYPE_CHECKING:
     from moert.chat.conversation import Conversation
@@ -67,15 +67,15 @@ class Engine:
 
     def __init__(
         self, pack: Pack, backend: Backend, settings: EngineSettings, predictor: Predictor | None, weighed: bool = True,
-        foreseeing: Foreseeing | None = None,
+        foreseeing: Foreseeing | None = None, device: Device | None = None,
     ) -> None:  # fmt: skip
         """`predictor`: any that fits the model, in place of the one that the settings name; not `weighed`, all is read
-        that it names, whatever that is worth. `foreseeing`: the pack's hash function at work, for what asks it. See
-        `open` for the rest."""
+        that it names, whatever that is worth. `foreseeing`: the pack's hash function at work, for what asks it.
+        `device`: a second one, open. See `open` for the rest."""
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
-        self._foreseeing, self._neurons = foreseeing, settings.neurons
+        self._foreseeing, self._neurons, self.device = foreseeing, settings.neurons, device
         beside = 0 if foreseeing is None else foreseeing.nbytes
         self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
         named = predictor_of(pack, settings.neurons)
@@ -83,8 +83,9 @@ class Engine:
         self.counters, self.times = ExpertCounters(), RequestTimes()
         self.text, self._turns = Text(pack), Turns()
         self._streaming = Streaming(
-            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named
-        )
+            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named,
+            device, settings.on_device,
+        )  # fmt: skip
         if isinstance(firing := self._streaming.firing, Firing):
             self.budget = self.budget.with_rows_of_experts(firing.token_bytes, firing.all_bytes)
         elif firing is not None:
@@ -93,8 +94,10 @@ class Engine:
             del named  # the kernels have copies
             return_freed()
         foresees = None if foreseeing is None else foreseeing.request_bytes
-        footprint = Footprint(self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees)
-        self._regulator, notes = _regulator(footprint, self.budget, self._streaming, settings)
+        footprint = Footprint(
+            self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees, device is not None
+        )
+        self._regulator, notes = regulator_for(footprint, self.budget, self._streaming, settings, device)
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
         self._regulator.kept_bytes = partial(_held_bytes, self._prefixes)
@@ -113,7 +116,9 @@ class Engine:
             self._admission.notes.append(preference_note(self.preference))
         self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
         weights = load_backbone(pack, backend.stay if isinstance(backend, Keeps) else None)
-        self.model = Model(self.spec, weights, self.runner, backend, settings.kv_bits, self.preference)
+        others = None if device is None else device.backend(backend)
+        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv_bits, self.preference)
+        del weights
         if foreseeing is not None:
             self._foresee(foreseeing, settings)
             self._admission.notes += foreseeing.notes()
@@ -147,15 +152,20 @@ class Engine:
         noted: list[str] = []
         function = hash_for(pack, chosen.predictor, chosen.eviction, routes, noted.append)
         with memory_shortage(), ExitStack() as opened:
-            count, cut = _threads(chosen.threads)
+            count, cut = threads_of(chosen.threads)
             backend = open_backend(chosen.kernels, count)
             opened.callback(backend.close)
-            foreseeing = None if function is None else Foreseeing(pack, function, backend, routes)
-            if foreseeing is not None and usable_cores() > 1:
+            device, notes = device_for(pack, chosen, backend)
+            noted += notes
+            if device is not None:
+                opened.callback(device.close)
+            others = device.backend(backend) if device is not None else None
+            foreseeing = None if function is None else Foreseeing(pack, function, others or backend, routes)
+            if foreseeing is not None and others is None and usable_cores() > 1:
                 foreseeing.work_beforehand(open_backend(chosen.kernels, 1))
                 opened.callback(foreseeing.close)
             predictor = predictor_for(pack, chosen.predictor, None if foreseeing is None else foreseeing.foresight)
-            engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing)
+            engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing, device=device)
             opened.pop_all()  # the engine closes it from now on
         if notify is not None:
             engine._admission.notify = notify
@@ -221,7 +231,7 @@ class Engine:
         """Requests that come and go and run together; waits for the session of another thread to close."""
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
-            return Session(self.model, self.text, self._admission, self.times, opened.pop_all().close)
+            return Session(self.model, self.text, self._admission, self.times, opened.pop_all().close, self.now)
 
     def generate(
         self,
@@ -350,6 +360,7 @@ class Engine:
             self.times, self.counters, ahead, given,
             Ways(streaming.eviction, streaming.io, routing, self._neurons), streaming.headroom(),
             None if streaming.firing is None else streaming.firing.counters,
+            None if streaming.tier is None else streaming.tier.use(),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -358,7 +369,13 @@ class Engine:
             self.cache.close()
             if self._foreseeing is not None:
                 self._foreseeing.close()
+            if self.device is not None:
+                self.device.close()
             self.backend.close()
+
+    def now(self) -> float:
+        """The time that this engine's figures are of: of a simulated device, its own."""
+        return time.perf_counter() if self.device is None else self.device.clock.now()
 
     def __enter__(self) -> Engine:
         return self
@@ -369,31 +386,5 @@ class Engine:
         self.close()
 
 
-def _regulator(
-    footprint: Footprint, budget: Budget, cache: Streaming, settings: EngineSettings
-) -> tuple[Regulator, list[str]]:
-    """And a note if the limit is less than what was asked for."""
-    asked, notes = settings.limit, list[str]()
-    limit = room_bytes = None
-    name = ""
-    if isinstance(asked, CacheLimit):
-        room_bytes = asked.resolve(budget.expert_bytes)
-    elif asked is not None and (limit := asked.resolve(held_bytes(), most_bytes())) is not None:
-        name = asked.named(limit)
-        if asked.nbytes is not None and limit // PAGESIZE < asked.nbytes // PAGESIZE:  # groups count in pages
-            notes.append(f"{said('memory', size(asked.nbytes))} is more than {name}: that is used")
-    return Regulator(footprint, budget, cache, limit, room_bytes, limit_name=name), notes
-
-
 def _held_bytes(prefixes: Iterable[Prefix]) -> int:
     return sum(each.held_bytes for each in prefixes)
-
-
-def _threads(threads: int | None) -> tuple[int, str | None]:
-    """The number of threads, by default and at most one for each usable core; a note if that is fewer than
-    was asked for."""
-    cores = usable_cores()
-    asked = cores if threads is None else threads
-    count = min(asked, cores)
-    note = f"{said('threads', asked)} is more than the {cores} core(s) that this process may use: {count} are used"
-    return count, note if count < asked else None

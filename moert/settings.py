@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 from moert.adjustable import Adjustable
 from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.budget.routing import AUTO_ROUTING, check_routing
+from moert.devices.opening import NO_DEVICE, PROCESSOR, device_named, known_devices
 from moert.errors import SettingInvalid
 from moert.experts.drive.io import IoSettings, parse_io
 from moert.experts.neurons.keeping import DEFAULT_KEEPING, KEEPING
 from moert.experts.neurons.naming import EXACT, NEURONS, PREDICTED
 from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.experts.policy.selection import AUTO_EVICTION
+from moert.experts.tiers.keeping import DEFAULT_KEEP, KEEPS
+from moert.experts.tiers.opening import Asked
 from moert.kernels import AUTO_KERNELS
+from moert.pack.sizes import NotASize, parse_size
+from moert.placement import CHEAPEST, RULES
 from moert.predict import AUTO_PREDICTOR, PREDICTORS
 from moert.wording import said
 
@@ -39,6 +44,10 @@ class EngineSettings(Adjustable):
     `keep_neurons`: a name of moert.experts.neurons.keeping, for packs whose experts lie in blocks of neurons.
     `neurons`: of each expert all ("exact"), or those that the pack's predictor names ("predicted"), which is another
     model; then no expert is read whole, so that there is nothing for `eviction` or `predictor` to decide.
+    `device`: a second one that holds and computes experts (moert.devices.opening), of whose memory no more than
+    `gpu_memory` is used, bytes or as `--gpu-memory` takes them. `device_keep`: who stays there, a name of
+    moert.experts.tiers.keeping; `device_experts`: who computes, a rule of moert.placement. Answers of a GPU are rounded
+    in other ways than the processor's; those of a simulated one are the same.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
     """
@@ -54,9 +63,14 @@ class EngineSettings(Adjustable):
     routing: str = AUTO_ROUTING
     keep_neurons: str = DEFAULT_KEEPING
     neurons: str = EXACT
+    device: str = NO_DEVICE
+    gpu_memory: int | str | None = None
+    device_keep: str | None = None
+    device_experts: str | None = None
 
     def __post_init__(self) -> None:
         _ = self.limit, self.reading
+        self._check_device()
         check_routing(self.routing)
         if self.memory is not None and self.cache is not None:
             raise SettingInvalid(
@@ -77,6 +91,36 @@ class EngineSettings(Adjustable):
             self._check_without_experts()
         if self.threads is not None and self.threads < 1:
             raise SettingInvalid("threads", f"{self.threads} can't compute anything: give at least 1")
+
+    def _check_device(self) -> None:
+        if not device_named(self.device):
+            raise SettingInvalid("device", f"{self.device!r} is none of {known_devices()}")
+        alone = self.device in (NO_DEVICE, PROCESSOR)
+        for name, known in (("gpu_memory", None), ("device_keep", tuple(KEEPS)), ("device_experts", RULES)):
+            value = getattr(self, name)
+            if value is not None and alone:
+                raise SettingInvalid(name, f"has no effect without a {said('device')}: leave it out, or give one")
+            if value is not None and known is not None and value not in known:
+                raise SettingInvalid(name, f"{value!r} is none of {', '.join(known)}")
+        if not alone and self.neurons == PREDICTED:
+            asked = said("neurons", PREDICTED)
+            raise SettingInvalid("device", f"runs whole experts, and {asked} reads none: leave it out")
+        _ = self.gpu_bytes
+
+    @cached_property
+    def gpu_bytes(self) -> int | None:
+        """None: all that the device has."""
+        if not isinstance(self.gpu_memory, str):
+            return self.gpu_memory
+        try:
+            return parse_size(self.gpu_memory)
+        except NotASize as error:
+            raise SettingInvalid("gpu_memory", str(error)) from None
+
+    @property
+    def on_device(self) -> Asked:
+        """How a device is used."""
+        return Asked(self.device_keep or DEFAULT_KEEP, self.device_experts or CHEAPEST)
 
     def _check_without_experts(self) -> None:
         for name, harmless in (("predictor", (AUTO_PREDICTOR, "none")), ("eviction", (AUTO_EVICTION,))):

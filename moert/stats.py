@@ -7,6 +7,7 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from moert.wording import said
 
@@ -36,6 +37,58 @@ class ExpertCounters:
     prefetch_issued_bytes: int = 0
     prefetch_used: int = 0
     prefetch_used_bytes: int = 0
+
+
+@dataclass
+class DeviceCounters:
+    """Where experts were computed, since the engine was opened. Of those `asked` for, each once for all tokens of a
+    layer, `held` were on the device, of which `coming` were still on their way; `copied` were copied there and computed
+    there, `on_host` by the processor. `copies`, all of them, brought `copied_bytes`; `ahead` were begun before they
+    were asked for, of which `ahead_used` were. `given_back`: experts that left because the device had less memory than
+    it was to use. Layers were predicted to take `predicted_s` in all, and took `taken_s`."""
+
+    asked: int = 0
+    held: int = 0
+    coming: int = 0
+    copied: int = 0
+    on_host: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
+    evictions: int = 0
+    given_back: int = 0
+    predicted_s: float = 0.0
+    taken_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """A device, what of its memory is used, and what was done there. `title` says so where it is simulated."""
+
+    title: str
+    used_bytes: int
+    capacity_bytes: int
+    counters: DeviceCounters
+
+    def lines(self) -> list[str]:
+        """For people."""
+        counters = self.counters
+        asked = max(1, counters.asked)
+        shares = [
+            f"{100 * count / asked:.1f}% {what}"
+            for count, what in (
+                (counters.held, "of the experts asked for were there"), (counters.copied, "copied there"),
+                (counters.on_host, "computed by the processor"),
+            )
+        ]  # fmt: skip
+        ahead = f"; {counters.ahead} ahead, {counters.ahead_used} of them used" if counters.ahead else ""
+        back = f"; {counters.given_back} given back for lack of memory" if counters.given_back else ""
+        return [
+            f"device           {self.title}: {size(self.used_bytes)} of {size(self.capacity_bytes)} used",
+            f"on the device    {', '.join(shares)}",
+            f"copies           {counters.copies}, {size(counters.copied_bytes)}{ahead}{back}",
+        ]
 
 
 @dataclass
@@ -181,8 +234,9 @@ class RunStats:
     neurons_fired: float = 0.0
     block_requests: int = 0
     block_hits: int = 0
+    device: DeviceUse | None = None
 
-    def to_dict(self) -> dict[str, int | float | str | None]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -200,6 +254,7 @@ class RunStats:
             *self._neuron_lines(),
             f"read from disk   {size(self.bytes_read)} in {reads}; waited {self.stall_s:.3f} s",
             *self._ahead_lines(),
+            *([] if self.device is None else self.device.lines()),
             f"room             {self._room_text()}",
             f"peak memory      {size(self.peak_rss_bytes)} (the whole process)",
         ]
@@ -239,7 +294,7 @@ class RunStats:
 
 def run_stats(
     times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, ways: Ways, best: tuple[int, float],
-    neurons: NeuronCounters | None = None,
+    neurons: NeuronCounters | None = None, device: DeviceUse | None = None,
 ) -> RunStats:  # fmt: skip
     """`best`: the requests that Belady's rule was tried on, and its hit rate."""
     neurons = neurons or NeuronCounters()
@@ -282,6 +337,7 @@ def run_stats(
         neurons_fired=neurons.fired / all_neurons,
         block_requests=neurons.blocks,
         block_hits=neurons.block_hits,
+        device=device,
     )
 
 

@@ -176,7 +176,7 @@ def read(
     backend: AnyBackend, problem: Problem, weights: AttentionWeights[Any], x: F32, pieces: Sequence[int]
 ) -> tuple[F32, Kept]:
     """x [tokens, d_model] in pieces, which attend to themselves → what comes out, and what is kept."""
-    out, kept = x.copy(), Kept(problem.part, bits=problem.bits)
+    out, kept = x.copy(), Kept(problem.part, bits=problem.bits, make=backend.pages)
     for tokens in pieces:
         start = room_for(kept, tokens)
         backend.attend(weights, out[start : kept.length], kept, start, problem.positions(start, tokens))
@@ -187,7 +187,7 @@ def keep(
     backend: AnyBackend, weights: AttentionWeights[Any], encoded: F32, pieces: Sequence[int], bits: KvBits = 16
 ) -> Kept:
     """What a decoder attends to, written in pieces."""
-    kept = Kept(weights.part, bits=bits)
+    kept = Kept(weights.part, bits=bits, make=backend.pages)
     for tokens in pieces:
         start = room_for(kept, tokens)
         backend.keep(weights, encoded[start : kept.length], kept, start)

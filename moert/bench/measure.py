@@ -12,6 +12,7 @@ from typing import Any
 from moert.bench.bound import FurthestFirst, furthest_first
 from moert.bench.pfoo import least_bytes
 from moert.budget.admission import Notify
+from moert.devices.profiles import PROFILES
 from moert.engine import Engine
 from moert.experts.demand import Demand
 from moert.experts.drive.probe import read_for, settings_for
@@ -21,7 +22,7 @@ from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.settings import EngineSettings
-from moert.stats import RunStats
+from moert.stats import DeviceUse, RunStats
 
 TEXTS = (
     "The river rises in the hills north of the town and runs south for about thirty miles until it meets the sea.",
@@ -71,7 +72,8 @@ class BenchRun:
     `open_s` is the time to open the pack, and `first_request_s` that to the first token of the first request of all:
     with the look at the drive and the choice of an eviction policy, and nothing in memory. `memory_bytes`, `eviction`,
     `io`, `threads` and `kernels` are what the settings came to; `eviction` is None where all experts fit. `trace` and
-    `nbytes` are for replays."""
+    `nbytes` are for replays. `device`: what was done there since the engine was opened; where it is simulated, all
+    times are its own."""
 
     pack: Pack
     settings: BenchSettings
@@ -100,6 +102,7 @@ class BenchRun:
     kernels: str
     trace: tuple[Demand, ...]
     nbytes: dict[ExpertKey, int]
+    device: DeviceUse | None = None
 
     @property
     def total_s(self) -> float:
@@ -140,6 +143,8 @@ def measure(
         after, threads, kernels = engine.stats(), engine.backend.threads, engine.backend.name
         nbytes = dict(engine.cached_bytes)
     resident_s = None
+    if disk_bytes_per_s is None and engine.device is not None and engine.device.simulated:
+        disk_bytes_per_s = PROFILES[engine.device.name.removeprefix("sim:")].drive_bytes_per_s
     if disk_bytes_per_s is None:
         disk_bytes_per_s = read_for(itertools.cycle(files), settings.engine.reading or settings_for(files), _DISK_S)
         resident_s = _resident_s(path, settings, prompts)
@@ -166,6 +171,7 @@ def measure(
         kernels=kernels,
         trace=tuple(trace),
         nbytes=nbytes,
+        device=after.device,
     )
 
 
@@ -210,11 +216,11 @@ def _counted(before: RunStats, after: RunStats) -> dict[str, Any]:
 def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
     times: list[float] = []
     room_bytes = 0  # the most that experts had
-    started = time.perf_counter()
+    started = engine.now()
     with engine.session() as session:
         request = session.add(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
         for _ in session:
-            times.append(time.perf_counter())
+            times.append(engine.now())
             room_bytes = max(room_bytes, engine.cache.capacity_bytes)
     later = tuple(late - early for early, late in itertools.pairwise(times))
     return Sample(len(ids), tuple(request.answer.result.tokens), times[0] - started, later, room_bytes)

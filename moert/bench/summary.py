@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from moert.bench.bound import bound_s
 from moert.bench.measure import BenchRun
 from moert.budget.budget import CacheLimit, MemoryLimit
 from moert.experts.neurons.naming import EXACT
-from moert.stats import size
+from moert.stats import DeviceCounters, DeviceUse, size
 
 PERCENTILES = (50, 90, 99)
 
@@ -57,6 +58,7 @@ def summarize(measured: BenchRun, hardware: dict[str, Any], pack_sha256: str) ->
         "hit_rate_in_flight": _share(measured.hits_in_flight, measured),
         "stall_s": measured.stall_s,
         "bound": _bound(measured),
+        "device": None if measured.device is None else asdict(measured.device),
         "tokens_sha256": tokens_sha256([sample.tokens for sample in samples]),
     }
 
@@ -136,7 +138,7 @@ def tokens_sha256(samples: Sequence[Sequence[int]]) -> str:
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The same for people."""
     nbytes, bound, latency = summary["bytes"], summary["bound"], summary["token_latency_s"]
-    hardware = summary["hardware"]
+    hardware, device = summary["hardware"], summary["device"]
     lines = [
         f"pack             {summary['pack']['path']}, {summary['pack']['effective_bits']:.2f} bits per expert weight",
         f"machine          {hardware['processor']}, {hardware['cores']} cores",
@@ -153,6 +155,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     if latency is not None:
         each = ", ".join(f"{name[1:]}% within {1000 * seconds:.1f} ms" for name, seconds in latency.items())
         lines.append(f"token latency    {each}")
+    if device is not None:
+        use = DeviceUse(**{**device, "counters": DeviceCounters(**device["counters"])})
+        lines += use.lines()
     evicting = []
     if bound["belady_bytes"] is not None:
         evicting = [

@@ -49,6 +49,7 @@ class Admission:
             self.notify(self.notes.pop(0))
         self._streaming.expects()
         self._adapt(room_bytes)
+        self._streaming.begins()
 
     def aside(self, nbytes: int) -> None:
         """Makes room for another process, until requests begin. Raises BudgetTooSmall."""

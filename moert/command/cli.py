@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -14,15 +13,20 @@ import typer
 from moert import __version__
 from moert.command import console
 from moert.command.figures import figures
+from moert.command.info import info
 from moert.command.options import (
     BeamsOption,
     CacheOption,
+    DeviceExpertsOption,
+    DeviceKeepOption,
+    DeviceOption,
     DriveOption,
     EarlyStopping,
     EarlyStoppingOption,
     Eviction,
     EvictionOption,
     FirstTokenOption,
+    GpuMemoryOption,
     InputOption,
     IoOption,
     KeepNeurons,
@@ -35,11 +39,12 @@ from moert.command.options import (
     MinPOption,
     Neurons,
     NeuronsOption,
+    OnDevice,
     PackArgument,
     Predict,
     PredictOption,
-    ReturnOption,
     RawOption,
+    ReturnOption,
     RoutingOption,
     SeedOption,
     StatsOption,
@@ -58,7 +63,7 @@ from moert.command.options import (
 from moert.command.prompts import PromptRecord, check_output, read_prompt
 from moert.errors import RunError
 from moert.pack.errors import PackError
-from moert.pack.shown import in_one_line, json_line
+from moert.pack.shown import json_line
 from moert.wording import said
 
 if TYPE_CHECKING:
@@ -138,6 +143,10 @@ def run(
     kv: KvOption = "16",
     routing: RoutingOption = "auto",
     raw: RawOption = False,
+    device: DeviceOption = "none",
+    gpu_memory: GpuMemoryOption = None,
+    device_keep: DeviceKeepOption = None,
+    device_experts: DeviceExpertsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -168,7 +177,10 @@ def run(
         early_stopping={"true": True, "false": False}.get(early_stopping.value, early_stopping.value),
     )  # fmt: skip
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
-    chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(
+        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
+        OnDevice(device, gpu_memory, device_keep, device_experts),
+    )  # fmt: skip
     from moert.engine import Engine
 
     engine = Engine.open(pack, chosen)
@@ -208,6 +220,10 @@ def chat(
     kv: KvOption = "16",
     routing: RoutingOption = "auto",
     raw: RawOption = False,
+    device: DeviceOption = "none",
+    gpu_memory: GpuMemoryOption = None,
+    device_keep: DeviceKeepOption = None,
+    device_experts: DeviceExpertsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -215,7 +231,10 @@ def chat(
     if raw:
         check_raw(as_json)
     settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(
+        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
+        OnDevice(device, gpu_memory, device_keep, device_experts),
+    )  # fmt: skip
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 
@@ -246,6 +265,10 @@ def bench(
     kernels: KernelsOption = "auto",
     kv: KvOption = "16",
     routing: RoutingOption = "auto",
+    device: DeviceOption = "none",
+    gpu_memory: GpuMemoryOption = None,
+    device_keep: DeviceKeepOption = None,
+    device_experts: DeviceExpertsOption = None,
     plot: Annotated[
         str | None,
         typer.Option(
@@ -265,7 +288,10 @@ def bench(
 
         drives(packs, plot, as_json)
         return
-    chosen = engine_settings(memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing)
+    chosen = engine_settings(
+        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
+        OnDevice(device, gpu_memory, device_keep, device_experts),
+    )  # fmt: skip
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 
@@ -273,35 +299,7 @@ def bench(
     command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
 
 
-@app.command()
-def info(
-    pack: Annotated[
-        Path | None, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)
-    ] = None,
-    system: Annotated[
-        bool, typer.Option("--system", help="Print what this machine has and which native kernels it runs instead.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Print what a pack holds, what it lost, and the smallest memory it runs in; or facts about this machine."""
-    if (pack is None) != system:
-        raise RunError("moert info tells about a pack or about this machine: give either PACK or --system")
-    if pack is None:
-        _print_system(as_json)
-        return
-    from moert.budget.opening import room_within
-    from moert.command.description import describe, description_lines
-    from moert.pack.reader import Pack
-
-    opened = Pack.open(pack, room_within(None))
-    print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(map(in_one_line, description_lines(opened))))
-
-
-def _print_system(as_json: bool) -> None:
-    from moert.command.system import system_facts, system_lines
-
-    facts = system_facts()
-    print(json.dumps(facts, indent=1) if as_json else "\n".join(system_lines(facts)))
+app.command()(info)
 
 
 def _settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -52,6 +52,19 @@ class EarlyStopping(str, Enum):
     true = "true"
     false = "false"
     never = "never"
+
+
+class DeviceKeep(str, Enum):
+    expected = "expected"
+    popular = "popular"
+    lru = "lru"
+    layers = "layers"
+
+
+class DeviceExperts(str, Enum):
+    cheapest = "cheapest"
+    copied = "copied"
+    resident = "resident"
 
 
 class Thinking(str, Enum):
@@ -170,6 +183,37 @@ RoutingOption = Annotated[
         "quantize --resident); auto: what the pack has for the room that there is. Answers depend on this.",
     ),
 ]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        help="A second place for experts, and what else fits: none, auto (a GPU where there is one), cuda:0, or a "
+        "simulated card, sim:rtx3060, sim:t4, sim:rtx3080-mobile, sim:a100: the same answers, and times as that card "
+        "and a machine around it would have them. A GPU rounds in other ways than the processor.",
+    ),
+]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="Of the device's memory no more than this: 6GB. By default all of it.", show_default=False),
+]
+DeviceKeepOption = Annotated[
+    DeviceKeep | None,
+    typer.Option(
+        help="Who stays on the device: expected (whoever is not needed again last, as its use so far suggests; the "
+        "default), popular (most of the pack's recorded trace, for good), lru (the latest of each layer), layers (all "
+        "of the last layers).",
+        show_default=False,
+    ),
+]
+DeviceExpertsOption = Annotated[
+    DeviceExperts | None,
+    typer.Option(
+        help="Who computes an expert: cheapest (for each layer what is done soonest: there, there after a copy, or the "
+        "processor; the default), copied (always the device), resident (the device what lies there, else the "
+        "processor).",
+        show_default=False,
+    ),
+]
 MaxNewTokensOption = Annotated[int, typer.Option(help="The most tokens to write.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
 TopKOption = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0: all.")]
@@ -234,9 +278,18 @@ ThinkingOption = Annotated[
 ]
 
 
+class OnDevice(NamedTuple):
+    """What was said about a second device."""
+
+    name: str
+    memory: str | None
+    keep: DeviceKeep | None
+    experts: DeviceExperts | None
+
+
 def engine_settings(
     memory: str | None, cache: str | None, eviction: Eviction, keep_neurons: KeepNeurons, neurons: Neurons,
-    predict: Predict, io: str, threads: int | None, kernels: str, kv: str, routing: str,
+    predict: Predict, io: str, threads: int | None, kernels: str, kv: str, routing: str, device: OnDevice,
 ) -> EngineSettings:  # fmt: skip
     """What was said on the command line. Raises SettingInvalid, InvalidMemory or IoInvalid."""
     from moert.settings import EngineSettings
@@ -245,7 +298,7 @@ def engine_settings(
     limit = "auto" if memory is None and cache is None else memory
     return EngineSettings(
         limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip(),  # type: ignore[arg-type]
-        keep_neurons.value, neurons.value,
+        keep_neurons.value, neurons.value, device.name, device.memory, *map(_value, (device.keep, device.experts)),
     )  # fmt: skip
 
 
@@ -253,6 +306,10 @@ def check_raw(as_json: bool, input_path: Path | None = None) -> None:
     """Raises RunError where --raw was given and nothing is written but JSON."""
     if as_json or input_path is not None:
         raise RunError(f"--raw has no effect with {'--json' if as_json else '--input'}: leave it out")
+
+
+def _value(chosen: Enum | None) -> str | None:
+    return None if chosen is None else str(chosen.value)
 
 
 def check_unused(context: typer.Context, counts: Collection[str], beside: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moert.devices.calibration import known_costs
 from moert.experts.drive.probe import remembered
 from moert.kernels import library
 from moert.kernels.speed import MOST_BYTES, kernel_speeds
@@ -39,6 +40,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
         "transparent_huge_pages": _huge_pages(root),
         "kernel_bytes_per_s": _kernel_speeds(root),
         "drive": _drive(root),
+        "devices": _devices(),
     }
 
 
@@ -63,6 +65,7 @@ def system_lines(facts: dict[str, Any]) -> list[str]:
         f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
         f"weights          {_speeds(facts['kernel_bytes_per_s'])}",
         f"drive            {_drive_line(facts['drive'])}",
+        *_device_lines(facts["devices"]),
     ]
 
 
@@ -107,6 +110,24 @@ def _drive(root: Path) -> dict[str, Any] | None:
         "alone_bytes_per_s": best if alone is None else alone,
         "piece_bytes": known.piece_bytes,
     }
+
+
+def _devices() -> dict[str, Any]:
+    """Devices that were measured here when moert first used them: what things take there."""
+    return {name: asdict(costs) for name, costs in known_costs().items()}
+
+
+def _device_lines(devices: dict[str, Any]) -> list[str]:
+    found = []
+    for name, costs in devices.items():
+        at_four, at_sixteen = costs["widths"][4], costs["widths"][16]
+        found.append(
+            f"device           {name}: {costs['copy_bytes_per_s'] / 1e9:.1f} GB/s to it, "
+            f"{1e6 * (costs['launch_s'] + costs['pass_s']):.0f} µs to begin and fetch, "
+            f"{1e-9 / at_four['weight_s']:.0f} billion weights a second at 4 bits, "
+            f"{1e-9 / at_sixteen['weight_s']:.0f} at 16"
+        )
+    return found or ["device           none was measured; --device says which to use"]
 
 
 def _speeds(speeds: dict[str, float] | None) -> str:

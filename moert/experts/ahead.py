@@ -30,6 +30,14 @@ class Asked(Protocol):
     def guess(self, x: F32) -> F32: ...
 
 
+class Copying(Protocol):
+    """What is told of predictions beside the cache in memory (moert.experts.tiers.ahead.CopyAhead)."""
+
+    def wants(self) -> bool: ...
+
+    def expect(self, at: LayerKey, prediction: Prediction, n_tokens: int) -> None: ...
+
+
 class Lookahead:
     """Call, for each layer, `demanded` when its router has decided, then `look` to predict the next layer's.
 
@@ -44,6 +52,10 @@ class Lookahead:
         """`foresight` names what layers further away will ask for, and the first one of a pass."""
         self.routers: Mapping[LayerKey, Asked] = {}
         """The model's, for predictors that ask them early."""
+        self.copies: Copying | None = None
+        """Who copies what is predicted to a device."""
+        self.reads = True
+        """Whether what is predicted is read from the drive."""
         self._cache, self._counters, self._predictor, self._worth = cache, counters, predictor, worth
         self._top_k, self._order = spec.moe.router.top_k, spec.moe_layers()
         self._places = {at: index for index, at in enumerate(self._order)}
@@ -92,7 +104,8 @@ class Lookahead:
         if place == self._first[present.stack]:
             self._history = []
             self._time_token(present.stack, len(experts))
-        if not self._pays():
+        pays, copies = self._pays(), self.copies
+        if not pays and (copies is None or not copies.wants()):
             return
         started = time.perf_counter()
         self._history = [*self._history[-1:], experts]
@@ -104,12 +117,16 @@ class Lookahead:
         else:  # the first layer of another token, or of the decoder
             n_tokens = 1
             situation = Situation(at, [], n_tokens, self._top_k)
-        self._read_ahead(self._predictor.predict(situation), following, n_tokens)
+        prediction = self._predictor.predict(situation)
+        if pays:
+            self._read_ahead(prediction, following, n_tokens)
+        if copies is not None:
+            copies.expect(at, prediction, n_tokens)
         if self._worth is not None and len(experts) == 1:
             self._worth.asked(time.perf_counter() - started + self._foreseeing_s)
 
     def _pays(self) -> bool:
-        return self._cache.n_resident < self._n_experts and (self._worth is None or self._worth.asks())
+        return self.reads and self._cache.n_resident < self._n_experts and (self._worth is None or self._worth.asks())
 
     def _needed(self) -> bool:
         """A pass is about to begin: will anybody ask what it demands?"""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from moert.devices.device import Device
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
+from moert.experts.cache.supply import Store
 from moert.experts.demand import Listener
 from moert.experts.drive.io import DEFAULT_THREADS, IoSettings
 from moert.experts.drive.probe import settings_for
@@ -20,6 +22,9 @@ from moert.experts.policy.belady import Recorder, headroom
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import eviction_for
 from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
+from moert.experts.tiers.executor import TieredExperts
+from moert.experts.tiers.lent import LendingStore
+from moert.experts.tiers.opening import Asked, DeviceTier
 from moert.kernels.backend import Backend
 from moert.pack.predictor import NeuronPredictor
 from moert.pack.reader import Pack
@@ -33,9 +38,11 @@ class Streaming:
     def __init__(
         self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None,
         keep_neurons: str = DEFAULT_KEEPING, predictor: NeuronPredictor | None = None,
+        device: Device | None = None, asked: Asked | None = None,
     ) -> None:  # fmt: skip
         """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping; `predictor`:
-        only neurons that it names count. Raises PackError."""
+        only neurons that it names count; `device`: a second place for experts, used as it is `asked`. Raises
+        PackError."""
         self.eviction = eviction
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
@@ -56,14 +63,21 @@ class Streaming:
             self.firing = Firing(pack, counters, settings, keep_neurons)
         self.nbytes = nbytes if self.firing is None else self.firing.nbytes
         """What is cached of each expert."""
-        store = self._store if self.firing is None else self.firing.store
+        self.tier: DeviceTier | None = None
+        """Experts on a device beside those in memory."""
+        store: Store = self._store if self.firing is None else self.firing.store
+        if device is not None and asked is not None:
+            self.tier = DeviceTier(pack, device, self._store, backend, asked)
+            store = LendingStore(self._store)
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
         self.cache = ExpertCache(store, policy, 0, counters, settings.threads)
 
     def runner(
         self, ahead: Lookahead | None, listeners: Iterable[Listener]
-    ) -> CachedExperts | FiringExperts | PredictedExperts:
+    ) -> CachedExperts | FiringExperts | PredictedExperts | TieredExperts:
         """What runs the experts. Raises PackError."""
+        if self.tier is not None:
+            return self.tier.open(self.cache, ahead, listeners)
         if self.firing is not None:
             return self.firing.runner(self.cache, self._backend, ahead, listeners)
         return CachedExperts(self._pack, self.cache, self._backend, ahead, [*listeners, lambda _: self._store.check()])
@@ -95,6 +109,11 @@ class Streaming:
         if self.firing is not None:
             self.firing.pieces.expect()
         self._store.leaves_page_cache = self._measures_drive
+
+    def begins(self) -> None:
+        """A request has its room, and is about to run."""
+        if self.tier is not None:
+            self.tier.begins()
 
     def adapt(self, room_bytes: int, notify: Callable[[str], None]) -> None:
         """To so much room for experts: where that is not enough for all, finds out, once, how this drive is best read

@@ -75,13 +75,17 @@ class Gate(Protocol):
 class Request:
     """A prompt in a session, to be asked for its answer at any time."""
 
-    def __init__(self, prompt: Prompt, generation: Writing, prefix: Prefix | None = None) -> None:
+    def __init__(
+        self, prompt: Prompt, generation: Writing, prefix: Prefix | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         self.prompt = prompt
+        self._now = now
         self._generation, self._prefix = generation, prefix
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
         self._kept_tokens = self._read_tokens = 0
-        self._added_s = time.perf_counter()
+        self._added_s = now()
         self._first_s = self._total_s = 0.0
 
     @property
@@ -103,7 +107,7 @@ class Request:
 
     @property
     def _so_far_s(self) -> float:
-        return time.perf_counter() - self._added_s
+        return self._now() - self._added_s
 
     @property
     def _load(self) -> Load:
@@ -160,9 +164,14 @@ class Session:
     until nothing is left to do.
     """
 
-    def __init__(self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object]) -> None:
-        """`times` gets the figures of each request that has begun; `ended` is called once when the session closes."""
+    def __init__(
+        self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """`times` gets the figures of each request that has begun, in seconds as `now` tells them; `ended` is called
+        once when the session closes."""
         self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
+        self._now = now
         self._lock = threading.Lock()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
@@ -184,7 +193,7 @@ class Session:
         generation = self._generation(prompt, self._resolved((settings or GenerationSettings()).but(**changes)))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
         with self._open():
-            request = Request(prompt, generation, prefix)
+            request = Request(prompt, generation, prefix, self._now)
             request._take_prefix()
             try:
                 self._gate.check([request._held], self._loads)
@@ -237,7 +246,7 @@ class Session:
         with self._open():
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork one that is still to write")
-            twin = Request(request.prompt, request._generation.fork(settings))
+            twin = Request(request.prompt, request._generation.fork(settings), now=self._now)
             if not request._states:
                 self._waiting.append(twin)
                 return twin
@@ -280,7 +289,7 @@ class Session:
         self._begin()
         if not self._running:
             return []
-        started_s, running = time.perf_counter(), self._running
+        started_s, running = self._now(), self._running
         states = [state for each in running for state in each._states]
         logits = self._model.read(states, [ids for each in running for ids in each._unread])
         if self._waiting or self._coming:
@@ -297,7 +306,7 @@ class Session:
         self._running = [each for each in running if not each.ended]
         self._gate.after([each._load for each in self._running])
         if going:
-            self._times.decode_s += time.perf_counter() - started_s
+            self._times.decode_s += self._now() - started_s
         if not self.unfinished:
             self._gate.idle()
         return pieces

@@ -257,9 +257,9 @@ class BackendOf(Protocol[M, E]):
         """The same in two steps for one token x [1, d_model]: out [n, d_model] = expert(x) for each."""
         ...
 
-    def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
+    def add_parts(self, parts: F32, weights: F32, out: F32, tokens: I32 | None = None) -> None:
         """out [1, d_model] += the sum of weights [n] times parts [n, d_model], in the order given: bit for bit what
-        `mixture` gives."""
+        `mixture` gives. With `tokens` [n], each part is added to the row of out that these name."""
         ...
 
     def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:

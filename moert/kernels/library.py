@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from ctypes import CDLL, POINTER, c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,6 +64,7 @@ _FUNCTIONS = {
     "moert_fence_end": (None, [c_int]),
     "moert_fence_broken": (c_int, [c_int]),
     "moert_fences_broken": (c_int64, []),
+    "moert_assign": (c_double, [_DATA, c_int, _DATA, _DATA, _DATA]),
     "moert_reader_open": (_READER, [c_int, c_int]),
     "moert_reader_close": (None, [_READER]),
     "moert_reader_has_ring": (c_int, [_READER]),

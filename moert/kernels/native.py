@@ -199,9 +199,9 @@ class NativeBackend:
             )
         )  # fmt: skip
 
-    def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
-        first = np.zeros(len(parts), np.int32)
-        self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(first), *parts.shape, _at(out))
+    def add_parts(self, parts: F32, weights: F32, out: F32, tokens: npt.NDArray[np.int32] | None = None) -> None:
+        rows = np.zeros(len(parts), np.int32) if tokens is None else tokens
+        self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(rows), *parts.shape, _at(out))
 
     def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
         x, offsets = np.ascontiguousarray(x), np.ascontiguousarray(offsets)

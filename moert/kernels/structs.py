@@ -167,6 +167,20 @@ class Residents(Structure):
     ]  # fmt: skip
 
 
+PLACING = 6
+"""Numbers for each expert in the scratch of moert_assign."""
+
+
+class Placing(Structure):
+    """The struct moert_placing."""
+
+    _fields_ = [
+        ("kinds", c_void_p), ("host_call_s", c_double), ("launch_s", c_double), ("row_s", c_double),
+        ("pass_s", c_double), ("reluctance", c_double), ("device_s", c_double), ("copy_s", c_double),
+        ("read_s", c_double), ("tried", c_int32), ("rule", c_int32),
+    ]  # fmt: skip
+
+
 class Read(Structure):
     """The struct moert_read."""
 

@@ -34,13 +34,15 @@ Loads = Sequence[Load]
 @dataclass(frozen=True)
 class Footprint:
     """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens; `prefers`: see Recent;
-    `foreseeing`: what a Foresees takes for a prompt of so many tokens and so many new ones."""
+    `foreseeing`: what a Foresees takes for a prompt of so many tokens and so many new ones; `apart`: what each expert
+    makes of each of its tokens is kept until the layer is done."""
 
     spec: ModelSpec
     widened: bool
     kv_bits: KvBits = 16
     prefers: bool = False
     foreseeing: Callable[[int, int], int] | None = None
+    apart: bool = False
 
     def request(self, loads: Loads) -> int:
         """The most at one time, if all start or go on now and write all that they may."""
@@ -50,7 +52,8 @@ class Footprint:
         """While the prompts of new ones are read and the others go on."""
         tokens = sum(load.beams if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
         states = (self._state(load, max(1, load.written)) for load in loads)
-        return activation_bytes(self.spec, tokens, self.widened, _sequences(loads)) + sum(states)
+        made = activation_bytes(self.spec, tokens, self.widened, _sequences(loads))
+        return made + self._parts(tokens) + sum(states)
 
     def written(self, loads: Loads) -> int:
         """When all have written all that they may."""
@@ -66,7 +69,12 @@ class Footprint:
         return (load.prompt_tokens if self.spec.encoder is None else 1) + load.written - 1
 
     def _step(self, sequences: int) -> int:
-        return activation_bytes(self.spec, sequences, self.widened, sequences)
+        return activation_bytes(self.spec, sequences, self.widened, sequences) + self._parts(sequences)
+
+    def _parts(self, tokens: int) -> int:
+        """What experts make, once more on its way from a device, and what one gets."""
+        moe = self.spec.moe
+        return 3 * 4 * tokens * moe.router.top_k * moe.width(self.spec.d_model) if self.apart else 0
 
     def _state(self, load: Load, written: int) -> int:
         extra = fixed_bytes(self.spec) if load.marks else 0

@@ -17,12 +17,15 @@ MOERT = [
     ("moert.wording", "moert.errors", "moert.adjustable"),
     ("moert.pack", "moert.stats", "moert.machine"),
     ("moert.kernels",),
+    ("moert.devices",),
+    ("moert.placement",),
     ("moert.experts", "moert.predict"),
     ("moert.models",),
     ("moert.generation",),
     ("moert.chat",),
     ("moert.budget",),
     ("moert.settings",),
+    ("moert.opening",),
     ("moert.engine",),
     ("moert.command", "moert.bench"),
     ("moert.__main__",),
@@ -80,9 +83,18 @@ FORBIDDEN = [
     (here, room) for here in ("moert.models", "moert.generation") for room in ("moert.experts", "moert.predict")
 ] + [(stage, other) for stage in STAGES for other in STAGES if stage != other]
 
-# One is run by an installation, never by moert; one goes with the extra report; one is a program of its own.
+# What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
+TORCH = [
+    f"moert.devices.torch_{name}"
+    for name in (
+        "attention", "backend", "copies", "costs", "device", "kept", "matrices", "memory", "ops"
+    )
+]  # fmt: skip
+# One is run by an installation, never by moert; one goes with the extra report; one is a program of its own; others go
+# with the extra gpu.
 OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.bench.plot": {"matplotlib"}, "moert.chat.sandbox": {"jinja2"},
+    **{name: {"torch"} for name in TORCH}, "moert.devices.triton_kernel": {"torch", "triton"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}
 HEAVY = {
@@ -98,10 +110,12 @@ HEAVY = {
     "scipy",
     "ray",
     "jinja2",
+    "triton",
 }
 COMMAND_LINES = [
     "moert/command/cli.py",
     "moert/command/console.py",
+    "moert/command/info.py",
     "moeconv/command/cli.py",
     "moeconv/command/packs.py",
     "moert/__init__.py",
@@ -111,7 +125,8 @@ PURE = ["moert/pack", "moert/predict", "moert/experts/policy/eviction.py", "moer
         "moert/experts/policy/usage.py", "moert/experts/policy/succession.py", "moert/experts/policy/belady.py",
         "moert/experts/policy/selection.py", "moert/experts/cache/residency.py",
         "moert/experts/neurons/keeping.py", "moert/experts/neurons/sharing.py", "moert/experts/neurons/balance.py",
-        "moert/budget/budget.py",
+        "moert/budget/budget.py", "moert/placement.py", "moert/devices/costs.py", "moert/devices/profiles.py",
+        "moert/experts/tiers/keeping.py",
         "moeconv/plan", "moeconv/promise/bound.py", "moeconv/promise/evidence.py",
         "moeconv/sweep/racing.py"]  # fmt: skip
 
@@ -185,7 +200,8 @@ def ours(names: set[str]) -> set[str]:
 def test_moert_imports_one_way(path: Path) -> None:
     name = module_name(path)
     found = imports_of(path)
-    assert not {other for other in found if other.split(".")[0] in ("moeconv", "torch", "transformers", "datasets")}
+    barred = {"moeconv", "torch", "transformers", "datasets"} - OTHER_PACKAGES.get(name, set())
+    assert not {other for other in found if other.split(".")[0] in barred}
     if name != "moert":
         assert [other for other in ours(found) if floor(other, MOERT) > floor(name, MOERT)] == []
 
@@ -269,6 +285,15 @@ def test_plans_are_made_without_torch() -> None:
     script = f"import sys, {', '.join(modules)}\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_torch_stays_out_of_what_is_loaded_without_it() -> None:
+    """What else imports these modules does so when a device is asked for by name."""
+    needing = {*TORCH, "moert.devices.triton_kernel"}
+    for path in sources("moert"):
+        name, tree = module_name(path), ast.parse(path.read_text(encoding="utf-8"))
+        if name not in needing:
+            assert not needing & imported(top_level(tree), name), name
 
 
 def is_module(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -70,15 +70,41 @@ class Residency:
         """Takes `key` in; there must be room. Raises ValueError if there is not."""
         if key in self._resident or self.used_bytes + nbytes > self.capacity_bytes:
             raise ValueError(f"no room for {key}: {self.used_bytes} + {nbytes} of {self.capacity_bytes} bytes")
-        row = self._usage.load(key)
-        if row == len(self._nbytes):
-            self._nbytes.append(0)
-            self._is_resident.append(0)
+        row = self._row(key)
         self.used_bytes += nbytes
         self._nbytes[row] = nbytes
         self._is_resident[row] = 1
         self._resident[key] = row
         self._smallest = max(1, min(self._smallest, nbytes))
+
+    def learn(self, demands: Iterable[Demand]) -> None:
+        """What was asked for before anything was resident, as if it had come for that alone."""
+        for demand in demands:
+            self.begin(demand)
+            for key in demand.expert_keys():
+                self.pass_by(key)
+        self._needed = set()
+
+    def pass_by(self, key: ExpertKey) -> None:
+        """Counts a demand for one that is not resident, as if it had come for that alone."""
+        row = self._usage.row(key)
+        self._usage.demand(self._row(key) if row is None else row)
+
+    def outlasts(self, key: ExpertKey) -> bool:
+        """Whether one that has passed by, and might come now, would not be the first to leave."""
+        row, present = self._usage.row(key), self._present
+        free = [at for resident, at in self._resident.items() if resident not in self._needed]
+        if row is None or present is None or not free:
+            return False
+        worth = self.policy.worth(self._usage.candidates(np.array([*free, row])), present)
+        return bool(worth[-1] > worth[:-1].min())
+
+    def _row(self, key: ExpertKey) -> int:
+        row = self._usage.load(key)
+        if row == len(self._nbytes):
+            self._nbytes.append(0)
+            self._is_resident.append(0)
+        return row
 
     def remove(self, key: ExpertKey) -> None:
         """Raises KeyError if it is not resident."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import threading
@@ -27,16 +26,15 @@ from moert.experts.drive.io import (
     parse_io,
     read_into,
 )
-from moert.pack.files import write_atomically
+from moert.machine.remembered import DAMAGED, cache_file, entries, remember
 
 PROBE_S = 0.5
 _THREADS = (1, 2, 4)
 _PIECE_BYTES = 4 << 20  # of a larger file no more is read by a probe
 _FILES = 256
 _TIE = 0.95
-_CACHE = Path("moert", "drives.json")
-_VERSION = 1
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, IoInvalid)
+_SECTION = "drives"
+_DAMAGED = (*DAMAGED, IoInvalid)
 
 
 @dataclass(frozen=True)
@@ -206,26 +204,13 @@ def drive_key(path: Path, root: Path = Path("/")) -> str:
     return " ".join(known)
 
 
-def cache_file() -> Path | None:
-    """Where drives are remembered; None if the user has no such folder."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / _CACHE
-    except RuntimeError:
-        return None
-
-
 def known_drives(cache: Path | None) -> dict[str, Drive]:
     """Drives that were measured before, by key; without those whose entry is damaged, and none if the whole file is, or
     is not there."""
     known: dict[str, Drive] = {}
-    with suppress(OSError, *_DAMAGED):
-        if cache is not None and cache.is_file():  # of anything else a read may not end
-            document = json.loads(cache.read_bytes())
-            if document["version"] == _VERSION:
-                for key, found in document["drives"].items():
-                    with suppress(*_DAMAGED):
-                        known[key] = _parsed(found)
+    for key, found in entries(cache, _SECTION).items():
+        with suppress(*_DAMAGED):
+            known[key] = _parsed(found)
     return known
 
 
@@ -245,9 +230,7 @@ def _way(text: str) -> IoSettings:
 
 
 def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
-    """Replaces the file in one step; where that can't be done, nothing is remembered."""
-    if cache is None:
-        return
+    """Where that can't be done, nothing is remembered."""
     body = {
         key: {
             "settings": str(drive.settings),
@@ -256,9 +239,7 @@ def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
         }
         for key, drive in drives.items()
     }
-    with suppress(OSError):
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cache, json.dumps({"version": _VERSION, "drives": body}, indent=1).encode())
+    remember(cache, _SECTION, body)
 
 
 def _text(path: Path) -> str:

@@ -106,12 +106,20 @@ class ExpertStore:
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """What was read, as the backend takes it."""
+        return self._backend.expert(self.view(key, buffer))
+
+    def view(self, key: ExpertKey, buffer: U8) -> ExpertView:
+        """What was read, as it lies there."""
+        return ExpertView(buffer, self.projections(key))
+
+    def projections(self, key: ExpertKey) -> Mapping[str, ProjectionView]:
+        """Where they lie in an expert's bytes; one object for all experts that are alike."""
         views = self._views.get(key)
         if views is None:
             entry = self._pack.entry(key)
             kind = (*entry.bits.items(), self._pack.layout(key).data_offset)
             views = self._views[key] = self._kinds.setdefault(kind, _views(self._pack, key))
-        return self._backend.expert(ExpertView(buffer, views))
+        return views
 
     def _tried(self, key: ExpertKey, into: U8, error: Exception | None = None) -> U8 | PackError:
         """With an `error`, which it failed with, once more."""

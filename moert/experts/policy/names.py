@@ -46,7 +46,7 @@ def eviction_for(
     """
     spec = pack.manifest.model
     if name == AUTO_EVICTION:
-        return choose_eviction(_trace_of(pack, notify), spec, nbytes, capacity_bytes)
+        return choose_eviction(trace_of(pack, notify), spec, nbytes, capacity_bytes)
     if name == FORESEEN:
         assert foresight is not None
         return Choice(name, Foreseen(spec.moe_layers(), foresight, succession_of(pack, notify)), {})
@@ -56,11 +56,12 @@ def eviction_for(
 def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | None:
     """What the pack's trace teaches; None without one of this model, of which `notify` hears. Raises PackError if it is
     damaged."""
-    trace = _trace_of(pack, notify)
+    trace = trace_of(pack, notify)
     return None if trace is None else Succession.of(trace, pack.manifest.model)
 
 
-def _trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
+def trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
+    """The pack's trace, alike."""
     return _of_this_model(pack, TRACE, Trace.from_bytes, notify) if TRACE in pack.manifest.files else None
 
 

@@ -74,6 +74,10 @@ class Usage:
         self._visits, self._visited_at, self._interval = array("q"), array("d"), array("d")  # by place
         self._latest: dict[int, tuple[int, ...]] = {}
 
+    def row(self, key: ExpertKey) -> int | None:
+        """None for an expert that was not heard of."""
+        return self._rows.get(key)
+
     def load(self, key: ExpertKey) -> int:
         """The expert comes into memory; returns its row."""
         row = self._rows.get(key)

@@ -342,6 +342,21 @@ void moert_fence_end(int fence);
 /* Whether zeros were read within it; and how often that has begun anywhere. */
 int moert_fence_broken(int fence);
 int64_t moert_fences_broken(void);
+/* What experts cost that a device or the processor may compute (moert/placement.py), in seconds. Of each kind: of each of three
+ * projections what its weights and what a row take on the processor, and the same on the device; a copy; a read. */
+#define MOERT_PLACING_KIND 14
+enum { MOERT_CHEAPEST, MOERT_ALL_COPIED, MOERT_ONLY_HELD };
+typedef struct {
+    const double *kinds; /* [kinds, MOERT_PLACING_KIND] */
+    double host_call_s, launch_s, row_s, pass_s, reluctance;
+    double device_s, copy_s, read_s; /* for which these are busy already */
+    int32_t tried, rule;
+} moert_placing;
+
+/* Who computes each of n experts: 0 the processor, 1 the device that holds it, 2 the device after a copy. `given` [3, n]:
+ * tokens, kind, and 1 where it lies in memory plus 2 where it is on the device. `scratch` has six numbers for each. How long
+ * all of it takes. */
+double moert_assign(const moert_placing *with, int n, const int32_t *given, uint8_t *who, double *scratch);
 
 /* A read of consecutive bytes of a file, and what came of it. */
 typedef struct {

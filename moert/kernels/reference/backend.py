@@ -152,9 +152,10 @@ class ReferenceBackend:
         for place, expert in enumerate(experts):
             out[place] = ffn(expert(), x, spec)[0]
 
-    def add_parts(self, parts: F32, weights: F32, out: F32) -> None:
-        for part, weight in zip(parts, weights, strict=True):
-            out += part * weight
+    def add_parts(self, parts: F32, weights: F32, out: F32, tokens: npt.NDArray[np.int32] | None = None) -> None:
+        rows = np.zeros(len(parts), np.int32) if tokens is None else tokens
+        for part, weight, row in zip(parts, weights, rows, strict=True):
+            out[row] += part * weight
 
     def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
         return neurons.fire(layout, base, offsets, x, spec)

@@ -1,0 +1,1 @@
+"""A second device beside the processor: what holds experts there, and computes with them."""

@@ -1,0 +1,183 @@
+"""Matrices in a device's memory, in the bytes that a pack has them in; and their weights in float32, a few rows at a
+time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moert.kernels.backend import Floats, ProjectionView, Stored
+from moert.pack.codec import E2M1, F32, MX_GROUP, QuantizedMatrix, n_groups, row_bytes
+
+Kind = Literal[2, 3, 4, 8, "MXFP4", "F16", "BF16", "F32"]
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_MX_BIAS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class TorchMatrix:
+    """A matrix [rows, cols]. `kind`: the bits of its codes, or how its numbers are stored. `data`: these numbers
+    [rows, cols], or the bytes of codes [rows, row_bytes]; `scale` and `minimum` float16 [rows, groups], where of MXFP4
+    `scale` has the exponents, uint8. `bias` float32 [rows] is added to what it gives."""
+
+    kind: Kind
+    cols: int
+    group: int
+    data: Tensor
+    scale: Tensor | None = None
+    minimum: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.data)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.data, self.scale, self.minimum, self.bias)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def biased(self, bias: F32) -> TorchMatrix:
+        """The same, not copied, with this bias."""
+        return replace(self, bias=copied(bias, self.data.device))
+
+    def stored(self) -> tuple[Stored, F32 | None]:
+        """Copies in memory of what it was made of."""
+        bias = None if self.bias is None else array_of(self.bias)
+        if isinstance(self.kind, int):
+            parts: list[Any] = [array_of(part) for part in (self.data, self.scale, self.minimum) if part is not None]
+            return QuantizedMatrix(self.kind, self.cols, self.group, *parts), bias
+        assert self.kind != "MXFP4", "matrices outside of experts are not stored so"
+        data = self.data.view(torch.int16) if self.kind == "BF16" else self.data
+        found = array_of(data)
+        return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found), bias
+
+
+def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatrix:
+    """A copy on the device of a matrix outside of experts."""
+    on = None if bias is None else copied(bias, device)
+    if isinstance(stored, QuantizedMatrix):
+        codes, scale, minimum = (copied(part, device) for part in (stored.qweight, stored.scale, stored.minimum))
+        return TorchMatrix(_kind(stored.bits), stored.in_features, stored.group_size, codes, scale, minimum, on)
+    cols = stored.data.shape[1]
+    if stored.dtype == "BF16":
+        data = copied(stored.data.view(np.int16), device).view(torch.bfloat16)
+    else:
+        data = copied(stored.data, device)
+    return TorchMatrix(stored.dtype, cols, cols, data, bias=on)
+
+
+def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
+    """A matrix of an expert whose file lies in the buffer, uint8 [bytes]: not copied."""
+    rows, cols = part.shape
+    bias = None if part.bias_place is None else _piece(buffer, part.bias_place, torch.float32, rows)
+    if part.form is None:
+        groups, size = n_groups(cols, part.group_size), row_bytes(cols, part.bits)
+        codes = _piece(buffer, part.places[0], torch.uint8, rows, size)
+        scale, minimum = (_piece(buffer, at, torch.float16, rows, groups) for at in part.places[1:])
+        return TorchMatrix(_kind(part.bits), cols, part.group_size, codes, scale, minimum, bias)
+    if part.form == "MXFP4":
+        codes = _piece(buffer, part.places[0], torch.uint8, rows, row_bytes(cols, 4))
+        exponents = _piece(buffer, part.places[1], torch.uint8, rows, n_groups(cols, MX_GROUP))
+        return TorchMatrix("MXFP4", cols, MX_GROUP, codes, exponents, None, bias)
+    return TorchMatrix(part.form, cols, cols, _piece(buffer, part.places[0], _FLOATS[part.form], rows, cols), bias=bias)
+
+
+def weights(matrix: TorchMatrix, first: int = 0, stop: int | None = None) -> Tensor:
+    """Rows first to stop - 1 in float32, [rows, cols]: bit for bit what the reference makes of them."""
+    data = matrix.data[first:stop]
+    if matrix.scale is None:
+        return data.to(torch.float32)
+    scale = matrix.scale[first:stop]
+    if matrix.minimum is None:
+        return _mxfp4(data, scale, matrix.cols)
+    assert isinstance(matrix.kind, int)
+    values = _codes(data, matrix.kind, matrix.cols).to(torch.float32, memory_format=torch.contiguous_format)
+    values, grouped = _grouped(values, matrix.group)
+    for part, join in ((scale, Tensor.mul_), (matrix.minimum[first:stop], Tensor.add_)):
+        join(grouped, _each(part.to(torch.float32), matrix.group, grouped))
+    return values
+
+
+def chosen_rows(matrix: TorchMatrix, ids: Sequence[int]) -> Tensor:
+    """Some rows of it as they are, [len(ids), cols] in float32."""
+    at = torch.tensor(ids, dtype=torch.int64).to(matrix.data.device)
+    scale, minimum = (None if part is None else part[at] for part in (matrix.scale, matrix.minimum))
+    return weights(replace(matrix, data=matrix.data[at], scale=scale, minimum=minimum, bias=None))
+
+
+def copied(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device, which nothing that happens to the array changes."""
+    own = np.array(array, order="C")
+    return torch.from_numpy(own).to(device)
+
+
+def array_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """In memory; on the processor the tensor's own."""
+    found: npt.NDArray[Any] = tensor.cpu().numpy()
+    return found
+
+
+def _kind(bits: int) -> Kind:
+    """Of codes."""
+    return cast("Kind", bits)
+
+
+def _piece(buffer: Tensor, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    nbytes = dtype.itemsize * int(np.prod(shape))
+    return buffer[at : at + nbytes].view(dtype).view(shape)
+
+
+def _codes(packed: Tensor, bits: int, cols: int) -> Tensor:
+    """Codes uint8 [rows, cols] of packed rows; see moert.pack.codec."""
+    if bits == 8:
+        return packed[:, :cols]
+    if bits != 3:
+        return _plane(packed, bits, cols)
+    low = row_bytes(cols, 2)
+    return _plane(packed[:, :low], 2, cols) | (_plane(packed[:, low:], 1, cols) << 2)
+
+
+def _plane(packed: Tensor, width: int, cols: int) -> Tensor:
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    codes = (packed[:, :, None] >> shifts) & ((1 << width) - 1)
+    return codes.flatten(1)[:, :cols]
+
+
+def _grouped(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The values, and where rows are whole groups the same as [rows, groups, group], not copied."""
+    rows, cols = values.shape
+    return values, values.view(rows, cols // group, group) if cols % group == 0 else values
+
+
+def _each(by_group: Tensor, group: int, values: Tensor) -> Tensor:
+    """by_group [rows, groups] as it meets `values` of _grouped."""
+    if values.dim() == 3:
+        return by_group[:, :, None]
+    return by_group.repeat_interleave(group, dim=1)[:, : values.shape[1]]
+
+
+def _mxfp4(packed: Tensor, exponents: Tensor, cols: int) -> Tensor:
+    """See moert.pack.codec.Mxfp4Matrix. The power of two is multiplied in two halves, neither of which leaves the
+    range of float32."""
+    codes = _plane(packed, 4, cols)
+    values = _magnitudes(packed.device)[codes.to(torch.int32)]
+    power = exponents.to(torch.int32) - _MX_BIAS
+    half = power >> 1
+    values, grouped = _grouped(values, MX_GROUP)
+    for part in (half, power - half):
+        grouped.mul_(_each(((part + _MX_BIAS) << 23).view(torch.float32), MX_GROUP, grouped))
+    return values
+
+
+@cache
+def _magnitudes(device: torch.device) -> Tensor:
+    """What each code of MXFP4 stands for, [16]."""
+    return torch.from_numpy(np.concatenate([E2M1, -E2M1])).to(device)

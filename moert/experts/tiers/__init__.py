@@ -1,0 +1,1 @@
+"""Experts on a device beside those in memory: who lies there, and who computes."""

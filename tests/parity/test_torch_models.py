@@ -1,0 +1,65 @@
+"""Tiny random models with everything but the experts on a device of torch, beside the reference; torch's CPU stands
+for the device. Logits are within 2e-3 of the largest: float32 sums in another order, and keys and values that are
+rounded the other way for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from packs import open_model, pack_of
+from test_native_models import checkpoint, forward, sequences, stepped
+from tiny import TINY
+
+from moert.devices.torch_device import TorchDevice
+from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
+from moert.kernels.backend import Backend
+from moert.pack.reader import Pack
+
+CASES = [(family, next(iter(variants))) for family, (_, variants) in TINY.items()]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    """With experts of 16 bits, which the native kernels compute with as they are."""
+    path = tmp_path_factory.mktemp("torch")
+    return pack_of(checkpoint(*request.param, path / "hf"), path / "model.pack")
+
+
+def on_device(host: Backend, capacity_bytes: int | None) -> Backend:
+    backend = TorchDevice("torch:cpu", capacity_bytes).backend(host)
+    assert backend is not None
+    return backend
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, AUTO_KERNELS])
+@pytest.mark.parametrize("capacity_bytes", [None, 60_000], ids=["all of it", "some of it"])
+def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: int | None) -> None:
+    """Read at once and one by one. Some: what the device has no room for is in memory."""
+    backend = on_device(open_backend(kernels), capacity_bytes)
+    (reference, leader), (model, follower) = open_model(pack), open_model(pack, backend)
+    jumps = pack.manifest.model.moe.router.score == "sparsemixer"
+    runs: list[Callable[..., Any]] = [forward, stepped]
+    for run, (ids, target) in zip(runs * 2, sequences("torch", 4), strict=True):
+        leader.decided = []
+        expected = run(reference, ids, target)
+        follower.given = leader.decided if jumps else []
+        off = np.abs(run(model, ids, target) - expected) / np.abs(expected).max()
+        assert off.max() < 2e-3
+        assert np.median(off) < 2e-4
+
+
+def test_a_forked_sequence_goes_on_by_itself(pack: Pack) -> None:
+    """What is on the device of it too."""
+    model, twin = (open_model(pack, on_device(open_backend(REFERENCE), None))[0] for _ in range(2))
+    ids, _ = sequences("fork", 3)[2]
+    state, _ = model.prefill(ids)
+    fork = state.copy()
+    model.step(state, 5)
+    found = model.step(fork, 7)
+    found = np.stack((found, model.step(fork, 9)))
+    straight, _ = twin.prefill(ids)
+    expected = np.stack([twin.step(straight, token) for token in (7, 9)])
+    assert np.array_equal(found, expected)

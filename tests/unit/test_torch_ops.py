@@ -1,0 +1,156 @@
+"""A pack's bytes computed with in torch, beside the readable arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_problems import ACTIVATION, KINDS, Kind, activations, normal, random_stored
+
+from moert.devices import torch_ops
+from moert.devices.torch_matrices import chosen_rows, copied, lying, placed, weights
+from moert.devices.torch_ops import by_head, ffn, product, tiled
+from moert.kernels.backend import Floats, ProjectionView
+from moert.kernels.reference import Plain
+from moert.kernels.reference import ffn as plain_ffn
+from moert.kernels.reference import weights as plain_weights
+from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
+from moert.pack.parts import Act, Ffn
+
+CPU = torch.device("cpu")
+GROUPS = (None, 16, 32, 64, 10, 48, 1)
+kinds, groups, seeds = st.sampled_from(KINDS), st.sampled_from(GROUPS), st.integers(0, 1 << 20)
+sizes, tokens_of = st.integers(1, 150), st.integers(1, 20)
+
+
+def close(found: torch.Tensor, expected: F32) -> None:
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-5 * max(1.0, float(np.abs(expected).max())))
+
+
+def random_mxfp4(rng: np.random.Generator, rows: int, cols: int, place: int = 0) -> tuple[bytes, ProjectionView]:
+    """Any codes and any exponents, from this place on, and a bias behind them."""
+    codes = rng.integers(0, 256, rows * row_bytes(cols, 4)).astype(np.uint8).tobytes()
+    exponents = rng.integers(0, 256, rows * n_groups(cols, 32)).astype(np.uint8).tobytes()
+    second = place + len(codes)
+    third = -(-(second + len(exponents)) // 4) * 4
+    body = bytes(place) + codes + exponents
+    body += bytes(third - len(body)) + normal(rng, rows).tobytes()
+    return body, ProjectionView((rows, cols), 16, 0, "MXFP4", (place, second), third)
+
+
+@settings(max_examples=150)
+@given(seed=seeds, kind=kinds, group=groups, rows=sizes, cols=sizes)
+def test_weights_are_those_of_the_reference_bit_for_bit(
+    seed: int, kind: Kind, group: int | None, rows: int, cols: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    stored = random_stored(rng, kind, rows, cols, group)
+    matrix, expected = placed(stored, None, CPU), plain_weights(stored)
+    first, stop = sorted(rng.integers(0, rows + 1, 2).tolist())
+    assert np.array_equal(weights(matrix).numpy(), expected)
+    assert np.array_equal(weights(matrix, first, stop).numpy(), expected[first:stop])
+    ids = rng.integers(0, rows, 5).tolist()
+    assert np.array_equal(chosen_rows(matrix, ids).numpy(), expected[ids])
+
+
+@settings(max_examples=50)
+@given(seed=seeds, rows=st.integers(1, 20), cols=sizes)
+def test_mxfp4_is_that_of_the_reference_bit_for_bit(seed: int, rows: int, cols: int) -> None:
+    """At any exponent: weights that are infinite, and those that are less than a normal number."""
+    body, part = random_mxfp4(np.random.default_rng(seed), rows, cols, place=64)
+    buffer = np.frombuffer(bytearray(body), np.uint8)
+    matrix = lying(copied(buffer, CPU), part)
+    with np.errstate(over="ignore"):
+        expected = plain_weights(part.stored(buffer))
+    assert np.array_equal(weights(matrix).numpy(), expected)
+    assert matrix.bias is not None
+    assert np.array_equal(matrix.bias.numpy(), part.bias(buffer))
+
+
+@settings(max_examples=50)
+@given(seed=seeds, kind=kinds, group=groups, rows=sizes, cols=sizes, biased=st.booleans())
+def test_a_matrix_comes_back_as_it_was(
+    seed: int, kind: Kind, group: int | None, rows: int, cols: int, biased: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    stored, bias = random_stored(rng, kind, rows, cols, group), normal(rng, rows) if biased else None
+    found, again = placed(stored, bias, CPU).stored()
+    assert (again is None) == (bias is None)
+    assert again is None or np.array_equal(again, bias)
+    if isinstance(stored, Floats):
+        assert isinstance(found, Floats)
+        assert (found.dtype, found.data.dtype) == (stored.dtype, stored.data.dtype)
+        assert np.array_equal(found.data, stored.data)
+        return
+    assert isinstance(found, QuantizedMatrix)
+    assert (found.bits, found.in_features, found.group_size) == (stored.bits, stored.in_features, stored.group_size)
+    for mine, given_ in ((found.qweight, stored.qweight), (found.scale, stored.scale), (found.minimum, stored.minimum)):
+        assert np.array_equal(mine, given_)
+
+
+@settings(max_examples=100)
+@given(seed=seeds, kind=kinds, group=groups, rows=sizes, cols=sizes, tokens=tokens_of, biased=st.booleans())
+def test_products_are_those_of_the_reference(
+    seed: int, kind: Kind, group: int | None, rows: int, cols: int, tokens: int, biased: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    stored, bias = random_stored(rng, kind, rows, cols, group), normal(rng, rows) if biased else None
+    x = activations(rng, tokens, cols)
+    expected = x @ plain_weights(stored).T + (0 if bias is None else bias)
+    close(product(torch.from_numpy(x), placed(stored, bias, CPU)), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_are_of_as_many_weights_as_they_may_have(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes of them is the whole product."""
+    rng = np.random.default_rng(2)
+    stored, x, made = random_stored(rng, kind, 37, 50, 16), torch.from_numpy(normal(rng, 3, 50)), []
+    matrix = placed(stored, None, CPU)
+    monkeypatch.setattr(torch_ops, "TILE", 400)
+    monkeypatch.setattr(torch_ops, "weights", lambda *which: made.append(weights(*which)) or made[-1])
+    close(tiled(x, matrix), x.numpy() @ plain_weights(stored).T)
+    assert [len(tile) for tile in made] == ([] if kind == "F32" else [8, 8, 8, 8, 5])
+
+
+@pytest.mark.parametrize("tile", [1, 300, 1 << 20])
+def test_each_head_meets_a_matrix_of_its_own(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "TILE", tile)
+    rng = np.random.default_rng(3)
+    stored, x = random_stored(rng, 4, 5 * 7, 20, 8), normal(rng, 3, 5, 20)
+    expected = np.einsum("thi,hoi->tho", x, plain_weights(stored).reshape(5, 7, 20))
+    close(by_head(torch.from_numpy(x), placed(stored, None, CPU)), expected)
+
+
+@settings(max_examples=150)
+@given(
+    seed=seeds, activation=st.sampled_from(list(ACTIVATION)), gated=st.booleans(),
+    limit=st.sampled_from([None, 0.4]), slope=st.sampled_from([1.0, 1.702]), plus=st.sampled_from([0.0, 1.0]),
+    biased=st.booleans(), group=groups, d_model=sizes, d_ff=sizes, tokens=tokens_of,
+    widths=st.lists(kinds, min_size=3, max_size=3),
+)  # fmt: skip
+def test_feed_forwards_are_those_of_the_reference(
+    seed: int, activation: Any, gated: bool, limit: float | None, slope: float, plus: float, biased: bool,
+    group: int | None, d_model: int, d_ff: int, tokens: int, widths: list[Kind],
+) -> None:  # fmt: skip
+    act = Act(activation, limit, slope if activation == "silu" else 1.0, plus if gated else 0.0)
+    spec, rng, x = Ffn(d_ff, act, gated, biased), np.random.default_rng(seed), None
+    plain, there = {}, {}
+    for name, kind in zip(spec.projections, widths, strict=False):
+        rows, cols = spec.shape(name, d_model)
+        stored = random_stored(rng, kind, rows, cols, group, size=1.5 * cols**-0.5)
+        bias = normal(rng, rows) if biased else None
+        plain[name], there[name] = Plain(plain_weights(stored), bias), placed(stored, bias, CPU)
+    x = normal(rng, tokens, d_model)
+    close(ffn(there, torch.from_numpy(x), spec), plain_ffn(plain, x, spec))
+
+
+def test_without_triton_few_tokens_are_computed_like_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is none of CUDA, the kernel is not asked for."""
+    monkeypatch.setattr(torch_ops, "fused_product", lambda: pytest.fail("asked for"))
+    rng = np.random.default_rng(0)
+    stored, x = random_stored(rng, 3, 9, 33, 10), normal(rng, 1, 33)
+    close(product(torch.from_numpy(x), placed(stored, None, CPU)), x @ plain_weights(stored).T)
