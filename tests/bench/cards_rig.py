@@ -162,7 +162,7 @@ class Rig:
         self.setup, self.guesses = setup, np.zeros((1, len(ORDER), MIXTRAL.moe.n), np.float16)
         profile = PROFILES[setup.card]
         device = _Card(f"sim:{setup.card}", profile, setup.gpu_bytes, cast("Any", _Nothing()))
-        views, kind = _expert(setup.bits)
+        views, kind = expert_of(setup.bits)
         keys = [at.expert(number) for at in ORDER for number in range(MIXTRAL.moe.n)]
         self.expert_bytes = kind.nbytes
         if setup.others == "device":
@@ -190,7 +190,7 @@ class Rig:
         if setup.rule != ONLY_HELD:
             copies = CopyAhead(self.cache, residents, placement, kind_of, counters, device.clock.now)
         telling = self._telling(device, residents)
-        tiers = Tiers(device, residents, placement, kind_of, nbytes, counters, copies, telling)
+        tiers = Tiers(device, residents, placement, kind_of, nbytes, counters, copy_ahead=copies, telling=telling)
         ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), None) if setup.guesses else None
         if ahead is not None:
             ahead.reads = False
@@ -237,7 +237,7 @@ class Rig:
         return Telling(*given)
 
 
-def _expert(bits: int) -> tuple[dict[str, ProjectionView], Kind]:
+def expert_of(bits: int) -> tuple[dict[str, ProjectionView], Kind]:
     """One of Mixtral's, at these bits in groups of 64."""
     shapes = {"gate": (D_FF, WIDTH), "up": (D_FF, WIDTH), "down": (WIDTH, D_FF)}
     views = {name: ProjectionView(shape, bits, 64, "F16", (0, 0, 0)) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""`moert run --device`: a simulated card from the command line writes what the processor writes, and says what it is."""
+"""`moert run --device`: a simulated card writes what the processor writes, and figures say that it is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes which expert: beside every other way, the same in C and in Python, and what must follow from the costs."""
+"""Who computes which expert: beside every other way, the same in C and Python, and what follows from the costs."""
 
 from __future__ import annotations
 

@@ -33,34 +33,39 @@ static costs costs_of(const moert_placing *with, int32_t count, int32_t kind, in
     return found;
 }
 
-static double seconds(const layer *l) {
-    double device = l->with->device_s, copy = l->with->copy_s, read = l->with->read_s, host = 0;
+/* How long it takes, and in `copied` how long all copies do. */
+static double seconds(const layer *l, double *copied) {
+    double device = l->with->device_s, copy = l->with->copy_s, read = l->with->read_s, host = 0, copies = 0;
     int used = 0, drive = 0;
     for (int e = 0; e < l->n; e++) {
+        const costs *of = &l->of[e];
         drive |= !l->where[e];
-        if (l->who[e] == HELD) device += l->of[e].device, used = 1;
+        if (l->who[e] == HELD)
+            device += of->device, used = 1;
+        else if (l->who[e] == COPIED)
+            copies += of->copy, used = 1;
+        else if (l->where[e])
+            host += of->host;
     }
-    for (int on_drive = 0; on_drive <= drive; on_drive++)
+    for (int on_drive = 0; on_drive <= drive && copies > 0; on_drive++)
         for (int e = 0; e < l->n; e++)
             if (l->who[e] == COPIED && (l->where[e] == 0) == on_drive) {
                 read += l->of[e].read;
                 copy = larger(copy, on_drive ? read : 0) + l->of[e].copy;
-                device = larger(device, copy) + l->of[e].device, used = 1;
+                device = larger(device, copy) + l->of[e].device;
             }
-    for (int on_drive = 0; on_drive <= drive; on_drive++)
-        for (int e = 0; e < l->n; e++)
-            if (l->who[e] == HOST && (l->where[e] == 0) == on_drive) {
-                read += l->of[e].read;
-                host = larger(host, on_drive ? read : 0) + l->of[e].host;
-            }
+    for (int e = 0; drive && e < l->n; e++)
+        if (l->who[e] == HOST && !l->where[e]) {
+            read += l->of[e].read;
+            host = larger(host, read) + l->of[e].host;
+        }
+    *copied = copies;
     return used ? larger(host, device + l->with->pass_s) : host;
 }
 
 static double judged(const layer *l) {
-    double copied = 0;
-    for (int e = 0; e < l->n; e++)
-        if (l->who[e] == COPIED) copied += l->of[e].copy;
-    return seconds(l) + l->with->reluctance * copied;
+    double copied, taken = seconds(l, &copied);
+    return taken + l->with->reluctance * copied;
 }
 
 /* Leaves the best of all ways in `who`. */
@@ -140,5 +145,6 @@ double moert_assign(const moert_placing *with, int n, const int32_t *given, uint
         else
             split(&l, movable, free, 4 * with->tried, scratch + 5 * (int64_t)n);
     }
-    return seconds(&l);
+    double copied;
+    return seconds(&l, &copied);
 }
