@@ -230,7 +230,8 @@ def main() -> int:
         rows += part(bench)
     settings = {
         "cards": {card: {"memory": nbytes, "simulated": True} for card, nbytes in CARDS.items()},
-        "experts": "Mixtral-8x7B", "bits": 4, "other_bits": 16, "tokens": PASSES, "warm": WARM, "real card": "none was there",
+        "experts": "Mixtral-8x7B",
+        "bits": 4, "other_bits": 16, "tokens": PASSES, "warm": WARM, "real card": "none was there",
     }  # fmt: skip
     write("devices", context(settings), rows)
     print(table(rows))

@@ -1,10 +1,10 @@
 """Routing for a model of Mixtral's shape, recorded from the wiki model: no trace of Mixtral itself is published.
 
-The wiki model's 32 experts are taken four at a time: a token goes to the two such groups that hold the experts which its
-router ranks highest, and a group is guessed with the probability of its four. Its eight layers come four times over,
-each time with other text. So popularity, repetition from token to token and guesses are those of a trained model, of a
-smaller one than Mixtral. They came out like what is known of Mixtral: an expert of the token before comes again for 50
-to 67% of tokens (46 to 67% there, Jiang et al. 2024), and of two guesses 80% are right.
+The wiki model's 32 experts are taken four at a time: a token goes to the two such groups that hold the experts which
+its router ranks highest, and a group is guessed with the probability of its four. Its eight layers come four times
+over, each time with other text. So popularity, repetition from token to token and guesses are those of a trained
+model, of a smaller one than Mixtral. They came out like what is known of Mixtral: an expert of the token before comes
+again for 50 to 67% of tokens (46 to 67% there, Jiang et al. 2024), and of two guesses 80% are right.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tests.bench.tables import (
     Block,
     demo,
+    devices,
     flash,
     front,
     gradients,
@@ -59,5 +60,6 @@ BLOCKS: Mapping[str, Block] = {
     "workers": Block("workers", size.parts),
     "large": Block("large", large.parts),
     "many": Block("many", many.parts),
+    "devices": Block("devices", devices.parts),
     "outlook": Block("outlook", outlook.parts),
 }
