@@ -17,7 +17,7 @@ _FLOATS, _MXFP4 = 0, 1
 """What KIND says beside the widths of codes."""
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator,unused-ignore]
 def _multiply(  # type: ignore[no-untyped-def]
     x, data, scale, minimum, out, tokens, rows, cols, row_bytes, groups, group, low_bytes,
     KIND: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -75,8 +75,9 @@ def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
     minimum = scale if matrix.minimum is None else matrix.minimum
     token_block = 1 if tokens == 1 else _TOKENS
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(tokens, token_block))
-    _multiply[grid](
-        x, matrix.data, scale, minimum, out, tokens, rows, cols, matrix.data.shape[1], scale.shape[1], matrix.group,
-        (2 * cols + 7) // 8, KIND=kind, T=token_block, R=_ROWS, C=_COLS,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _multiply[grid](
+            x, matrix.data, scale, minimum, out, tokens, rows, cols, matrix.data.shape[1], scale.shape[1],
+            matrix.group, (2 * cols + 7) // 8, KIND=kind, T=token_block, R=_ROWS, C=_COLS,
+        )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from packs import open_model, pack_of
 from test_native_models import checkpoint, forward, sequences, stepped
 from tiny import TINY
@@ -18,6 +19,8 @@ from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
 from moert.kernels.backend import Backend
 from moert.pack.reader import Pack
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
+DEVICES = ["torch:cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_cuda])]
 CASES = [(family, next(iter(variants))) for family, (_, variants) in TINY.items()]
 
 
@@ -28,17 +31,18 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return pack_of(checkpoint(*request.param, path / "hf"), path / "model.pack")
 
 
-def on_device(host: Backend, capacity_bytes: int | None) -> Backend:
-    backend = TorchDevice("torch:cpu", capacity_bytes).backend(host)
+def on_device(name: str, host: Backend, capacity_bytes: int | None) -> Backend:
+    backend = TorchDevice(name, capacity_bytes).backend(host)
     assert backend is not None
     return backend
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernels", [REFERENCE, AUTO_KERNELS])
 @pytest.mark.parametrize("capacity_bytes", [None, 60_000], ids=["all of it", "some of it"])
-def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: int | None) -> None:
+def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: int | None, device: str) -> None:
     """Read at once and one by one. Some: what the device has no room for is in memory."""
-    backend = on_device(open_backend(kernels), capacity_bytes)
+    backend = on_device(device, open_backend(kernels), capacity_bytes)
     (reference, leader), (model, follower) = open_model(pack), open_model(pack, backend)
     jumps = pack.manifest.model.moe.router.score == "sparsemixer"
     runs: list[Callable[..., Any]] = [forward, stepped]
@@ -51,9 +55,10 @@ def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: i
         assert np.median(off) < 2e-4
 
 
-def test_a_forked_sequence_goes_on_by_itself(pack: Pack) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_forked_sequence_goes_on_by_itself(pack: Pack, device: str) -> None:
     """What is on the device of it too."""
-    model, twin = (open_model(pack, on_device(open_backend(REFERENCE), None))[0] for _ in range(2))
+    model, twin = (open_model(pack, on_device(device, open_backend(REFERENCE), None))[0] for _ in range(2))
     ids, _ = sequences("fork", 3)[2]
     state, _ = model.prefill(ids)
     fork = state.copy()

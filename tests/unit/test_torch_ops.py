@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.parts import Act, Ffn
 
 CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
 GROUPS = (None, 16, 32, 64, 10, 48, 1)
 kinds, groups, seeds = st.sampled_from(KINDS), st.sampled_from(GROUPS), st.integers(0, 1 << 20)
 sizes, tokens_of = st.integers(1, 150), st.integers(1, 20)
@@ -146,6 +148,29 @@ def test_feed_forwards_are_those_of_the_reference(
         plain[name], there[name] = Plain(plain_weights(stored), bias), placed(stored, bias, CPU)
     x = normal(rng, tokens, d_model)
     close(ffn(there, torch.from_numpy(x), spec), plain_ffn(plain, x, spec))
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("kind", [*KINDS, "MXFP4"])
+@pytest.mark.parametrize("tokens", [1, 3, torch_ops.FEW, torch_ops.FEW + 1, 300])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (37, 50), (1000, 1500)])
+def test_products_on_a_gpu_are_those_of_the_processor(kind: Any, tokens: int, rows: int, cols: int) -> None:
+    """Of few tokens by the Triton kernel, which comes with torch there."""
+    assert torch_ops.fused_product() is not None
+    rng, gpu = np.random.default_rng(6), torch.device("cuda:0")
+    if kind == "MXFP4":
+        body, part = random_mxfp4(rng, rows, cols)
+        here = lying(copied(np.frombuffer(body, np.uint8), CPU), part)
+        assert here.scale is not None
+        here.scale.copy_(here.scale % 12 + 120)  # so that sums are finite
+        there = replace(here, data=here.data.to(gpu), scale=here.scale.to(gpu), bias=None)
+    else:
+        stored = random_stored(rng, kind, rows, cols, 32)
+        here, there = placed(stored, None, CPU), placed(stored, None, gpu)
+    assert np.array_equal(weights(there).cpu().numpy(), weights(here).numpy())
+    x = torch.from_numpy(normal(rng, tokens, cols))
+    close(product(x.to(gpu), there).cpu(), tiled(x, here).numpy())
 
 
 def test_without_triton_few_tokens_are_computed_like_many(monkeypatch: pytest.MonkeyPatch) -> None:
