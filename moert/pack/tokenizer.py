@@ -167,17 +167,14 @@ def _pattern(table: Table) -> tuple[int, bool]:
     if "Regex" in pattern:
         _text(pattern, "Regex", _PATTERN)
         return 1, True
-    nbytes = _nbytes(_text(pattern, "String", _PATTERN))
-    if not nbytes:
-        raise ValueError("pattern is empty")
-    return nbytes, False
+    return _nbytes(_text(pattern, "String", _PATTERN)), False
 
 
 def _replace(table: Table) -> Growth:
-    """An expression may also stand for nothing, between any two letters."""
+    """An expression may also stand for nothing, between any two letters; a pattern that is empty does."""
     nbytes, expression = _pattern(table)
     content = _nbytes(_text(table, "content", _PATTERN))
-    return Growth(content + 1.0, content) if expression else Growth(max(1.0, content / nbytes))
+    return Growth(content + 1.0, content) if expression or not nbytes else Growth(max(1.0, content / nbytes))
 
 
 def _replace_text(table: Table) -> Growth:

@@ -74,7 +74,7 @@ GROWING = {
     "a text of itself": tokenizer(post_processor=template([TEXT_A] * 2000)),
     "decoders": tokenizer(decoder=many("decoders", [A_1000] * 3)),
     "a decoder's expression": tokenizer(decoder={"type": "Replace", "pattern": {"Regex": "(a+a+)+b"}, "content": ""}),
-    "a decoder that fills": tokenizer(decoder={"type": "Replace", "pattern": {"String": ""}, "content": "aa"}),
+    "a decoder that fills": tokenizer(decoder={"type": "Replace", "pattern": {"String": ""}, "content": "a" * 40}),
     "a token": tokenizer(model={**WORDS, "vocab": {"[UNK]": 0, "a" * 100_000: 1}}),
     "an unknown": tokenizer(model={**WORDS, "vocab": {"a" * 5000: 0}, "unk_token": "a" * 5000}),
     "a beginning": tokenizer(
