@@ -76,19 +76,24 @@ def _checked(body: bytes) -> Growth:
     growth = normalizer.then(_part(table, "pre_tokenizer", _PRE_TOKENIZERS))
     if growth.times > _MOST_TIMES or growth.plus > _MOST_PLUS:
         raise TokenizerUnfit(
-            f"may make {growth.times:,.0f} times as much of a text as it has, and {growth.plus:,.0f} bytes more; at "
-            f"most {_MOST_TIMES:,.0f} times and {_MOST_PLUS:,} bytes are taken"
+            f"may make {_short(growth.times)} times as much of a text as it has, and {_short(growth.plus)} bytes more: "
+            f"at most {_MOST_TIMES:,.0f} times and {_MOST_PLUS:,} bytes are taken"
         )
     _check_added(table.get("added_tokens"), normalizer)
     specials = _part(table, "post_processor", _POST_PROCESSORS).plus
     if specials > _MOST_SPECIALS:
-        raise TokenizerUnfit(f"adds {specials:,.0f} tokens to each text, at most {_MOST_SPECIALS} are taken")
+        raise TokenizerUnfit(f"adds {_short(specials)} tokens to each text, at most {_MOST_SPECIALS} are taken")
     decoded = _part(table, "decoder", _DECODERS).times
     if decoded > _MOST_DECODED:
         raise TokenizerUnfit(
-            f"may make text of {decoded:,.0f} times its length of a token, at most {_MOST_DECODED:.0f} times are taken"
+            f"may make text of {_short(decoded)} times its length of a token: at most {_MOST_DECODED:.0f} times are "
+            "taken"
         )
     return growth
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number < 1e12 else f"{number:.0e}"
 
 
 def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
@@ -319,4 +324,4 @@ def _check_added(tokens: Any, normalizer: Growth) -> None:
         if each.get("normalized", True):
             normalized += normalizer.times * _nbytes(content) + normalizer.plus
     if normalizer.times > _CALM and normalized > _MOST_BYTES:
-        raise TokenizerUnfit(f"might make {normalized:,.0f} bytes of its added tokens")
+        raise TokenizerUnfit(f"might make {_short(normalized)} bytes of its added tokens")

@@ -54,6 +54,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "u
 META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 GROWING = {
     "three Replace": tokenizer(normalizer=many("normalizers", [A_1000] * 3)),
+    "hundreds of Replace": tokenizer(normalizer=many("normalizers", [A_1000] * 300)),
     "sixty Prepend": tokenizer(normalizer=many("normalizers", [{"type": "Prepend", "prepend": "a" * 9000}] * 60)),
     "sequences in each other": tokenizer(
         normalizer=many("normalizers", [many("normalizers", [A_1000, A_1000]), many("normalizers", [A_1000])])
