@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeconv.foresight.kept import filled
+from moeconv.foresight.kept import believed, filled
 from moeconv.measure.scorers import Routed, Subject
 from moeconv.progress import Bar
 from moeconv.source.archs.description import Description
@@ -102,7 +102,8 @@ def collected(
     """What the model says of a scorer's text. What the folder has is taken if it is `about` the same; it is made anew
     otherwise. Raises ConversionError for what the disk refuses."""
     found = filled(folder, about, lambda: _collect(folder, subject, description, scorer, bar))
-    return _opened(folder, found["lengths"], subject.spec)
+    with believed(folder):
+        return _opened(folder, found["lengths"], subject.spec)
 
 
 def _shapes(spec: ModelSpec, stack: StackName) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeconv.foresight.kept import filled
+from moeconv.foresight.kept import believed, filled
 from moeconv.measure.scorers import Routed, Subject
 from moeconv.progress import Bar
 from moeconv.source.experts import Call
@@ -86,7 +86,8 @@ def firings(folder: Path, about: str, subject: Subject, scorer: Reads, bar: Bar)
     """What a model in memory does with a scorer's text, and writes where it writes. What the folder has is taken if it
     is `about` the same. Raises ConversionError for what the disk refuses."""
     found = filled(folder, about, lambda: _collect(folder, subject, scorer, bar))
-    return {place: _opened(folder, place, *found["shapes"][str(place)]) for place in subject.spec.moe_layers()}
+    with believed(folder):
+        return {place: _opened(folder, place, *found["shapes"][str(place)]) for place in subject.spec.moe_layers()}
 
 
 def _opened(folder: Path, place: LayerKey, tokens: int, *shape: int) -> LayerFirings:

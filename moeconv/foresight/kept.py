@@ -6,7 +6,8 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict
             f"can't use {folder}: {error.strerror or error}; free it or give another --work"
         ) from None
     return found
+
+
+@contextmanager
+def believed(folder: Path) -> Iterator[None]:
+    """Around what opens the examples of a folder, which others may have written. Raises ConversionError."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ConversionError(
+            f"{folder} holds examples that are none ({reason}): delete it, and they are made again"
+        ) from error
 
 
 def _said(folder: Path) -> dict[str, Any] | None:

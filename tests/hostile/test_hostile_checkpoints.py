@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,3 +244,15 @@ def test_a_pipe_in_place_of_a_config_is_one_line(single: Path, tmp_path: Path) -
     os.mkfifo(folder / "generation_config.json")
     with pytest.raises(CheckpointError, match="not a regular file"):
         Checkpoint.open(folder)
+
+
+def test_mutations_of_published_configs() -> None:
+    """Bounded in time and memory; each is read, or refused in one line."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("mutated_configs.py")), "8"], capture_output=True, text=True,
+        check=False, timeout=900, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, read = map(int, done.stdout.split())
+    assert refused > 100
+    assert read > 50
