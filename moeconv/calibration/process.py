@@ -39,15 +39,20 @@ class Overlong(Exception):
 class Process:
     """Runs `main(*arguments)` of a module, which calls `bound` first. Use it in a with block, whose end is its own."""
 
-    def __init__(self, module: str, arguments: Sequence[str], limits: Limits, shown: bool = False) -> None:
-        """`shown`: whether a person sees what it says on stderr."""
+    def __init__(
+        self, module: str, arguments: Sequence[str], limits: Limits, shown: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`shown`: whether a person sees what it says on stderr; `environment`: all that it is told, None for what
+        this process was."""
         self._limits, self._found = limits, bytearray()
         paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path or ".") for path in sys.path)]
         bounds = json.dumps({"cpu_s": limits.cpu_s, "data_bytes": limits.data_bytes})
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _PROGRAM.format(module=module), json.dumps(paths), bounds, *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if shown else subprocess.DEVNULL,
-            start_new_session=True, env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}, bufsize=0,
+            start_new_session=True, bufsize=0,
+            env={**(os.environ if environment is None else environment), "ARROW_DEFAULT_MEMORY_POOL": "system"},
         )  # fmt: skip
         assert self._process.stdout is not None
         self._waiting = selectors.DefaultSelector()

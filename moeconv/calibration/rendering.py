@@ -56,7 +56,8 @@ class Rendering:
             raise RenderFailed(f"they take over {MAX_ROW_BYTES >> 20} MiB")
         if self._process is None:
             try:
-                self._process = Process(__name__, [], self._limits)
+                told = {name: os.environ[name] for name in ("TZ", "LD_LIBRARY_PATH") if name in os.environ}
+                self._process = Process(__name__, [], self._limits, environment=told)
             except OSError as error:
                 raise RenderFailed(f"no process can be started to render it ({error.strerror})") from None
             self._process.send(json.dumps({"template": self._template, "tokens": self._tokens}).encode())
