@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moeconv.foresight.kept import believed, filled
-from moeconv.measure.scorers import Routed, Subject
+from moeconv.measure.firing import Reads, heard
+from moeconv.measure.scorers import Subject
 from moeconv.progress import Bar
 from moeconv.source.experts import Call
 from moert.pack.model_spec import LayerKey, ModelSpec
@@ -67,15 +68,6 @@ class LayerFirings:
 Firings = Mapping[LayerKey, LayerFirings]
 
 
-class Reads(Protocol):
-    """A scorer of moeconv.measure.scorers."""
-
-    @property
-    def n_samples(self) -> int: ...
-
-    def routes(self) -> Iterator[Routed]: ...
-
-
 def token_bytes(spec: ModelSpec) -> int:
     """What firings take on the disk for each token of all stacks together, at most."""
     layers = max(len(spec.moe_layers(name)) for name in spec.stacks)
@@ -100,36 +92,28 @@ def _opened(folder: Path, place: LayerKey, tokens: int, *shape: int) -> LayerFir
 
 def _collect(folder: Path, subject: Subject, scorer: Reads, bar: Bar) -> dict[str, Any]:
     """Fills the folder. Returns of each layer its tokens, features, top_k and d_ff."""
-    assert subject.layers is None, "a model that is run layer by layer answers its calls elsewhere"
-    spec, asked = subject.spec, dict[LayerKey, Call]()
-    shapes: dict[str, list[int]] = {}
-
-    def hear(place: LayerKey, call: Call) -> None:
-        asked[place] = call  # of text that is written token by token the whole is asked about last
-
+    spec, shapes = subject.spec, dict[str, list[int]]()
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(subject.calls.answering(hear))
         files = {
             (place, name): stack.enter_context((folder / f"{place}.{name}").open("wb"))
             for place in spec.moe_layers()
             for name in _FORMATS
         }
-        for routed in scorer.routes():
-            for place, call in asked.items():
-                there = (call.chosen >= 0).any(dim=1)
-                x, chosen = call.x[there], call.chosen[there]
-                parts = {
-                    "x": x.clamp(-_MOST_F16, _MOST_F16).half(),
-                    "chosen": chosen.short(),
-                    "weights": _weights(subject, place, x, chosen),
-                }
-                for name, part in parts.items():
-                    part.numpy().tofile(files[place, name])
-                shape = shapes.setdefault(str(place), [0, x.shape[1], chosen.shape[1], spec.moe.ffn.d_ff])
-                shape[0] += len(x)
-            asked.clear()
-            bar.update(len(routed.samples))
+
+        def write(place: LayerKey, call: Call) -> None:
+            there = (call.chosen >= 0).any(dim=1)
+            x, chosen = call.x[there], call.chosen[there]
+            parts = {
+                "x": x.clamp(-_MOST_F16, _MOST_F16).half(),
+                "chosen": chosen.short(),
+                "weights": _weights(subject, place, x, chosen),
+            }
+            for name, part in parts.items():
+                part.numpy().tofile(files[place, name])
+            shape = shapes.setdefault(str(place), [0, x.shape[1], chosen.shape[1], spec.moe.ffn.d_ff])
+            shape[0] += len(x)
+
+        heard(subject, scorer, write, bar)
     return {"shapes": shapes}
 
 

@@ -6,17 +6,15 @@ different experts are different neurons.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeconv.measure.scorers import Routed, Subject
+from moeconv.measure.firing import Reads, heard
+from moeconv.measure.scorers import Subject
 from moeconv.progress import Bar
 from moeconv.source.experts import Call, ExpertCalls
 from moert.pack.model_spec import LayerKey
@@ -28,12 +26,6 @@ _NEVER = -(1 << 40)
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
-
-
-class Routing(Protocol):
-    """A scorer of moeconv.measure.scorers."""
-
-    def routes(self) -> Iterator[Routed]: ...
 
 
 @dataclass(frozen=True)
@@ -83,26 +75,13 @@ def has_zeros(act: Act) -> bool:
     return act.name in ("relu", "relu2")
 
 
-def activity_of(subject: Subject, scorer: Routing, bar: Bar) -> dict[LayerKey, Activity] | None:
+def activity_of(subject: Subject, scorer: Reads, bar: Bar) -> dict[LayerKey, Activity] | None:
     """What fires in each layer with experts while a model in memory reads a scorer's text, and writes where it writes.
     None for experts whose activation has no exact zeros. The bar counts samples."""
     if not has_zeros(subject.spec.moe.ffn.act):
         return None
-    assert subject.layers is None, "a model that is run layer by layer answers its calls elsewhere"
-    asked: dict[LayerKey, Call] = {}
-
-    def hear(place: LayerKey, call: Call) -> None:
-        asked[place] = call  # of text that is written token by token the whole is asked about last
-
     counts = {place: _Counts(subject.calls, place) for place in subject.spec.moe_layers()}
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(subject.calls.answering(hear))
-        for routed in scorer.routes():
-            for place, call in asked.items():
-                counts[place].see(call)
-            asked.clear()
-            bar.update(len(routed.samples))
+    heard(subject, scorer, lambda place, call: counts[place].see(call), bar)
     return {place: count.activity() for place, count in counts.items()}
 
 
