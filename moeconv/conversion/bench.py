@@ -17,10 +17,12 @@ from moeconv.conversion.settings import Settings
 from moeconv.measure.assignments import Instead, Measure
 from moeconv.measure.codes import LayerCoding, Shared
 from moeconv.measure.coding import CodingJob, CodingWorker
+from moeconv.measure.firing import Counts, firing_counts
 from moeconv.measure.journal import Journal
 from moeconv.measure.layered import LayeredModel
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.scorers import Scorer
+from moeconv.measure.scorers.build import build_scorer
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
 from moeconv.progress import Progress, unseen
@@ -88,7 +90,7 @@ class Bench:
         folder = self.journal.path.parent / "passes"
         model = LayeredModel(self.coder, self.coding.dense, self.memory.room(self.spec, folder), self.show)
         if self.coder.kept is not None:
-            seen = self.material.scorer(model, self.material.ranking, self._moment_samples())
+            seen = self.material.scorer(model, self.material.ranking, self.moment_samples)
             assert isinstance(seen, TextScorer)
             likely = {bits for bits in self.settings.bits if bits <= BASE_BITS}  # of which the sweep wants most
             model.coded = LayerCoding(model, self.coder.kept, seen.texts, likely, self._shared(folder)).ensure
@@ -126,15 +128,26 @@ class Bench:
         layered = cast("Trial", self.layered)
         return Measure(lambda: layered, lambda: scorer, self.material.metric, self.journal, what)
 
+    def firing_counts(self) -> Counts:
+        """How often neurons fire on the same text that moments are of, unquantised experts among what a pack stores of
+        everything else."""
+        self.trial.original_experts()
+        material, extent = self.material, self.material.extent(self.moment_samples)
+        scorer = build_scorer(self.trial, material.tokenizer, material.ranking, material.metric, extent)
+        with transformers_model(self.coding.checkpoint.path):
+            return firing_counts(self.trial, scorer, self.show)
+
     def collect_moments(self, path: Path) -> None:
         """Moments of the experts' inputs on the ranking text, into a file."""
-        scorer = self.material.scorer(self.loaded, self.material.ranking, self._moment_samples())
+        scorer = self.material.scorer(self.loaded, self.material.ranking, self.moment_samples)
         self.loaded.set_dense(stored=True)
         with transformers_model(self.coding.checkpoint.path):
             moments = collect(self.loaded.calls, scorer.score, self.coding.quantizer.wants)
         moments.save(path)
 
-    def _moment_samples(self) -> int:
+    @property
+    def moment_samples(self) -> int:
+        """Samples of the ranking text that experts are looked at with."""
         spec, ranked = self.spec, self.material.ranked
         wanted = ROWS_AN_INPUT * widest(spec) * spec.moe.n / spec.moe.router.top_k
         scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)

@@ -15,6 +15,7 @@ from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, deliver
 from moeconv.conversion.examples import side_by_side
 from moeconv.conversion.limits import module_note, notes, vocabulary_note
 from moeconv.conversion.material import Material
+from moeconv.conversion.ordering import neuron_order
 from moeconv.conversion.predicting import taught_neurons
 from moeconv.conversion.references import References, evaluated, measured_references
 from moeconv.conversion.residence import check_resident, fitted
@@ -35,6 +36,7 @@ from moeconv.promise.standing import bound_doubt, looks_text, standing
 from moeconv.report.units import size
 from moeconv.sweep.worker import SweepJob
 from moert.pack.manifest import Manifest
+from moert.pack.order import NeuronOrder
 from moert.pack.reader import is_pack
 from moert.pack.writer import check_target
 
@@ -90,6 +92,8 @@ class Conversion:
             return self._measured(bench, job, work, conversion_of(subject, settings))
 
     def _unmeasured(self, coding: Coding) -> tuple[Manifest, ConversionReport]:
+        if coding.neurons is not None:
+            self.account.say("note: neurons lie as in the checkpoint: without text none is known to fire often")
         outcome = Outcome(textless_widths(self.settings, coding, self.account))
         return deliver(self.settings, coding.experts(None), coding.dense, outcome, self.account, self._lost)
 
@@ -103,7 +107,8 @@ class Conversion:
                 bench.collect_moments(bench.moments)
         references = measured_references(bench, account)
         judge = references.judge
-        taught = self._taught(bench, work)
+        order = neuron_order(bench, work, account)
+        taught = self._taught(bench, work, order)
         bench.instead = None if taught is None else taught.instead
         references.judged_with(bench.instead)
         looks = self._count_looks(bench, judge, conversion)
@@ -124,6 +129,7 @@ class Conversion:
             sweep_cost=sweep.cost,
             curve=choice.curve(plan),
             dense_alone=dense,
+            order=order,
         )
         if taught is not None:
             assert alone is not None
@@ -132,11 +138,11 @@ class Conversion:
             outcome = replace(outcome, learnt={taught.file: taught.body(outcome.heldout)}, taught=report)
         return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)
 
-    def _taught(self, bench: Bench, work: WorkDir) -> Taught | None:
+    def _taught(self, bench: Bench, work: WorkDir, order: NeuronOrder | None) -> Taught | None:
         """What is a part of every plan that is measured; None where nothing is trained."""
         if self.settings.by_hash:
             return taught_routing(bench, work, self.account)
-        return taught_neurons(bench, work, self.account) if self.settings.predicts else None
+        return taught_neurons(bench, work, self.account, order) if self.settings.predicts else None
 
     def _count_looks(self, bench: Bench, judge: Judge, conversion: str) -> int:
         texts = (f"{bench.coding.checkpoint.sha256} {text}" for text in bench.material.judged_texts)

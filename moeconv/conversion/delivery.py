@@ -41,6 +41,7 @@ from moert.pack.hash import HASH
 from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.order import NeuronOrder
 from moert.pack.paths import PATHS
 from moert.pack.predictor import PREDICTOR
 from moert.pack.reader import Pack, is_pack
@@ -77,6 +78,7 @@ class Outcome:
     residences: tuple[Residence, ...] = ()
     learnt: Mapping[str, bytes] = field(default_factory=dict)
     taught: RouteReport | NeuronsReport | None = None
+    order: NeuronOrder | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
@@ -132,7 +134,7 @@ def deliver(
     with account.progress("writing", len(outcome.widths), "expert") as bar:
         manifest = emit(
             coder, outcome.widths, settings.out, seed=settings.seed, label=label, dense=dense, bar=bar,
-            files=files_of(settings.laid_out),
+            files=files_of(settings.laid_out), order=outcome.order,
         )  # fmt: skip
     if profile is not None and (gone := [name for name in profile.files if name not in manifest.files]):
         lost(list(dict.fromkeys(ADDED_BY[name] for name in gone)))

@@ -10,15 +10,17 @@ from typing import Any
 from moeconv.conversion.lessons import digest_of, samples_of
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
-from moeconv.foresight.firings import Firings, Reads, firings, token_bytes
+from moeconv.foresight.firings import Firings, firings, token_bytes
 from moeconv.foresight.naming import per_block
 from moeconv.foresight.neurons import NeuronCourse, NeuronLesson
+from moeconv.measure.firing import Reads
 from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Volume
 from moeconv.progress import Progress
 from moeconv.source.experts import Biases, Weights
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.neurons import Neurons
+from moert.pack.order import NeuronOrder
 
 HELD_TOKENS = 16384
 """Of held-out text, which each epoch is judged on, where nothing else is asked for."""
@@ -68,11 +70,11 @@ def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequen
 
 def neuron_lesson_of(
     subject: Subject, scorers: tuple[Reads, Reads], block: Callable[[ExpertKey], int], course: NeuronCourse,
-    folder: Path, about: Mapping[str, Any], show: Progress,
+    folder: Path, about: Mapping[str, Any], show: Progress, order: NeuronOrder | None = None,
 ) -> NeuronLesson:  # fmt: skip
     """What the experts of `subject` are asked and what fires, on the text of both scorers, to train on and held out, in
     a folder; `about` is all that decides what these are. Those that are there are taken. `block`: the neurons of an
-    expert's block. Raises ConversionError."""
+    expert's block, `order`: that in which they will lie there (None: their own). Raises ConversionError."""
     spec, told = subject.spec, digest_of(about)
 
     def examples(name: str, scorer: Reads) -> Firings:
@@ -85,7 +87,7 @@ def neuron_lesson_of(
 
     blocks = {place: [block(key) for key in _experts(spec, place)] for place in spec.moe_layers()}
     train, heldout = examples("to learn", scorers[0]), examples("to judge by", scorers[1])
-    return NeuronLesson(train, heldout, first, blocks, neurons_decided_by(about, course), folder)
+    return NeuronLesson(train, heldout, first, blocks, neurons_decided_by(about, course), folder, order)
 
 
 def _experts(spec: ModelSpec, place: LayerKey) -> list[ExpertKey]:

@@ -19,6 +19,7 @@ from moeconv.foresight.training import pace
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
 from moert.pack.model_spec import LayerKey
+from moert.pack.order import U32, NeuronOrder
 from moert.pack.predictor import F32, Kept, LayerPredictor, NeuronPredictor
 
 EPOCHS = 10
@@ -54,6 +55,8 @@ class NeuronLesson:
     per_block: Mapping[LayerKey, list[int]]
     about: str
     folder: Path
+    order: NeuronOrder | None = None
+    """In which neurons lie in blocks; None: their own."""
 
     @property
     def tokens(self) -> int:
@@ -147,7 +150,8 @@ class _LayerTraining:
         unset = LayerPredictor(compress, heads, bias, np.zeros(len(heads), np.float32), Kept(0, 0, 0))
         network = LayerNetwork.of(unset)
         threshold = thresholds(network, self.train, self.course.missed)
-        kept = kept_of(network, threshold, self.heldout, self.lesson.per_block[self.place])
+        order = None if self.lesson.order is None else self.lesson.order.layers[self.place]
+        kept = kept_of(network, threshold, self.heldout, self.lesson.per_block[self.place], order)
         return LayerPredictor(compress, heads, bias, threshold, kept)
 
     def _copy(self) -> dict[str, Tensor]:
@@ -218,8 +222,10 @@ def threshold_of(scores: F32, weights: npt.NDArray[np.uint8], missed: float) -> 
 
 
 @torch.inference_mode()
-def kept_of(network: LayerNetwork, threshold: F32, firings: LayerFirings, per_block: list[int]) -> Kept:
-    """What is named of a text; `per_block` of each expert."""
+def kept_of(
+    network: LayerNetwork, threshold: F32, firings: LayerFirings, per_block: list[int], order: U32 | None = None
+) -> Kept:
+    """What is named of a text; `per_block` of each expert, `order` [experts, d_ff] of its neurons in blocks."""
     fired = named_fired = named = neurons = blocks = named_blocks = 0
     for tokens in _chunks(firings):
         for expert, rows in firings.some(tokens):
@@ -229,7 +235,8 @@ def kept_of(network: LayerNetwork, threshold: F32, firings: LayerFirings, per_bl
             named_fired += int((names & fires).sum())
             named += int(names.sum())
             neurons += names.numel()
-            touched = in_blocks(names, per_block[expert])
+            placed = names if order is None else names[:, torch.from_numpy(order[expert].astype(np.int64))]
+            touched = in_blocks(placed, per_block[expert])
             named_blocks += int(touched.sum())
             blocks += touched.numel()
     return Kept(named_fired / max(1, fired), named / max(1, neurons), named_blocks / max(1, blocks))

@@ -21,6 +21,7 @@ from moert.pack.codec import WIDTHS
 from moert.pack.errors import WriteFailed
 from moert.pack.manifest import Files, Manifest, Preference, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
+from moert.pack.order import ORDER, NeuronOrder
 from moert.pack.writer import PackWriter
 
 
@@ -55,21 +56,24 @@ def emit(
     dense: DenseCoder | None = None,
     bar: Bar | None = None,
     files: Files = "expert",
+    order: NeuronOrder | None = None,
 ) -> Manifest:
     """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was. `bar` hears
-    of each expert. `files`: what has one of its own.
+    of each expert. `files`: what has one of its own. `order`: that of the neurons of experts in blocks (None: as in the
+    source).
 
     Raises CheckpointError (unreadable source, values that 16 bits can't hold), WriteFailed, or ValueError for widths
     that don't cover the model's experts.
     """
     checkpoint = coder.checkpoint
+    assert order is None or coder.neurons is not None, "there is an order of neurons only where experts lie by them"
     _check_widths(checkpoint, widths)
     dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
     name, group_size = coder.quantizer.name, coder.quantizer.group_size
     quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4, coder.neurons)
-    writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization), files)
+    writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization, order), files)
     try:
-        _write_experts(coder, widths, label.importance, writer, bar)
+        _write_experts(coder, widths, label.importance, writer, bar, order)
         write_backbone(dense, coder.dtype16, writer)
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
@@ -78,6 +82,8 @@ def emit(
             writer.write_file(TOKENIZER, checkpoint.spelled.encode())
         if chat is not None:
             writer.write_file(CHAT, chat)
+        if order is not None:
+            writer.write_file(ORDER, order.to_bytes())
         profile = label.profile
         kept = profile.files if profile is not None and writer.has_weights_of(profile.manifest) else {}
         for name, body in {**label.files, **kept}.items():
@@ -95,6 +101,7 @@ def _write_experts(
     importance: Mapping[ExpertKey, float],
     writer: PackWriter,
     bar: Bar | None,
+    order: NeuronOrder | None,
 ) -> None:
     checkpoint = coder.checkpoint
     left = [(key, widths[key]) for key in checkpoint.spec.expert_keys() if not writer.has(key)]
@@ -108,7 +115,10 @@ def _write_experts(
     for batch in read_ahead(batches(checkpoint.spec, left), touch):
         coder.prepare(batch)
         for key, bits in batch:
-            writer.write_expert(key, coder.code(key, bits), importance.get(key), checkpoint.biases(key))
+            projections, biases = coder.code(key, bits), checkpoint.biases(key)
+            if order is not None:
+                projections, biases = order.placed(key, projections, biases)
+            writer.write_expert(key, projections, importance.get(key), biases)
         if bar is not None:
             bar.update(len(batch))
 
@@ -121,11 +131,14 @@ def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
             raise ValueError(f"expert {key} needs a width among {WIDTHS} for each of {projections}")
 
 
-def _fingerprint(coder: ExpertCoder, widths: Assignment, quantization: Quantization) -> str:
+def _fingerprint(
+    coder: ExpertCoder, widths: Assignment, quantization: Quantization, order: NeuronOrder | None
+) -> str:  # fmt: skip
     """Of everything that the experts' bytes depend on."""
     plan = [[*key, widths[key]] for key in coder.checkpoint.spec.expert_keys()]
     moments = coder.inputs_digest
     neurons = quantization.neurons
     what = [coder.checkpoint.sha256, plan, quantization.quantizer, quantization.group_size, quantization.seed, moments]
     what += [] if neurons is None else [asdict(neurons)]
+    what += [] if order is None else [order.digest]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()

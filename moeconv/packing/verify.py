@@ -18,6 +18,7 @@ from moert.pack.dense import dense_width
 from moert.pack.finite import check_backbone, check_expert
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import DOWN, NEURONS
+from moert.pack.order import NeuronOrder, load_order
 from moert.pack.reader import Pack, Projection
 
 MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
@@ -46,11 +47,12 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
     _check_numbers(pack, show)
     if pack.has_neurons:
         _check_pieces(pack, show)
+    order = load_order(pack)
     if source is None:
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
         raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
-    worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key) for key in keys))
+    worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key, order) for key in keys))
     return Verified(files, len(keys), worst)
 
 
@@ -86,11 +88,13 @@ def _backbone_error(pack: Pack, source: Checkpoint) -> float:
     return worst
 
 
-def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey) -> float:
+def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None) -> float:
     stored, each = pack.stored(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
     weights = dict(source.expert(key))
     if pack.has_neurons:
         weights[DOWN] = weights[DOWN].T
+    if order is not None:
+        weights = {name: weight[order.of(key)] for name, weight in weights.items()}
     return max(_checked(f"expert {key}, {name}", stored[name], weight, each) for name, weight in weights.items())
 
 

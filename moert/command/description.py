@@ -20,6 +20,7 @@ from moert.pack.chat import load_chat
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate
+from moert.pack.order import ORDER
 from moert.pack.paths import PATHS
 from moert.pack.predictor import PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.reader import Pack, bits_histogram
@@ -123,7 +124,7 @@ def description_lines(pack: Pack) -> list[str]:
 
 def _neurons(pack: Pack) -> dict[str, Any] | None:
     """How experts lie in blocks of neurons: how many, and the bytes of a block's rows and columns, each on average over
-    the experts."""
+    the experts. `ordered`: not as in the source."""
     how = pack.manifest.quantization.neurons
     if how is None:
         return None
@@ -133,7 +134,8 @@ def _neurons(pack: Pack) -> dict[str, Any] | None:
         "rows_bytes": [one.rows_bytes for one in layouts],
         "columns_bytes": [one.columns_bytes for one in layouts],
     }
-    return {**asdict(how), **{name: sum(values) / len(layouts) for name, values in each.items()}}
+    means = {name: sum(values) / len(layouts) for name, values in each.items()}
+    return {**asdict(how), "ordered": ORDER in pack.manifest.files, **means}
 
 
 def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
@@ -143,7 +145,7 @@ def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
     columns, rows = (size(round(facts[name])) for name in ("columns_bytes", "rows_bytes"))
     return [
         f"neurons          {facts['blocks']:.0f} blocks an expert: {columns} of columns each, {apart}, which take "
-        f"{rows}",
+        f"{rows}; {'those that fire most often first' if facts['ordered'] else 'in the order of the source'}",
     ]
 
 

@@ -50,6 +50,7 @@ _BOUNDS = {
     "paths.safetensors": Bound(1 << 28, times=1.5),
     "neurons.safetensors": Bound(1 << 28, times=1.5),
     "hash.safetensors": Bound(1 << 30, times=1.5),
+    "order.safetensors": Bound(1 << 28, times=2.5),
     "predictor.safetensors": Bound(1 << 33, times=2.5),
 }
 _OTHER = Bound(1 << 28)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conversions import Done, settings_for
 from tiny import tiny_olmoe
@@ -13,10 +14,10 @@ from tiny import tiny_olmoe
 import moeconv
 from moeconv.artifacts import Target
 from moeconv.command.cli import _exit_code
-from moeconv.conversion import bench, room
+from moeconv.conversion import bench, conversion, room
 from moeconv.conversion.planning import plan
 from moeconv.conversion.profile import profile_paths
-from moeconv.errors import SettingsError
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.coding import CodingWorker
 from moeconv.measure.scorers.build import build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
@@ -26,6 +27,7 @@ from moeconv.sweep.runners import runner_for
 from moert.command.description import describe, description_lines
 from moert.pack.manifest import Manifest
 from moert.pack.neurons import Neurons
+from moert.pack.order import ORDER, load_order
 from moert.pack.reader import Pack
 
 SMALL: dict[str, Any] = {"samples": 8, "sweep_samples": 4, "heldout_samples": 6}
@@ -126,6 +128,11 @@ def test_layer_by_layer_it_is_the_same_pack(
     monkeypatch.setattr(bench, "runner_for", local)
     shared = Done(settings_for(firing, "olmoe", tmp_path, **changes, cluster="here:1", work=tmp_path / "w3"))
     assert shared.manifest.experts == layered.manifest.experts
+    orders = [load_order(Pack.open(done.settings.out)) for done in (whole, layered, shared)]
+    first, second, third = (np.stack([*order.layers.values()]) for order in orders if order is not None)
+    assert np.array_equal(second, third)
+    assert (first == second).mean() > 0.95, "where the order of sums makes none of them fire once more"
+    assert "which neurons fire of 2" in layered.said
 
 
 def test_gradients_rank_such_experts_too(firing: dict[str, Path], tmp_path: Path) -> None:
@@ -136,11 +143,58 @@ def test_gradients_rank_such_experts_too(firing: dict[str, Path], tmp_path: Path
     assert done.manifest.quantization.neurons is not None
 
 
+def test_neurons_lie_by_how_often_they_fire(
+    firing: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted once for a work directory, in the checkpoint's order, and not at all for packs by expert."""
+    changes: dict[str, Any] = {**SMALL, "loss": 0.3, "bits": (4,), "quantizer": "group", "layout": "columns"}
+    settings = settings_for(firing, "switch", tmp_path, **changes)
+
+    def stops(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, "deliver", stops)
+        with pytest.raises(KeyboardInterrupt):
+            Done(settings)
+    [file] = settings.work.glob("*/order-*.safetensors")
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "firing_counts", stops)
+        done = Done(settings)
+    pack, source = Pack.open(settings.out), Checkpoint.open(settings.model)
+    order = load_order(pack)
+    assert order is not None
+    assert order.to_bytes() == file.read_bytes() == (settings.out / ORDER).read_bytes()
+    counts = done.bench.firing_counts()
+    for place, rows in order.layers.items():
+        fired = np.take_along_axis(counts[place], rows.astype(np.int64), axis=1)
+        assert (np.diff(fired, axis=1) <= 0).all()
+        assert (np.diff(rows.astype(np.int64), axis=1)[np.diff(fired, axis=1) == 0] > 0).all()
+    found = verify(pack, source).worst
+    assert found is not None
+    assert found <= 1
+    file.write_bytes(b"nonsense")
+    with pytest.raises(ConversionError, match="delete it, and it is counted again"):
+        Done(settings)
+    file.unlink()
+    again = Done(settings)
+    assert any(
+        line.startswith("neurons lie by how often they fire: of an expert's, the first 10% do") for line in again.said
+    )
+    assert again.manifest.experts == done.manifest.experts
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "firing_counts", stops)
+        plain = Done(settings_for(firing, "switch", tmp_path, **{**changes, "layout": "expert"}))
+    assert ORDER not in plain.manifest.files
+
+
 @pytest.mark.parametrize("target", [Target("bits", 4.0), Target("loss", 0.05)])
 def test_without_text(firing: dict[str, Path], tmp_path: Path, target: Target) -> None:
     bits = {"bits": (4,)} if target.kind == "loss" else {"target": target}
     done = Done(settings_for(firing, "switch", tmp_path, calib=None, layout="columns", **bits))
     assert done.manifest.quantization.neurons is not None
+    assert load_order(Pack.open(done.settings.out)) is None
+    assert "note: neurons lie as in the checkpoint: without text none is known to fire often" in done.said
     if target.kind == "bits":
         assert done.manifest.effective_bits() <= target.value
     worst = verify(Pack.open(done.settings.out), Checkpoint.open(done.settings.model)).worst
@@ -182,7 +236,7 @@ def test_info_says_how_experts_lie(firing: dict[str, Path], tmp_path: Path) -> N
     [lines] = [line for line in description_lines(pack) if line.startswith("neurons")]
     placed = pack.neurons(pack.manifest.experts[0].key)
     assert facts["neurons"] == {
-        "piece_bytes": 512, "bundled": False, "together": True, "blocks": placed.n_blocks,
+        "piece_bytes": 512, "bundled": False, "together": True, "ordered": False, "blocks": placed.n_blocks,
         "rows_bytes": placed.rows_bytes, "columns_bytes": placed.columns_bytes,
     }  # fmt: skip
     assert f"{placed.n_blocks} blocks an expert: " in lines

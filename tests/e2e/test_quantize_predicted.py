@@ -17,6 +17,7 @@ from moeconv.command.cli import _exit_code
 from moeconv.command.present import conversion_table, next_steps
 from moeconv.conversion import neuron_lessons
 from moeconv.conversion.planning import plan
+from moeconv.conversion.predicting import placed
 from moeconv.conversion.references import References
 from moeconv.errors import ConversionError, SettingsError, TargetMissed
 from moeconv.foresight.naming import NamedNeurons, PredictedNeurons
@@ -26,6 +27,7 @@ from moeconv.report.document import read_report
 from moeconv.report.page import result
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import Neurons
+from moert.pack.order import NeuronOrder, load_order
 from moert.pack.predictor import PREDICTOR, NeuronPredictor
 from moert.pack.reader import Pack
 
@@ -53,6 +55,14 @@ def predictor_of(done: Done) -> NeuronPredictor:
     return NeuronPredictor.from_bytes(Pack.open(done.settings.out).read_file(PREDICTOR))
 
 
+def learnt_by(done: Done) -> tuple[NeuronPredictor, NeuronOrder]:
+    """The predictor as it was trained, in the checkpoint's order, and the order of the pack."""
+    [file] = done.settings.work.glob("*/neurons-*.safetensors")
+    order = load_order(Pack.open(done.settings.out))
+    assert order is not None
+    return NeuronPredictor.from_bytes(file.read_bytes()), order
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pack_has_its_predictor_and_what_it_loses_with_it(converted: dict[str, Done], family: str) -> None:
     done = converted[family]
@@ -65,6 +75,9 @@ def test_a_pack_has_its_predictor_and_what_it_loses_with_it(converted: dict[str,
     assert (predictor.loss.loss, predictor.loss.low, predictor.loss.high) == (
         report.heldout.loss, report.heldout.low, report.heldout.high,
     )  # fmt: skip
+    learnt, order = learnt_by(done)
+    assert any((rows != np.arange(rows.shape[1])).any() for rows in order.layers.values())
+    assert replace(placed(learnt, order), loss=predictor.loss).to_bytes() == predictor.to_bytes(), "with its neurons"
     assert (predictor.rank, predictor.missed, predictor.per_block) == (
         report.neurons.rank, report.neurons.missed, report.neurons.per_block,
     )  # fmt: skip
@@ -144,8 +157,8 @@ def test_the_same_again_trains_nothing_and_another_target_neither(firing: dict[s
 
 def test_plans_are_measured_with_it_and_the_reference_without(converted: dict[str, Done]) -> None:
     done = converted["olmoe"]
-    bench, predictor = done.bench, replace(predictor_of(done), loss=None)
-    bench.instead = PredictedNeurons(predictor, Neurons(512, bundled=True))
+    bench, (predictor, order) = done.bench, learnt_by(done)
+    bench.instead = PredictedNeurons(predictor, Neurons(512, bundled=True), order)
     measure = References.of(bench).judge.measure
     widths, known = uniform(bench.spec, ORIGINAL), len(bench.journal)
     evaluation = measure(widths, "known")

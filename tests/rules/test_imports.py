@@ -59,7 +59,7 @@ INSIDE = {
     ],
     "moeconv.quantizers": [("sample",), ("moments",), ("coder",), ("dense", "alone")],
     "moeconv.measure": [
-        ("scorers",), ("evaluation", "loaded", "workdir", "passage", "shelf", "activity"), ("passes",),
+        ("scorers",), ("firing",), ("evaluation", "loaded", "workdir", "passage", "shelf", "activity"), ("passes",),
         ("trial", "layered"), ("assignments", "codes"),
     ],
     "moeconv.sweep": [("worker", "memory"), ("sensitivity",), ("runners",)],
@@ -72,7 +72,7 @@ INSIDE = {
     "moeconv.conversion": [
         ("limits", "material", "coding", "planning", "account"), ("room",),
         ("lessons",), ("neuron_lessons",), ("bench", "subject", "delivery"), ("gradients", "examples"),
-        ("references", "widths", "sweeping", "bonuses", "textless"), ("training", "taught"),
+        ("references", "widths", "sweeping", "bonuses", "textless", "ordering"), ("training", "taught"),
         ("choice", "profile", "hashing", "neurons", "routing", "predicting"),
         ("residence",), ("conversion",), ("api",),
     ],
