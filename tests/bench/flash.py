@@ -3,8 +3,8 @@ et al., arXiv 2312.11514), on the reference models with ReLU.
 
 Parts: `bytes` that are read for a token beside whole experts in the same room; `steps` from loading all that a token
 needs to what is here, on imitated drives; `today`, the speed beside whole experts; `curves` of what a window leaves to
-be loaded, and of hits; `order`, whether it pays to lay neurons side by side that fire together; `shapes` of published
-models with recorded firings. Races also say where a token's time goes, and what the process held. All text is held out.
+be loaded, and of hits; `order`, in which order neurons lie best; `shapes` of published models with recorded firings.
+Races also say where a token's time goes, and what the process held. All text is held out.
 
 Writes build/bench/flash.json.
 """
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from moert.pack.order import load_order
 from moert.pack.reader import Pack
 from tests.bench.devices import tell
 from tests.bench.flash_bytes import bytes_rows
@@ -44,7 +45,8 @@ def curves(subject: Subject) -> Iterator[Row]:
 
 
 def order(subject: Subject) -> Iterator[Row]:
-    yield from order_rows(subject.name, recorded(subject)[0])
+    firings, _ = recorded(subject)
+    yield from order_rows(subject.name, firings, load_order(Pack.open(pack_of(subject, COLUMNS))))
 
 
 PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {"bytes": bytes_rows, "curves": curves, "order": order}

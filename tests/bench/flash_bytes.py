@@ -23,7 +23,7 @@ from tests.bench.flash_packs import (
     predicting,
     room_of,
 )
-from tests.bench.flash_rows import Asked, asked_rows, predicted_rows, predictor_rows, read_rows
+from tests.bench.flash_rows import Asked, asked_rows, in_order_rows, predicted_rows, predictor_rows, read_rows
 from tests.bench.result import Row
 from tests.bench.streamed import THREADS
 
@@ -92,8 +92,11 @@ def write(
 def bytes_rows(subject: Subject) -> Iterator[Row]:
     """All engines read the same tokens: those that the model writes with everything in memory."""
     texts, columns, whole = inputs(subject), pack_of(subject, COLUMNS), pack_of(subject, WHOLE)
+    trained = pack_of(subject, COLUMNS, ordered=False)
     with opened(columns) as engine:
         alone = write(engine, texts, subject.new_tokens)
+    with opened(trained) as engine:
+        unordered = write(engine, texts, subject.new_tokens, alone.answers)
 
     def read(pack: Path, share: float, **changes: Any) -> Written:
         with opened(pack, cache=room_of(subject, share), **changes) as engine:
@@ -106,6 +109,8 @@ def bytes_rows(subject: Subject) -> Iterator[Row]:
     for share, (experts, neurons) in found.items():
         differ = sum(mine != theirs for mine, theirs in zip(neurons.answers, alone.answers, strict=True))
         yield from read_rows(subject, share, asked, experts, neurons, differ)
+    both = {share: (neurons, read(trained, share)) for share, (_, neurons) in found.items()}
+    yield from in_order_rows(subject, (alone, unordered), both)
     if subject.predicted:
         bundled = predicting(subject, BUNDLED)
         predictor = load_predictor(Pack.open(bundled))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moert.pack.files import write_atomically
 from moert.pack.manifest import BACKBONE
@@ -17,12 +18,18 @@ from moert.pack.writer import add_to_pack
 from tests.bench.devices import PROCESS_BYTES
 from tests.bench.stream_packs import expert_bytes
 
+if TYPE_CHECKING:
+    from moeconv.source.checkpoint import Checkpoint
+    from moert.pack.order import NeuronOrder
+
 FOLDER = Path("build/bench/flash")
 MODELS = Path("recipes/models")
 WHOLE, COLUMNS, BUNDLED = "expert", "columns", "neuron"
 """Layouts, as --layout calls them: each expert whole; in blocks of neurons whose columns lie apart from their rows, or
 beside them."""
 BITS = 4
+ORDER_INPUTS, ORDER_WINDOWS, CONTEXT = 2000, 100, 256
+"""Of calibration text, that say in which order neurons lie: inputs, or windows of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,10 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def pack_of(subject: Subject, layout: str) -> Path:
-    """All experts at four bits in groups, all else as in the checkpoint; made anew where that is another one."""
+def pack_of(subject: Subject, layout: str, ordered: bool = True) -> Path:
+    """All experts at four bits in groups, all else as in the checkpoint; made anew where that is another one. By
+    neurons, if `ordered` those that fire most often on calibration text come first; else they lie as in the checkpoint.
+    """
     from moeconv.artifacts import uniform
     from moeconv.conversion.layouts import neurons_of
     from moeconv.packing.emit import Label, emit
@@ -70,17 +79,39 @@ def pack_of(subject: Subject, layout: str) -> Path:
     from moeconv.quantizers.coder import ExpertCoder
     from moeconv.source.checkpoint import Checkpoint
 
-    checkpoint, out = Checkpoint.open(MODELS / subject.name), FOLDER / f"{subject.name}-{layout}.pack"
+    checkpoint = Checkpoint.open(MODELS / subject.name)
     neurons = neurons_of(layout, checkpoint.spec, mxfp4=False)
-    creator = f"tests.bench.flash {checkpoint.sha256} {neurons}"
+    ordered = ordered and neurons is not None
+    out = FOLDER / f"{subject.name}-{layout}{'-ordered' if ordered else ''}.pack"
+    creator = f"tests.bench.flash {checkpoint.sha256} {neurons}{' ordered' if ordered else ''}"
     if is_pack(out) and Pack.open(out).manifest.creator == creator:
         return out
     say(f"{out} is written")
     shutil.rmtree(out, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     coder = ExpertCoder(checkpoint, QUANTIZERS["group"](None), None, neurons=neurons)
-    emit(coder, uniform(checkpoint.spec, BITS), out, seed=0, label=Label(creator))
+    order = order_of(subject, checkpoint) if ordered else None
+    emit(coder, uniform(checkpoint.spec, BITS), out, seed=0, label=Label(creator), order=order)
     return out
+
+
+def order_of(subject: Subject, checkpoint: Checkpoint) -> NeuronOrder:
+    """By how often neurons of the unquantised model fire on calibration text."""
+    from moeconv.calibration import Sample
+    from moeconv.measure.firing import by_frequency, firing_counts
+    from moeconv.measure.loaded import LoadedModel
+    from moeconv.measure.metrics import METRICS
+    from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+    from moeconv.progress import unseen
+
+    say(f"{subject.name}: neurons that fire are counted")
+    lines = Path(f"build/data/{subject.data}/calibration.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    samples = [Sample(row.get("text", row.get("input", "")), row.get("target", "")) for row in rows]
+    loaded, tokenizer = LoadedModel(checkpoint), load_tokenizer(MODELS / subject.name / "tokenizer.json")
+    extent = Extent(ORDER_INPUTS if subject.prompt_tokens is None else ORDER_WINDOWS, CONTEXT, None)
+    scorer = build_scorer(loaded, tokenizer, samples, METRICS["perplexity"], extent)
+    return by_frequency(firing_counts(loaded, scorer, unseen))
 
 
 def predicting(subject: Subject, layout: str) -> Path:

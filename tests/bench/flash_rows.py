@@ -78,6 +78,20 @@ def part(mine: Written, other: Written) -> float:
     return mine.bytes_per_token / other.bytes_per_token if other.bytes_read else float("inf")
 
 
+def in_order_rows(
+    subject: Subject, alone: tuple[Written, Written], both: Mapping[float, tuple[Written, Written]]
+) -> Iterator[Row]:
+    """Neurons that lie by how often they fire, beside the same in the checkpoint's order: what a token asks for with
+    everything in memory, and what is read for it in each room."""
+    ordered, trained = alone
+    beside = "of those in the checkpoint's order"
+    yield Row(f"{subject.name}: columns asked for, {beside}", ordered.blocks / trained.blocks, OF)
+    for share, (ordered, trained) in both.items():
+        where = f"{subject.name}, {share:.0%}"
+        yield Row(f"{where}: neurons read in the checkpoint's order", trained.bytes_per_token / 1e3, "kB a token")
+        yield Row(f"{where}: neurons read, {beside}", part(ordered, trained), OF)
+
+
 def predictor_rows(subject: Subject, predictor: NeuronPredictor, pack_bytes: int) -> Iterator[Row]:
     """What it names on held-out text, the mean over all layers, and what the model loses by it. `pack_bytes`: of the
     pack that it lies in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from moert.experts.neurons.naming import PREDICTED
 from moert.experts.policy.belady import replay_belady
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import Neurons
+from moert.pack.order import NeuronOrder
 from moert.pack.predictor import PredictedLoss
 from moert.pack.reader import Pack, projection_weights
 from tests.bench.blocks import rendered
@@ -33,11 +35,20 @@ from tests.bench.flash_curves import (
     window_rows,
 )
 from tests.bench.flash_firings import SHIFT, Firings, Recorder, Replay, enforced
-from tests.bench.flash_order import ORDERS, closest_friends, order_rows, together, touched
+from tests.bench.flash_order import (
+    IN_THE_PACK,
+    ORDERS,
+    as_trained,
+    closest_friends,
+    order_rows,
+    together,
+    touched,
+)
 from tests.bench.flash_packs import SUBJECTS, Subject
 from tests.bench.flash_rows import (
     Asked,
     asked_rows,
+    in_order_rows,
     of_naive_rows,
     predicted_rows,
     predictor_rows,
@@ -283,6 +294,31 @@ def test_more_room_hits_more() -> None:
 # Orders ---------------------------------------------------------------------------------------------------------------
 
 
+def random_order(firings: Firings) -> NeuronOrder:
+    rng, shape = np.random.default_rng(7), (firings.n_experts, firings.d_ff)
+    rows = np.tile(np.arange(shape[1], dtype=np.uint32), (shape[0], 1))
+    places = [LayerKey("encoder", 0), *(LayerKey("decoder", 2 * layer) for layer in range(firings.n_layers))]
+    return NeuronOrder({at: rng.permuted(rows, axis=1) for at in places})
+
+
+def test_orders_of_a_pack_are_judged_on_the_same_firings_as_others() -> None:
+    trained = made_up()
+    order = random_order(trained)
+    layers = [rows for at, rows in order.layers.items() if at.stack == "decoder"]
+    packed = np.stack([
+        np.packbits(np.take_along_axis(trained.fired(layer), rows[trained.experts[layer]].astype(int), 1), axis=1)
+        for layer, rows in enumerate(layers)
+    ])  # fmt: skip
+    recorded = replace(trained, packed=packed)
+    assert (as_trained(recorded, order).packed == trained.packed).all()
+    rows = {row.name: row.value for row in order_rows("opt", recorded, order)}
+    assert {name: rows[name] for name in (row.name for row in order_rows("opt", trained))} == {
+        row.name: row.value for row in order_rows("opt", trained)
+    }
+    lying = {row.name: row.value for row in order_rows("opt", recorded)}
+    assert rows[f"opt, blocks of 4: {IN_THE_PACK}"] == lying["opt, blocks of 4: as given"]
+
+
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_an_order_has_each_neuron_once(name: str, size: int) -> None:
@@ -323,6 +359,8 @@ def all_rows() -> list[Row]:
     for share in (0.25, 0.5, 0.75):
         rows += read_rows(subject("opt"), share, asked, experts, neurons, 0)
         rows += predicted_rows(subject("opt"), share, asked, experts, neurons)
+    more = Written(tokens=10, bytes_read=120_000, blocks=300)
+    rows += in_order_rows(subject("opt"), (replace(more, blocks=240), more), {0.25: (neurons, more)})
     rows += predictor_rows(subject("opt"), random_predictor(SPECS["switch"], loss=LOST), 10**6)
     outcomes = {
         "naive": raced([1.0, 1.0], 100, 0.2), "whole experts, half kept": raced([2.0, 2.0], 50, 0.2),
@@ -341,7 +379,12 @@ def all_rows() -> list[Row]:
     rows += of_naive_rows(where, outcomes, sparse=True)
     rows += [*today_rows(where, outcomes, [""], None), Row("OPT-1.3B like opt: neurons that fire", 9.4, "%")]
     firings = made_up()
-    return [*rows, *window_rows("opt", firings), *hit_rows("opt", firings, 2), *order_rows("opt", firings)]
+    return [
+        *rows,
+        *window_rows("opt", firings),
+        *hit_rows("opt", firings, 2),
+        *order_rows("opt", firings, random_order(firings)),
+    ]
 
 
 def test_aims_stand_where_they_belong() -> None:
@@ -375,6 +418,8 @@ def test_tables_show_part_of_a_run() -> None:
     assert "| opt | 500 MB/s | + window | 5 | 5.00 | 0.001 |" in text
     assert "(aim ≤ 10%: missed)" in text
     assert "| OPT-1.3B like opt |" in text
+    assert "| opt | 0.80 | 0.75 | | |" in text
+    assert "| opt, in the pack | " in text
     assert f"| opt, blocks of 2 | {ROOMS[0]:.0%} |" in text
     for parts in (flash.nbytes, flash.speeds):
         rendered(parts(Result(context({}), [])), Result(context({}), []))

@@ -12,7 +12,7 @@ from tests.bench.tables.stream import DEVICES
 
 SHARES = ("25%", "50%", "75%")
 SPENT = ("reading", "deciding", "computing")
-ORDERS = ("as given", "by frequency", "together")
+ORDERS = ("as given", "in the pack", "by frequency", "together")
 KEPT = ("window", "lru", "lfu", "recent", "Belady")
 
 
@@ -42,7 +42,18 @@ def nbytes(result: Result) -> Sequence[Part]:
                  rows.cell(f"{where}: predicted, of whole experts", ".2f"),
                  rows.cell(f"{where}: predicted, of what whole experts ask for", ".2f"))
             )  # fmt: skip
-    return [asked, read, *_predictors(rows)]
+    return [asked, read, *_in_order(rows), *_predictors(rows)]
+
+
+def _in_order(rows: Rows) -> Sequence[Part]:
+    """Nothing of results that have no packs in the checkpoint's order."""
+    beside = "of those in the checkpoint's order"
+    names = rows.found(rf"(\w+): columns asked for, {beside}")
+    lines: list[Line] = [(f"in the pack's order, {beside}", "asked for", *(f"read, room {share}" for share in SHARES))]
+    for name in names:
+        read = (rows.cell(f"{name}, {share}: neurons read, {beside}", ".2f") for share in SHARES)
+        lines.append((name, rows.cell(f"{name}: columns asked for, {beside}", ".2f"), *read))
+    return [lines] if names else []
 
 
 def _predictors(rows: Rows) -> Sequence[Part]:
@@ -140,8 +151,8 @@ def _orders(rows: Rows) -> Sequence[Line]:
     lines: list[Line] = [("blocks that a token asks for", *(f"of {size} neurons" for size in sizes))]
     for name in rows.found(r"(\w+), blocks of \d+: as given"):
         for order in ORDERS:
-            cells = (rows.cell(f"{name}, blocks of {size}: {order}", "%") for size in sizes)
-            lines.append((f"{name}, {order}", *cells))
+            cells = [rows.cell(f"{name}, blocks of {size}: {order}", "%") for size in sizes]
+            lines += [(f"{name}, {order}", *cells)] if any(cells) else []
     return lines
 
 
