@@ -6,7 +6,6 @@ A neuron fires where what enters the down matrix is not zero; moeconv.measure.ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from itertools import chain
 from typing import Protocol
 
@@ -48,9 +47,8 @@ def heard(subject: Subject, scorer: Reads, hear: Callable[[LayerKey, Call], None
     def keep(place: LayerKey, call: Call) -> None:
         asked[place] = call  # of text that is written token by token the whole is asked about last
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(subject.calls.answering(hear if subject.spec.encoder is None else keep))
+    told = hear if subject.spec.encoder is None else keep  # without an encoder nothing is written
+    with torch.inference_mode(), subject.calls.answering(told):
         for routed in scorer.routes():
             for place, call in asked.items():
                 hear(place, call)

@@ -9,12 +9,14 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from converting import command, contents, journals, run, running_text, start
 from tiny import tiny_olmoe
 
 from moeconv.sweep.sensitivity import PROBES_A_TASK
+from moert.pack.order import ORDER
 
 OPTIONS = ("--loss", "5%")
 
@@ -22,8 +24,9 @@ OPTIONS = ("--loss", "5%")
 class Undisturbed:
     """A conversion that nobody disturbed: its words but for where it writes, its pack, and how far it came."""
 
-    def __init__(self, root: Path) -> None:
-        self.model, self.text = tiny_olmoe(root / "olmoe"), running_text(root / "text.jsonl")
+    def __init__(self, root: Path, options: tuple[str, ...] = OPTIONS, **model: Any) -> None:
+        self.model, self.text = tiny_olmoe(root / "olmoe", **model), running_text(root / "text.jsonl")
+        self.options = options
         done = run(self.words(root))
         assert done.returncode == 0, done.stderr
         self.steps = progress(root)
@@ -31,7 +34,7 @@ class Undisturbed:
         self.journal = journals(root / "work")[0].read_text().splitlines()
 
     def words(self, root: Path, *more: str) -> list[str]:
-        return command(self.model, self.text, root / "m.pack", root / "work", *OPTIONS, *more)
+        return command(self.model, self.text, root / "m.pack", root / "work", *self.options, *more)
 
 
 def progress(root: Path) -> int:
@@ -94,6 +97,16 @@ def test_killed_at_twenty_moments_it_resumes_to_the_same_bytes(undisturbed: Undi
         killed += kill_and_resume(undisturbed, root, moment)
         shutil.rmtree(root)
     assert killed >= 15, "most of the runs were over before they were killed"
+
+
+@pytest.mark.slow
+def test_killed_it_resumes_to_the_same_order_of_neurons(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = Undisturbed(tmp_path / "whole", (*OPTIONS, "--layout", "columns"), hidden_act="relu")
+    assert ORDER in whole.pack
+    for place, moment in enumerate([0.02, *moments(3, seed=3)]):
+        (tmp_path / str(place)).mkdir()
+        kill_and_resume(whole, tmp_path / str(place), moment)
 
 
 def interrupt(words: list[str], seen: Callable[[], bool]) -> None:
