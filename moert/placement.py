@@ -29,6 +29,7 @@ RULES = (CHEAPEST, ALWAYS_COPIED, ONLY_HELD)
 _TRIED = 7  # experts that could be computed on either side of which all ways are tried
 _RELUCTANCE = 0.01  # a copy must save this part of its time at least: it moves others out
 _KEPT = 4096  # patterns that are remembered
+_PATTERN = 32  # experts of one at most: larger ones hardly come twice
 _MOST = 1024  # experts of a layer that the native library places
 
 
@@ -96,7 +97,8 @@ class Placement:
 
     def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy = IDLE) -> Placed:
         """For each expert of a layer: tokens that go to it, its kind, and where it lies."""
-        pattern = (tuple(counts), tuple(kinds), tuple(where)) if busy == IDLE else None
+        again = busy == IDLE and len(counts) <= _PATTERN
+        pattern = (tuple(counts), tuple(kinds), tuple(where)) if again else None
         if pattern is not None and pattern in self._known:
             return self._known[pattern]
         if self._native is not None and len(counts) <= _MOST:

@@ -137,7 +137,8 @@ class SimulatedDevice:
 
     def _row_bytes(self, x: F32) -> int:
         """What goes over for each row, and comes back."""
-        return 4 * x.shape[1]
+        width: int = x.shape[1]
+        return 4 * width
 
     def _parts(self, experts: Sequence[_Held], counts: Sequence[int], tokens: I32, x: F32, spec: Ffn) -> F32:
         parts, row = np.empty((sum(counts), x.shape[1]), np.float32), 0

@@ -80,17 +80,24 @@ static void try_all(layer *l, const int32_t *movable, int n) {
     for (int bit = 0; bit < n; bit++) l->who[movable[bit]] = best >> bit & 1 ? on_device(l->where[movable[bit]]) : HOST;
 }
 
+static int before(const double *ratio, int32_t a, int32_t b) {
+    return ratio[a] != ratio[b] ? ratio[a] > ratio[b] : a < b;
+}
+
 /* By what the processor is spared for each second of the busier stream, the most first; `ratio` by expert. */
 static void sort(const layer *l, int32_t *movable, int n, double *ratio) {
     for (int i = 0; i < n; i++) {
         const costs of = l->of[movable[i]];
         ratio[movable[i]] = of.host / larger(of.device, of.copy);
     }
-    for (int i = 1; i < n; i++) {
-        const int32_t place = movable[i];
-        int at = i;
-        for (; at && ratio[movable[at - 1]] < ratio[place]; at--) movable[at] = movable[at - 1];
-        movable[at] = place;
+    for (int gap = n / 2 | 1;; gap = gap / 2 | 1) {
+        for (int i = gap; i < n; i++) {
+            const int32_t place = movable[i];
+            int at = i;
+            for (; at >= gap && before(ratio, place, movable[at - gap]); at -= gap) movable[at] = movable[at - gap];
+            movable[at] = place;
+        }
+        if (gap == 1) return;
     }
 }
 
