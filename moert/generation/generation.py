@@ -104,8 +104,8 @@ class Generation:
         self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
-        """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last. Raises
-        NotFinite."""
+        """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last.
+        Raises NotFinite."""
         token = self._choose(logits[0])
         self.tokens.append(token)
         reason = self._reason_to_stop(token)

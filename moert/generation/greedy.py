@@ -18,7 +18,7 @@ def checked(logits: F32, number: int) -> int:
     largest = choose(logits)
     if not np.isfinite(logits[largest]):
         raise NotFinite(
-            f"the model gives no finite numbers for token {number} of the answer: its weights or factors are damaged, or "
-            "none of a model (moeconv verify PACK looks at all of them)"
+            f"the model gives no finite numbers for token {number} of the answer: its weights or factors are damaged, "
+            "or none of a model (moeconv verify PACK looks at all of them)"
         )
     return largest

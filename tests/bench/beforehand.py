@@ -1,5 +1,5 @@
-"""`make bench-beforehand`: what the thread is worth that works on the next batch while one runs (SiDA, §3.1), on reference
-models with functions that `moeconv train-hash` trained: batches of prompts with it and without, in turns.
+"""`make bench-beforehand`: what the thread is worth that works on the next batch while one runs (SiDA, §3.1), on
+reference models with functions that `moeconv train-hash` trained: batches of prompts with it and without, in turns.
 
 Writes build/bench/beforehand.json.
 """

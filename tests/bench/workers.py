@@ -1,8 +1,8 @@
 """`make bench-workers`: a conversion layer by layer on a Ray cluster, with two workers of one core each beside one.
 
-OLMoE-1B-7B cut after its first layers, made on the disk first; gptq, ranked by gradients, as bench-size converts it, on
-less text: too little to promise a loss by, so that what is asked for is bits a weight. With one worker everything has one
-core: the cluster, and the process that it works for.
+OLMoE-1B-7B cut after its first layers, made on the disk first; gptq, ranked by gradients, as bench-size converts it,
+on less text: too little to promise a loss by, so that what is asked for is bits a weight. With one worker everything
+has one core: the cluster, and the process that it works for.
 Writes build/bench/workers.json.
 """
 
