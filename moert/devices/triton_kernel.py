@@ -75,7 +75,7 @@ def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
     minimum = scale if matrix.minimum is None else matrix.minimum
     token_block = 1 if tokens == 1 else _TOKENS
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(tokens, token_block))
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _multiply[grid](
             x, matrix.data, scale, minimum, out, tokens, rows, cols, matrix.data.shape[1], scale.shape[1],
             matrix.group, (2 * cols + 7) // 8, KIND=kind, T=token_block, R=_ROWS, C=_COLS,
