@@ -17,10 +17,9 @@ from moert.pack.finite import all_finite
 from moert.pack.header import Place, header_of
 from moert.pack.manifest import BACKBONE
 from moert.pack.opened import OpenedFile
+from moert.pack.parts import MOST_TURN
 from moert.pack.reader import Pack
 
-MOST_TURN = 1000.0
-"""Radians that a rotary position may turn features by: models have at most 1."""
 _CHUNK = 1 << 20
 _NAME_BYTES = 600  # what a name takes in the tables that say where tensors are (400 measured)
 

@@ -218,6 +218,7 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("switch_transformers", {"decoder_start_token_id": None, "pad_token_id": None}, "decoder_start_token_id"),
         ("olmoe", {"attention_bias": True}, "attention_bias"),
         ("olmoe", {"hidden_act": "mish"}, "mish"),
+        ("olmoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e-324}}, "turns heads by up to inf"),
         ("olmoe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size 8"),

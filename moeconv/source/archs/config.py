@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
-from moert.pack.parts import MOST_LAYERS, Act, Attention, Ffn, Rope
+from moert.pack.parts import MOST_LAYERS, MOST_TURN, Act, Attention, Ffn, Rope
 from moert.pack.reading import MAX_COUNT, brief
 
 # Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
@@ -239,13 +239,13 @@ class Config:
                     "expected a number above 0 and 2 features or more"
                 )
             exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
-            return Rope(dims), 1.0 / (float(theta) ** exponents)
+            return _turning(Rope(dims), 1.0 / (float(theta) ** exponents))
         if kind not in FIXED_ROPES:
             raise UnsupportedModel(
                 f"config.json sets the rope type {kind!r}: only {', '.join(FIXED_ROPES)} can be packed"
             )
         frequencies, factor = self.frequencies(kind)
-        return Rope(2 * len(frequencies), factor), frequencies
+        return _turning(Rope(2 * len(frequencies), factor), frequencies)
 
     def unread(self) -> set[str]:
         """Fields of the class that nobody has asked for, and that are not known to be without effect."""
@@ -319,6 +319,16 @@ def _with_floats(found: Any) -> Any:
             return float(found["__float__"])
         return {name: _with_floats(value) for name, value in found.items()}
     return [_with_floats(value) for value in found] if isinstance(found, list) else found
+
+
+def _turning(rope: Rope, frequencies: Tensor) -> tuple[Rope, Tensor]:
+    """Both, if a pack can have them. Raises UnsupportedModel."""
+    if not bool((frequencies.abs() <= MOST_TURN).all()):
+        raise UnsupportedModel(
+            f"config.json turns heads by up to {float(frequencies.abs().max()):g} a position: at most {MOST_TURN:g} "
+            "can be packed"
+        )
+    return rope, frequencies
 
 
 def _checked_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,6 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from moert.pack.parts.base import MOST, MOST_FEATURES, Factor, Limit, Norm, Tensor, matrix
 from moert.pack.reading import MAX_COUNT, Between, Within
 
+MOST_TURN = 1000.0
+"""The largest frequency that a rope may have, in magnitude; models have at most 1."""
+
 
 @dataclass(frozen=True)
 class Rope:
