@@ -14,6 +14,6 @@ from moert.pack.parts.positions import PositionTable
 
 __all__ = [
     "MOST_LAYERS", "MOST_TURN", "ROLES", "Act", "Attention", "Beside", "Buckets", "Experts", "Ffn", "FixedState",
-    "GatedDelta", "Groups", "Join", "Latent", "Layer", "Mamba", "Mamba2", "Narrow", "Norm", "PositionTable", "Role", "Rope",
-    "Router", "ShortConv", "Stack", "Stretch", "Tensor", "stack_of",
+    "GatedDelta", "Groups", "Join", "Latent", "Layer", "Mamba", "Mamba2", "Narrow", "Norm", "PositionTable", "Role",
+    "Rope", "Router", "ShortConv", "Stack", "Stretch", "Tensor", "stack_of",
 ]  # fmt: skip
