@@ -72,9 +72,11 @@ test-sanitize: $(SANITIZED_OBJECTS)  ## the same with sanitizers: addresses, und
 	$(CC) -O1 -g -fsanitize=thread $(DRIVER_FLAGS) -o $(DRIVER)-threads $(DRIVER_SOURCES)
 	$(DRIVER)-threads some
 
-test-sanitize-python: setup $(SANITIZED_OBJECTS)  ## sanitizers on the kernels as Python drives them: random packs, and damaged ones
-	$(CC) $(SANITIZE) -shared -o $(SANITIZED)/_native.so $(SANITIZED_OBJECTS) -lm -pthread
+test-sanitize-python: setup $(SANITIZED)/_native.so  ## sanitizers on the kernels as Python drives them: random packs, and damaged ones
 	$(PY) -m tests.sanitized $(CC) $(SANITIZED)/_native.so $(DAMAGED)
+
+$(SANITIZED)/_native.so: $(SANITIZED_OBJECTS)
+	$(CC) $(SANITIZE) -shared -o $@ $(SANITIZED_OBJECTS) -lm -pthread
 
 $(SANITIZED)/%.o: moert/kernels/csrc/%.c $(wildcard moert/kernels/csrc/*.h moert/kernels/csrc/*.inc)
 	@mkdir -p $(SANITIZED)

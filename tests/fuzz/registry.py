@@ -10,7 +10,7 @@ TARGETS = {
     "manifest": 6000,
     "tokenizer": 4000,
     "chat": 20_000,
-    "template": 3000,
+    "template": 1500,
     "paths": 20_000,
     "trace": 20_000,
     "hash": 6000,
@@ -20,6 +20,7 @@ TARGETS = {
     "config": 4000,
     "weights": 8000,
     "calibration": 4000,
+    "parquet": 20,
     "messages": 3000,
     "toml": 8000,
 }

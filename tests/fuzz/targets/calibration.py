@@ -1,8 +1,7 @@
-"""Calibration text in every kind of file, read and divided."""
+"""Calibration text as JSONL, CSV and plain text, read and divided; parquet is a target of its own."""
 
 from __future__ import annotations
 
-import io
 import json
 
 from moeconv.calibration.load import load_splits
@@ -10,7 +9,7 @@ from moeconv.errors import ConversionError
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import folder
 
-_KINDS = (b"jsonl", b"csv", b"txt", b"parquet")
+_KINDS = (b"jsonl", b"csv", b"txt")
 
 
 def read(body: bytes) -> None:
@@ -20,15 +19,6 @@ def read(body: bytes) -> None:
     path = folder() / f"text.{kind.decode()}"
     path.write_bytes(rest)
     load_splits(str(path), None, seed=0)
-
-
-def _parquet(rows: list[dict[str, object]]) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    out = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out)
-    return out.getvalue()
 
 
 def seeds() -> list[bytes]:
@@ -46,7 +36,6 @@ def seeds() -> list[bytes]:
         *(b"jsonl\n" + text.encode() for text in lines),
         *(b"csv\n" + text.encode() for text in (table, labelled)),
         b"txt\n" + prose.encode(),
-        b"parquet\n" + _parquet(pairs),
     ]
 
 
