@@ -66,7 +66,7 @@ test-native:  ## the native kernels beside plain arithmetic, on each instruction
 	$(CC) -O3 $(DRIVER_FLAGS) -o $(DRIVER) $(DRIVER_SOURCES)
 	$(DRIVER)
 
-test-sanitize: $(SANITIZED_OBJECTS)  ## the same with sanitizers: addresses, undefined behaviour, threads
+test-sanitize: $(SANITIZED)/_native.so  ## the same with sanitizers: addresses, undefined behaviour, threads
 	$(CC) $(SANITIZE) $(DRIVER_FLAGS) -o $(DRIVER)-sanitize tests/native/*.c $(SANITIZED_OBJECTS) -lm -pthread
 	$(DRIVER)-sanitize some
 	$(CC) -O1 -g -fsanitize=thread $(DRIVER_FLAGS) -o $(DRIVER)-threads $(DRIVER_SOURCES)
@@ -75,7 +75,8 @@ test-sanitize: $(SANITIZED_OBJECTS)  ## the same with sanitizers: addresses, und
 test-sanitize-python: setup $(SANITIZED)/_native.so  ## sanitizers on the kernels as Python drives them: random packs, and damaged ones
 	$(PY) -m tests.sanitized $(CC) $(SANITIZED)/_native.so $(DAMAGED)
 
-$(SANITIZED)/_native.so: $(SANITIZED_OBJECTS)
+$(SANITIZED)/_native.so: $(wildcard moert/kernels/csrc/*)
+	$(MAKE) --no-print-directory -j 2 $(SANITIZED_OBJECTS)
 	$(CC) $(SANITIZE) -shared -o $@ $(SANITIZED_OBJECTS) -lm -pthread
 
 $(SANITIZED)/%.o: moert/kernels/csrc/%.c $(wildcard moert/kernels/csrc/*.h moert/kernels/csrc/*.inc)

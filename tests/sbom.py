@@ -72,7 +72,8 @@ def bill(wheel: Path, installed: Iterable[Mapping[str, Any]]) -> Bom:
     ours.metadata.component = others["moert"][0]
     ours.metadata.properties.add(Property(name="moert:python", value=platform.python_version()))
     ours.metadata.properties.add(Property(name="moert:wheel", value=wheel.name))
-    ours.serial_number = uuid5(NAMESPACE_URL, wheel.name + str(sorted(map(str, others))))
+    hashes = sorted(one.content for made, _ in others.values() for one in made.hashes)
+    ours.serial_number = uuid5(NAMESPACE_URL, " ".join([wheel.name, *hashes]))
     ours.components.update(made for name, (made, _) in others.items() if name != "moert")
     for made, metadata in others.values():
         ours.register_dependency(made, [others[name][0] for name in needs(metadata) if name in others])
