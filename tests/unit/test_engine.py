@@ -406,7 +406,7 @@ def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
     packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, lacking: int, said: int
 ) -> None:
     asked = (1 << 40) + PAGESIZE // 2
-    monkeypatch.setattr("moert.engine.most_bytes", lambda: asked - PAGESIZE // 4 - lacking)
+    monkeypatch.setattr("moert.opening.most_bytes", lambda: asked - PAGESIZE // 4 - lacking)
     notes: list[str] = []
     with Engine.open(packs["decoder"], notify=notes.append, memory=asked) as engine:
         engine.generate([1, 2], max_new_tokens=1)
