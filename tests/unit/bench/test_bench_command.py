@@ -156,7 +156,7 @@ def test_without_prompts_there_are_built_in_ones(pack: Path, tmp_path: Path) -> 
 def test_the_json_line_has_every_figure(measured: BenchRun) -> None:
     found = summary_of(measured)
     assert set(found) == {
-        "hardware", "pack", "settings", "samples", "prompt_tokens", "new_tokens", "prompt_tokens_per_s",
+        "hardware", "pack", "settings", "device", "samples", "prompt_tokens", "new_tokens", "prompt_tokens_per_s",
         "tokens_per_s", "time_to_first_token_s", "first_request", "token_latency_s", "sample_latency_s", "bytes",
         "hit_rate", "hit_rate_in_memory", "hit_rate_in_flight", "stall_s", "bound", "tokens_sha256",
     }  # fmt: skip
