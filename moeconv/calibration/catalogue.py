@@ -33,14 +33,28 @@ def find_entry(name: str) -> Entry | None:
         return None
     manifest = read_toml(path)
     try:
-        builder = f"build it with `python {manifest['builder']}`"
+        builder = f"build it with `python {_line(manifest['builder'])}`"
         splits = [manifest["splits"][name] for name in ("calibration", "heldout")]
-        files = [(Path(split["file"]), split["sha256"]) for split in splits]
+        files = [(Path(_line(split["file"])), split["sha256"]) for split in splits]
+        metric = _line(manifest["metric"]) if "metric" in manifest else None
     except (KeyError, TypeError):
-        raise CalibrationError(f"{path}: needs a builder, and a file and its sha256 for both splits") from None
+        raise CalibrationError(
+            f"{path}: needs a builder, and a file and its sha256 for both splits, each in one line"
+        ) from None
     for file, sha256 in files:
-        if not file.is_file():
+        try:
+            found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        except OSError as error:
+            raise CalibrationError(f"{str(file)[:100]} can't be read ({error.strerror}): {builder}") from None
+        if found is None:
             raise CalibrationError(f"{file} is not there: {builder}")
-        if hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+        if found != sha256:
             raise CalibrationError(f"{file} differs from its manifest {path}: {builder}")
-    return Entry(files[0][0], files[1][0], manifest.get("metric"))
+    return Entry(files[0][0], files[1][0], metric)
+
+
+def _line(value: object) -> str:
+    """Raises TypeError for what is not one line of text."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise TypeError
+    return value

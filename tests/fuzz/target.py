@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LONGEST_LINE = 4000  # letters of an error
+LONGEST_LINE = 20_000  # letters of an error
 
 
 class Finding(Exception):

@@ -188,6 +188,15 @@ def test_catalogue_refuses_what_differs_from_its_manifest(tmp_path: Path, monkey
     assert "h.jsonl is not there: build it with `python b.py`" in refusal("tiny")
     (tmp_path / "tiny.toml").write_text('builder = "b.py"\n')
     assert "tiny.toml: needs a builder" in refusal("tiny")
+    for wrong in (
+        manifest.replace("b.py", r"b\npy"),
+        manifest.replace("c.jsonl", r"c\u001b[31m"),
+        manifest.replace('"rouge2"', "1"),
+    ):
+        (tmp_path / "tiny.toml").write_text(wrong)
+        refusal("tiny")
+    (tmp_path / "tiny.toml").write_text(manifest.replace("c.jsonl", "c" * 300))
+    assert "can't be read (File name too long)" in refusal("tiny")
 
 
 def test_digest_depends_on_order_fields_and_choices() -> None:

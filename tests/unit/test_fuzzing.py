@@ -79,7 +79,7 @@ def raising(error: BaseException) -> object:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("x"), Refused("two\nlines"), Refused(""), Refused("x" * 5000), SystemExit(1), BaseException("x")],
+    [ValueError("x"), Refused("two\nlines"), Refused(""), Refused("x" * 30_000), SystemExit(1), BaseException("x")],
 )
 def test_other_errors_and_errors_that_are_not_one_line_are_findings(error: BaseException) -> None:
     with pytest.raises(Finding):
