@@ -129,6 +129,7 @@ report: setup  ## baselines and routing of the reference models, and a demo of t
 	$(PY) -m recipes.train.routing wikids
 	$(PY) -m recipes.train.activity g2p
 	$(PY) -m recipes.train.activity marks
+	$(PY) -m recipes.train.activity marks_sparse
 	$(PY) -m recipes.train.activity opt
 	$(PY) -m recipes.train.report
 	$(PY) -m recipes.demo marks wikids --name references
