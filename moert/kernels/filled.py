@@ -41,9 +41,9 @@ class NativeMatrix:
 def keys_of(kept: KeptKeys) -> Keys:
     """Where their pages lie, until there are others; they have to outlive it."""
     if kept.place is None:
-        _, *others, _ = kept.layout.places
+        _, *others, head = kept.layout.places
         table = (c_void_p * len(kept.pages))(*[page.address for page in kept.pages])
-        kept.place = Keys(addressof(table), *others, kept.layout.bits == 8), table
+        kept.place = Keys(addressof(table), head, *others, kept.layout.bits == 8), table
     place: Keys = kept.place[0]
     return place
 

@@ -36,15 +36,15 @@ class PageLayout:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where in a page its keys, values, and the steps of both begin, and where it ends."""
+        """Where in what a page has of a head its keys, values, and the steps of both begin, and where it ends."""
         number, step = self.bits // 8, 2 if self.bits == 8 else 0
         sizes = (self.dim * number, self.value_dim * number, step, step)
-        return tuple(accumulate((self.kv * KEYS * size for size in sizes), initial=0))
+        return tuple(accumulate((KEYS * size for size in sizes), initial=0))
 
     @property
     def nbytes(self) -> int:
         """Of a page."""
-        return self.places[-1]
+        return self.kv * self.places[-1]
 
     def pages(self, count: int) -> list[KeptPage]:
         """So many new ones that follow one another in memory, all zeros: what lies behind the last key is multiplied,
@@ -66,19 +66,18 @@ class KeptPage(Protocol):
 
 class Page:
     """In memory, all in `buffer`: `keys` [kv, dim, KEYS] and `values` [kv, KEYS, value_dim], float16; or of 8 bits,
-    times the steps of their tokens, `key_steps` and `value_steps` [kv, KEYS]."""
+    times the steps of their tokens, `key_steps` and `value_steps` [kv, KEYS]. What is a head's lies together."""
 
     def __init__(self, layout: PageLayout, buffer: U8) -> None:
         self.layout, self.buffer = layout, buffer
         self.address = int(buffer.ctypes.data)
         number = np.int8 if layout.bits == 8 else np.float16
-        kv = layout.kv
-        self.keys = self._part(0, number, kv, layout.dim, KEYS)
-        self.values = self._part(1, number, kv, KEYS, layout.value_dim)
+        self.keys = self._part(0, number, layout.dim, KEYS)
+        self.values = self._part(1, number, KEYS, layout.value_dim)
         self.key_steps: F16 | None = None
         self.value_steps: F16 | None = None
         if layout.bits == 8:
-            self.key_steps, self.value_steps = (self._part(at, np.float16, kv, KEYS) for at in (2, 3))
+            self.key_steps, self.value_steps = (self._part(at, np.float16, KEYS) for at in (2, 3))
 
     def copy(self) -> Page:
         twin = Page(self.layout, _aligned(self.layout.nbytes))
@@ -90,8 +89,8 @@ class Page:
         return self.layout.nbytes
 
     def _part(self, at: int, number: Any, *shape: int) -> npt.NDArray[Any]:
-        size = int(np.prod(shape)) * np.dtype(number).itemsize
-        part: npt.NDArray[Any] = self.buffer[self.layout.places[at] :][:size].view(number).reshape(shape)
+        of_heads = self.buffer.reshape(self.layout.kv, -1)[:, slice(*self.layout.places[at : at + 2])]
+        part: npt.NDArray[Any] = of_heads.view(number).reshape(self.layout.kv, *shape)
         return part
 
 

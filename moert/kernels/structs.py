@@ -104,7 +104,8 @@ class Keys(Structure):
     """The struct moert_keys."""
 
     _fields_ = [
-        ("pages", c_void_p), ("values", c_int64), ("key_steps", c_int64), ("value_steps", c_int64), ("small", c_int32),
+        ("pages", c_void_p), ("head", c_int64), ("values", c_int64), ("key_steps", c_int64), ("value_steps", c_int64),
+        ("small", c_int32),
     ]  # fmt: skip
 
 

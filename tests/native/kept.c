@@ -13,18 +13,18 @@ typedef struct {
 } spot;
 
 static spot spot_of(const kept *keys, int head, int position, int64_t part, int64_t at, int64_t steps) {
-    char *page = keys->pages[position / MOERT_KEYS];
+    char *page = (char *)keys->pages[position / MOERT_KEYS] + head * keys->at.head;
     uint16_t *of_page = keys->at.small ? (uint16_t *)(void *)(page + steps) : NULL;
-    return (spot){page + part, at, of_page ? of_page + head * MOERT_KEYS + position % MOERT_KEYS : NULL};
+    return (spot){page + part, at, of_page ? of_page + position % MOERT_KEYS : NULL};
 }
 
 static spot key_spot(const kept *keys, int head, int position, int feature) {
-    int64_t at = ((int64_t)head * keys->dim + feature) * MOERT_KEYS + position % MOERT_KEYS;
+    int64_t at = (int64_t)feature * MOERT_KEYS + position % MOERT_KEYS;
     return spot_of(keys, head, position, 0, at, keys->at.key_steps);
 }
 
 static spot value_spot(const kept *keys, int head, int position, int feature) {
-    int64_t at = ((int64_t)head * MOERT_KEYS + position % MOERT_KEYS) * keys->value_dim + feature;
+    int64_t at = (int64_t)(position % MOERT_KEYS) * keys->value_dim + feature;
     return spot_of(keys, head, position, keys->at.values, at, keys->at.value_steps);
 }
 
@@ -61,12 +61,13 @@ static void pages_make(kept *made) {
 kept kept_make(const moert_heads *with, int length, int from, int stop) {
     kept made = {.heads = with->kv, .dim = with->dim, .value_dim = with->value_dim, .length = length};
     made.count = (length + MOERT_KEYS - 1) / MOERT_KEYS, made.at.small = draw(3) == 0;
-    int64_t tokens = (int64_t)with->kv * MOERT_KEYS, size = made.at.small ? sizeof(int8_t) : sizeof(uint16_t);
+    int64_t tokens = MOERT_KEYS, size = made.at.small ? sizeof(int8_t) : sizeof(uint16_t);
     made.at.values = tokens * with->dim * size + 6 * draw(2);
     made.at.key_steps = made.at.values + tokens * with->value_dim * size + 2 * draw(2);
     int64_t steps = made.at.small ? tokens * (int64_t)sizeof(uint16_t) : 0;
     made.at.value_steps = made.at.key_steps + steps + 4 * draw(2);
-    made.page_bytes = (size_t)(made.at.value_steps + steps);
+    made.at.head = made.at.value_steps + steps + 8 * draw(2);
+    made.page_bytes = (size_t)((with->kv - 1) * made.at.head + made.at.value_steps + steps);
     pages_make(&made);
     for (int page = 0; page < made.count; page++) memset(made.pages[page], 0xFF, made.page_bytes);
     for (int head = 0; head < with->kv; head++)

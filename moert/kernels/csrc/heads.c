@@ -3,13 +3,9 @@
 
 #include <math.h>
 
-static head_keys keys_of(const moert_heads *heads, const moert_keys *kept, int head) {
-    const int64_t number = kept->small ? sizeof(int8_t) : sizeof(uint16_t), tokens = (int64_t)head * MOERT_KEYS;
-    const int64_t step = kept->small ? tokens * (int64_t)sizeof(uint16_t) : 0;
-    return (head_keys){
-        kept->pages, tokens * heads->dim * number, kept->values + tokens * heads->value_dim * number, kept->key_steps + step,
-        kept->value_steps + step, kept->small,
-    };
+static head_keys keys_of(const moert_keys *kept, int head) {
+    const int64_t at = head * kept->head;
+    return (head_keys){kept->pages, at, at + kept->values, at + kept->key_steps, at + kept->value_steps, kept->small};
 }
 
 /* The first key that a query at this position sees, if it sees those before `stop`. */
@@ -26,7 +22,7 @@ static void heads_item(const void *job, int item, void *own) {
     const moert_heads *h = j->heads;
     const int shared = h->n / h->kv, kv_head = item / j->tiles, all = j->tokens * shared;
     const int first = item % j->tiles * ATTEND_ROWS, rows = all - first < ATTEND_ROWS ? all - first : ATTEND_ROWS;
-    const attend_tile tile = {keys_of(h, j->kept, kv_head), h->dim, h->value_dim, h->scale, h->softcap};
+    const attend_tile tile = {keys_of(j->kept, kv_head), h->dim, h->value_dim, h->scale, h->softcap};
     attend_row row[ATTEND_ROWS];
     for (int r = 0; r < rows; r++) {
         const int token = (first + r) / shared, head = kv_head * shared + (first + r) % shared, at = j->start + token;
@@ -64,7 +60,7 @@ void rotate(float *x, int heads, int dim, int dims, const float *turn) {
 void keep_heads(const operations *isa, const moert_heads *heads, const float *key, const float *value, int at,
                 const moert_keys *kept) {
     for (int head = 0; head < heads->kv; head++) {
-        const head_keys to = keys_of(heads, kept, head);
+        const head_keys to = keys_of(kept, head);
         isa->keep(key + head * heads->dim, heads->dim, value + head * heads->value_dim, heads->value_dim, at, &to);
     }
 }

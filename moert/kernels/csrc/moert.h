@@ -125,12 +125,12 @@ typedef struct {
     float factor, jitter;
 } moert_router;
 
-/* Keys and values of a layer, in pages of MOERT_KEYS tokens each: keys [kv_heads][head_dim][MOERT_KEYS], and where these say
- * so many bytes behind the beginning of a page, values [kv_heads][MOERT_KEYS][value_dim]. Numbers are float16; or if `small`,
- * of 8 bits with a sign, times the float16 step of their token: key_steps and value_steps [kv_heads][MOERT_KEYS]. */
+/* Keys and values of a layer, in pages of MOERT_KEYS tokens each. Of each head, `head` bytes behind the one before: keys
+ * [head_dim][MOERT_KEYS], and so many bytes further on values [MOERT_KEYS][value_dim]. Numbers are float16; or if `small`, of 8
+ * bits with a sign, times the float16 step of their token: key_steps and value_steps [MOERT_KEYS]. */
 typedef struct {
     void *const *pages;       /* in the order of the tokens, each aligned for float16 */
-    int64_t values, key_steps, value_steps;
+    int64_t head, values, key_steps, value_steps;
     int32_t small;
 } moert_keys;
 
