@@ -34,6 +34,8 @@ TELL = {
     "moert_reader_has_ring",
 }  # fmt: skip
 """Functions that only say something of the library."""
+FILES = ("moert_fence",)
+"""What names of functions begin with that fence mapped files, which large experts have; tests/hostile breaks those."""
 PROMPTS = ([3], [3, 4, 5, 6, 7, 8, 9, 3, 4], list(range(2, 10)) * 5)
 SETTINGS = GenerationSettings(max_new_tokens=5)
 CHOICES: tuple[dict[str, Any], ...] = (
@@ -161,7 +163,7 @@ def main(arguments: list[str]) -> int:
             for name in kernels:
                 answer(pack, name, chosen)
                 runs += 1
-    if never := sorted({*library._FUNCTIONS} - TELL - {*calls}):
+    if never := sorted(name for name in {*library._FUNCTIONS} - TELL - {*calls} if not name.startswith(FILES)):
         print(f"never called: {', '.join(never)}")
         return 1
     ends = damaged_runs(packs, kernels, int(arguments[2]))
