@@ -115,8 +115,8 @@ class Engine:
             self._streaming.prefers()
             self._admission.notes.append(preference_note(self.preference))
         self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
-        weights = load_backbone(pack, backend.stay if isinstance(backend, Keeps) else None)
         others = None if device is None else device.backend(backend)
+        weights = load_backbone(pack, backend.stay if others is None and isinstance(backend, Keeps) else None)
         self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv_bits, self.preference)
         del weights
         if foreseeing is not None:
@@ -370,6 +370,8 @@ class Engine:
             if self._foreseeing is not None:
                 self._foreseeing.close()
             if self.device is not None:
+                if self._streaming.tier is not None:
+                    self._streaming.tier.close()
                 self.device.close()
             self.backend.close()
 

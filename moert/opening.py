@@ -45,6 +45,11 @@ def device_for(pack: Pack, settings: EngineSettings, backend: Backend) -> tuple[
     device = open_device(settings.device, settings.gpu_bytes, backend)
     if device is not None and pack.has_neurons:
         device.close()
+        if settings.device == AUTO_DEVICE:
+            asked = said("device", AUTO_DEVICE)
+            return None, [
+                f"{asked} runs whole experts, and this pack's lie in blocks of neurons: the processor runs all"
+            ]
         problem = "runs whole experts, and this pack's lie in blocks of neurons: leave it out"
         raise SettingInvalid("device", f"{settings.device!r} {problem}")
     if device is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moert.adjustable import Adjustable
 from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.budget.routing import AUTO_ROUTING, check_routing
-from moert.devices.opening import NO_DEVICE, PROCESSOR, device_named, known_devices
+from moert.devices.opening import AUTO_DEVICE, NO_DEVICE, PROCESSOR, device_named, known_devices
 from moert.errors import SettingInvalid
 from moert.experts.drive.io import IoSettings, parse_io
 from moert.experts.neurons.keeping import DEFAULT_KEEPING, KEEPING
@@ -93,7 +93,7 @@ class EngineSettings(Adjustable):
             raise SettingInvalid("threads", f"{self.threads} can't compute anything: give at least 1")
 
     def _check_device(self) -> None:
-        if not device_named(self.device):
+        if not isinstance(self.device, str) or not device_named(self.device):
             raise SettingInvalid("device", f"{self.device!r} is none of {known_devices()}")
         alone = self.device in (NO_DEVICE, PROCESSOR)
         for name, known in (("gpu_memory", None), ("device_keep", tuple(KEEPS)), ("device_experts", RULES)):
@@ -102,14 +102,16 @@ class EngineSettings(Adjustable):
                 raise SettingInvalid(name, f"has no effect without a {said('device')}: leave it out, or give one")
             if value is not None and known is not None and value not in known:
                 raise SettingInvalid(name, f"{value!r} is none of {', '.join(known)}")
-        if not alone and self.neurons == PREDICTED:
+        if not alone and self.device != AUTO_DEVICE and self.neurons == PREDICTED:
             asked = said("neurons", PREDICTED)
             raise SettingInvalid("device", f"runs whole experts, and {asked} reads none: leave it out")
-        _ = self.gpu_bytes
+        nbytes = self.gpu_bytes
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1):
+            raise SettingInvalid("gpu_memory", f"is {nbytes!r}: it should be a size, as 6GB")
 
     @cached_property
     def gpu_bytes(self) -> int | None:
-        """None: all that the device has."""
+        """None: most of what is free there."""
         if not isinstance(self.gpu_memory, str):
             return self.gpu_memory
         try:

@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import Any
 
 from moeconv.calibration.rendering import RenderFailed, Rendering
+from moeconv.chat_tokenizer import chat_tokenizer
 from moeconv.errors import CalibrationError
-from moert.pack.fence import unbroken, unheard
-from moert.pack.tokenizer import check_tokenizer_in
 
 _DEFAULT = "default"
 
@@ -49,12 +48,8 @@ class ChatTemplate:
     def _loaded(self, place: str) -> Rendering:
         if self.folder is None:
             raise CalibrationError(f"{place}: chat messages need the model's chat template, and there is no model here")
-        from transformers import AutoTokenizer
-
         try:
-            check_tokenizer_in(self.folder)
-            with unheard():
-                tokenizer = unbroken(lambda: AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True))
+            tokenizer = chat_tokenizer(self.folder)
         except Exception as error:  # the library raises nothing more precise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CalibrationError(f"{self.folder}: the tokenizer can't be loaded ({reason[:200]})") from None

@@ -10,6 +10,7 @@ from moeconv.calibration.rows import MAX_ROWS, MAX_TEXT_BYTES, Rows
 from moeconv.errors import CalibrationError
 
 _AT_ONCE = 256  # rows
+_FOLDED_BYTES = 1 << 24  # of a column: writers begin no dictionary that is larger, and of plain texts all would be kept
 
 
 def read_parquet(path: Path, wanted: Collection[str]) -> Rows:
@@ -41,8 +42,14 @@ def _opened(parquet: Any, path: Path) -> Any:
     import pyarrow
 
     with parquet.ParquetFile(path) as file:
-        schema = file.schema_arrow
-    texts = [field.name for field in schema if pyarrow.types.is_string(field.type)]
+        schema, metadata = file.schema_arrow, file.metadata
+        columns = (
+            metadata.row_group(at).column(place)
+            for at in range(metadata.num_row_groups)
+            for place in range(metadata.num_columns)
+        )
+        large = {column.path_in_schema for column in columns if column.total_uncompressed_size > _FOLDED_BYTES}
+    texts = [field.name for field in schema if pyarrow.types.is_string(field.type) and field.name not in large]
     return parquet.ParquetFile(path, read_dictionary=texts)
 
 

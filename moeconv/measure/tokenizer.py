@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import tokenizers
 
 from moeconv.errors import CalibrationError, SettingsError
-from moert.pack.fence import Broken, Unfinished, fenced, unbroken, unheard
-from moert.pack.tokenizer import Growth, TokenizerUnfit, check_tokenizer
+from moeconv.strict_json import bounded
+from moert.pack.bounds import bound_of
+from moert.pack.fence import Broken, Unfinished, fenced, locked
+from moert.pack.tokenizer import TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
 
 T = TypeVar("T")
 _LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that text is waited for: a hundredth of what is usual
@@ -34,10 +36,9 @@ class Tokenizer:
         if not path.is_file() and spelled is None:
             raise SettingsError(f"{path} is not there: save the model's fast tokenizer beside it")
         try:
-            body = path.read_bytes() if spelled is None else spelled.encode()
+            body = bounded(path, bound_of(TOKENIZER).most_bytes) if spelled is None else spelled.encode()
             growth = check_tokenizer(body)
-            with unheard():
-                return cls(unbroken(lambda: tokenizers.Tokenizer.from_buffer(body)), growth)
+            return cls(locked(lambda: tokenizers.Tokenizer.from_buffer(body)), growth)
         except TokenizerUnfit as error:
             raise SettingsError(f"{path} can't be used as a tokenizer, it {error}") from None
         except Exception as error:  # the library raises nothing more precise

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moeconv.chat_tokenizer import chat_tokenizer
 from moeconv.source.outline import MAX_JSON_BYTES, CheckpointError
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.chat import ChatFormat, dump_chat
 from moert.pack.errors import ChatInvalid
-from moert.pack.fence import unbroken, unheard
-from moert.pack.tokenizer import check_tokenizer_in
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _DEFAULT, _TOOLS = "default", "tool_use"
@@ -53,12 +52,8 @@ def _has_template(folder: Path) -> bool:
 
 
 def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        check_tokenizer_in(folder)
-        with unheard():
-            return unbroken(lambda: AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+        return chat_tokenizer(folder)
     except Exception as error:  # the library raises nothing more precise
         raise CheckpointError(
             f"{folder} has a chat template, and its tokenizer can't be loaded ({_line(error)}): mend it, or take the "

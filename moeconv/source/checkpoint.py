@@ -19,6 +19,8 @@ from moeconv.source.archs.source import ShapeDiffers, Source
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
+from moert.pack.bounds import check_size
+from moert.pack.errors import SizeOverflow
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 F32 = npt.NDArray[np.float32]
@@ -54,6 +56,7 @@ class Checkpoint:
     @classmethod
     def of(cls, path: Path, tensors: Tensors, names_only: bool = False) -> Checkpoint:
         """`path` has the config and the tokenizer. Raises CheckpointError."""
+        _check_sizes(path)
         outline = Outline.read(path / CONFIG)
         description = outline.description.as_stored(tensors.names)
         checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, tensors)
@@ -259,3 +262,13 @@ class Checkpoint:
             both = one in self.tensors.names and other in self.tensors.names
             if both and not torch.equal(self.tensors.fetch(one), self.tensors.fetch(other)):
                 raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
+
+
+def _check_sizes(path: Path) -> None:
+    """A pack takes these files as they are, and has bounds of its own. Raises CheckpointError."""
+    for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
+        if (path / name).is_file():
+            try:
+                check_size(name, (path / name).stat().st_size)
+            except SizeOverflow as error:
+                raise CheckpointError(f"{path}: {error}") from None

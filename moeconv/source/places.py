@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 _READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_KEPT = ("models--", "datasets--")  # how the folders of the hub's cache begin
 
 
 def is_plain(name: str) -> bool:
@@ -18,13 +19,16 @@ def is_plain(name: str) -> bool:
 
 def leads_out(folder: Path, path: Path) -> bool:
     """Whether a link on the way to `path`, which lies in `folder`, leads out of that. Those of the hub's cache lead
-    from snapshots/REVISION to blobs beside it, and are meant so."""
+    from snapshots/REVISION to blobs beside it, and its older downloads into any folder to the cache's blobs: these are
+    meant so."""
     try:
         real, root = path.resolve(), folder.resolve()
         blobs = (root.parent.parent / _BLOBS).resolve()
     except (OSError, RuntimeError):  # links in a circle
         return True
-    return not real.is_relative_to(root) and not (root.parent.name == _SNAPSHOTS and real.parent == blobs)
+    kept = real.parent.name == _BLOBS and real.parent.parent.name.startswith(_KEPT)
+    linked = root.parent.name == _SNAPSHOTS and real.parent == blobs
+    return not (real.is_relative_to(root) or linked or kept)
 
 
 def stray(folder: Path) -> Path | None:

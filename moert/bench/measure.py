@@ -73,7 +73,7 @@ class BenchRun:
     with the look at the drive and the choice of an eviction policy, and nothing in memory. `memory_bytes`, `eviction`,
     `io`, `threads` and `kernels` are what the settings came to; `eviction` is None where all experts fit. `trace` and
     `nbytes` are for replays. `device`: what was done there since the engine was opened; where it is simulated, all
-    times are its own."""
+    times but `open_s` and `stall_s` are its own."""
 
     pack: Pack
     settings: BenchSettings

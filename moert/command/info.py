@@ -39,4 +39,4 @@ def _print_system(as_json: bool) -> None:
     from moert.command.system import system_facts, system_lines
 
     facts = system_facts()
-    print(json.dumps(facts, indent=1) if as_json else "\n".join(system_lines(facts)))
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(map(in_one_line, system_lines(facts))))

@@ -194,7 +194,9 @@ DeviceOption = Annotated[
 ]
 GpuMemoryOption = Annotated[
     str | None,
-    typer.Option(help="Of the device's memory no more than this: 6GB. By default all of it.", show_default=False),
+    typer.Option(
+        help="Of the device's memory no more than this: 6GB. By default most of what is free there.", show_default=False
+    ),
 ]
 DeviceKeepOption = Annotated[
     DeviceKeep | None,

@@ -98,7 +98,8 @@ def _body(costs: DeviceCosts) -> dict[str, Any]:
 def _parsed(body: Mapping[str, Any]) -> DeviceCosts:
     widths = {int(bits): Roofline(float(each[0]), float(each[1])) for bits, each in body["widths"].items()}
     numbers = [float(body[name]) for name in ("launch_s", "pass_s", "copy_s", "copy_bytes_per_s")]
-    all_of_them = [*numbers, *(each for width in widths.values() for each in (width.weight_s, width.row_s))]
-    if set(widths) != set(WIDTHS) or not all(0 <= each < math.inf for each in all_of_them) or numbers[-1] <= 0:
+    slopes = [each for width in widths.values() for each in (width.weight_s, width.row_s)]
+    sound = all(0 <= each < math.inf for each in (*numbers, *slopes)) and min(numbers[-1], *slopes) > 0
+    if set(widths) != set(WIDTHS) or not sound:
         raise ValueError
     return DeviceCosts(widths, *numbers)

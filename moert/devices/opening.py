@@ -27,7 +27,10 @@ def _simulated(name: str, capacity_bytes: int | None, host: Backend) -> Device:
 def _torch(name: str, capacity_bytes: int | None, host: Backend) -> Device:
     if find_spec("torch") is None:
         raise DeviceMissing(f"{said('device', name)} needs torch: pip install 'moert[gpu]', or leave it out")
-    from moert.devices.torch_device import TorchDevice
+    try:
+        from moert.devices.torch_device import TorchDevice
+    except (ImportError, OSError) as error:  # a library that it links to is missing
+        raise DeviceMissing(f"{said('device', name)} needs torch, which can't be loaded here: {error}") from None
 
     device: Device = TorchDevice(name, capacity_bytes)
     return device

@@ -70,7 +70,8 @@ class SimulatedDevice:
 
     def __init__(self, name: str, profile: Profile, capacity_bytes: int | None, host: Backend) -> None:
         self.name, self.title = name, f"{profile.title}, simulated"
-        self.capacity_bytes = min(capacity_bytes or profile.memory_bytes, profile.memory_bytes)
+        most = profile.memory_bytes
+        self.capacity_bytes = most if capacity_bytes is None else min(capacity_bytes, most)
         self.clock = VirtualClock()
         self.used_bytes = 0
         self._profile, self._host = profile, host

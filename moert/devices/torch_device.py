@@ -129,6 +129,7 @@ class TorchDevice:
         if self._stream is not None:
             self._stream.synchronize()
             torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

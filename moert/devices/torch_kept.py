@@ -50,9 +50,12 @@ class TorchPage(Page):
         Raises DeviceFull."""
         if self._there is None:
             self._there = self._memory.empty((self.buffer.nbytes,), torch.uint8)
+            heads = self._there.view(self.layout.kv, -1)
             self._parts = [
-                self._there[at:][: part.nbytes].view(torch.from_numpy(part[:0]).dtype).view(part.shape)
-                for at, part in zip(self.layout.places, self.arrays, strict=False)
+                heads[:, slice(*self.layout.places[at : at + 2])]
+                .view(torch.from_numpy(part[:0]).dtype)
+                .view(part.shape)
+                for at, part in enumerate(self.arrays)
             ]
         if self.length < tokens:
             self._there.copy_(torch.from_numpy(self.buffer))

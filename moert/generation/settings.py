@@ -10,6 +10,8 @@ from moert.errors import SettingInvalid
 from moert.generation.beams import EarlyStopping
 
 _MOST_BEAMS = 64
+_MOST_PENALTY = 4
+"""Further from 0, float32 has no numbers for the scores of long answers."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,12 @@ class GenerationSettings(Adjustable):
             raise SettingInvalid("beams", f"is {self.beams}: it should be between 1 and {_MOST_BEAMS}")
         if not 1 <= self.n_return <= self.beams:
             raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beam(s)")
-        if not math.isfinite(self.length_penalty):
-            raise SettingInvalid("length_penalty", f"is {self.length_penalty}: it should be a number, 0 for none")
-        if self.early_stopping not in (True, False, "never"):
+        if not abs(self.length_penalty) <= _MOST_PENALTY:
+            raise SettingInvalid(
+                "length_penalty",
+                f"is {self.length_penalty}: it should be from -{_MOST_PENALTY} to {_MOST_PENALTY}, 0 for none",
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise SettingInvalid("early_stopping", f"is {self.early_stopping!r}: it should be true, false or never")
         if self.beams == 1:
             for name in self._changed("length_penalty", "early_stopping"):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from moert.errors import InputInvalid, SettingInvalid, TokenizerMissing
 from moert.generation.detokenize import Detokenizer
 from moert.machine.memory import return_freed
-from moert.pack.fence import Unfinished, fenced, unbroken, unheard
+from moert.pack.fence import Unfinished, fenced, locked
 from moert.pack.reader import Pack
 from moert.pack.tokenizer import TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
 
@@ -35,8 +35,7 @@ class Text:
         body = pack.read_file(TOKENIZER)
         try:
             self._growth = check_tokenizer(body)
-            with unheard():
-                tokenizer = unbroken(lambda: Tokenizer.from_buffer(body))
+            tokenizer = locked(lambda: Tokenizer.from_buffer(body))
             return_freed()  # reading it takes as much again
         except TokenizerUnfit as error:
             raise TokenizerMissing(

@@ -62,7 +62,7 @@ class Kept:
     def copy(self) -> Kept:
         """Another with the same, that goes on by itself."""
         self._read = max(self._read, self.length)
-        twin = Kept(self._part, self._expected, self.layout.bits, self._make)
+        twin = Kept(self._part, 0, self.layout.bits, self._make)  # page by page: one that ends leaves none behind
         twin.length, twin.pages, twin._own = self.length, list(self.pages), len(self.pages)
         return twin
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -49,6 +50,23 @@ def unbroken(work: Callable[[], T]) -> T:
             raise
         reason = " ".join(str(error).split())[:_LONGEST]
     raise Broken(reason)
+
+
+def locked(work: Callable[[], T]) -> T:
+    """The same, `unheard`, of work that holds Python's lock all along, so that no signal is heard: in a program that
+    owns its process Ctrl-C and SIGTERM end that at once. Raises Broken, or what the work raises."""
+    ours = _owned.get() and threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
+    before = {each: signal.getsignal(each) for each in numbers}
+    with unheard():
+        try:
+            for number, handler in before.items():
+                if handler is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            return unbroken(work)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def fenced(work: Callable[[], T], most_s: float) -> T:

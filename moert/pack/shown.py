@@ -13,11 +13,11 @@ from typing import Any
 
 _CONTROLS = "\x00-\x1f\x7f-\x9f"
 _INVISIBLE = (
-    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"
     "\ufeff\uffa0\ufff0-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"
 )
-_JOINERS = "\u200c\u200d"  # many languages are spelt with them, and pictures joined
+_JOINERS = "\u200b-\u200f"  # many languages are spelt with them, and pictures joined
 _IN_TEXT = re.compile(f"(?![\n\t])[{_CONTROLS}{_INVISIBLE}]")
 _IN_LINE = re.compile(f"[{_CONTROLS}{_INVISIBLE}{_JOINERS}]")
 _MOST = 4000  # letters of a line

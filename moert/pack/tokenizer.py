@@ -7,12 +7,13 @@ nearly all of the file, is left to the library.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moert.pack.bounds import bound_of
 from moert.pack.charsmap import charsmap_growth
+from moert.pack.documents import parsed
 from moert.pack.skim import skim
 
 TOKENIZER = "tokenizer.json"
@@ -63,8 +64,12 @@ def check_tokenizer(body: bytes) -> Growth:
 
 def check_tokenizer_in(folder: Path) -> None:
     """The same of the file in a folder, if there is one. Raises OSError, too."""
-    if (folder / TOKENIZER).is_file():
-        check_tokenizer((folder / TOKENIZER).read_bytes())
+    path = folder / TOKENIZER
+    if path.is_file():
+        nbytes, most = path.stat().st_size, bound_of(TOKENIZER).most_bytes
+        if nbytes > most:
+            raise TokenizerUnfit(f"has {nbytes:,} bytes, none is larger than {most:,}")
+        check_tokenizer(path.read_bytes())
 
 
 def _checked(body: bytes) -> Growth:
@@ -102,19 +107,12 @@ def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
     if len(small.text) > _BESIDE:
         raise TokenizerUnfit(f"has {len(small.text):,} bytes beside its vocabulary, at most {_BESIDE:,} are read")
     try:
-        table = json.loads(small.text.decode("utf-8"), object_pairs_hook=_unique)
+        table = parsed(small.text)
     except ValueError as error:
-        raise TokenizerUnfit(f"is not JSON: {' '.join(str(error).split())[:100]}") from None
+        raise TokenizerUnfit(f"is not JSON: {error}") from None
     if not isinstance(table, dict):
         raise TokenizerUnfit("should be a JSON object")
     return table, max(small.long, default=0)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name is there twice in one object")
-    return table
 
 
 def _part(table: Table, role: str, kinds: Mapping[str, Callable[[Table], Growth]]) -> Growth:

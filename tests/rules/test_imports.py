@@ -32,7 +32,7 @@ MOERT = [
 ]
 # Here rooms of one floor do not import each other either.
 MOECONV = [
-    ("moert.pack", "moeconv.errors", "moeconv.progress", "moeconv.strict_json"),
+    ("moert.pack", "moeconv.errors", "moeconv.progress", "moeconv.strict_json", "moeconv.chat_tokenizer"),
     ("moeconv.fields",),
     ("moeconv.artifacts",),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),

@@ -72,8 +72,6 @@ class DeviceTier:
             entry.key: device.weigh(entry.file_bytes, self._store.projections(entry.key))
             for entry in pack.manifest.experts
         }
-        host = self._host_costs()
-        placement = Placement(kinds, self._width, device.costs(), host, self._asked.rule)
         rows, room = self._rows, self._room_bytes()
         if room < max(weighs.values()):
             raise SettingInvalid(
@@ -81,6 +79,8 @@ class DeviceTier:
                 f"of {size(device.capacity_bytes)} leaves {size(room)} for experts, one of which takes "
                 f"{size(max(weighs.values()))} there: give more, or no {said('device')}",
             )
+        host = self._host_costs()
+        placement = Placement(kinds, self._width, device.costs(), host, self._asked.rule)
         residents = Residents(device, weighs, self.keeping.policy, room, self.counters)
         device.full(lambda: residents.give_back(max(weighs.values())))
         residents.learn(self._past())
@@ -102,6 +102,11 @@ class DeviceTier:
             self._filled = True
             self.runner.tiers.residents.limit(self._room_bytes())  # what is not experts lies there by now
             self.runner.fill(self.keeping.first)
+
+    def close(self) -> None:
+        """Gives back what experts take there, before the device closes."""
+        if self.runner is not None:
+            self.runner.tiers.residents.free_all()
 
     def use(self) -> DeviceUse:
         device = self.device
