@@ -16,8 +16,9 @@ MOST_HALF = 65504.0
 
 def close(found: F32 | F64, expected: F64, kind: Kind) -> None:
     """Matrices of codes see rounded activations: one that lies between two steps may fall either way for a difference
-    in the last bit, and is then off by 1/127 of the largest."""
-    bound = (1e-5 if kind in FLOATS else 0.02) * max(1.0, float(np.abs(expected).max()))
+    in the last bit, and is then off by 1/127 of the largest. Sums of float32 are off by what their order on this
+    processor makes of them: scores of 100 by 1e-5, and so what a softmax makes of these."""
+    bound = (4e-5 if kind in FLOATS else 0.02) * max(1.0, float(np.abs(expected).max()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
 
 

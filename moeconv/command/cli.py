@@ -317,6 +317,9 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
+_RESUMING = (["quantize"], ["recipe"], ["train-hash"], ["train-neurons"])
+
+
 def _exit_code(arguments: list[str] | None) -> int:
     from moeconv.errors import ConversionError, TargetMissed, missing_extra
     from moert.pack.errors import PackError
@@ -326,7 +329,9 @@ def _exit_code(arguments: list[str] | None) -> int:
             code = app(arguments, standalone_mode=False, prog_name="moeconv")
         sys.stdout.flush()
         if code == EXIT_INTERRUPTED:
-            print("moeconv: interrupted; what was measured is kept, run the same command to go on", file=sys.stderr)
+            resumes = (sys.argv[1:] if arguments is None else arguments)[:1] in _RESUMING
+            kept = "; what was measured is kept, run the same command to go on" if resumes else ""
+            print(f"moeconv: interrupted{kept}", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except (ConversionError, PackError) as error:
         say(f"moeconv: {error}")

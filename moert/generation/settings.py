@@ -56,8 +56,6 @@ class GenerationSettings(Adjustable):
     def _check_beams(self) -> None:
         if not 1 <= self.beams <= _MOST_BEAMS:
             raise SettingInvalid("beams", f"is {self.beams}: it should be between 1 and {_MOST_BEAMS}")
-        if not 1 <= self.n_return <= self.beams:
-            raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beam(s)")
         if not abs(self.length_penalty) <= _MOST_PENALTY:
             raise SettingInvalid(
                 "length_penalty",
@@ -66,9 +64,11 @@ class GenerationSettings(Adjustable):
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise SettingInvalid("early_stopping", f"is {self.early_stopping!r}: it should be true, false or never")
         if self.beams == 1:
-            for name in self._changed("length_penalty", "early_stopping"):
+            for name in self._changed("length_penalty", "early_stopping", "n_return"):
                 raise SettingInvalid(name, "is of beam search: give the number of beams, 2 or more")
             return
+        if not 1 <= self.n_return <= self.beams:
+            raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beams")
         for name in self._changed("temperature", "stop_strings"):
             raise SettingInvalid(name, "does not go with beam search: leave one of both out")
 

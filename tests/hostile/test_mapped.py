@@ -194,8 +194,8 @@ from moert.experts.cache import supply
 from moert.experts.drive import store
 store.MAPPED_BYTES, store.TOGETHER_BYTES = 1, 0
 pack, moves, early = sys.argv[1], sys.argv[2], sys.argv[3]
-if moves == "never":
-    supply.Moves.next = lambda self, slots: None
+move = supply.Moves.next
+supply.Moves.next = lambda self, slots: move(self, slots) if moves == "soon" and taken[0] >= int(early) else None
 inner, taken = store.ExpertStore.check, [0]
 def cut_then(self):
     inner(self)

@@ -197,6 +197,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "olmoe-shaped (own routers), ssd, 8 MB: preferring 50% to llama.cpp",
     ],
     "gradients": ["wiki: time"],
+    "devices": [f"rtx3060, one request{each}" for each in (": two devices", ": by the best of the others")],
     "hash-names": [
         "wiki, decoder, short: among the first 4",
         "wiki, decoder, short: among the first 12",

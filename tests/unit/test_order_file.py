@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number far beyond": (changed(0, 7, (1 << 32) - 1), "D00 should name each neuron of an expert once"),
     "of another row": (np.roll(shuffled(3, 8, 1), 1, axis=1) + np.uint32(1), "D00 should name each neuron"),
     "other numbers": (shuffled(3, 8, 1).astype(np.int32), "D00 should be uint32 with 2"),
-    "one row": (shuffled(1, 8)[0], "D00 should be uint32 with 2, found uint32 with 1 dimensions"),
+    "one row": (shuffled(1, 8)[0], "D00 should be uint32 with 2, found U32 with 1 dimensions"),
 }
 
 

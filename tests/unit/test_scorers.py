@@ -14,7 +14,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import TINY, VOCAB, transformers_model
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer as Library
+from tokenizers import processors
 from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
@@ -366,7 +367,7 @@ def test_the_likeliest_choice_is_taken(family: str, tiny_model: TinyModel) -> No
     assert 0 < sum(right) < len(right)
 
 
-def choice_nats(trial: Trial, tokenizer: Tokenizer, source: str, choice: str) -> float:
+def choice_nats(trial: Trial, tokenizer: Library, source: str, choice: str) -> float:
     if trial.spec.encoder is not None:
         ids, labels = (torch.tensor([tokenizer.encode(text).ids]) for text in (source, choice))
         return float(trial.model(ids, labels=labels).loss) * labels.numel()
@@ -417,6 +418,11 @@ def test_routes_are_those_of_inputs_and_outputs(tiny_model: TinyModel) -> None:
 # Laying out -----------------------------------------------------------------------------------------------------------
 
 
+def library_of(model: Path) -> Library:
+    """The library's own, which also reads what was written."""
+    return Library.from_file(str(model / "tokenizer.json"))
+
+
 def test_windows_count_the_words_that_end_in_them(tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(tiny_model("olmoe", "plain") / "tokenizer.json")
     samples = [Sample(words(random.Random(seed), 40)) for seed in range(2)]
@@ -441,7 +447,8 @@ def test_no_window_lies_across_two_documents(tiny_model: TinyModel, lengths: lis
         texts = windows_of(samples, tokenizer, context)
     except CalibrationError:
         assume(False)
-    letters = [set(tokenizer.decode(row.tolist()).replace("\n", "").replace(" ", "")) for row in texts.ids]
+    library = library_of(tiny_model("olmoe", "plain"))
+    letters = [set(library.decode(row.tolist()).replace("\n", "").replace(" ", "")) for row in texts.ids]
     owners: dict[str, int] = {}
     for seen, group in zip(letters, texts.groups.tolist(), strict=True):
         for letter in seen:
@@ -480,7 +487,8 @@ def test_samples_of_one_document_have_one_number() -> None:
 def test_a_choice_is_scored_alone_and_a_long_text_loses_its_beginning(tiny_model: TinyModel) -> None:
     tokenizer = load_tokenizer(tiny_model("olmoe", "plain") / "tokenizer.json")
     texts = choices_of([Sample("abc def", "xy", ("xy", "xyz"), 0)], tokenizer, 6)
-    decoded = [tokenizer.decode(row.tolist()) for row in texts.ids]
+    library = library_of(tiny_model("olmoe", "plain"))
+    decoded = [library.decode(row.tolist()) for row in texts.ids]
     assert decoded == ["def xy"[-6:], "ef xyz"]
     assert texts.scored.sum(dim=1).tolist() == [3, 4]  # with the space before it
     assert texts.items.right.tolist() == [True, False]
@@ -539,10 +547,10 @@ def test_what_is_to_be_written_begins_with_the_models_first_token(tiny_model: Ti
     """In place of what the tokenizer puts before inputs, as of NLLB the language that they are in."""
     trial = trial_of(tiny_model("nllb-moe", "a first token"))
     tokenizer = load_tokenizer(trial.checkpoint.path / "tokenizer.json")
-    letters, end = {letter: tokenizer.token_to_id(letter) for letter in "abc"}, trial.spec.tokens.eos[0]
+    letters, end = {letter: tokenizer.get_vocab()[letter] for letter in "abc"}, trial.spec.tokens.eos[0]
     assert targets_of(["ab", "c", ""], tokenizer, trial.spec) == [[7, letters["a"], letters["b"], end],
                                                                   [7, letters["c"], end], [7, end]]  # fmt: skip
-    tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer._made.post_processor = processors.TemplateProcessing(
         single="<unk> $A </s>", special_tokens=[("<unk>", 2), ("</s>", end)]
     )
     assert tokenizer.encode("c").ids == [2, letters["c"], end]

@@ -28,7 +28,8 @@ def parts(result: Result) -> Sequence[Part]:
     shown = {f"{line[0]}{BEST}" for line in raced}
     aimed = [(row.name, f"{{{row.name}}} {row.unit}", row.aim or "") for row in result.rows if row.aim is not None]
     aimed = [line for line in aimed if line[0] not in shown]
-    return [[head, *raced], [("", "measured", "aim"), *aimed], _hits(rows), _published(rows)]
+    tables = [head, *raced], [("", "measured", "aim"), *aimed], _hits(rows), _published(rows)
+    return [table for table in tables if len(table) > 1]
 
 
 def _hits(rows: Collection[str]) -> Sequence[Line]:
