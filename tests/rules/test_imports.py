@@ -32,9 +32,9 @@ MOERT = [
 ]
 # Here rooms of one floor do not import each other either.
 MOECONV = [
-    ("moert.pack", "moeconv.errors", "moeconv.progress", "moeconv.strict_json", "moeconv.chat_tokenizer"),
+    ("moert.pack", "moeconv.errors", "moeconv.progress", "moeconv.strict_json"),
     ("moeconv.fields",),
-    ("moeconv.artifacts",),
+    ("moeconv.artifacts", "moeconv.chat_tokenizer"),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
     ("moeconv.measure",),
