@@ -63,6 +63,8 @@ def choices(pack: Path) -> Iterator[dict[str, Any]]:
     yield from CHOICES
     if pack.name.startswith("neurons"):
         yield {"neurons": "predicted", "cache": "50%"}
+    else:
+        yield {"device": "sim:t4", "cache": "50%"}
     if pack.name.startswith("hash"):
         yield {"predictor": "hash", "cache": "40%", "eviction": "foreseen"}
         yield {"routing": "hash"}
