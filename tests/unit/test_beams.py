@@ -239,13 +239,15 @@ def test_room_is_made_for_all_beams(engines: dict[str, Engine], monkeypatch: pyt
         ({"beams": 0}, "beams is 0: it should be between 1 and 64"),
         ({"beams": 65}, "beams is 65"),
         ({"beams": 4, "n_return": 5}, "n_return is 5: it should be between 1 and the 4 beam"),
-        ({"n_return": 2}, "n_return is 2: it should be between 1 and the 1 beam"),
+        ({"n_return": 2}, "n_return is of beam search: give the number of beams"),
         ({"beams": 4, "temperature": 0.5}, "temperature does not go with beam search"),
         ({"beams": 4, "stop_strings": ("a",)}, "stop_strings does not go with beam search"),
         ({"length_penalty": 2.0}, "length_penalty is of beam search"),
         ({"early_stopping": True}, "early_stopping is of beam search"),
         ({"beams": 4, "early_stopping": "always"}, "early_stopping is 'always': it should be true, false or never"),
         ({"beams": 4, "length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"beams": 4, "length_penalty": 400.0}, "length_penalty is 400.0: it should be from -4 to 4"),
+        ({"beams": 2, "early_stopping": 1}, "early_stopping is 1: it should be true, false or never"),
     ],
 )
 def test_settings_that_can_not_be_are_refused(changes: dict[str, Any], wrong: str) -> None:
@@ -308,6 +310,6 @@ def test_the_command_line_gives_the_best_answers(moert: Moert, pack: Path, tmp_p
 
 def test_the_command_line_refuses_what_does_not_go_together(moert: Moert, pack: Path) -> None:
     assert "--temperature does not go with" in moert.refuses("run", pack, "a", "--beams", 4, "--temperature", 0.5)
-    assert "--return is 2" in moert.refuses("run", pack, "a", "--return", 2)
+    assert "--return is of beam search" in moert.refuses("run", pack, "a", "--return", 2)
     assert "--chat takes the likeliest token" in moert.refuses("run", pack, "a", "--beams", 4, "--chat")
     assert "--length-penalty is of beam search" in moert.refuses("run", pack, "a", "--length-penalty", 2)
