@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from tiny import tiny_olmoe
 from transformers import AutoTokenizer
 
+from moeconv.calibration.chat import ChatTemplate
 from moeconv.command.cli import _exit_code
+from moeconv.errors import CalibrationError
 from moeconv.packing.chat import chat_of
 from moeconv.source.checkpoint import CheckpointError
 from moert.pack.chat import load_chat, parse_chat
@@ -84,3 +88,26 @@ def test_what_can_not_be_used_is_one_line_before_anything_long(
     (model / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="can't be read as JSON"):
         chat_of(model)
+
+
+@pytest.mark.parametrize("renders", [False, True])
+def test_no_code_that_comes_with_a_model_is_run_or_asked_about(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], renders: bool
+) -> None:
+    """Of a kind of model for which transformers itself has no tokenizer."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
+    ran = tmp_path / "ran"
+    (model / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    auto_map = {"AutoTokenizer": ["evil.Foo", "evil.Foo"]}
+    configure(model, chat_template=TEMPLATE, tokenizer_class="Foo", auto_map=auto_map)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    monkeypatch.setattr("builtins.input", lambda *asked: pytest.fail("a question"))
+    with suppress(CheckpointError, CalibrationError):
+        if renders:
+            with ChatTemplate(model) as template:
+                template.render([{"role": "user", "content": "a"}], "here")
+        else:
+            chat_of(model)
+    assert not ran.exists()
+    assert "[y/N]" not in "".join(capfd.readouterr())

@@ -264,3 +264,16 @@ def test_options_have_all_names() -> None:
 
     assert [each.value for each in DeviceKeep] == list(KEEPS)
     assert [each.value for each in DeviceExperts] == list(RULES)
+
+
+def test_a_closed_engine_holds_no_experts_on_the_card(packs: dict[str, Path]) -> None:
+    with on_card(packs["decoder"]) as engine:
+        run_greedy(engine, IDS, NEW)
+        tier = engine._streaming.tier
+        assert tier is not None
+        assert tier.runner is not None
+        residents, before = tier.runner.tiers.residents, tier.device.used_bytes
+        assert residents.used_bytes > 0
+        held = residents.used_bytes
+    assert residents.used_bytes == 0
+    assert tier.device.used_bytes <= before - held
