@@ -71,6 +71,8 @@ class ExpertStore:
     def check(self) -> None:
         """That nothing has gone of what was given where the page cache has it: what is computed with it since the last
         call is worth nothing then. Raises FileTruncated, from then on each time."""
+        if not self._lost and not self._mapped:
+            return
         if not self._lost and self._breaks != (now := breaks()):
             self._breaks = now
             with self._lock:
