@@ -14,11 +14,10 @@ from moert.pack.parts import Attention, Latent
 MOST_HALF = 65504.0
 
 
-def close(found: F32 | F64, expected: F64, kind: Kind) -> None:
+def close(found: F32 | F64, expected: F64, kind: Kind, beside: float = 0.0) -> None:
     """Matrices of codes see rounded activations: one that lies between two steps may fall either way for a difference
-    in the last bit, and is then off by 1/127 of the largest. Sums of float32 are off by what their order on this
-    processor makes of them: scores of 100 by 1e-5, and so what a softmax makes of these."""
-    bound = (4e-5 if kind in FLOATS else 0.02) * max(1.0, float(np.abs(expected).max()))
+    in the last bit, and is then off by 1/127 of the largest. `beside`: what else the answer may be off by."""
+    bound = beside + (1e-5 if kind in FLOATS else 0.02) * max(1.0, float(np.abs(expected).max()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
 
 
@@ -129,6 +128,14 @@ def exact_attend(problem: Problem, x: F32, keys: F64, values: F64, rounds: bool)
     if "after" in problem.norms:
         made = exact_norm(made, problem.norms["after"])
     return x + problem.add * made
+
+
+def unsteadiness(problem: Problem, x: F32, keys: F64, values: F64) -> float:
+    """How far the exact answer moves when each number of x moves by four roundings of float32: what large scores make
+    of sums that processors add in another order."""
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), x.shape)
+    moved = exact_attend(problem, x * (1 + 2.0**-22 * signs), keys, values, rounds=False)  # type: ignore[arg-type]
+    return float(np.abs(moved - exact_attend(problem, x, keys, values, rounds=False)).max())
 
 
 def exact_shares(problem: Problem, queries: F64, keys: F64) -> F64:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_answers import close, close_kept, exact_attend, exact_kept, exact_norm, found_keys
-from attention_problems import Problem, keep, latent_problems, make, nothing_behind, problems, read
-from hypothesis import given, settings
+from attention_answers import close, close_kept, exact_attend, exact_kept, exact_norm, found_keys, unsteadiness
+from attention_problems import Problem, keep, latent_problems, make, make_latent, nothing_behind, problems, read
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from native_problems import ACTIVATION, FLOATS, Dtype, floats, normal
 
@@ -197,11 +197,19 @@ def test_attention_is_that_of_torch(causal: bool, biased: bool, shared: int) -> 
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+STEEP = make_latent(
+    seed=1064, kind=4, n=2, q_rank=None, kv_rank=64, nope=1, turning=2, v=1, d_model=66, scale=1.0, turns=True,
+    bias=True, layer=False, after=True, add=1.0, bits=16,
+)  # fmt: skip
+"""Whose scores are so large that some processors' sums are off by more than usual."""
+
+
 @settings(max_examples=100)
 @given(
     problem=st.one_of(problems(), latent_problems()),
     pieces=st.lists(st.sampled_from([1, 1, 5, 60, 70]), min_size=1, max_size=3),
 )
+@example(STEEP, [60, 60, 60])
 def test_attention_is_its_formula(problem: Problem, pieces: list[int]) -> None:
     backend, x = ReferenceBackend(), problem.tokens(sum(pieces))
     out, kept = read(backend, problem, problem.on(backend), x, pieces)
@@ -210,7 +218,8 @@ def test_attention_is_its_formula(problem: Problem, pieces: list[int]) -> None:
     hidden = exact_norm(x.astype(np.float64), problem.norms["before"])
     for found, expected in zip((keys, values), exact_kept(problem, hidden, rounds=False), strict=True):
         close_kept(found, expected, problem)
-    close(out, exact_attend(problem, x, keys, values, rounds=False), "F32")
+    expected = exact_attend(problem, x, keys, values, rounds=False)
+    close(out, expected, "F32", unsteadiness(problem, x, keys, values))
 
 
 @settings(max_examples=40)

@@ -71,9 +71,7 @@ class ExpertStore:
     def check(self) -> None:
         """That nothing has gone of what was given where the page cache has it: what is computed with it since the last
         call is worth nothing then. Raises FileTruncated, from then on each time."""
-        if not self._lost and not self._mapped:
-            return
-        if not self._lost and self._breaks != (now := breaks()):
+        if not self._lost and self._mapped and self._breaks != (now := breaks()):
             self._breaks = now
             with self._lock:
                 self._lost += [mapping.path for mapping in self._mapped if mapping.is_broken]
