@@ -36,7 +36,7 @@ def test_it_writes_the_pack_that_the_command_writes(model: Path, text: Path, tmp
     assert (tmp_path / "b.pack.work").is_dir()
     assert said
     assert report.target.value == 0.2
-    with moert.load(tmp_path / "b.pack", memory="2GB") as opened:
+    with moert.load(tmp_path / "b.pack") as opened:
         assert opened.generate("ab cde", max_new_tokens=4).result.tokens
 
 

@@ -180,7 +180,7 @@ def test_it_counts_in_memory(tmp_path: Path) -> None:
     path = predicted_pack(tmp_path / "m.pack", "switch", "bundled", random_predictor(spec, rank=1500))
     nbytes, smallest = (path / PREDICTOR).stat().st_size, {}
     for neurons in ("predicted", "exact", "predicted"):  # the first engine of a process brings more
-        with Engine.open(path, neurons=neurons, memory="2GB", notify=lambda note: None) as engine:
+        with Engine.open(path, neurons=neurons, notify=lambda note: None) as engine:
             smallest[neurons] = engine.smallest_memory(8, 8)
     assert nbytes > 12e6
     assert smallest["predicted"] - smallest["exact"] > 0.6 * nbytes
@@ -201,7 +201,7 @@ def test_with_memory_for_all_nothing_is_read_twice(tmp_path: Path) -> None:
         write_pack(tmp_path / "m.pack", GATED, neurons=LAYOUTS["bundled"], bits=(2, 2, 8, 8)),
         random_predictor(GATED, NAMES_ALL),
     )
-    with Engine.open(path, memory="2GB", neurons="predicted", notify=lambda note: None) as engine:
+    with Engine.open(path, neurons="predicted", notify=lambda note: None) as engine:
         assert engine.budget.expert_bytes > sum(entry.file_bytes for entry in engine.pack.manifest.experts)
         for prompt in 2 * PROMPTS:
             engine.generate(prompt, max_new_tokens=NEW)

@@ -12,6 +12,7 @@ import tiny_packs
 import moert
 from moert.command import cli
 from moert.errors import RunError
+from moert.machine.memory import held_bytes
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,8 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sizes_are_strings_or_numbers_as_on_the_command_line(pack: Path) -> None:
-    texts = set()
-    for memory in ("2GB", 2 * 10**9, "90%", "auto", None):
+    texts, enough = set(), held_bytes() + 10**9
+    for memory in (f"{enough / 1e9:.3f}GB", enough, "90%", "auto", None):
         with moert.load(pack, memory=memory, predictor="none") as model:
             texts.add(model.generate("hello", max_new_tokens=6).text)
     for cache in ("50%", 10**6):
