@@ -65,14 +65,25 @@ def hessian_of(inputs: Inputs) -> Hessian:
 def one_by_one(values: Tensor, factor: Tensor, decide: Callable[[int, Tensor, Tensor], None]) -> None:
     """`decide(j, values[:, j], moved)` for one input after the other, which fills in `moved` [n, out]: that times
     factor[:, j, k] is taken from the values of every later k. values [n, in, out], factor [n, in, in]."""
+
+    def settle(block: slice, moved: Tensor) -> None:
+        for at, j in enumerate(range(block.start, block.stop)):
+            later = slice(j + 1, block.stop)
+            decide(j, values[:, j], moved[:, at])
+            values[:, later].addcmul_(factor[:, j, later, None], moved[:, at : at + 1], value=-1)
+
+    by_blocks(values, factor, settle)
+
+
+def by_blocks(values: Tensor, factor: Tensor, settle: Callable[[slice, Tensor], None]) -> None:
+    """`settle(block, moved)` for one block of inputs after the other, which fills in `moved` [n, block, out] and sees
+    to it that inputs of the block feel those before them; see one_by_one."""
     size, moved = values.shape[1], torch.empty_like(values)
     for first in range(0, size, _SPAN):
         last = min(first + _SPAN, size)
         for begin in range(first, last, BLOCK):
             end = min(begin + BLOCK, last)
-            for j in range(begin, end):
-                decide(j, values[:, j], moved[:, j])
-                values[:, j + 1 : end].addcmul_(factor[:, j, j + 1 : end, None], moved[:, j : j + 1], value=-1)
+            settle(slice(begin, end), moved[:, begin:end])
             values[:, end:last] -= product(factor[:, begin:end, end:last].mT, moved[:, begin:end])
         values[:, last:] -= product(factor[:, first:last, last:].mT, moved[:, first:last])
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from moeconv.quantizers.columns import ColumnProblem
-from moeconv.quantizers.feedback import Hessian, hessian_of, one_by_one, picked, product
+from moeconv.quantizers.feedback import Hessian, hessian_of, picked, product
 from moeconv.quantizers.fit import Fitted, to_float16
 from moeconv.quantizers.groups import fit_groups, importance_of, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
+from moeconv.quantizers.rounding import Rounding
 from moert.pack.codec import F32, QuantizedMatrix, n_groups
 from moert.pack.layout import group_of
 
@@ -126,31 +127,18 @@ class _Problem:
 
     def compensated(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Codes by GPTQ."""
-        order, factor = self.hessian.order, self.hessian.factor
-        scale, minimum = (picked(values, order // self.size) for values in (scale, minimum))
-        rest, codes = picked(self.weights, order), torch.empty_like(self.weights)
-        step, root = _positive(scale), factor.diagonal(dim1=1, dim2=2)[..., None]
-
-        def decide(j: int, wanted: Tensor, error: Tensor) -> None:
-            code = torch.sub(wanted, minimum[:, j], out=codes[:, j]).div_(step[:, j]).round_().clamp_(0, self.top)
-            torch.addcmul(minimum[:, j], code, scale[:, j], out=error).sub_(wanted).div_(-root[:, j])
-
-        one_by_one(rest, factor, decide)
+        order = self.hessian.order
+        codes = Rounding(scale, minimum, order // self.size, self.top).made(
+            picked(self.weights, order), self.hessian.factor
+        )
         return picked(codes, order.argsort(dim=1))
 
     def swept(self, of: _Codes) -> Tensor:
         """Every code once, in order, set to what is best with all others as they are."""
-        codes, step = of.codes.clone(), _positive(of.scale)
-        curvature = self.products.diagonal(dim1=1, dim2=2)[..., None]
-
-        def decide(j: int, pull: Tensor, change: Tensor) -> None:
-            group = j // self.size
-            wanted = (pull / step[:, group]).div_(curvature[:, j]).add_(codes[:, j]).round_().clamp_(0, self.top)
-            torch.sub(wanted, codes[:, j], out=change).mul_(of.scale[:, group])
-            codes[:, j] = wanted
-
-        one_by_one(of.pull.clone(), self.products, decide)
-        return codes
+        n, inputs, _ = self.weights.shape
+        group = (torch.arange(inputs) // self.size).expand(n, -1)
+        rounding = Rounding(of.scale, of.minimum, group, self.top)
+        return rounding.improved(of.pull.clone(), self.products, of.codes)
 
     def refitted(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> _Codes:
         """Scale and minimum of each row by least squares under the hessian, where that is better in float16."""
@@ -210,7 +198,3 @@ def _least_squares(grid: Tensor, aim: Tensor) -> Tensor:
     ridge = 1e-9 * grid.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(size)
     found: Tensor = torch.linalg.solve(grid.double() + ridge, aim.double())
     return found.float()
-
-
-def _positive(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, 1.0)

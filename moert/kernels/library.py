@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 15
+ABI = 16
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -65,6 +65,7 @@ _FUNCTIONS = {
     "moert_fence_broken": (c_int, [c_int]),
     "moert_fences_broken": (c_int64, []),
     "moert_assign": (c_double, [_DATA, c_int, _DATA, _DATA, _DATA]),
+    "moert_code_inputs": (None, [c_int, _DATA]),
     "moert_reader_open": (_READER, [c_int, c_int]),
     "moert_reader_close": (None, [_READER]),
     "moert_reader_has_ring": (c_int, [_READER]),

@@ -182,6 +182,16 @@ class Placing(Structure):
     ]  # fmt: skip
 
 
+class Feedback(Structure):
+    """The struct moert_feedback."""
+
+    _fields_ = [
+        ("values", c_void_p), ("factor", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("group", c_void_p),
+        ("codes", c_void_p), ("moved", c_void_p), ("stride", c_int64), ("across", c_int64), ("inputs", c_int32),
+        ("columns", c_int32), ("improves", c_int32), ("top", c_float),
+    ]  # fmt: skip
+
+
 class Read(Structure):
     """The struct moert_read."""
 

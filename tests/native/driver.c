@@ -147,6 +147,7 @@ int main(int count, char **arguments) {
     run("gated", gated_cases);
     run("wild", wild_cases);
     run("exact", exact_cases);
+    run("coding", coding_cases);
     run("reads", reads_cases);
     describe("hash of all that is the same everywhere");
     for (int i = 0; i < engine_count; i++) {

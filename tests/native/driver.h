@@ -54,6 +54,7 @@ void softplus_cases(void);
 void gated_cases(void);
 void wild_cases(void);
 void exact_cases(void);
+void coding_cases(void);
 void reads_cases(void);
 
 #endif

@@ -175,6 +175,8 @@ typedef struct {
     void (*sum_all)(const column_set *set, int tokens, const float *hidden, int64_t across, int n, float *y, int64_t stride);
     /* The same for one token and its list, as far as there are columns; gives how far that is. */
     int (*sum_some)(const column_set *set, const fired *list, int n, float *y);
+    /* moert_code_inputs */
+    void (*feedback)(const moert_feedback *block);
 } operations;
 
 extern const operations *const moert_isas[];

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 15
+#define MOERT_ABI 16
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -357,6 +357,24 @@ typedef struct {
  * tokens, kind, and 1 where it lies in memory plus 2 where it is on the device. `scratch` has six numbers for each. How long
  * all of it takes. */
 double moert_assign(const moert_placing *with, int n, const int32_t *given, uint8_t *who, double *scratch);
+
+/* Codes for some inputs of a matrix that lies turned, [inputs, columns]: one input after the other, all columns side by side.
+ * What one has moved by is taken from the values of those after it, factor[j][k] times. Codes are whole numbers from 0 to
+ * `top`. They are made from values that are weights (GPTQ, Frantar et al. 2022):
+ *   code = round((value - minimum) / scale), moved = (minimum + code scale - value) / -factor[j][j];
+ * or improved, from values that are half the gradient by which they move (coordinate descent, Behdin et al. 2023):
+ *   code = round(value / scale / factor[j][j] + code), moved = its change times scale.
+ * A scale that is not above 0 divides as 1 does. */
+typedef struct {
+    const float *values, *factor;  /* [inputs, columns], rows `stride` apart; [inputs, inputs], rows `across` apart */
+    const float *scale, *minimum;  /* [groups, columns] */
+    const int32_t *group;          /* [inputs] */
+    float *codes, *moved;          /* as values */
+    int64_t stride, across;
+    int32_t inputs, columns, improves;
+    float top;
+} moert_feedback;
+void moert_code_inputs(int isa, const moert_feedback *block);
 
 /* A read of consecutive bytes of a file, and what came of it. */
 typedef struct {
