@@ -39,7 +39,7 @@ class LayerNetwork(nn.Module):
     @classmethod
     def of(cls, layer: LayerPredictor) -> LayerNetwork:
         """Of what is stored."""
-        found = cls(_single(layer.compress), _single(layer.heads), torch.from_numpy(layer.bias))
+        found = cls(_single(layer.compress), _single(layer.heads), torch.tensor(layer.bias))
         return found.requires_grad_(False)
 
     def stored(self) -> tuple[F16, F16, npt.NDArray[np.float32]]:

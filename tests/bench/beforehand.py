@@ -24,8 +24,9 @@ NEVER_SLOWER = 0.98
 
 
 def beforehand_rows(subject: Subject) -> Iterator[Row]:
-    """Half of the experts in memory; by the routers, with reading ahead by the function, and by the function alone."""
-    texts = inputs(subject, count=BATCH * BATCHES)
+    """Half of the experts in memory; by the routers, with reading ahead by the function, and by the function alone. Of
+    running text the middle length, behind which there is room to write."""
+    texts = inputs(subject, "middle" if subject.is_text else None, BATCH * BATCHES)
     batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     for what, routing in routings(subject).items():
         with Engine.open(
