@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import NamedTuple
 
 from moert.pack.codec import F32
@@ -14,7 +15,9 @@ from moert.predict.network import Recalled
 
 _MOST_BYTES = 4 << 20
 """What is kept of prompts that wait; of others nothing is worked out beforehand."""
-_NICE = 10  # so that whoever runs comes first
+_TOGETHER = 256
+"""Tokens of prompts that are worked out at once: short ones one by one would keep those who run from Python's lock."""
+_NICE = 10  # so that whoever runs comes first, where the system has no order that gives only what is left
 _CLOSE_S = 10.0
 
 Prompt = tuple[int, ...]
@@ -32,23 +35,28 @@ class Ready(NamedTuple):
 
 
 class Beforehand:
-    """`work` is called by one other thread, which is started when there is something to do, at a low priority."""
+    """`work` is called by one other thread, which is started when there is something to do and gets what time is left."""
 
-    def __init__(self, work: Callable[[Prompt], Ready]) -> None:
+    def __init__(self, work: Callable[[Sequence[Prompt]], Sequence[Ready]]) -> None:
         self.used = 0
         """Prompts that had been worked out when they began."""
         self._work = work
         self._waiting: list[Prompt] = []
         self._ready: dict[Prompt, Ready] = {}
+        self._told: list[Sequence[int]] | None = None  # since then nothing began
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def expect(self, prompts: Iterable[Prompt]) -> None:
-        """These wait, the next one first; what was expected before and is not among them is over."""
+    def expect(self, prompts: Iterable[Sequence[int]]) -> None:
+        """These wait, the next one first; what was expected before and is not among them is over. To say the same
+        again costs nothing."""
+        told = list(prompts)
         with self._lock:
-            asked = list(dict.fromkeys(prompts))
+            if told == self._told:
+                return
+            self._told, asked = told, list(dict.fromkeys(map(tuple, told)))
             self._ready = {prompt: self._ready[prompt] for prompt in asked if prompt in self._ready}
             self._waiting = [prompt for prompt in asked if prompt not in self._ready]
             if self._waiting and self._thread is None and not self._closed:
@@ -56,11 +64,13 @@ class Beforehand:
                 with suppress(RuntimeError):  # the system allows no more
                     thread.start()
                     self._thread = thread
-            self._wake.notify()
+            if self._waiting:  # each waking takes Python's lock from those who run
+                self._wake.notify()
 
     def take(self, prompt: Prompt) -> Ready | None:
         """What was worked out of a prompt that begins now; None where there was no time yet."""
         with self._lock:
+            self._told = None
             found = self._ready.pop(prompt, None)
             self._waiting = [other for other in self._waiting if other != prompt]
             self.used += found is not None
@@ -76,23 +86,32 @@ class Beforehand:
             thread.join(_CLOSE_S)
 
     def _serve(self) -> None:
-        if hasattr(os, "setpriority"):
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while (prompt := self._next()) is not None:
-            ready = None
-            with suppress(MemoryError):  # whoever runs it will say so, if it is still so then
-                ready = self._work(prompt)
+        _step_back()
+        while prompts := self._next():
+            found: dict[Prompt, Ready] = {}
+            with suppress(MemoryError):  # whoever runs them will say so, if it is still so then
+                found = dict(zip(prompts, self._work(prompts), strict=True))
             with self._lock:
-                if prompt in self._waiting:
-                    self._waiting.remove(prompt)
-                    if ready is not None:
-                        self._ready[prompt] = ready
+                self._ready.update((prompt, found[prompt]) for prompt in self._waiting if prompt in found)
+                self._waiting = [prompt for prompt in self._waiting if prompt not in prompts]
 
-    def _next(self) -> Prompt | None:
+    def _next(self) -> list[Prompt]:
+        """The first of those that wait, with as many behind it as go together; none when it is closed."""
         with self._lock:
             while not self._closed:
                 if self._waiting and sum(each.nbytes for each in self._ready.values()) < _MOST_BYTES:
-                    return self._waiting[0]
+                    ends = accumulate(map(len, self._waiting))
+                    return [prompt for prompt, end in zip(self._waiting, ends, strict=True) if end <= _TOGETHER] or [
+                        self._waiting[0]
+                    ]
                 self._wake.wait()
-        return None
+        return []
+
+
+def _step_back() -> None:
+    """The thread that calls it gets time that nobody else wants, or, where the system has no such order, little of it."""
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        elif hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -122,20 +122,22 @@ class Foresight:
     def expects(self, prompts: Iterable[Sequence[int]]) -> None:
         """These wait for others to end."""
         if self.before is not None and (self._routes or self.needed()):
-            self.before.expect(map(tuple, islice(prompts, _EXPECTED)))
+            self.before.expect(islice(prompts, _EXPECTED))
 
     def beforehand(self, backend: Backend) -> Beforehand:
         """What works on prompts with this backend, of which nobody else makes use."""
         stack: StackName = "encoder" if "encoder" in self._readers else "decoder"
         reader = self._readers[stack].on(backend)
 
-        def work(prompt: Prompt) -> Ready:
+        def work(prompts: Sequence[Prompt]) -> list[Ready]:
             assert self.embed is not None
-            rows = backend.rows(self.embed, prompt)
-            if stack == "encoder":
-                return Ready(reader.encode(rows, [len(prompt)]), None)
-            recalled = reader.begin()
-            return Ready(reader.read(rows, [len(prompt)], [recalled]), recalled)
+            counts, recalled = list(map(len, prompts)), [reader.begin() for _ in prompts]
+            rows = backend.rows(self.embed, [token for prompt in prompts for token in prompt])
+            made = reader.encode(rows, counts) if stack == "encoder" else reader.read(rows, counts, recalled)
+            parts = np.split(made, np.cumsum(counts)[:-1])
+            return [
+                Ready(part, None if stack == "encoder" else each) for part, each in zip(parts, recalled, strict=True)
+            ]
 
         return Beforehand(work)
 

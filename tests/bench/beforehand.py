@@ -19,7 +19,7 @@ from tests.bench.streamed import THREADS
 MODELS = ("g2p", "wiki")
 """Those that `make demo` converts: one that encodes whole inputs, and one that reads on."""
 
-BATCH, BATCHES, ROUNDS = 8, 6, 5
+BATCH, BATCHES, ROUNDS = 8, 6, 31
 NEVER_SLOWER = 0.98
 
 

@@ -385,10 +385,10 @@ def test_prompts_of_the_next_call_are_worked_out_during_this_one(packs: dict[str
 def test_what_is_not_expected_any_more_is_forgotten() -> None:
     working, go = threading.Event(), threading.Event()
 
-    def work(prompt: tuple[int, ...]) -> Ready:
+    def work(prompts: Sequence[tuple[int, ...]]) -> list[Ready]:
         working.set()
         assert go.wait(PATIENCE_S)
-        return Ready(np.zeros((len(prompt), 2), np.float32), None)
+        return [Ready(np.zeros((len(prompt), 2), np.float32), None) for prompt in prompts]
 
     before = Beforehand(work)
     before.expect([(1,), (2, 3)])
@@ -406,19 +406,23 @@ def test_what_is_not_expected_any_more_is_forgotten() -> None:
 
 
 def test_what_finds_no_memory_is_left_to_its_run() -> None:
-    tried: list[tuple[int, ...]] = []
+    """And long prompts do not go together with others."""
+    tried: list[list[tuple[int, ...]]] = []
+    long = (7,) * 300
 
-    def work(prompt: tuple[int, ...]) -> Ready:
-        tried.append(prompt)
-        if prompt == (1,):
+    def work(prompts: Sequence[tuple[int, ...]]) -> list[Ready]:
+        tried.append(list(prompts))
+        if (1,) in prompts:
             raise MemoryError
-        return Ready(np.zeros((len(prompt), 2), np.float32), None)
+        return [Ready(np.zeros((len(prompt), 2), np.float32), None) for prompt in prompts]
 
     before = Beforehand(work)
-    before.expect([(1,), (2, 3)])
+    before.expect([(1,), (4, 5), long, (2, 3)])
     wait_until(lambda: (2, 3) in before._ready)
-    assert tried == [(1,), (2, 3)]
+    assert tried == [[(1,), (4, 5)], [long], [(2, 3)]]
     assert before.take((1,)) is None
+    assert before.take((4, 5)) is None
+    assert before.take(long) is not None
     before.close()
 
 
