@@ -35,7 +35,8 @@ class Ready(NamedTuple):
 
 
 class Beforehand:
-    """`work` is called by one other thread, which is started when there is something to do and gets what time is left."""
+    """`work` is called by one other thread, which is started when there is something to do and gets what time is
+    left."""
 
     def __init__(self, work: Callable[[Sequence[Prompt]], Sequence[Ready]]) -> None:
         self.used = 0
@@ -109,7 +110,7 @@ class Beforehand:
 
 
 def _step_back() -> None:
-    """The thread that calls it gets time that nobody else wants, or, where the system has no such order, little of it."""
+    """The thread that calls it gets time that nobody else wants; where the system has no such order, little of it."""
     with suppress(OSError):
         if hasattr(os, "SCHED_IDLE"):
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
