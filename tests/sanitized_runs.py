@@ -23,6 +23,7 @@ from moert.engine import Engine
 from moert.errors import BudgetTooSmall, RunError
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library
+from moert.kernels.coding import Grid, code_inputs
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
@@ -84,6 +85,19 @@ def _answer(pack: Path, kernels: str, chosen: dict[str, Any]) -> None:
         prompts = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
         engine.generate(prompts[1], SETTINGS)
         list(engine.generate_many(prompts, SETTINGS))
+
+
+def code() -> None:
+    """What the converter asks of the library, of all numbers of inputs and columns about those that it treats apart."""
+    coded, rng = code_inputs(), np.random.default_rng(18)
+    assert coded is not None
+    for inputs in (1, 7, 32):
+        for columns in (1, 63, 64, 65, 200):
+            values, codes, moved = (rng.standard_normal((inputs, columns)).astype(np.float32) for _ in range(3))
+            scale, minimum = (rng.random((2, columns), np.float32) for _ in range(2))
+            factor, group = rng.random((inputs, inputs), np.float32) + 0.5, np.arange(inputs, dtype=np.int32) % 2
+            for improves in (False, True):
+                coded(values, factor, Grid(scale, minimum, group, 7), codes, moved, improves)
 
 
 def damage(pack: Path, rng: Random) -> None:
@@ -165,6 +179,7 @@ def main(arguments: list[str]) -> int:
             for name in kernels:
                 answer(pack, name, chosen)
                 runs += 1
+    code()
     if never := sorted(name for name in {*library._FUNCTIONS} - TELL - {*calls} if not name.startswith(FILES)):
         print(f"never called: {', '.join(never)}")
         return 1
