@@ -149,7 +149,7 @@ bench-mixed: data  ## attention, or all outside the experts, at some bits by exp
 bench-hash: data build/demo/summary.json build/references/summary.json  ## knowing the experts beforehand: hits, recall, eviction, speed on imitated drives (half an hour)
 	$(PY) -m tests.bench.hashed
 
-bench-beforehand: data build/demo/summary.json  ## working on the next batch while one runs, beside not doing so (5 minutes, and 10 of training)
+bench-beforehand: data build/demo/summary.json  ## working on the next batch while one runs, beside not doing so (10 minutes, and 10 of training)
 	$(PY) -m tests.bench.beforehand
 
 bench-flash: data build/demo/summary.json  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)

@@ -23,22 +23,24 @@ class Rounding:
 
     def made(self, wanted: Tensor, factor: Tensor) -> Tensor:
         """By GPTQ, for weights `wanted` [n, in, out], which change, and U [n, in, in] (Hessian.factor)."""
-        codes, native = torch.empty_like(wanted), code_inputs()
-        if native:
-            self._in_c(native, wanted, factor, codes, improves=False)
-        else:
-            self._make(wanted, factor, codes)
+        codes = torch.empty_like(wanted)
+        self._code(wanted, factor, codes, improves=False)
         return codes
 
     def improved(self, pull: Tensor, products: Tensor, codes: Tensor) -> Tensor:
         """Every code once, in order, set to what is best with all others as they are; `pull` [n, in, out], minus half
         the gradient of the loss, changes. products [n, in, in]."""
-        codes, native = codes.clone(), code_inputs()
-        if native:
-            self._in_c(native, pull, products, codes, improves=True)
-        else:
-            self._improve(pull, products, codes)
+        codes = codes.clone()
+        self._code(pull, products, codes, improves=True)
         return codes
+
+    def _code(self, values: Tensor, factor: Tensor, codes: Tensor, improves: bool) -> None:
+        if native := code_inputs():
+            self._in_c(native, values, factor, codes, improves)
+        elif improves:
+            self._improve(values, factor, codes)
+        else:
+            self._make(values, factor, codes)
 
     def _in_c(self, native: CodeInputs, values: Tensor, factor: Tensor, codes: Tensor, improves: bool) -> None:
         assert all(each.is_contiguous() for each in (values, factor, codes)), "columns lie side by side"

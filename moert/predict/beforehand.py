@@ -101,10 +101,8 @@ class Beforehand:
         with self._lock:
             while not self._closed:
                 if self._waiting and sum(each.nbytes for each in self._ready.values()) < _MOST_BYTES:
-                    ends = accumulate(map(len, self._waiting))
-                    return [prompt for prompt, end in zip(self._waiting, ends, strict=True) if end <= _TOGETHER] or [
-                        self._waiting[0]
-                    ]
+                    together = sum(end <= _TOGETHER for end in accumulate(map(len, self._waiting)))
+                    return self._waiting[: max(1, together)]
                 self._wake.wait()
         return []
 

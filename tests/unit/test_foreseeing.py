@@ -405,6 +405,23 @@ def test_what_is_not_expected_any_more_is_forgotten() -> None:
     assert before.take((4,)) is None
 
 
+def test_what_has_begun_can_be_expected_once_more() -> None:
+    asked, worked = [[1], [2, 3]], list[tuple[int, ...]]()
+
+    def work(prompts: Sequence[tuple[int, ...]]) -> list[Ready]:
+        worked.extend(prompts)
+        return [Ready(np.zeros((len(prompt), 2), np.float32), None) for prompt in prompts]
+
+    before = Beforehand(work)
+    for _ in range(2):
+        before.expect(asked)
+        wait_until(lambda: len(before._ready) == len(asked))
+        before.expect(asked)
+        assert all(before.take(tuple(prompt)) is not None for prompt in asked)
+    before.close()
+    assert worked == 2 * [(1,), (2, 3)]
+
+
 def test_what_finds_no_memory_is_left_to_its_run() -> None:
     """And long prompts do not go together with others."""
     tried: list[list[tuple[int, ...]]] = []
