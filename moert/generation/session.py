@@ -22,6 +22,7 @@ from moert.generation.text import Text
 from moert.models.footprint import Load, Loads
 from moert.models.kv import State, forked, written_bytes
 from moert.models.model import Model
+from moert.pack.codec import F32
 from moert.stats import RequestTimes
 
 Prompt = str | Sequence[int] | Continued
@@ -290,8 +291,7 @@ class Session:
         if not self._running:
             return []
         started_s, running = self._now(), self._running
-        states = [state for each in running for state in each._states]
-        logits = self._model.read(states, [ids for each in running for ids in each._unread])
+        logits = self._read(running)
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         for request in running:
@@ -310,6 +310,12 @@ class Session:
         if not self.unfinished:
             self._gate.idle()
         return pieces
+
+    def _read(self, running: Sequence[Request]) -> F32:
+        """Logits [sequences, vocab] of what comes next. Of the states nothing is kept here: some end before the turn
+        does."""
+        states = [state for each in running for state in each._states]
+        return self._model.read(states, [ids for each in running for ids in each._unread])
 
     def _begin(self) -> None:
         """Those that wait and fit join those that run."""

@@ -126,7 +126,10 @@ class Fixed:
 
     def mark(self) -> None:
         """Keeps a copy of how it is now, in place of the one before."""
-        self._marked = self.length, [array.copy() for array in self.arrays]
+        kept = [np.empty_like(array) for array in self.arrays] if self._marked is None else self._marked[1]
+        self._marked = None  # until all is copied
+        _copy(self.arrays, kept)
+        self._marked = self.length, kept
 
     def reaches(self) -> set[int]:
         """The lengths that it can be cut to."""
@@ -138,7 +141,7 @@ class Fixed:
             if self._marked is None or length != self._marked[0]:
                 return False
             self.length = -1  # until all is as it was
-            self.arrays = [array.copy() for array in self._marked[1]]
+            _copy(self._marked[1], self.arrays)
         self.length = length
         return True
 
@@ -150,6 +153,12 @@ class Fixed:
     @property
     def written_bytes(self) -> int:
         return self.nbytes
+
+
+def _copy(arrays: Iterable[npt.NDArray[np.float32]], places: Iterable[npt.NDArray[np.float32]]) -> None:
+    """Copies arrays into others, so that no third ones take memory."""
+    for array, place in zip(arrays, places, strict=True):
+        np.copyto(place, array)
 
 
 Remembered = Kept | Fixed

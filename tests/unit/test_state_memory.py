@@ -1,0 +1,101 @@
+"""States of fixed size are there once for each sequence: beams and conversations keep none that has ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+from tiny_packs import DECODER_SHAPE, MIXERS, write_pack
+
+from moert.engine import Engine
+from moert.models.kv import Fixed
+from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
+from tests.cgroups import Group, missing
+
+ROOT = Path(__file__).resolve().parents[2]
+BEAMS = 4
+_NORM = Norm(1e-5)
+MIXED: dict[str, FixedState] = {
+    "conv": ShortConv(65535), "delta": GatedDelta(24, 12, 256, 256, 4, _NORM),
+    "mamba": Mamba(1 << 14, 96, 6, 3, _NORM), "mamba2": Mamba2(48, 64, 2, 512, 4, _NORM),
+}  # fmt: skip
+"""Of some 6 MB of state a layer."""
+
+
+def write(out: Path, mixer: FixedState) -> Path:
+    mixers = tuple((layer, mixer) for layer in range(4))
+    shape = DECODER_SHAPE.but(decoder=(True,) * 5, mixers=mixers, eos=(), family="mixers")
+    return write_pack(out, shape.spec, paths=False)
+
+
+def in_group(pack: Path, limit_bytes: int, *more: object) -> tuple[subprocess.CompletedProcess[str], int]:
+    """What moert says in a group of so much memory, and how many processes the system ended."""
+    asked = ["run", pack, "one small step", "--memory", limit_bytes, "--max-new-tokens", 24, *more]
+    with Group(memory_bytes=max(limit_bytes, 60_000_000)) as group:
+        done = subprocess.run(
+            [sys.executable, "-m", "moert", *map(str, asked)], capture_output=True, text=True, check=False, cwd=ROOT,
+            preexec_fn=lambda: group.add(0),
+        )  # fmt: skip
+        return done, group.oom_kills
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("name", MIXED)
+def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str) -> None:
+    pack, limit = write(tmp_path / "p", MIXED[name]), 1000
+    for _ in range(3):
+        done, killed = in_group(pack, limit, "--beams", BEAMS, "--json")
+        assert killed == 0, limit
+        if done.returncode == 0:
+            break
+        assert "too small" in done.stderr
+        limit = int(done.stderr.split("--memory ")[1].split()[0])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["stats"]["peak_rss_bytes"] <= limit
+
+
+def test_no_more_states_are_there_than_beams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: WeakSet[Fixed] = WeakSet()
+    most = 0
+    made = Fixed.__init__
+
+    def count(self: Fixed, *arguments: object) -> None:
+        nonlocal most
+        made(self, *arguments)  # type: ignore[arg-type]
+        there.add(self)
+        most = max(most, len(there))
+
+    pack = write_pack(tmp_path / "p", replace(MIXERS, tokens=replace(MIXERS.tokens, eos=())), paths=False)
+    layers = sum(
+        isinstance(MIXERS.decoder[at].mixer, FixedState) or MIXERS.decoder[at].mixer is None for at in range(6)
+    )
+    monkeypatch.setattr(Fixed, "__init__", count)
+    with Engine.open(pack) as engine:
+        engine.generate([3, 4, 5, 6], max_new_tokens=12, beams=BEAMS)
+    assert most == BEAMS * layers
+
+
+def test_marking_again_and_going_back_take_no_third_copy() -> None:
+    fixed = Fixed(Mamba2(4, 6, 2, 5, 4, _NORM), 24)
+    arrays = list(fixed.arrays)
+    fixed.extend(1)
+    fixed.arrays[0][:] = 1
+    fixed.mark()
+    assert fixed._marked is not None
+    kept = list(fixed._marked[1])
+    fixed.extend(1)
+    fixed.arrays[0][:] = 2
+    fixed.mark()
+    assert all(one is other for one, other in zip(fixed._marked[1], kept, strict=True))
+    fixed.extend(1)
+    fixed.arrays[0][:] = 3
+    assert fixed.cut(2, 0)
+    assert all(one is other for one, other in zip(fixed.arrays, arrays, strict=True))
+    assert np.all(fixed.arrays[0] == 2)
+    assert np.all(kept[0] == 2)
