@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 
 LEAST = (32_000_000, 160_000_000)  # see moert.pack.shortage.Least
 
@@ -13,11 +12,11 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where the caller had it ignored
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from moert.pack.failure import begins_not
     from moert.pack.shortage import Least, refusal, short_of_memory
 
     if (reason := refusal(Least(*LEAST))) is not None:
-        sys.stderr.write(f"moert: {reason}\n")
-        raise SystemExit(2)
+        begins_not("moert", reason)
     try:
         from moert.command import cli
 
@@ -29,8 +28,7 @@ def main() -> None:
     except (ImportError, MemoryError) as error:
         if not short_of_memory(error):
             raise
-        sys.stderr.write("moert: the system gives too little memory to begin with: raise the limit (ulimit -v)\n")
-        raise SystemExit(2) from None
+        begins_not("moert", "the system gives too little memory to begin with: raise the limit (ulimit -v)")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
@@ -28,7 +29,12 @@ class Moert:
     def refuses(self, *arguments: object, stdin: str | None = None) -> str:
         """The one line that a refusal prints."""
         code = self(*arguments, stdin=stdin)
-        assert (code, self.out) == (2, "")
+        assert code == 2
         assert self.err.startswith("moert: ")
         assert self.err.count("\n") == 1
+        if "--json" in arguments:
+            error = json.loads(self.out)["error"]
+            assert (error["code"], f"moert: {error['message']}\n") == (2, self.err)
+        else:
+            assert self.out == ""
         return self.err

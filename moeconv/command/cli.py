@@ -13,6 +13,7 @@ import typer
 from moeconv.command import options, packs
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
 from moeconv.command.packs import progress, say
+from moert.pack.failure import USAGE, asks_json, failure, print_failure
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.shortage import short_of_memory
 from moert.pack.shown import shown
@@ -47,7 +48,7 @@ def _options(
 recipe_app = typer.Typer(help="Conversion recipes: a model, a target, and what must come out.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 
-EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = 2, 3, 130
+EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = USAGE, 3, 130
 
 
 @app.command()
@@ -270,7 +271,7 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     _, report = Conversion(recipe.settings, say, progress, profiled_next=recipe.paths).run()
     out = recipe.settings.out
     failures = recipe.failures(report)
-    outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures}
+    outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures, **_missed("; ".join(failures))}
     print(shown(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out))))
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
@@ -285,18 +286,23 @@ def _convert(settings: Settings, as_json: bool) -> bool:
     from moert.pack.paths import PATHS
 
     manifest, report = Conversion(settings, say, progress).run()
+    missed = missed_target(report)
     if as_json:
-        print(json.dumps(_as_json(report)))
+        print(json.dumps({**_as_json(report), **_missed(missed)}))
     else:
         table, steps = (
             conversion_table(report, str(settings.out)),
             next_steps(report, settings.out, PATHS in manifest.files),
         )
         print(shown(f"{table}\n{steps}"))
-    missed = missed_target(report)
     if missed:
         say(f"moeconv: {missed}")
     return missed is not None
+
+
+def _missed(message: str | None) -> dict[str, object]:
+    """Returns what JSON has beside a result that was written and is not as it should be."""
+    return failure("TargetMissed", message, EXIT_MISSED) if message else {}
 
 
 def _as_json(report: object) -> dict[str, object]:
@@ -321,9 +327,6 @@ _RESUMING = (["quantize"], ["recipe"], ["train-hash"], ["train-neurons"])
 
 
 def _exit_code(arguments: list[str] | None) -> int:
-    from moeconv.errors import ConversionError, TargetMissed, missing_extra
-    from moert.pack.errors import PackError
-
     try:
         with owned_stderr():
             code = app(arguments, standalone_mode=False, prog_name="moeconv")
@@ -333,34 +336,42 @@ def _exit_code(arguments: list[str] | None) -> int:
             kept = "; what was measured is kept, run the same command to go on" if resumes else ""
             print(f"moeconv: interrupted{kept}", file=sys.stderr)
         return code if isinstance(code, int) else 0
-    except (ConversionError, PackError) as error:
-        say(f"moeconv: {error}")
-        return EXIT_MISSED if isinstance(error, TargetMissed) else EXIT_USER
-    except ModuleNotFoundError as error:
-        advice = missing_extra(error)
-        if advice is None:
-            raise
-        say(f"moeconv: {advice}")
-        return EXIT_USER
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        say(f"moeconv: {error.filename or 'output'}: {error.strerror or error}")
-        return EXIT_USER
     except Exception as error:
-        if short_of_memory(error):
-            say("moeconv: the system gives no more memory: give a smaller --memory, or this process a higher limit")
-            return EXIT_USER
-        message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
-        if message is None:
+        if (found := _mistake(error)) is None:
             raise
-        text = message()
-        if text.startswith("Usage:"):
-            print(text, file=sys.stderr)
+        kind, message = found
+        if message.startswith("Usage:"):  # no arguments at all: the help
+            print(message, file=sys.stderr)
         else:
-            say(f"moeconv: {' '.join(text.split())} (--help lists the options)")
-        return EXIT_USER
+            say(f"moeconv: {message}")
+        code = EXIT_MISSED if kind == "TargetMissed" else EXIT_USER
+        if asks_json(arguments):
+            print_failure(kind, message, code)
+        return code
+
+
+def _mistake(error: Exception) -> tuple[str, str] | None:
+    """Returns the name and the message of a user's mistake; None for any other error."""
+    from moeconv.errors import ConversionError, missing_extra
+    from moert.pack.errors import PackError
+
+    if isinstance(error, (ConversionError, PackError)):
+        return type(error).__name__, str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return None if (advice := missing_extra(error)) is None else ("ExtraMissing", advice)
+    if isinstance(error, OSError):
+        return "OSError", f"{error.filename or 'output'}: {error.strerror or error}"
+    if short_of_memory(error):
+        short = "the system gives no more memory: give a smaller --memory, or this process a higher limit"
+        return "OutOfMemory", short
+    message = getattr(error, "format_message", None)  # a mistake in the command line, as the parser saw it
+    if message is None:
+        return None
+    text = message()
+    return "UsageError", text if text.startswith("Usage:") else f"{' '.join(text.split())} (--help lists the options)"
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit_code(arguments: list[str] | None) -> int:
-    return console.exit_code(lambda: app(arguments, standalone_mode=False, prog_name="moert"))
+    return console.exit_code(lambda: app(arguments, standalone_mode=False, prog_name="moert"), arguments)
 
 
 if __name__ == "__main__":

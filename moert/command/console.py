@@ -6,19 +6,19 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from moert.errors import RunError
 from moert.pack.errors import PackError
+from moert.pack.failure import USAGE, asks_json, print_failure
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.shortage import short_of_memory
 from moert.pack.shown import in_one_line, shown
 from moert.wording import command_line
 
 SHORT = "the system gives no more memory: give a smaller --memory, or this process a higher limit (ulimit -v)"
-USAGE = 2
 INTERRUPTED = 130
 
 
@@ -42,34 +42,40 @@ def prepare() -> None:
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-def exit_code(command: Callable[[], Any]) -> int:
-    """Runs the command and gives its exit status: 0, 2 for a user's mistake, which is one line on stderr, 130 after
-    Ctrl-C. Other errors are raised."""
+def exit_code(command: Callable[[], Any], arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 0, 2 for a user's mistake, which is one line on stderr and with
+    --json among the `arguments` (None: those of the process) an object on stdout, 130 after Ctrl-C. Other errors are
+    raised."""
     try:
         with command_line(), owned_stderr():
             code = command()  # 130 after Ctrl-C
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except (PackError, RunError) as error:
-        note(str(error))
-        return USAGE
-    except OSError as error:  # files name themselves
-        if short_of_memory(error):
-            note(SHORT)
-            return USAGE
-        note(f"{error.filename or 'stdout'}: {error.strerror or error}")
-        _silence(sys.stdout)
-        return USAGE
     except Exception as error:
-        if hasattr(error, "format_message"):  # a mistake in the command line, as the parser saw it
-            _complain(_one_line(error))
-            return USAGE
-        if interrupted(error):
-            return INTERRUPTED
-        if short_of_memory(error):
-            note(SHORT)
-            return USAGE
-        raise
+        if isinstance(error, OSError) and not short_of_memory(error) and error.filename is None:
+            _silence(sys.stdout)
+        if (found := _mistake(error)) is None:
+            if interrupted(error):
+                return INTERRUPTED
+            raise
+        kind, message = found
+        _complain(message if message.startswith("Usage:") else in_one_line(f"moert: {message}"))
+        if asks_json(arguments):
+            print_failure(kind, message)
+        return USAGE
+
+
+def _mistake(error: Any) -> tuple[str, str] | None:
+    """Returns the name and the message of a user's mistake; None for any other error."""
+    if isinstance(error, (PackError, RunError)):
+        return type(error).__name__, str(error)
+    if isinstance(error, OSError) and not short_of_memory(error):  # files name themselves
+        return "OSError", f"{error.filename or 'stdout'}: {error.strerror or error}"
+    if hasattr(error, "format_message"):  # a mistake in the command line, as the parser saw it
+        return "UsageError", _usage(error)
+    if short_of_memory(error) and not interrupted(error):
+        return "OutOfMemory", SHORT
+    return None
 
 
 def leave(command: Callable[[], int]) -> NoReturn:
@@ -128,10 +134,9 @@ def interrupted(error: BaseException) -> bool:
     return before is not None
 
 
-def _one_line(error: Any) -> str:
-    """A mistake in the command line, with where to look."""
+def _usage(error: Any) -> str:
+    """Returns the message of a mistake in the command line, with the place to look at."""
     message = error.format_message()
     if message.startswith("Usage:"):
         return str(message)  # no arguments at all: the help
-    text = " ".join(message.split()).rstrip(".")
-    return in_one_line(f"moert: {text} (see {error.ctx.command_path if error.ctx else 'moert'} --help)")
+    return f"{' '.join(message.split()).rstrip('.')} (see {error.ctx.command_path if error.ctx else 'moert'} --help)"

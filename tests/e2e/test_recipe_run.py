@@ -29,6 +29,7 @@ def test_the_json_names_the_recipe_and_says_whether_it_passed(
     nbytes = bad["expert_bytes"]["pack"]
     failure = f"the bytes of all experts are {nbytes:,}, expected at most 10"
     assert (bad["recipe"], bad["passed"], bad["failures"]) == ("bad", False, [failure])
+    assert ("error" in good, bad["error"]) == (False, {"code": 3, "kind": "TargetMissed", "message": failure})
     assert err.splitlines()[-1] == f"moeconv: bad: {failure}"
 
 
