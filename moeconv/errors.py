@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moert.pack.errors import Error
+
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "convert": (
         "datasets", "evaluate", "huggingface_hub", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
@@ -15,7 +17,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
 """Extra of the distribution → the packages that come with it."""
 
 
-class ConversionError(Exception):
+class ConversionError(Error):
     """The base of all of them. The message is one line that says what was wrong and what to do."""
 
 

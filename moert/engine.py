@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from moert.budget.admission import Admission, Notify
 from moert.budget.budget import Budget
 from moert.budget.opening import room_within
 from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, preference_note, share_text
 from moert.devices.device import Device
-from moert.errors import ChatImpossible, memory_shortage
+from moert.errors import memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
@@ -27,7 +27,7 @@ from moert.experts.streaming import Streaming
 from moert.generation.generation import room
 from moert.generation.prefix import Prefix
 from moert.generation.session import Answer, Interrupted, Session
-from moert.generation.settings import GenerationSettings
+from moert.generation.settings import GenerationOptions, GenerationSettings
 from moert.generation.text import Text
 from moert.generation.turns import Turns
 from moert.kernels import AUTO_KERNELS, open_backend
@@ -39,7 +39,6 @@ from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
 from moert.opening import device_for, regulator_for, threads_of
-from moert.pack.chat import load_chat
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
@@ -47,10 +46,12 @@ from moert.predict import TAKE_HASH
 from moert.predict.foreseeing import Foreseeing
 from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
-from moert.settings import EngineSettings
+from moert.settings import EngineOptions, EngineSettings
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from moert.chat.conversation import Conversation
     from moert.chat.speaker import Message, Reply, Speaker
 
@@ -62,7 +63,7 @@ class Engine:
     """An open pack. Close it, or use it in a with block.
 
     Threads may share it: while one has a session, or runs what takes one, the others wait. What is asked for inside of
-    that by the same thread (in `on_text`, say) raises RuntimeError.
+    that by the same thread (in `on_text`, say) raises Busy; what is asked for after `close`, Closed.
     """
 
     def __init__(
@@ -95,17 +96,18 @@ class Engine:
             return_freed()
         foresees = None if foreseeing is None else foreseeing.request_bytes
         footprint = Footprint(
-            self.spec, backend.widens, settings.kv_bits, bool(pack.manifest.preferences), foresees, device is not None
+            self.spec, backend.widens, settings.kv, bool(pack.manifest.preferences), foresees, device is not None
         )
         self._regulator, notes = regulator_for(footprint, self.budget, self._streaming, settings, device)
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         self._prefixes: WeakSet[Prefix] = WeakSet()
+        self._session: ref[Session] | None = None  # the latest
         self._regulator.kept_bytes = partial(_held_bytes, self._prefixes)
         self._regulator.check_open()
         self.ahead = None
         if predictor is not None:
             price = Worth() if weighed else None
-            foresight = foreseeing.foresight if foreseeing is not None and settings.predictor in TAKE_HASH else None
+            foresight = foreseeing.foresight if foreseeing is not None and settings.predict in TAKE_HASH else None
             self.ahead = Lookahead(
                 self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
             )
@@ -117,7 +119,7 @@ class Engine:
         self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
         others = None if device is None else device.backend(backend)
         weights = load_backbone(pack, backend.stay if others is None and isinstance(backend, Keeps) else None)
-        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv_bits, self.preference)
+        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv, self.preference)
         del weights
         if foreseeing is not None:
             self._foresee(foreseeing, settings)
@@ -135,7 +137,7 @@ class Engine:
         *,
         trace: list[Demand] | None = None,
         notify: Notify | None = None,
-        **changes: Any,
+        **changes: Unpack[EngineOptions],
     ) -> Engine:
         """`changes`: settings by name, for those that `settings` (or the default ones) should not have.
 
@@ -143,14 +145,14 @@ class Engine:
         Raises PackError, SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid,
         BudgetTooSmall or OutOfMemory.
         """
-        chosen = (settings or EngineSettings()).but(**changes)
+        chosen = EngineSettings.of(settings, changes)
         if chosen.neurons == PREDICTED:
-            chosen = chosen.but(predictor="none")
+            chosen = chosen.but(predict="none")
         pack = Pack.open(path, room_within(chosen.limit))
         check_neurons(pack, chosen.neurons)
         routes = chosen.routing == HASH_ROUTING
         noted: list[str] = []
-        function = hash_for(pack, chosen.predictor, chosen.eviction, routes, noted.append)
+        function = hash_for(pack, chosen.predict, chosen.eviction, routes, noted.append)
         with memory_shortage(), ExitStack() as opened:
             count, cut = threads_of(chosen.threads)
             backend = open_backend(chosen.kernels, count)
@@ -164,7 +166,7 @@ class Engine:
             if foreseeing is not None and others is None and usable_cores() > 1:
                 foreseeing.work_beforehand(open_backend(chosen.kernels, 1))
                 opened.callback(foreseeing.close)
-            predictor = predictor_for(pack, chosen.predictor, None if foreseeing is None else foreseeing.foresight)
+            predictor = predictor_for(pack, chosen.predict, None if foreseeing is None else foreseeing.foresight)
             engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing, device=device)
             opened.pop_all()  # the engine closes it from now on
         if notify is not None:
@@ -179,7 +181,7 @@ class Engine:
         """Who tells the hash function of passes, and who asks it."""
         foresight, all_experts, cache = foreseeing.foresight, len(self._streaming.nbytes), self.cache
         keeps = settings.eviction == FORESEEN
-        looks = foresight.needed if self.ahead is not None and settings.predictor in TAKE_HASH else None
+        looks = foresight.needed if self.ahead is not None and settings.predict in TAKE_HASH else None
 
         def needed() -> bool:
             looked = looks is not None and looks()
@@ -231,14 +233,16 @@ class Engine:
         """Requests that come and go and run together; waits for the session of another thread to close."""
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
-            return Session(self.model, self.text, self._admission, self.times, opened.pop_all().close, self.now)
+            session = Session(self.model, self.text, self._admission, self.times, opened.pop_all().close, self.now)
+            self._session = ref(session)
+            return session
 
     def generate(
         self,
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         on_text: Callable[[str], None] | None = None,
-        **changes: Any,
+        **changes: Unpack[GenerationOptions],
     ) -> Answer:
         """Runs one prompt (token ids are answered in token ids, without text); `on_text` gets the text in pieces as it
         is made. `changes`: settings by name.
@@ -256,7 +260,9 @@ class Engine:
                 raise Interrupted([request.answer]) from None
         return request.answer
 
-    def stream(self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
+    ) -> Iterator[str]:
         """The text of `generate` in pieces as they are made. What runs it is closed when it ends or is thrown away."""
         with self.session() as session:
             session.add(prompt, settings, **changes)
@@ -266,7 +272,7 @@ class Engine:
 
     def generate_many(
         self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None, *, coming: Sequence[Prompt] = (),
-        **changes: Any,
+        **changes: Unpack[GenerationOptions],
     ) -> Iterator[Answer]:  # fmt: skip
         """Runs prompts together, so that each expert is read once per layer for all of them; the answers come in order.
 
@@ -294,7 +300,7 @@ class Engine:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        **changes: Any,
+        **changes: Unpack[GenerationOptions],
     ) -> Reply:
         """Answers a list of {"role": …, "content": …} as the model's chat template has it, which may take `tools`, a
         list of JSON schemas, and other `variables`. `on_text` gets the answer in pieces, without thinking.
@@ -307,7 +313,7 @@ class Engine:
             if on_text is not None and part == "answer":
                 on_text(text)
 
-        chosen = (settings or GenerationSettings()).but(**changes)
+        chosen = GenerationSettings.of(settings, changes)
         return self._speaker.reply(Asked(messages, tools, variables), Prefix(), chosen, hear)
 
     def conversation(
@@ -327,18 +333,10 @@ class Engine:
     @cached_property
     def _speaker(self) -> Speaker:
         """Raises ChatImpossible, or a PackError for a chat.json that can't be used."""
-        chat = None if self.spec.encoder is not None else load_chat(self.pack)
-        if chat is None:
-            why = (
-                "its model reads with an encoder, and takes"
-                if self.spec.encoder is not None
-                else ("it has no chat template: convert a model that has one, or give")
-            )
-            raise ChatImpossible(f"the pack at {self.pack.root} can't chat: {why} prompts as they are, with moert run")
-        from moert.chat.renderer import Renderer
+        from moert.chat.renderer import Renderer, chat_of
         from moert.chat.speaker import Speaker
 
-        return Speaker(Renderer(chat, room=self._aside), self.text, self.session)
+        return Speaker(Renderer(chat_of(self.pack), room=self._aside), self.text, self.session)
 
     @contextmanager
     def _aside(self, nbytes: int) -> Iterator[None]:
@@ -365,7 +363,11 @@ class Engine:
 
     def close(self) -> None:
         """Waits for a session of another thread; one of this thread ends here."""
-        with self._turns.last():
+        with self._turns.last() as first:
+            if not first:
+                return
+            if self._session is not None and (session := self._session()) is not None:
+                session.close()
             self.cache.close()
             if self._foreseeing is not None:
                 self._foreseeing.close()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moert.pack.errors import Error
 from moert.wording import said
 
 
-class RunError(Exception):
+class RunError(Error):
     """A run can't be done as asked. The message is one line that says what was wrong and what to do."""
 
 
@@ -87,6 +88,14 @@ class InputInvalid(RunError):
 
 class PromptTooLong(InputInvalid):
     """A prompt that leaves no room in the model's context."""
+
+
+class Closed(RunError):
+    """An engine or a session was closed before it was asked."""
+
+
+class Busy(RunError):
+    """A thread asks an engine in the middle of its own request."""
 
 
 class DrawingImpossible(RunError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TypedDict
 
 from moert.adjustable import Adjustable
 from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
@@ -19,15 +19,31 @@ from moert.experts.policy.selection import AUTO_EVICTION
 from moert.experts.tiers.keeping import DEFAULT_KEEP, KEEPS
 from moert.experts.tiers.opening import Asked
 from moert.kernels import AUTO_KERNELS
+from moert.kernels.pages import KvBits
 from moert.pack.sizes import NotASize, parse_size
 from moert.placement import CHEAPEST, RULES
 from moert.predict import AUTO_PREDICTOR, PREDICTORS
 from moert.wording import said
 
-if TYPE_CHECKING:
-    from moert.kernels.pages import KvBits
 
-KV_BITS = (16, 8)
+class EngineOptions(TypedDict, total=False):
+    """The settings of an engine as arguments by name: those of EngineSettings."""
+
+    memory: int | str | MemoryLimit | None
+    cache: int | str | CacheLimit | None
+    eviction: str
+    predict: str
+    io: str | IoSettings | None
+    threads: int | None
+    kernels: str
+    kv: KvBits
+    routing: str
+    keep_neurons: str
+    neurons: str
+    device: str
+    gpu_memory: int | str | None
+    device_keep: str | None
+    device_experts: str | None
 
 
 @dataclass(frozen=True)
@@ -35,15 +51,15 @@ class EngineSettings(Adjustable):
     """`memory`: of the whole process, bytes or as `--memory` takes it ("1.5GB", "50%", "auto"); `cache`: of the experts
     alone, alike; with neither, experts stay in memory once they were read.
 
-    `eviction`, `predictor`: names (moert.experts.policy.names, moert.predict). `io`: how experts are read, as `--io`
+    `eviction`, `predict`: names (moert.experts.policy.names, moert.predict). `io`: how experts are read, as `--io`
     takes it; with None or "auto", what lies in the page cache is taken from there if all experts fit into memory,
     otherwise what is best for the drive is measured, and remembered. `threads` compute; by default and at most one for
     each usable core.
-    `kernels`: see moert.kernels.open_backend. `kv_bits`: of keys and values, 16 or 8. `routing`: see
-    moert.budget.routing.preference_for; answers depend on it, and on `kernels`, `kv_bits` and `neurons` alone.
+    `kernels`: see moert.kernels.open_backend. `kv`: of keys and values, 16 or 8. `routing`: see
+    moert.budget.routing.preference_for; answers depend on it, and on `kernels`, `kv` and `neurons` alone.
     `keep_neurons`: a name of moert.experts.neurons.keeping, for packs whose experts lie in blocks of neurons.
     `neurons`: of each expert all ("exact"), or those that the pack's predictor names ("predicted"), which is another
-    model; then no expert is read whole, so that there is nothing for `eviction` or `predictor` to decide.
+    model; then no expert is read whole, so that there is nothing for `eviction` or `predict` to decide.
     `device`: a second one that holds and computes experts (moert.devices.opening), of whose memory no more than
     `gpu_memory` is used, bytes or as `--gpu-memory` takes them. `device_keep`: who stays there, a name of
     moert.experts.tiers.keeping; `device_experts`: who computes, a rule of moert.placement. Answers of a GPU are rounded
@@ -55,11 +71,11 @@ class EngineSettings(Adjustable):
     memory: int | str | MemoryLimit | None = None
     cache: int | str | CacheLimit | None = None
     eviction: str = DEFAULT_EVICTION
-    predictor: str = DEFAULT_PREDICTOR
+    predict: str = DEFAULT_PREDICTOR
     io: str | IoSettings | None = None
     threads: int | None = None
     kernels: str = AUTO_KERNELS
-    kv_bits: KvBits = 16
+    kv: KvBits = 16
     routing: str = AUTO_ROUTING
     keep_neurons: str = DEFAULT_KEEPING
     neurons: str = EXACT
@@ -69,6 +85,7 @@ class EngineSettings(Adjustable):
     device_experts: str | None = None
 
     def __post_init__(self) -> None:
+        self.check_types()
         _ = self.limit, self.reading
         self._check_device()
         check_routing(self.routing)
@@ -78,8 +95,7 @@ class EngineSettings(Adjustable):
             )
         names = {
             "eviction": EVICTIONS,
-            "predictor": tuple(PREDICTORS),
-            "kv_bits": KV_BITS,
+            "predict": tuple(PREDICTORS),
             "keep_neurons": tuple(KEEPING),
             "neurons": NEURONS,
         }
@@ -125,7 +141,7 @@ class EngineSettings(Adjustable):
         return Asked(self.device_keep or DEFAULT_KEEP, self.device_experts or CHEAPEST)
 
     def _check_without_experts(self) -> None:
-        for name, harmless in (("predictor", (AUTO_PREDICTOR, "none")), ("eviction", (AUTO_EVICTION,))):
+        for name, harmless in (("predict", (AUTO_PREDICTOR, "none")), ("eviction", (AUTO_EVICTION,))):
             if getattr(self, name) not in harmless:
                 asked, why = said("neurons", PREDICTED), "reads no whole experts, only blocks of their neurons"
                 raise SettingInvalid(name, f"{getattr(self, name)!r} is about experts, and {asked} {why}: leave it out")

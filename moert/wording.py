@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_OPTIONS = {  # others are called alike
-    "predictor": "--predict", "kv_bits": "--kv", "stop_strings": "--stop", "n_return": "--return",
-}  # fmt: skip
+_OPTIONS = {"n_return": "--return"}  # others are called alike
 _command_line = ContextVar("command_line", default=False)
 
 

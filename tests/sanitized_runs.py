@@ -40,8 +40,8 @@ FILES = ("moert_fence",)
 PROMPTS = ([3], [3, 4, 5, 6, 7, 8, 9, 3, 4], list(range(2, 10)) * 5)
 SETTINGS = GenerationSettings(max_new_tokens=5)
 CHOICES: tuple[dict[str, Any], ...] = (
-    {"predictor": "none"},
-    {"cache": "30%", "io": "buffered,2", "threads": 2, "kv_bits": 8},
+    {"predict": "none"},
+    {"cache": "30%", "io": "buffered,2", "threads": 2, "kv": 8},
     {"cache": "60%", "io": "direct,1", "eviction": "lru"},
 )
 
@@ -67,7 +67,7 @@ def choices(pack: Path) -> Iterator[dict[str, Any]]:
     else:
         yield {"device": "sim:t4", "cache": "50%"}
     if pack.name.startswith("hash"):
-        yield {"predictor": "hash", "cache": "40%", "eviction": "foreseen"}
+        yield {"predict": "hash", "cache": "40%", "eviction": "foreseen"}
         yield {"routing": "hash"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from moert.bench.measure import BenchSettings
 from moert.settings import EngineSettings
 
-SETTINGS = BenchSettings(EngineSettings(cache="50%", io="buffered,1", eviction="lru", predictor="none", threads=1), 3)
+SETTINGS = BenchSettings(EngineSettings(cache="50%", io="buffered,1", eviction="lru", predict="none", threads=1), 3)
 
 
 def but(**changes: Any) -> BenchSettings:

@@ -157,7 +157,7 @@ def record_routes(root: Path, prompts: tuple[str, ...] = PROMPTS) -> dict[LayerK
     On the reference, so that they are the same on all machines.
     """
     seen: dict[LayerKey, list[I64]] = {}
-    with Engine.open(root, predictor="none", kernels="reference") as engine:
+    with Engine.open(root, predict="none", kernels="reference") as engine:
         inner = engine.runner.run
 
         def run(at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:

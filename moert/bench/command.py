@@ -41,7 +41,7 @@ def bench(
     for path in packs:
         engine = settings.engine
         pack = Pack.open(path, room_within(engine.limit))
-        check_predictor(pack, engine.predictor)
+        check_predictor(pack, engine.predict)
         check_hash(pack, engine.eviction, engine.routing == HASH_ROUTING)
         check_neurons(pack, engine.neurons)
     measured = []

@@ -196,7 +196,7 @@ def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]
     free, experts = machine_memory().free_bytes, Pack.open(path).manifest.experts
     if free is None or free < _ROOM * sum(entry.file_bytes for entry in experts):
         return None
-    with Engine.open(path, settings.engine, memory=None, cache=None, predictor="none", notify=silent) as engine:
+    with Engine.open(path, settings.engine, memory=None, cache=None, predict="none", notify=silent) as engine:
         _warm(engine, settings.new_tokens)
         return sum(_sample(engine, ids, settings.new_tokens).total_s for ids in prompts)
 

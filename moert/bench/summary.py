@@ -79,10 +79,10 @@ def _settings(measured: BenchRun) -> dict[str, Any]:
         "cache": None if room is None else {"asked": asked(room), "bytes": measured.cache_bytes},
         "io": measured.io,
         "eviction": measured.eviction if whole else None,
-        "predict": settings.predictor if whole else "none",
+        "predict": settings.predict if whole else "none",
         "threads": measured.threads,
         "kernels": measured.kernels,
-        "kv_bits": settings.kv_bits,
+        "kv": settings.kv,
         "neurons": settings.neurons,
         "new_tokens": measured.settings.new_tokens,
     }

@@ -60,7 +60,7 @@ def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, Bench
     `layer_bytes`: what one token can demand of a layer. The last step has the settings' own budget for experts, or half
     of them where there is none.
     """
-    on_demand = _with(with_cache(settings, layer_bytes), eviction="lru", predictor="none")
+    on_demand = _with(with_cache(settings, layer_bytes), eviction="lru", predict="none")
     preloading = _with(with_cache(settings, 2 * layer_bytes), eviction="lru")
     caching = _with(settings, memory=None, cache=settings.engine.cache or _HALF)
     return {"low bits, on demand": on_demand, "+ preload": preloading, "+ cache": caching}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moert.chat.speaker import Asked, Hear, Message, Reply, Speaker
 from moert.generation.prefix import Prefix
 from moert.generation.session import Interrupted
-from moert.generation.settings import GenerationSettings
+from moert.generation.settings import GenerationOptions, GenerationSettings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Conversation:
@@ -30,7 +33,11 @@ class Conversation:
         self._speaker, self._prefix = speaker, prefix
 
     def say(
-        self, text: str, settings: GenerationSettings | None = None, hear: Hear | None = None, **changes: Any
+        self,
+        text: str,
+        settings: GenerationSettings | None = None,
+        hear: Hear | None = None,
+        **changes: Unpack[GenerationOptions],
     ) -> Reply:
         """The reply to one more message of the user, as it will be remembered; `hear` gets it in pieces as it is made.
         `changes`: settings by name.
@@ -39,7 +46,7 @@ class Conversation:
         BudgetTooSmall, OutOfMemory or PackError, and then nothing was said; Interrupted on Ctrl-C, and then as much as
         was written.
         """
-        chosen = (settings or GenerationSettings()).but(**changes)
+        chosen = GenerationSettings.of(settings, changes)
         said: Message = {"role": "user", "content": text}
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         asked = Asked([*system, *self.messages, said], self.tools, self.variables)

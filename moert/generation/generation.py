@@ -57,8 +57,8 @@ class Generation:
     ) -> None:
         """Raises InputInvalid for a prompt that can't be run, and SettingInvalid: stop strings need a detokenizer, and
         a first token, which is an id here, should be one of the model's."""
-        if settings.stop_strings and detokenizer is None:
-            raise SettingInvalid("stop_strings", "are found in text: give the prompt as text, not as token ids")
+        if settings.stops and detokenizer is None:
+            raise SettingInvalid("stop", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
         self.settings, self.detokenizer, self._eos = settings, detokenizer, frozenset(spec.tokens.eos)
         self._spec, self._first = spec, first_token_of(spec, settings)
@@ -140,13 +140,13 @@ class Generation:
 
     def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
         """New text → (what may be handed out now, whether a stop string was found)."""
-        if not self.settings.stop_strings:
+        if not self.settings.stops:
             return text, False
         held = self._held + text
-        places = [place for stop in self.settings.stop_strings if (place := held.find(stop)) >= 0]
+        places = [place for stop in self.settings.stops if (place := held.find(stop)) >= 0]
         if places:
             return held[: min(places)], True
-        keep = 0 if last else longest_beginning(held, self.settings.stop_strings)
+        keep = 0 if last else longest_beginning(held, self.settings.stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 

@@ -9,21 +9,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from moert.errors import BudgetTooSmall, SettingInvalid, memory_shortage
-from moert.generation.generation import GenerationResult, Piece
+from moert.errors import BudgetTooSmall, Closed, SettingInvalid, memory_shortage
+from moert.generation.generation import GenerationResult, Piece, StopReason
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.search import Writing, writing
-from moert.generation.settings import GenerationSettings
+from moert.generation.settings import GenerationOptions, GenerationSettings
 from moert.generation.text import Text
 from moert.models.footprint import Load, Loads
 from moert.models.kv import State, forked, written_bytes
 from moert.models.model import Model
 from moert.pack.codec import F32
 from moert.stats import RequestTimes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Prompt = str | Sequence[int] | Continued
 
@@ -46,9 +49,19 @@ class Answer:
         return self.result.text
 
     @property
+    def tokens(self) -> list[int]:
+        """Token ids of what was written, with the end token if one came."""
+        return self.result.tokens
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
+        return self.result.stop_reason
+
+    @property
     def finished(self) -> bool:
         """False where Ctrl-C came first."""
-        return self.result.stop_reason != "interrupted"
+        return self.stop_reason != "interrupted"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -184,14 +197,16 @@ class Session:
         """Requests that run or wait."""
         return len(self._running) + len(self._waiting)
 
-    def add(self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Any) -> Request:
+    def add(
+        self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
+    ) -> Request:
         """`prompt`: text, or token ids, whose answer has token ids and no text, or what goes on from a prefix (which
         only models do of which all that was read stays as it is when more comes). `changes`: settings by name.
 
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
         for what could not run alone.
         """
-        generation = self._generation(prompt, self._resolved((settings or GenerationSettings()).but(**changes)))
+        generation = self._generation(prompt, self._resolved(GenerationSettings.of(settings, changes)))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
         with self._open():
             request = Request(prompt, generation, prefix, self._now)
@@ -236,7 +251,7 @@ class Session:
                 self._running = [each for each in self._running if each is not request]
                 self._waiting = [each for each in self._waiting if each is not request]
 
-    def fork(self, request: Request, **changes: Any) -> Request:
+    def fork(self, request: Request, **changes: Unpack[GenerationOptions]) -> Request:
         """Another request that goes on from here by itself. `changes`: settings by name; with another seed its draws
         begin anew, otherwise they go on as those of the first one will.
 
@@ -373,5 +388,5 @@ class Session:
     def _open(self) -> Iterator[None]:
         with self._lock:
             if self._closed:
-                raise RuntimeError("the session is closed")
+                raise Closed("the session is closed: open another with engine.session()")
             yield

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypedDict
 
 from moert.adjustable import Adjustable
 from moert.errors import SettingInvalid
@@ -14,14 +16,33 @@ _MOST_PENALTY = 4
 """Further from 0, float32 has no numbers for the scores of long answers."""
 
 
+class GenerationOptions(TypedDict, total=False):
+    """What can be asked of a generation, as arguments by name: the settings of GenerationSettings."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    first_token: int | str | None
+    beams: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    n_return: int
+
+
 @dataclass(frozen=True)
 class GenerationSettings(Adjustable):
     """How to write. temperature 0 takes the likeliest token each time and uses none of the other sampling settings.
 
     `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set that holds this much probability (1: all),
-    `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before the first of
-    `stop_strings`, and after an end token unless `ignore_eos`. The first token is `first_token`, an id or what the
-    tokenizer calls it, if one is given, else what the pack says, if anything: of a model that translates, the language.
+    `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before `stop`,
+    or before the first of several such texts, and after an end token unless `ignore_eos`. The first token is
+    `first_token`, an id or what the tokenizer calls it, if one is given, else what the pack says, if anything: of a
+    model that translates, the language.
 
     With more than one of `beams`, so many beginnings go on at a time, and the `n_return` likeliest answers are given:
     by the sum of the logarithms of what their tokens were likely, over the number of tokens to the power of
@@ -36,7 +57,7 @@ class GenerationSettings(Adjustable):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    stop_strings: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     first_token: int | str | None = None
     beams: int = 1
@@ -45,11 +66,17 @@ class GenerationSettings(Adjustable):
     n_return: int = 1
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
     def without_effect(self) -> list[str]:
         """Names of settings that were changed and change nothing: those of sampling at temperature 0."""
         return [] if self.temperature != 0.0 else self._changed("top_k", "top_p", "min_p", "seed")
 
     def __post_init__(self) -> None:
+        self.check_types()
         self._check_sampling()
         self._check_beams()
 
@@ -61,15 +88,13 @@ class GenerationSettings(Adjustable):
                 "length_penalty",
                 f"is {self.length_penalty}: it should be from -{_MOST_PENALTY} to {_MOST_PENALTY}, 0 for none",
             )
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise SettingInvalid("early_stopping", f"is {self.early_stopping!r}: it should be true, false or never")
         if self.beams == 1:
             for name in self._changed("length_penalty", "early_stopping", "n_return"):
                 raise SettingInvalid(name, "is of beam search: give the number of beams, 2 or more")
             return
         if not 1 <= self.n_return <= self.beams:
             raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beams")
-        for name in self._changed("temperature", "stop_strings"):
+        for name in [*self._changed("temperature"), *(["stop"] if self.stops else [])]:
             raise SettingInvalid(name, "does not go with beam search: leave one of both out")
 
     def _changed(self, *names: str) -> list[str]:
@@ -88,5 +113,5 @@ class GenerationSettings(Adjustable):
             raise SettingInvalid("min_p", f"is {self.min_p}: it should be between 0 and 1")
         if not 0 <= self.seed < 1 << 63:
             raise SettingInvalid("seed", f"is {self.seed}: it should be between 0 and 2**63 - 1")
-        if any(not text for text in self.stop_strings):
-            raise SettingInvalid("stop_strings", "has an empty stop string: no text would get a first letter")
+        if any(not text for text in self.stops):
+            raise SettingInvalid("stop", "has an empty stop string: no text would get a first letter")

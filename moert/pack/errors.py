@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 
-class PackError(Exception):
+class Error(Exception):
+    """The base of all errors that a user can mend, of both programs. The message is one line that says what was wrong
+    and what to do."""
+
+
+class PackError(Error):
     """A pack can't be read or written. The message is one line, fit to be shown to a user."""
 
 

@@ -30,7 +30,7 @@ def beforehand_rows(subject: Subject) -> Iterator[Row]:
     batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     for what, routing in routings(subject).items():
         with Engine.open(
-            subject.pack, cache="50%", predictor="hash", eviction="foreseen", routing=routing, threads=THREADS,
+            subject.pack, cache="50%", predict="hash", eviction="foreseen", routing=routing, threads=THREADS,
             notify=lambda line: None,
         ) as engine:  # fmt: skip
             _taken(engine, batches, subject.new_tokens, ahead=True)

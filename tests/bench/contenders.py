@@ -32,7 +32,7 @@ class Contender:
             pack=str(pack),
             cache_bytes=self._cache_bytes(packs, pack, share),
             eviction=self.eviction,
-            predictor=self.predictor,
+            predict=self.predictor,
             routing=None if packs.routing is None else str(packs.routing),
             prompts=None if packs.prompts is None else str(packs.prompts),
             new_tokens=packs.new_tokens or PIECE,

@@ -54,7 +54,7 @@ class Written:
 @contextmanager
 def opened(pack: Path, **changes: Any) -> Iterator[Engine]:
     """An engine that reads past the page cache, and nothing ahead."""
-    asked: dict[str, Any] = {"predictor": "none", "threads": THREADS, "io": "direct"}
+    asked: dict[str, Any] = {"predict": "none", "threads": THREADS, "io": "direct"}
     with Engine.open(pack, notify=lambda line: None, **{**asked, **changes}) as engine:
         yield engine
 

@@ -80,7 +80,7 @@ def today_race(subject: Subject, device: str, seconds: float, rounds: int, faile
 
     def entry(name: str, pack: Path, share: float, neurons: str = EXACT) -> Entry:
         setting = Setting(
-            str(pack), room_of(subject, share), predictor="none", prompts=str(prompts), new_tokens=subject.new_tokens,
+            str(pack), room_of(subject, share), predict="none", prompts=str(prompts), new_tokens=subject.new_tokens,
             neurons=neurons,
         )  # fmt: skip
         memory = memory_bytes(subject, share)

@@ -149,7 +149,7 @@ def _limit(whole: Path, share: float) -> int:
     """Bytes of each process: so many that `--memory` leaves that share of whole experts room, where these are run."""
     room = int(share * expert_bytes(whole))
     guess = room + Pack.open(whole).manifest.files[BACKBONE].nbytes + BESIDE_BYTES
-    with Runner(Setting(str(whole), None, predictor="none", memory_bytes=guess).command()) as runner:
+    with Runner(Setting(str(whole), None, predict="none", memory_bytes=guess).command()) as runner:
         runner.ask("run", 0.0, 1)
         found: int = runner.ask("facts")["cache_bytes"]
     return guess + room - found

@@ -42,7 +42,7 @@ def kept_rows(subject: Subject) -> list[Row]:
 
 
 def _judged(subject: Subject, routing: str) -> float:
-    with Engine.open(subject.pack, routing=routing, predictor="none", threads=THREADS, notify=lambda _: None) as engine:
+    with Engine.open(subject.pack, routing=routing, predict="none", threads=THREADS, notify=lambda _: None) as engine:
         return _perplexity(engine, inputs(subject, "long", WINDOWS)) if subject.is_text else _metric(engine, subject)
 
 

@@ -48,7 +48,7 @@ def _share(asked: set[ExpertKey], nbytes: dict[ExpertKey, int]) -> float:
 def saved_speed_row(subject: Subject) -> Row:
     """Short inputs with room for a fifth of the experts, foreseen, beside all of them in memory, in turns."""
     texts = inputs(subject, LENGTHS[0], AT_ONCE)
-    little: dict[str, Any] = {"cache": f"{100 - SAVED_AIM:g}%", "predictor": "auto", "eviction": "foreseen"}
+    little: dict[str, Any] = {"cache": f"{100 - SAVED_AIM:g}%", "predict": "auto", "eviction": "foreseen"}
     with _open(subject.pack, **little) as saving, _open(subject.pack) as whole:
         for engine in (saving, whole):
             _taken(engine, texts, subject.new_tokens)
@@ -104,7 +104,7 @@ class Choosing:
 
 
 def _open(pack: Path, **changes: Any) -> Engine:
-    asked: dict[str, Any] = {"predictor": "none", "threads": THREADS, "routing": "exact"}
+    asked: dict[str, Any] = {"predict": "none", "threads": THREADS, "routing": "exact"}
     return Engine.open(pack, notify=lambda line: None, **{**asked, **changes})
 
 

@@ -45,7 +45,7 @@ class Watched(Replaced):
 
 def opened(pack: Path, **changes: Any) -> Engine:
     """An engine whose hash function is asked before each pass, and reads nothing ahead."""
-    asked: dict[str, Any] = {"predictor": "none", "eviction": "foreseen", "threads": THREADS, "routing": "exact"}
+    asked: dict[str, Any] = {"predict": "none", "eviction": "foreseen", "threads": THREADS, "routing": "exact"}
     engine = Engine.open(pack, notify=lambda line: None, **{**asked, **changes})
     if engine.model.foresight is not None:
         foresight_of(engine).needed = lambda: True

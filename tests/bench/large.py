@@ -99,7 +99,7 @@ def routed_rows(large: Large, device: Device, memory_bytes: int, failed: list[st
     where = _where(large, device, memory_bytes)
     disk = disk_bytes_per_s(large.pack)
     small = Setting(str(large.pack), None, routing=str(large.routes), memory_bytes=memory_bytes)
-    free = Setting(str(large.pack), None, predictor="none", routing=str(large.routes))
+    free = Setting(str(large.pack), None, predict="none", routing=str(large.routes))
     entries = [
         races.of_setting(MOERT, small, WARM_TOKENS, memory_bytes, PROMPT_TOKENS, TIMED_TOKENS),
         races.of_setting(RESIDENT, free, WARM_TOKENS, None, PROMPT_TOKENS),

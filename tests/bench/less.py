@@ -47,7 +47,7 @@ def entries_of(name: str, packs: Mapping[float, Path], resident: Path) -> list[E
 
     entries = [
         of_setting(
-            RESIDENT.name, Setting(str(plain), None, predictor="none", prompts=asked, new_tokens=NEW_TOKENS),
+            RESIDENT.name, Setting(str(plain), None, predict="none", prompts=asked, new_tokens=NEW_TOKENS),
             RESIDENT.warm_tokens, None,
         )
     ]  # fmt: skip

@@ -52,11 +52,11 @@ def same_rows(name: str, pack: Path) -> list[Row]:
                 return [each.result.tokens for each in engine.generate_many(prompts, **SHORT)]
             return [engine.generate(prompt, **SHORT).result.tokens for prompt in prompts]
 
-    expected = answers(cache="100%", threads=1, predictor="none")
+    expected = answers(cache="100%", threads=1, predict="none")
     differ = 0
     for changes in (
         {"cache": "25%"}, {"cache": "50%", "threads": 2}, {"cache": "25%", "io": "direct", "eviction": "expected"},
-        {"cache": "40%", "io": "buffered", "predictor": "none"}, {"cache": "50%", "batch": True},
+        {"cache": "40%", "io": "buffered", "predict": "none"}, {"cache": "50%", "batch": True},
     ):  # fmt: skip
         found = answers(**changes)
         differ += sum(one != other for one, other in zip(found, expected, strict=True))

@@ -65,7 +65,7 @@ def _entries(packs: Packs, preferring: Mapping[float, Path]) -> list[Entry]:
     assert packs.routing is not None
     entries = [
         of_setting(
-            RESIDENT.name, Setting(str(packs.mixed), None, predictor="none", routing=str(packs.routing)),
+            RESIDENT.name, Setting(str(packs.mixed), None, predict="none", routing=str(packs.routing)),
             RESIDENT.warm_tokens, None,
         )
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def _asked(pack: Path, preference: Preference) -> int:
         counts.extend(int((~np.isin(routed.experts[at], each)).sum()) for at, each in enumerate(before))
         return routed
 
-    with Engine.open(pack, routing="exact", predictor="none") as engine:
+    with Engine.open(pack, routing="exact", predict="none") as engine:
         engine.reserve(1, TOKENS)
         engine.model.prefer(preference)
         for at, router in engine.model.routers.items():

@@ -18,7 +18,7 @@ class Ours:
     def __init__(self, pack: Path) -> None:
         from moert.engine import Engine
 
-        self._engine = Engine.open(pack, predictor="none", threads=THREADS)
+        self._engine = Engine.open(pack, predict="none", threads=THREADS)
         self._reading = ExitStack()
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:

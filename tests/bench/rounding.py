@@ -49,7 +49,7 @@ def main() -> int:
 
 def wiki_rows(pack: Path) -> list[Row]:
     """Perplexity of a token on held-out windows, and the divergence between both distributions."""
-    exact, rounded = (Engine.open(pack, predictor="none", kernels=kernels) for kernels in ("reference", "auto"))
+    exact, rounded = (Engine.open(pack, predict="none", kernels=kernels) for kernels in ("reference", "auto"))
     ids = exact.encode("".join(json.loads(line)["text"] for line in _lines("wiki")[:60]))
     starts = range(0, min(len(ids) - WINDOW, WINDOWS * WINDOW), WINDOW)
     losses: list[tuple[float, float]] = []
@@ -76,7 +76,7 @@ def g2p_rows(pack: Path) -> list[Row]:
     answers: list[list[str]] = []
     samples = [json.loads(line) for line in _lines("g2p")[:WORDS]]
     for kernels in ("reference", "auto"):
-        with Engine.open(pack, predictor="none", kernels=kernels) as engine:
+        with Engine.open(pack, predict="none", kernels=kernels) as engine:
             answers.append([engine.generate(sample["input"], settings).text for sample in samples])
     right = [sum(text == sample["target"] for text, sample in zip(texts, samples, strict=True)) for texts in answers]
     differ = sum(one != two for one, two in zip(*answers, strict=True))

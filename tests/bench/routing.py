@@ -53,7 +53,7 @@ def record(
 
     seen: dict[LayerKey, list[I64]] = {}
     guessed: dict[LayerKey, list[F32]] = {}
-    with Engine.open(pack, predictor="none", threads=1, routing=preference) as engine:
+    with Engine.open(pack, predict="none", threads=1, routing=preference) as engine:
         routers, layers = engine.model.routers, engine.spec.moe_layers()
         following = dict(itertools.pairwise(layers))
 

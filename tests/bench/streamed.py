@@ -41,7 +41,7 @@ class Setting:
     pack: str
     cache_bytes: int | None
     eviction: str = "auto"
-    predictor: str = "gate"
+    predict: str = "gate"
     io: str | None = "direct"
     routing: str | None = None
     prompts: str | None = None
@@ -112,7 +112,7 @@ class Streamed:
         self._engine = Engine.open(
             setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
             memory=setting.memory_bytes, io=parse_io(setting.io or "auto"), eviction=setting.eviction,
-            predictor=setting.predictor, threads=THREADS, routing=setting.prefers, trace=self._trace,
+            predict=setting.predict, threads=THREADS, routing=setting.prefers, trace=self._trace,
             keep_neurons=setting.keep_neurons, neurons=setting.neurons,
             notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip

@@ -82,7 +82,7 @@ def test_the_runtime_reads_such_a_pack(sources: dict[str, Path], tmp_path: Path)
     settings = settings_for(sources, "olmoe", tmp_path, loss=0.3, quantizer="channel", bits=(4, 8), dense_bits=4)
     Done(settings)
     ids = [5, 9, 14, 3, 7]
-    with Engine.open(settings.out, predictor="none") as engine:
+    with Engine.open(settings.out, predict="none") as engine:
         engine.reserve(len(ids), 1)
         _, logits = engine.model.prefill(ids)
     with torch.inference_mode():

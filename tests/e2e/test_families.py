@@ -88,5 +88,5 @@ def test_no_policy_budget_or_batch_changes_an_answer(pack: Path) -> None:
     assert len({tuple(tokens) for tokens in expected}) > 1
     for number, eviction in enumerate(EVICTION):
         changes = {"cache": least * (1 + number % 3), "threads": 1 + number % 2, "eviction": eviction}
-        with Engine.open(pack, predictor=("transitions", "gate", "none")[number % 3], **changes) as engine:
+        with Engine.open(pack, predict=("transitions", "gate", "none")[number % 3], **changes) as engine:
             assert [engine.generate(ids, settings).result.tokens for ids in prompts] == expected, changes

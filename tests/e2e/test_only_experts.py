@@ -154,7 +154,7 @@ def test_no_policy_budget_or_batch_changes_an_answer(done: Done) -> None:
         least = max(entry.file_bytes for entry in engine.pack.manifest.experts)
     for number, eviction in enumerate(name for name in EVICTIONS if name != FORESEEN):
         changes = {"cache": least * (1 + number % 3), "eviction": eviction}
-        with Engine.open(done.settings.out, predictor=("gate", "none")[number % 2], **changes) as engine:
+        with Engine.open(done.settings.out, predict=("gate", "none")[number % 2], **changes) as engine:
             assert [engine.generate(ids, SETTINGS).result.tokens for ids in prompts()] == expected, changes
 
 

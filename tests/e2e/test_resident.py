@@ -105,7 +105,7 @@ def test_the_report_and_the_tables_have_it(done: Done, tmp_path: Path) -> None:
 def test_the_runtime_takes_what_fits(done: Done) -> None:
     said: list[str] = []
     prompt = "ab cde" if done.bench.spec.encoder is not None else "ab cde fghi"
-    with Engine.open(done.settings.out, cache="60%", notify=said.append, predictor="none") as engine:
+    with Engine.open(done.settings.out, cache="60%", notify=said.append, predict="none") as engine:
         engine.generate(prompt, max_new_tokens=4)
         assert engine.stats().routing == "50%"
     assert any("routing prefers" in line for line in said)

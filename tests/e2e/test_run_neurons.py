@@ -62,7 +62,7 @@ def test_no_room_and_no_policy_changes_an_answer(pack: Path, expected: list[tupl
 
 
 @pytest.mark.parametrize(
-    "how", [{"threads": 1}, {"io": "direct,2"}, {"io": "buffered,1"}, {"predictor": "none"}], ids=str
+    "how", [{"threads": 1}, {"io": "direct,2"}, {"io": "buffered,1"}, {"predict": "none"}], ids=str
 )
 def test_no_way_of_running_changes_an_answer(
     pack: Path, expected: list[tuple[list[int], F32]], how: dict[str, Any]

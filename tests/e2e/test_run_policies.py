@@ -123,7 +123,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(pack: Path) -> list[tuple[list[int], str]]:
     """With room for all experts, on one thread, in the process of the tests."""
     settings = GenerationSettings(max_new_tokens=NEW)
-    with Engine.open(pack, eviction="lru", predictor="none", threads=1, io=IoSettings(False, 1)) as engine:
+    with Engine.open(pack, eviction="lru", predict="none", threads=1, io=IoSettings(False, 1)) as engine:
         answers = [engine.generate(prompt, settings) for prompt in PROMPTS * 2]
     assert len({tuple(answer.result.tokens) for answer in answers}) == len(PROMPTS)
     return [(answer.result.tokens, answer.text) for answer in answers]

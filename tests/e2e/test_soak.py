@@ -54,7 +54,7 @@ def write(engine: Engine, number: int) -> list[int]:
 
 def write_all(pack: Path) -> list[list[int]]:
     """With all experts in memory."""
-    with Engine.open(pack, eviction="lru", predictor="none", threads=1) as engine:
+    with Engine.open(pack, eviction="lru", predict="none", threads=1) as engine:
         return [write(engine, number) for number in range(len(REQUESTS))]
 
 
@@ -68,7 +68,7 @@ def open_tight(pack: Path) -> Engine:
                     pack,
                     memory=limit,
                     eviction="paper",
-                    predictor="gate",
+                    predict="gate",
                     threads=1,
                     io=f"direct,{LOADERS}",
                     notify=str,

@@ -228,7 +228,7 @@ def test_projections_get_widths_of_their_own(sources: dict[str, Path], tmp_path:
     verify(Pack.open(done.settings.out), None)
     planned = plan(done.settings.work, target, "knapsack", "kl", None)
     assert planned.chosen.nbytes == done.report.expert_bytes["pack"]
-    with Engine.open(done.settings.out, predictor="none") as engine:
+    with Engine.open(done.settings.out, predict="none") as engine:
         tokens = engine.generate([5, 9, 14], GenerationSettings(max_new_tokens=4)).result.tokens
     assert len(tokens) == 4
 

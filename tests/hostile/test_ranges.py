@@ -175,7 +175,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(pack: Path, kernels: str) -> np.ndarray | None:
     """After the prompt; None where the run says that they are no numbers."""
-    with Engine.open(pack, predictor="none", kernels=kernels) as engine:
+    with Engine.open(pack, predict="none", kernels=kernels) as engine:
         try:
             engine.generate("hello", GenerationSettings(max_new_tokens=2))
         except NotFinite:

@@ -47,7 +47,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(original: Path) -> dict[str, list[int]]:
-    with Engine.open(original, predictor="none") as engine:
+    with Engine.open(original, predict="none") as engine:
         return {prompt: engine.generate(prompt, SETTINGS).result.tokens for prompt in PROMPTS}
 
 

@@ -156,7 +156,7 @@ def test_a_run_says_that_there_are_no_numbers(pack: Path, moert: Moert, run: str
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_engine_is_as_it_was_after_that(tmp_path: Path, shape: Any) -> None:
     pack = with_experts(write_pack(tmp_path / "p", shape.but(eos=()).spec, paths=False), np.nan)
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         for _ in range(2):
             with pytest.raises(NotFinite):
                 engine.generate("hello", GenerationSettings(max_new_tokens=3))
@@ -187,6 +187,6 @@ def test_verify_names_the_tensor(pack: Path) -> None:
 @pytest.mark.skipif(library.missing() is not None, reason="needs the kernels")
 def test_matrices_stay_where_they_were_read_to(pack: Path) -> None:
     """Nothing is in memory twice on the way."""
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         assert engine.backend._staying == set()  # type: ignore[attr-defined]
     assert os.path.exists(pack)

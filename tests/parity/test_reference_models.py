@@ -61,7 +61,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     asked = prompts(name, tokenizer, pack.manifest.model.encoder is not None)
     assert len(asked) == PROMPTS
     expected = reference_greedy(reference, asked, MAX_NEW)
-    with Engine.open(pack.root, predictor="none", kernels="reference") as engine:
+    with Engine.open(pack.root, predict="none", kernels="reference") as engine:
         for ids, tokens in zip(asked, expected, strict=True):
             assert engine.generate(ids, settings).result.tokens == tokens, tokenizer.decode(ids)
     assert len({tuple(tokens) for tokens in expected}) > PROMPTS // 2

@@ -29,7 +29,7 @@ def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def opened(pack: Pack, **settings: Any) -> Engine:
-    return Engine.open(pack.root, **{"kernels": "reference", "predictor": "none", **settings})
+    return Engine.open(pack.root, **{"kernels": "reference", "predict": "none", **settings})
 
 
 def answers(engine: Engine, name: str) -> list[Any]:

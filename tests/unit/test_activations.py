@@ -39,7 +39,7 @@ from moert.engine import Engine
 from moert.machine.memory import return_early, return_freed
 def status(name): return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 return_early()
-with Engine.open(sys.argv[1], predictor="none", kernels=sys.argv[2]) as engine:
+with Engine.open(sys.argv[1], predict="none", kernels=sys.argv[2]) as engine:
     peaks = []
     for tokens in json.loads(sys.argv[3]):
         engine.reserve(tokens, 1)

@@ -94,7 +94,7 @@ def test_pieces_change_nothing_but_rounding(
     path = write_pack(tmp_path / "some.pack", SPECS[name], paths=False)
     if kernels == "reference":  # rounded to 16 bits, keys might fall either way
         monkeypatch.setattr("moert.engine.open_backend", lambda name, threads: opaque(WideKeys()))
-    with Engine.open(path, kernels=kernels, predictor="none") as engine:
+    with Engine.open(path, kernels=kernels, predict="none") as engine:
         engine.reserve(57, 40)
         whole = engine.model.forward_all(ids, targets)
         state, logits = engine.model.prefill(ids)
@@ -146,7 +146,7 @@ def test_the_first_piece_makes_room_for_all_of_the_prompt(
     monkeypatch.setattr(PageLayout, "pages", lambda layout, count: (grown.append(count), made(layout, count))[1])
     spec = SPECS[name]
     path = write_pack(tmp_path / "some.pack", spec, paths=False)
-    with Engine.open(path, kernels="reference", predictor="none") as engine:
+    with Engine.open(path, kernels="reference", predict="none") as engine:
         engine.reserve(300, 1)
         engine.model.prefill([3] * 300)
     layers = sum(spec.decoder[at].attention is not None for at in range(len(spec.decoder)))

@@ -133,7 +133,7 @@ def test_an_engine_holds_nothing_of_the_file(tmp_path: Path, family: str, kernel
     assert dict(stored)
     assert path not in MAPPINGS.read_text()
     del stored
-    with Engine.open(tmp_path / "p", predictor="none", kernels=kernels):
+    with Engine.open(tmp_path / "p", predict="none", kernels=kernels):
         assert path not in MAPPINGS.read_text()
 
 

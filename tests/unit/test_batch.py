@@ -29,7 +29,7 @@ IDS = [[5, 9, 12], [7], list(range(3, 40)), [4, 4, 8, 30, 22, 11], [20] * 11]
 SETTINGS = {
     "greedy": GenerationSettings(max_new_tokens=12),
     "drawn": GenerationSettings(max_new_tokens=12, temperature=0.8, seed=3),
-    "stop strings": GenerationSettings(max_new_tokens=12, temperature=0.8, stop_strings=("o", "ab", "e")),
+    "stop strings": GenerationSettings(max_new_tokens=12, temperature=0.8, stop=("o", "ab", "e")),
 }
 
 
@@ -43,7 +43,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def smallest(packs: dict[str, Path]) -> dict[str, int]:
-    engines = {name: Engine.open(path, predictor="none") for name, path in packs.items()}
+    engines = {name: Engine.open(path, predict="none") for name, path in packs.items()}
     sizes = {name: engine.budget.layer_bytes for name, engine in engines.items()}
     for engine in engines.values():
         engine.close()
@@ -56,7 +56,7 @@ def smallest(packs: dict[str, Path]) -> dict[str, int]:
 def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels) -> None:
     spec = with_capacity(name, capacity)
     path = write_pack(tmp_path / "some.pack", spec, paths=False, tokenizer=False)
-    with Engine.open(path, predictor="none", kernels=kernels, threads=1) as engine:
+    with Engine.open(path, predict="none", kernels=kernels, threads=1) as engine:
         engine.reserve(40, 12)
         together, alone = engine.model.prefill_many(IDS), [engine.model.prefill(ids) for ids in IDS]
         many, one = np.stack([logits for _, logits in together]), np.stack([logits for _, logits in alone])
@@ -97,11 +97,11 @@ def test_capacity_counts_in_each_sequence() -> None:
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", SPECS)
 def test_answers_are_those_of_each_prompt_alone_and_take_fewer_reads(packs, smallest, name, settings) -> None:
-    with Engine.open(packs[name], predictor="none", cache=smallest[name]) as engine:
+    with Engine.open(packs[name], predict="none", cache=smallest[name]) as engine:
         alone = [engine.generate(prompt, SETTINGS[settings]).result for prompt in PROMPTS]
         assert len({len(result.tokens) for result in alone}) > 1
         assert settings != "stop strings" or "stop_string" in {result.stop_reason for result in alone}
-    with Engine.open(packs[name], predictor="none", cache=smallest[name]) as batched:
+    with Engine.open(packs[name], predict="none", cache=smallest[name]) as batched:
         answers = list(batched.generate_many(PROMPTS, SETTINGS[settings]))
         assert [answer.result for answer in answers] == alone
         assert batched.counters.bytes_read < 0.8 * engine.counters.bytes_read
@@ -117,14 +117,14 @@ def test_answers_are_those_of_each_prompt_alone_and_take_fewer_reads(packs, smal
 def test_the_reference_writes_the_same_tokens(packs) -> None:
     """Not the same bits, but these logits are far enough apart."""
     for path in packs.values():
-        with Engine.open(path, predictor="none", kernels="reference", threads=1) as engine:
+        with Engine.open(path, predict="none", kernels="reference", threads=1) as engine:
             alone = [engine.generate(prompt, SETTINGS["greedy"]).result for prompt in PROMPTS]
             assert [answer.result for answer in engine.generate_many(PROMPTS, SETTINGS["greedy"])] == alone
 
 
 def test_what_does_not_fit_together_runs_in_smaller_batches(packs, monkeypatch) -> None:
     notes: list[str] = []
-    with Engine.open(packs["decoder"], predictor="none", notify=notes.append) as engine:
+    with Engine.open(packs["decoder"], predict="none", notify=notes.append) as engine:
         alone = [engine.generate(prompt, SETTINGS["greedy"]).result for prompt in PROMPTS]
         notes.clear()
         sizes: list[int] = []
@@ -140,7 +140,7 @@ def test_what_does_not_fit_together_runs_in_smaller_batches(packs, monkeypatch) 
 
 
 def test_as_many_as_fit_run_together_and_at_least_one(packs) -> None:
-    with Engine.open(packs["decoder"], predictor="none") as engine:
+    with Engine.open(packs["decoder"], predict="none") as engine:
         budget, waiting = engine.budget, [Load(tokens, 12) for tokens in (20_000, 25_000, 30_000, 90_000)]
 
         def regulator(limit_bytes: int | None) -> Regulator:
@@ -168,7 +168,7 @@ class Nothing:
 @pytest.fixture
 def interrupted_after_three(packs, monkeypatch):
     """An engine's model class whose fourth turn is interrupted; what each prompt wrote by then."""
-    with Engine.open(packs["decoder"], predictor="none") as engine:
+    with Engine.open(packs["decoder"], predict="none") as engine:
         kind, left = type(engine.model), [None] * 4
         alone = [engine.generate(prompt, SETTINGS["greedy"]).result for prompt in PROMPTS]
     real = kind.read
@@ -186,7 +186,7 @@ def interrupted_after_three(packs, monkeypatch):
 
 def test_ctrl_c_keeps_what_there_is(packs, interrupted_after_three) -> None:
     with (
-        Engine.open(packs["decoder"], predictor="none") as engine,
+        Engine.open(packs["decoder"], predict="none") as engine,
         pytest.raises(Interrupted) as stop,
     ):
         list(engine.generate_many(PROMPTS, SETTINGS["greedy"]))
@@ -197,7 +197,7 @@ def test_ctrl_c_keeps_what_there_is(packs, interrupted_after_three) -> None:
 
 
 def test_ctrl_c_before_the_last_began_keeps_the_others(packs, monkeypatch) -> None:
-    with Engine.open(packs["decoder"], predictor="none") as engine:
+    with Engine.open(packs["decoder"], predict="none") as engine:
 
         def together(running, waiting):
             if len(waiting) == 2 and not running:
@@ -215,7 +215,7 @@ def test_ctrl_c_before_the_last_began_keeps_the_others(packs, monkeypatch) -> No
 def test_biases_take_room_for_the_longest_prompt_alone(packs) -> None:
     """One table serves all prompts, layers and tokens, and grows with the length, not with its square."""
     prompts, heads = [*IDS, [9] * 200], SHAPES["switch"].n_heads
-    with Engine.open(packs["switch"], predictor="none") as engine:
+    with Engine.open(packs["switch"], predict="none") as engine:
         engine.reserve(300, 1)
         engine.model.prefill_many(prompts)
         for tower, longest in ((engine.model._encoder, 200), (engine.model._decoder, 1)):

@@ -123,12 +123,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     root, ends, made = tmp_path_factory.mktemp("beams"), tuple(range(1, VOCAB, 11)), dict[str, Engine]()
     for name, spec in SPECS.items():
         path = write_pack(root / f"{name}.pack", with_ends(spec, ends), paths=False)
-        made[name] = Engine.open(path, predictor="none", cache="40%", threads=1)
-        made[f"{name} 8"] = Engine.open(path, predictor="none", threads=1, kv_bits=8)
+        made[name] = Engine.open(path, predict="none", cache="40%", threads=1)
+        made[f"{name} 8"] = Engine.open(path, predict="none", threads=1, kv=8)
     path = write_pack(root / "prefers.pack", with_ends(DECODER, ends), preferences=preferences(DECODER))
-    made["prefers"] = Engine.open(path, predictor="none", threads=1, routing="30%")
+    made["prefers"] = Engine.open(path, predict="none", threads=1, routing="30%")
     path = add_hash(write_pack(root / "hash.pack", with_ends(DECODER, ends)))
-    made["hash"] = Engine.open(path, predictor="hash", threads=1, routing="hash")
+    made["hash"] = Engine.open(path, predict="hash", threads=1, routing="hash")
     return made
 
 
@@ -241,13 +241,13 @@ def test_room_is_made_for_all_beams(engines: dict[str, Engine], monkeypatch: pyt
         ({"beams": 4, "n_return": 5}, "n_return is 5: it should be between 1 and the 4 beam"),
         ({"n_return": 2}, "n_return is of beam search: give the number of beams"),
         ({"beams": 4, "temperature": 0.5}, "temperature does not go with beam search"),
-        ({"beams": 4, "stop_strings": ("a",)}, "stop_strings does not go with beam search"),
+        ({"beams": 4, "stop": ("a",)}, "stop does not go with beam search"),
         ({"length_penalty": 2.0}, "length_penalty is of beam search"),
         ({"early_stopping": True}, "early_stopping is of beam search"),
-        ({"beams": 4, "early_stopping": "always"}, "early_stopping is 'always': it should be true, false or never"),
+        ({"beams": 4, "early_stopping": "always"}, "early_stopping is 'always': it should be True or False or 'never'"),
         ({"beams": 4, "length_penalty": float("nan")}, "length_penalty is nan"),
         ({"beams": 4, "length_penalty": 400.0}, "length_penalty is 400.0: it should be from -4 to 4"),
-        ({"beams": 2, "early_stopping": 1}, "early_stopping is 1: it should be true, false or never"),
+        ({"beams": 2, "early_stopping": 1}, "early_stopping is 1: it should be True or False or 'never'"),
     ],
 )
 def test_settings_that_can_not_be_are_refused(changes: dict[str, Any], wrong: str) -> None:
@@ -290,7 +290,7 @@ ASKED: dict[str, Any] = {
 
 
 def test_the_command_line_gives_the_best_answers(moert: Moert, pack: Path, tmp_path: Path) -> None:
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         answer = engine.generate("hello world", **ASKED)
     texts = [answer.text, *(other.text for other in answer.others)]
     assert moert("run", pack, "hello world", *SAID) == 0

@@ -177,7 +177,7 @@ def test_only_what_differs_is_changed() -> None:
 def test_a_session_replays_what_a_file_says(pack: Path, tmp_path: Path) -> None:
     firings = made_up()
     firings.save(tmp_path / "firings.npz")
-    session = Streamed(Setting(str(pack), None, predictor="none", firings=str(tmp_path / "firings.npz")))
+    session = Streamed(Setting(str(pack), None, predict="none", firings=str(tmp_path / "firings.npz")))
     session.run(0.0, 40)
     counted = session._engine._streaming.firing
     assert counted is not None

@@ -44,7 +44,7 @@ def test_windows_follow_each_other() -> None:
 def test_replayed_routing_decides_prompts_and_tokens_and_goes_round(pack: Path) -> None:
     trace: list[Demand] = []
     routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3, [[4, 5]] * 3], np.uint8)  # three tokens, three layers
-    with Engine.open(pack, predictor="none", threads=1, trace=trace) as engine:
+    with Engine.open(pack, predict="none", threads=1, trace=trace) as engine:
         ReplayedRouting(routing, NO_GUESSES).replace(engine.model.routers, engine.spec.moe_layers())
         tiny_packs.run_greedy(engine, [5, 6], 4)
     passes = [[step.experts for step in trace[at : at + 3]] for at in range(0, len(trace), 3)]
@@ -55,7 +55,7 @@ def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> No
     routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3], np.uint8)
     guesses = np.zeros((2, 3, 8), np.float16)
     guesses[0, :, 6], guesses[1, :, 7] = 1, 1
-    with Engine.open(pack, predictor="gate", threads=1) as engine:
+    with Engine.open(pack, predict="gate", threads=1) as engine:
         routers = engine.model.routers
         ReplayedRouting(routing, guesses).replace(routers, engine.spec.moe_layers())
         seen: list[list[float]] = []
@@ -76,7 +76,7 @@ def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> No
 
 def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:
     trace: list[Demand] = []
-    with Engine.open(pack, predictor="none", threads=1, trace=trace) as engine:
+    with Engine.open(pack, predict="none", threads=1, trace=trace) as engine:
         engine.reserve(3, 1)
         engine.model.prefill([5, 6, 7])
     routing, guesses = record(pack, [[5, 6, 7]])

@@ -97,7 +97,7 @@ def test_the_pack_is_the_model(tmp_path: Path) -> None:
     assert np.corrcoef(fine.logits(ids), fine.logits(ids[::-1]))[0, 1] < 0.9
     assert coarse.bytes_per_token() < fine.bytes_per_token()
     tokens, first_s, total_s = fine.generate(ids, 5)
-    with Engine.open(tmp_path / "8.pack", predictor="none") as engine:
+    with Engine.open(tmp_path / "8.pack", predict="none") as engine:
         assert tokens == engine.generate(ids, GenerationSettings(max_new_tokens=5)).result.tokens
     assert 0 < first_s < total_s
 

@@ -87,7 +87,7 @@ def test_a_budget_is_a_share_of_the_mixed_experts_but_never_below_a_layers_deman
 def test_baselines_are_what_the_paper_says(pack: Path) -> None:
     packs, layer = replace(packs_of(pack), half=Path("half")), stream_packs.layer_bytes(pack)
     found = contenders.IO_QEXP.setting(packs, None)
-    assert (found.cache_bytes, found.predictor, found.new_tokens) == (layer, "none", 7)
+    assert (found.cache_bytes, found.predict, found.new_tokens) == (layer, "none", 7)
     assert contenders.IO_FREE.setting(packs, None).cache_bytes is None
     assert contenders.IO_FREE.setting(packs, None).pack == "half"
     assert contenders.PRELOAD.setting(packs, None).cache_bytes == 2 * layer

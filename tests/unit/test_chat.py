@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from moert.chat.marks import Part, Splitter, begins_with, marks_of
 from moert.chat.speaker import Reply
 from moert.engine import Engine
-from moert.errors import ChatImpossible, InputInvalid, PromptTooLong, SettingInvalid, TemplateFailed
+from moert.errors import Busy, ChatImpossible, InputInvalid, PromptTooLong, SettingInvalid, TemplateFailed
 from moert.generation.detokenize import Detokenizer
 from moert.generation.session import Interrupted
 from moert.generation.text import Text
@@ -35,20 +35,20 @@ NEW = {"max_new_tokens": 12}
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return Engine.open(write_chat_pack(tmp_path_factory.mktemp("chat") / "p"), predictor="none", threads=1)
+    return Engine.open(write_chat_pack(tmp_path_factory.mktemp("chat") / "p"), predict="none", threads=1)
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     pack = write_chat_pack(tmp_path_factory.mktemp("chat") / "endless", ENDLESS)
-    return Engine.open(pack, predictor="none", threads=1)
+    return Engine.open(pack, predict="none", threads=1)
 
 
 @pytest.fixture(scope="module")
 def mixing(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Of a model with states of fixed size."""
     spec = MIXERS_SHAPE.but(eos=(1, 9), max_positions=300).spec
-    return Engine.open(write_chat_pack(tmp_path_factory.mktemp("chat") / "m", spec), predictor="none", threads=1)
+    return Engine.open(write_chat_pack(tmp_path_factory.mktemp("chat") / "m", spec), predict="none", threads=1)
 
 
 @pytest.fixture(scope="module", params=["attention", "states"])
@@ -165,19 +165,19 @@ def test_ctrl_c_before_a_word_leaves_the_question_out(endless: Engine, monkeypat
 
 
 def test_every_end_token_ends_an_answer(tmp_path: Path) -> None:
-    with Engine.open(write_chat_pack(tmp_path / "long", ENDLESS), predictor="none", threads=1) as engine:
+    with Engine.open(write_chat_pack(tmp_path / "long", ENDLESS), predict="none", threads=1) as engine:
         tokens = engine.chat([user("hello")], **NEW).result.tokens
     first, second = tokens[3], tokens[7]
     for ends in ((second,), (second, first)):
         spec = DECODER_SHAPE.but(eos=ends, max_positions=None).spec
-        with Engine.open(write_chat_pack(tmp_path / str(len(ends)), spec), predictor="none", threads=1) as engine:
+        with Engine.open(write_chat_pack(tmp_path / str(len(ends)), spec), predict="none", threads=1) as engine:
             result = engine.chat([user("hello")], **NEW).result
         assert result.tokens == tokens[: min(map(tokens.index, ends)) + 1]
         assert result.stop_reason == "eos"
 
 
 def test_thinking_is_told_from_the_answer(tmp_path: Path) -> None:
-    with Engine.open(write_chat_pack(tmp_path / "plain", ENDLESS, THINKING), predictor="none", threads=1) as engine:
+    with Engine.open(write_chat_pack(tmp_path / "plain", ENDLESS, THINKING), predict="none", threads=1) as engine:
         reply = engine.chat([user("hello")], **NEW)
         assert (reply.text, reply.thinking) == ("", reply.result.text)
     tokens = reply.result.tokens
@@ -188,7 +188,7 @@ def test_thinking_is_told_from_the_answer(tmp_path: Path) -> None:
     def hear(part: Part, text: str) -> None:
         heard[part] += text
 
-    with Engine.open(pack, predictor="none", threads=1) as engine:
+    with Engine.open(pack, predict="none", threads=1) as engine:
         talk = engine.conversation()
         reply = talk.say("hello", hear=hear, **NEW)
     thought, _, answer = reply.result.text.partition("</think>")
@@ -201,7 +201,7 @@ def test_thinking_is_told_from_the_answer(tmp_path: Path) -> None:
 
 def test_variables_and_tools_reach_the_template(tmp_path: Path) -> None:
     pack = write_chat_pack(tmp_path / "p", template="{{ word }}{{ tools[0].name }}{{ messages[0].content }}")
-    with Engine.open(pack, predictor="none", threads=1) as engine:
+    with Engine.open(pack, predict="none", threads=1) as engine:
         reply = engine.chat([user("c")], tools=[{"name": "b"}], variables={"word": "a"}, max_new_tokens=3)
         assert reply.result.tokens == engine.generate("abc", max_new_tokens=3).result.tokens
         talk = engine.conversation(tools=[{"name": "b"}], variables={"word": "a"})
@@ -210,14 +210,14 @@ def test_variables_and_tools_reach_the_template(tmp_path: Path) -> None:
 
 def test_packs_that_can_not_chat_are_one_line(tmp_path: Path) -> None:
     for name, spec, words in (("switch", SWITCH, "reads with an encoder"), ("bare", DECODER, "has no chat template")):
-        with Engine.open(write_pack(tmp_path / name, spec, paths=False), predictor="none", threads=1) as engine:
+        with Engine.open(write_pack(tmp_path / name, spec, paths=False), predict="none", threads=1) as engine:
             for ask in (engine.conversation, lambda engine=engine: engine.chat([user("a")])):
                 with pytest.raises(ChatImpossible, match=words) as error:
                     ask()
                 assert "\n" not in str(error.value)
     pack = tmp_path / "bare"
     add_to_pack(pack, Pack.open(pack).manifest, CHAT, b"{}")
-    with Engine.open(pack, predictor="none", threads=1) as engine, pytest.raises(ChatInvalid, match="has format None"):
+    with Engine.open(pack, predict="none", threads=1) as engine, pytest.raises(ChatInvalid, match="has format None"):
         engine.conversation()
 
 
@@ -237,7 +237,7 @@ def test_room_is_made_for_what_renders(engine: Engine, monkeypatch: pytest.Monke
     monkeypatch.setattr(engine._admission, "aside", asked.append)
     engine.chat([user("hello")], max_new_tokens=1)
     assert 20 << 20 < asked[0] < 40 << 20
-    with engine.session(), pytest.raises(RuntimeError):
+    with engine.session(), pytest.raises(Busy):
         engine.chat([user("hello")])
 
 

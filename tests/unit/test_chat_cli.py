@@ -39,7 +39,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(pack: Path, *messages: str, system: str | None = None) -> list[str]:
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         talk = engine.conversation(system)
         return [talk.say(text, max_new_tokens=6).text for text in messages]
 
@@ -104,11 +104,11 @@ def test_json_is_one_object_for_each_answer(moert: Moert, pack: Path) -> None:
 
 def test_thinking_is_shown_or_hidden(moert: Moert, tmp_path: Path) -> None:
     pack = write_chat_pack(tmp_path / "p", ENDLESS, THINKING)
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         reply = engine.chat([{"role": "user", "content": "hello"}], max_new_tokens=12)
     mark = next(token for token in reply.result.tokens[2:] if token > 30 and token not in reply.result.tokens[:2])
     pack = write_chat_pack(tmp_path / "marked", ENDLESS, THINKING, {mark: "</think>"})
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         reply = engine.chat([{"role": "user", "content": "hello"}], max_new_tokens=12)
     assert reply.thinking
     new = ("--max-new-tokens", "12")

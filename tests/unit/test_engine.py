@@ -52,7 +52,7 @@ def answers(packs: dict[str, Path]) -> dict[tuple[str, str], list[tuple[list[int
     out = {}
     for name, path in packs.items():
         for kernels in KERNELS:
-            with Engine.open(path, predictor="none", kernels=kernels) as engine:
+            with Engine.open(path, predict="none", kernels=kernels) as engine:
                 out[name, kernels] = [run_greedy(engine, engine.encode(prompt), N_TOKENS) for prompt in ASKED]
     return out
 
@@ -72,7 +72,7 @@ def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
     for room in (least, least + 13_000, least + 60_000, None):
         notes: list[str] = []
         with Engine.open(
-            packs[name], eviction=eviction, predictor=predictor, notify=notes.append, kernels=kernels, cache=room
+            packs[name], eviction=eviction, predict=predictor, notify=notes.append, kernels=kernels, cache=room
         ) as engine:
             read_ahead_at_once(engine.cache)
             for _ in range(1 if room else 2):
@@ -107,7 +107,7 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(packs, name, kernels) -> None:
     settings = GenerationSettings(max_new_tokens=6)
-    with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
+    with Engine.open(packs[name], predict="none", kernels=kernels) as engine:
         expected = engine.generate("hello", settings).result.tokens
         top_k, sizes = engine.spec.moe.router.top_k, dict[tuple[str, int], list[int]]()
         for entry in engine.pack.manifest.experts:
@@ -133,7 +133,7 @@ def test_the_memory_that_a_refusal_names_is_enough(packs, name, kernels) -> None
 def refused_then_enough(path: Path, name: str, kernels: str) -> None:
     settings = GenerationSettings(max_new_tokens=6)
     with pytest.raises(BudgetTooSmall) as error:
-        Engine.open(path, memory=1000, predictor="none", kernels=kernels)
+        Engine.open(path, memory=1000, predict="none", kernels=kernels)
     assert f"memory={error.value.smallest_bytes}" in str(error.value)
     with Engine.open(path, memory=error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
         assert engine.generate("hello", settings).result.tokens
@@ -160,11 +160,11 @@ def test_a_cache_below_one_tokens_demand_warns_once(packs) -> None:
 def test_what_cannot_be_meant_is_said_at_once(packs) -> None:
     for settings, said in (
         ({"eviction": "belady"}, "eviction 'belady' is none of auto, "),
-        ({"predictor": "guess"}, "predictor 'guess' is none of "),
+        ({"predict": "guess"}, "predict 'guess' is none of "),
         ({"memory": 10**9, "cache": 10**6}, "memory and cache exclude each other"),
-        ({"kv_bits": 4}, "kv_bits 4 is none of 16, 8"),
+        ({"kv": 4}, "kv is 4: it should be 8 or 16"),
         ({"threads": 0}, "threads 0 can't compute anything"),
-        ({"memroy": 10**9}, "memroy is no setting: there are memory, "),
+        ({"memroy": 10**9}, "memroy is no setting: did you mean memory\\? There are memory, "),
     ):
         with pytest.raises(SettingInvalid, match=f"^{said}"):
             Engine.open(packs["decoder"], **settings)
@@ -182,7 +182,7 @@ def test_a_way_of_reading_that_was_asked_for_is_used_though_all_experts_fit(pack
 
     for module in (store, files):
         monkeypatch.setattr(module, "open_expert", opened)
-    with Engine.open(packs["decoder"], predictor="none", io=io) as engine:
+    with Engine.open(packs["decoder"], predict="none", io=io) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))
         assert engine.stats().io == used
     assert ways == {io.direct} if io else ways
@@ -193,10 +193,10 @@ def test_a_cache_that_shrinks_in_the_middle_of_a_request_is_read_for_as_one_that
     packs, monkeypatch, when
 ) -> None:
     settings = GenerationSettings(max_new_tokens=8)
-    with Engine.open(packs["decoder"], predictor="none", eviction="auto") as engine:
+    with Engine.open(packs["decoder"], predict="none", eviction="auto") as engine:
         expected = engine.generate(PROMPTS[0], settings).result.tokens
         assert engine.stats().evictions == 0
-    with Engine.open(packs["decoder"], predictor="none", eviction="auto", notify=lambda note: None) as engine:
+    with Engine.open(packs["decoder"], predict="none", eviction="auto", notify=lambda note: None) as engine:
         regulator, everything, least = engine._regulator, engine.budget.expert_bytes, engine.budget.layer_bytes
         prepare, steps = engine._streaming.adapt, []
 
@@ -229,7 +229,7 @@ def test_a_share_of_the_experts_leaves_room_for_exactly_that(packs) -> None:
 def test_the_trace_of_a_run_replays_to_the_same_figures(packs, name) -> None:
     trace: list[Demand] = []
     room = smallest_cache(packs[name]) + 20_000
-    with Engine.open(packs[name], eviction="lru", predictor="none", trace=trace, cache=room) as engine:
+    with Engine.open(packs[name], eviction="lru", predict="none", trace=trace, cache=room) as engine:
         engine.reserve(40, N_TOKENS)
         capacity = engine.cache.capacity_bytes
         state, _ = engine.model.prefill(engine.encode(PROMPTS[3]))
@@ -246,7 +246,7 @@ def test_the_trace_of_a_run_replays_to_the_same_figures(packs, name) -> None:
 def test_a_perfect_prediction_is_never_wasted(packs) -> None:
     trace: list[Demand] = []
     pack = Pack.open(packs["switch"])
-    with Engine.open(packs["switch"], predictor="none", trace=trace) as engine:
+    with Engine.open(packs["switch"], predict="none", trace=trace) as engine:
         ids = engine.encode(PROMPTS[0])
         tokens, _ = run_greedy(engine, ids, N_TOKENS)
     settings = EngineSettings(cache="40%", eviction="paper", io="direct,2")
@@ -312,8 +312,8 @@ def test_a_predictor_that_needs_paths_says_so_where_there_are_none(tmp_path) -> 
     with Engine.open(path, notify=notes.append) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))
     assert notes == []
-    with pytest.raises(PathsMissing, match=f"predictor='popularity' needs path tables, .* has no {PATHS}"):
-        Engine.open(path, predictor="popularity")
+    with pytest.raises(PathsMissing, match=f"predict='popularity' needs path tables, .* has no {PATHS}"):
+        Engine.open(path, predict="popularity")
 
 
 def test_tables_of_another_model_are_refused(packs, tmp_path) -> None:
@@ -321,8 +321,8 @@ def test_tables_of_another_model_are_refused(packs, tmp_path) -> None:
     tables = Pack.open(packs["switch"]).read_file(PATHS)
     add_to_pack(path, Pack.open(path).manifest, PATHS, tables)
     with pytest.raises(HeaderInvalid, match="profile the paths"):
-        Engine.open(path, predictor="transitions")
-    Engine.open(path, predictor="none").close()
+        Engine.open(path, predict="transitions")
+    Engine.open(path, predict="none").close()
 
 
 def test_a_damaged_expert_is_an_error_on_demand_and_by_prefetch(packs, tmp_path) -> None:
@@ -330,7 +330,7 @@ def test_a_damaged_expert_is_an_error_on_demand_and_by_prefetch(packs, tmp_path)
     for expert in range(DECODER.moe.n):
         damage_expert(path, ExpertKey("decoder", 1, expert))
     for predictor in PREDICTORS:
-        with Engine.open(path, predictor=predictor) as engine, pytest.raises(HashMismatch, match="D01/E"):
+        with Engine.open(path, predict=predictor) as engine, pytest.raises(HashMismatch, match="D01/E"):
             engine.generate("abc", GenerationSettings(max_new_tokens=3))
 
 
@@ -369,7 +369,7 @@ def test_a_wrong_backbone_is_refused(packs, tmp_path, body, error) -> None:
 
 def test_a_pack_without_tokenizer_runs_on_ids_only(tmp_path) -> None:
     path = write_pack(tmp_path / "dumb.pack", DECODER, tokenizer=False, paths=False)
-    with Engine.open(path, predictor="none") as engine:
+    with Engine.open(path, predict="none") as engine:
         answer = engine.generate([5, 6, 7], GenerationSettings(max_new_tokens=3))
         assert len(answer.result.tokens) == 3
         with pytest.raises(TokenizerMissing, match=r"no tokenizer\.json"):
@@ -386,7 +386,7 @@ def test_prompts_that_cannot_run_are_named_and_leave_the_engine_usable(packs) ->
 
 def test_statistics_count_all_requests(packs) -> None:
     pieces: list[str] = []
-    with Engine.open(packs["decoder"], predictor="none") as engine:
+    with Engine.open(packs["decoder"], predict="none") as engine:
         settings = GenerationSettings(max_new_tokens=5)
         first = engine.generate("abc", settings, pieces.append)
         second = engine.generate("abcd", settings)
@@ -413,7 +413,7 @@ def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
     assert sum("is more than" in note for note in notes) == said
 
 
-@pytest.mark.parametrize("settings", [{}, {"predictor": "hash", "eviction": "foreseen"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"predict": "hash", "eviction": "foreseen"}], ids=str)
 def test_an_engine_that_nobody_has_any_more_is_gone_at_once(tmp_path: Path, settings: dict[str, str]) -> None:
     """Its weights are not left to the garbage collection, which may come much later."""
     pack = add_hash(write_pack(tmp_path / "m.pack", DECODER))

@@ -28,7 +28,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answer(path: Path, prompt: str = PROMPTS[3], **chosen: object) -> tuple[list[int], F32]:
-    with Engine.open(path, predictor="none", **chosen) as engine:  # type: ignore[arg-type]
+    with Engine.open(path, predict="none", **chosen) as engine:  # type: ignore[arg-type]
         return run_greedy(engine, engine.encode(prompt), NEW)
 
 
@@ -39,7 +39,7 @@ def test_every_kernel_answers_by_its_name(packs: dict[str, Path], name: str) -> 
     assert np.array_equal(answer(packs[name])[1], answer(packs[name], kernels=best)[1])
     reference = answer(packs[name], kernels="reference")[1][0]
     for kernels in running():
-        with Engine.open(packs[name], predictor="none", kernels=kernels) as engine:
+        with Engine.open(packs[name], predict="none", kernels=kernels) as engine:
             assert engine.backend.name == kernels
             logits = engine.generate(engine.encode("abc"), GenerationSettings(max_new_tokens=NEW)).result.tokens
             assert len(logits) == NEW
@@ -56,7 +56,7 @@ def test_a_model_of_every_part_is_the_same_on_all_kernels(tmp_path: Path, ids: l
     path = write_pack(tmp_path / "rich.pack", RICH, paths=False, tokenizer=False, bits=[16])
     found = {}
     for kernels in (*running(), "reference"):
-        with Engine.open(path, predictor="none", kernels=kernels) as engine:
+        with Engine.open(path, predict="none", kernels=kernels) as engine:
             engine.reserve(len(ids), 1)
             found[kernels] = engine.model.forward_all(ids)
             state, first = engine.model.prefill(ids[:1])

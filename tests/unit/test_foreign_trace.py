@@ -28,13 +28,13 @@ def pack(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("eviction", ["auto", "expected"])
 @pytest.mark.parametrize("body", [OTHER, LATER, b"{}"], ids=["another model's", "a later version", "no trace at all"])
 def test_a_run_that_streams_goes_on_without_it(pack: Path, body: bytes, eviction: str) -> None:
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         expected = engine.generate(PROMPTS[0], SETTINGS).text
         least = engine.budget.token_bytes
 
     add_to_pack(pack, Pack.open(pack).manifest, TRACE, body)
     notes: list[str] = []
-    with Engine.open(pack, predictor="none", cache=least, eviction=eviction, notify=notes.append) as engine:
+    with Engine.open(pack, predict="none", cache=least, eviction=eviction, notify=notes.append) as engine:
         assert engine.generate(PROMPTS[0], SETTINGS).text == expected
         engine.generate(PROMPTS[1], SETTINGS)
     assert len(notes) == 1
@@ -45,7 +45,7 @@ def test_a_run_that_streams_goes_on_without_it(pack: Path, body: bytes, eviction
 def test_one_that_is_damaged_still_ends_it(pack: Path) -> None:
     add_to_pack(pack, Pack.open(pack).manifest, TRACE, OTHER)
     (pack / TRACE).write_bytes(b"x" * len(OTHER))
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         least = engine.budget.token_bytes
-    with Engine.open(pack, predictor="none", cache=least) as engine, pytest.raises(HashMismatch):
+    with Engine.open(pack, predict="none", cache=least) as engine, pytest.raises(HashMismatch):
         engine.generate(PROMPTS[0], SETTINGS)

@@ -293,18 +293,18 @@ def test_reading_ahead_and_eviction_by_it_change_no_answer(
     packs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(names_module, "HANDED_OVER_BYTES", 1)
-    expected = tokens(packs[name], predictor="none")
+    expected = tokens(packs[name], predict="none")
     for predictor, eviction in (("hash", "foreseen"), ("auto", "foreseen"), ("none", "foreseen"), ("hash", "lru")):
-        assert tokens(packs[name], predictor=predictor, eviction=eviction, cache="30%") == expected
+        assert tokens(packs[name], predict=predictor, eviction=eviction, cache="30%") == expected
 
 
 @needs_native
 @pytest.mark.parametrize("name", ["decoder", "switch"])
 def test_routed_by_it_answers_depend_on_the_request_alone(packs: dict[str, Path], name: str) -> None:
-    expected = tokens(packs[name], routing="hash", predictor="none")
+    expected = tokens(packs[name], routing="hash", predict="none")
     assert expected != tokens(packs[name], routing="exact")
-    assert tokens(packs[name], routing="hash", predictor="hash", cache="30%", eviction="foreseen") == expected
-    assert tokens(packs[name], routing="hash", predictor="gate", cache="30%") == expected
+    assert tokens(packs[name], routing="hash", predict="hash", cache="30%", eviction="foreseen") == expected
+    assert tokens(packs[name], routing="hash", predict="gate", cache="30%") == expected
     assert tokens(packs[name], routing="hash", batch=True, cache="50%") == expected
     assert tokens(packs[name], routing="hash", batch=True, threads=1) == expected
 
@@ -349,9 +349,9 @@ def test_the_router_is_left_out_and_the_function_decides(packs: dict[str, Path])
 @pytest.mark.parametrize("routing", ["hash", "exact"])
 @pytest.mark.parametrize("name", ["decoder", "switch"])
 def test_prompts_that_wait_are_worked_out_beforehand(packs: dict[str, Path], name: str, routing: str) -> None:
-    expected = tokens(packs[name], routing=routing, predictor="hash", cache="50%")
+    expected = tokens(packs[name], routing=routing, predict="hash", cache="50%")
     with (
-        Engine.open(packs[name], routing=routing, predictor="hash", cache="50%", notify=lambda note: None) as engine,
+        Engine.open(packs[name], routing=routing, predict="hash", cache="50%", notify=lambda note: None) as engine,
         engine.session() as session,
     ):
         foresight: Any = engine.model.foresight
@@ -369,7 +369,7 @@ def test_prompts_that_wait_are_worked_out_beforehand(packs: dict[str, Path], nam
 
 @needs_native
 def test_prompts_of_the_next_call_are_worked_out_during_this_one(packs: dict[str, Path]) -> None:
-    path, asked = packs["switch"], {"routing": "hash", "predictor": "hash", "cache": "50%"}
+    path, asked = packs["switch"], {"routing": "hash", "predict": "hash", "cache": "50%"}
     expected = tokens(path, **asked)
     with Engine.open(path, **asked, notify=lambda note: None) as engine:
         foresight: Any = engine.model.foresight
@@ -467,7 +467,7 @@ def test_it_is_said_what_routing_by_it_loses(packs: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "asked", [{"predictor": "hash"}, {"eviction": "foreseen"}, {"routing": "hash"}], ids=lambda asked: next(iter(asked))
+    "asked", [{"predict": "hash"}, {"eviction": "foreseen"}, {"routing": "hash"}], ids=lambda asked: next(iter(asked))
 )
 def test_without_a_function_one_line_says_what_adds_it(tmp_path: Path, asked: dict[str, str]) -> None:
     path = write_pack(tmp_path / "bare.pack", SPECS["decoder"], paths=False)
@@ -488,7 +488,7 @@ def test_one_of_another_model_is_left_aside_unless_it_is_named(
         engine.generate("hello", max_new_tokens=1)
     assert [note for note in notes if HASH in note and note.endswith("the run goes on without it")]
     with pytest.raises(HeaderInvalid, match="train the hash function of this pack again"):
-        Engine.open(path, predictor="hash")
+        Engine.open(path, predict="hash")
     (path / HASH).write_bytes(b"x" * (path / HASH).stat().st_size)
     with pytest.raises(HashMismatch):
         Engine.open(path)
@@ -506,13 +506,13 @@ def test_numbers_of_a_softmax_take_no_other_routers_place(tmp_path: Path) -> Non
     path = add_hash(write_pack(tmp_path / "sigmoid.pack", other, paths=False))
     with pytest.raises(SettingInvalid, match="routers that weigh by a softmax, not by sigmoid"):
         Engine.open(path, routing="hash")
-    Engine.open(path, predictor="hash").close()
+    Engine.open(path, predict="hash").close()
 
 
 @pytest.mark.parametrize("name", ["decoder", "switch"])
 @pytest.mark.parametrize("prompt_tokens", [1, 64, 65, 300])
 def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_tokens: int) -> None:
-    with Engine.open(packs[name], cache="50%", predictor="hash") as engine:
+    with Engine.open(packs[name], cache="50%", predict="hash") as engine:
         assert isinstance(engine.model.foresight, Foresight)
         engine.model.foresight.needed = lambda: True
         engine.reserve(prompt_tokens, 10)

@@ -134,19 +134,19 @@ def test_words_joined_by_spaces() -> None:
 
 
 def test_text_is_cut_before_the_stop_string(byte_tokenizer: Tokenizer) -> None:
-    pieces, result = run(byte_tokenizer, "one two END three", stop_strings=("END", "never"))
+    pieces, result = run(byte_tokenizer, "one two END three", stop=("END", "never"))
     assert (result.text, result.stop_reason) == ("one two ", "stop_string")
     assert len(result.tokens) == len("one two END")
     assert not any("E" in piece for piece in pieces)
 
 
 def test_the_earliest_stop_string_wins(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "abcd", stop_strings=("cd", "bcd"))
+    _, result = run(byte_tokenizer, "abcd", stop=("cd", "bcd"))
     assert result.text == "a"
 
 
 def test_what_only_began_like_a_stop_string_is_handed_out(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "ENENDING. EN", stop_strings=("ENDS", "EN!"))
+    _, result = run(byte_tokenizer, "ENENDING. EN", stop=("ENDS", "EN!"))
     assert (result.text, result.stop_reason) == ("ENENDING. EN", "eos")
 
 
@@ -167,7 +167,7 @@ def test_a_run_left_early_is_interrupted() -> None:
 
 def test_stop_strings_need_a_text() -> None:
     with pytest.raises(SettingInvalid, match="give the prompt as text"):
-        generate(Script([5]), [1], GenerationSettings(stop_strings=("x",)))
+        generate(Script([5]), [1], GenerationSettings(stop=("x",)))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_stop_strings_need_a_text() -> None:
     [
         ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
         ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("seed", -1),
-        ("stop_strings", ("",)),
+        ("stop", ("",)),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_named(name: str, value: Any) -> None:

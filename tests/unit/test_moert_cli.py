@@ -47,7 +47,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(pack: Path) -> dict[str, str]:
-    with Engine.open(pack, predictor="none") as engine:
+    with Engine.open(pack, predict="none") as engine:
         settings = GenerationSettings(max_new_tokens=6)
         return {prompt: engine.generate(prompt, settings).text for prompt in PROMPTS}
 
@@ -636,5 +636,5 @@ def test_commands_and_python_have_the_same_defaults(command: Callable[..., None]
     said = {name: each.default for name, each in inspect.signature(command).parameters.items()}
     usual = EngineSettings()
     assert said["eviction"].value == usual.eviction
-    assert said["predict"].value == usual.predictor
+    assert said["predict"].value == usual.predict
     assert said["routing"] == usual.routing

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -33,7 +33,6 @@ from moert.kernels.reference import ReferenceBackend
 from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Attention
-from moert.settings import KV_BITS
 
 Backends = list[NativeBackend]
 some_tokens = st.lists(st.sampled_from([1, 1, 2, 5, 60, 70]), min_size=1, max_size=3)
@@ -120,7 +119,7 @@ def test_an_encoders_tokens_attend_to_all(backends: Backends, problem: Problem, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", KV_BITS)
+@pytest.mark.parametrize("bits", get_args(KvBits))
 def test_each_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     """The keys grow on the way, over more than one block."""
     check_grown(backends, make(kind=kind, bits=bits, **{"turning": 1, **SHAPES[shape]}))
@@ -128,7 +127,7 @@ def test_each_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bi
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", LATENT)
-@pytest.mark.parametrize("bits", KV_BITS)
+@pytest.mark.parametrize("bits", get_args(KvBits))
 def test_each_latent_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     check_grown(backends, make_latent(kind=kind, bits=bits, **LATENT[shape]))
 

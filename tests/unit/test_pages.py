@@ -159,9 +159,7 @@ def test_attention_after_a_fork_is_that_of_a_sequence_by_itself(latent: bool, bi
 def test_a_long_prompt_forks_anywhere(tmp_path: Path, tokens: int, bits: KvBits) -> None:
     spec = DECODER_SHAPE.but(max_positions=4200).spec
     ids = np.random.default_rng(tokens).integers(3, VOCAB, tokens).tolist()
-    with Engine.open(
-        write_pack(tmp_path / "p", spec, paths=False), predictor="none", threads=1, kv_bits=bits
-    ) as engine:
+    with Engine.open(write_pack(tmp_path / "p", spec, paths=False), predict="none", threads=1, kv=bits) as engine:
         engine.reserve(tokens, 9)
         model = engine.model
         state, logits = model.prefill(ids)

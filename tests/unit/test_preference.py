@@ -103,7 +103,7 @@ def test_what_was_written_can_not_be_gone_back_to() -> None:
 @pytest.mark.parametrize("name", ["decoder", "switch"])
 @pytest.mark.parametrize("prompt_tokens", [1, 127, 128, 129, 390])
 def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_tokens: int) -> None:
-    with Engine.open(packs[name], cache="50%", predictor="none") as engine:
+    with Engine.open(packs[name], cache="50%", predict="none") as engine:
         engine.reserve(prompt_tokens, 1)
         (state, read), *_ = engine.model.begin([[9] * prompt_tokens])
         engine.model.read([state], [read])
@@ -117,12 +117,12 @@ def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_toke
 @pytest.mark.parametrize("name", SPECS)
 def test_the_same_tokens_on_any_machine(packs: dict[str, Path], name: str) -> None:
     path = packs[name]
-    expected = tokens(path, routing="30%", cache="100%", predictor="none", threads=1)
+    expected = tokens(path, routing="30%", cache="100%", predict="none", threads=1)
     assert expected != tokens(path, routing="exact", threads=1)
     assert expected != tokens(path, routing="60%", threads=1)
     for cache in ("60%", "100%"):
         for eviction, predictor in (("auto", "gate"), ("lru", "none"), ("expected", "transitions")):
-            assert tokens(path, routing="30%", cache=cache, eviction=eviction, predictor=predictor) == expected
+            assert tokens(path, routing="30%", cache=cache, eviction=eviction, predict=predictor) == expected
     assert tokens(path, batch=True, routing="30%", cache="60%") == expected
 
 
@@ -130,7 +130,7 @@ def test_the_same_tokens_on_any_machine(packs: dict[str, Path], name: str) -> No
 @pytest.mark.parametrize("name", ["decoder", "mixers"])
 def test_a_prompt_in_pieces_leaves_what_it_leaves_at_once(packs: dict[str, Path], name: str) -> None:
     ids = np.random.default_rng(0).integers(8, VOCAB, 50).tolist()
-    with Engine.open(packs[name], routing="30%", predictor="none") as engine:
+    with Engine.open(packs[name], routing="30%", predict="none") as engine:
         engine.reserve(60, 10)
         model = engine.model
         whole, pieces = (model.begin([ids])[0][0] for _ in range(2))
@@ -161,7 +161,7 @@ def answered(engine: Engine, ids: Sequence[int], prefix: Prefix, **changes: Any)
 def test_every_turn_of_a_conversation_writes_what_a_fresh_run_writes(
     packs: dict[str, Path], turns: list[tuple[int, int, int]], name: str, seed: int
 ) -> None:
-    with Engine.open(packs[name], routing="30%", predictor="none", threads=1) as engine:
+    with Engine.open(packs[name], routing="30%", predict="none", threads=1) as engine:
         rng, prefix, ids = np.random.default_rng(seed), Prefix(), list[int]()
         for forgotten, new, most in turns:
             ids = [*ids[: max(0, len(ids) - forgotten)], *rng.integers(8, VOCAB, new).tolist()][-350:]
@@ -174,7 +174,7 @@ def test_every_turn_of_a_conversation_writes_what_a_fresh_run_writes(
 @needs_native
 def test_ctrl_c_leaves_what_a_prompt_has_read(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [5, 6, 8, 9, 10, 11]
-    with Engine.open(packs["decoder"], routing="30%", predictor="none", threads=1) as engine:
+    with Engine.open(packs["decoder"], routing="30%", predict="none", threads=1) as engine:
         expected = engine.generate([*ids, 12], **ASKED).result.tokens
         real = engine.runner.run
         for at in (1, 4, 6, 20):
@@ -195,7 +195,7 @@ def test_ctrl_c_leaves_what_a_prompt_has_read(packs: dict[str, Path], monkeypatc
 
 @needs_native
 def test_a_fork_goes_on_by_itself(packs: dict[str, Path]) -> None:
-    with Engine.open(packs["decoder"], routing="30%", predictor="none", threads=1) as engine:
+    with Engine.open(packs["decoder"], routing="30%", predict="none", threads=1) as engine:
         expected = engine.generate("hello world", **ASKED).result.tokens
         with engine.session() as session:
             request = session.add("hello world", **ASKED)

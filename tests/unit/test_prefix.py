@@ -43,7 +43,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[8, 16])
 def engine(request: pytest.FixtureRequest, pack: Path) -> Engine:
-    return Engine.open(pack, predictor="none", cache="40%", threads=1, kv_bits=request.param)
+    return Engine.open(pack, predict="none", cache="40%", threads=1, kv=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def mixing(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Of a model with states of fixed size, which can be cut where a prompt ended, and nowhere else."""
     spec = MIXERS_SHAPE.but(max_positions=600, eos=(3, 7)).spec
     path = write_pack(tmp_path_factory.mktemp("prefix") / "mixers.pack", spec, paths=False)
-    return Engine.open(path, predictor="none", cache="40%", threads=1)
+    return Engine.open(path, predict="none", cache="40%", threads=1)
 
 
 @pytest.fixture(scope="module", params=["attention", "states"])
@@ -72,7 +72,7 @@ def fresh(engine: Engine, ids: Sequence[int], **changes: Any) -> list[int]:
 
 
 def test_the_second_turn_reads_only_what_is_new(pack: Path) -> None:
-    with Engine.open(pack, predictor="none", threads=1) as engine:
+    with Engine.open(pack, predict="none", threads=1) as engine:
         prefix = Prefix()
         first = answered(engine, [5, 6, 8, 9], prefix, max_new_tokens=6)
         assert first.kept_tokens == 0
@@ -268,7 +268,7 @@ def test_a_fork_goes_on_by_itself(engine: Engine) -> None:
 
 def test_behind_an_encoder_nothing_is_kept(tmp_path: Path) -> None:
     spec = SWITCH_SHAPE.but(eos=()).spec
-    with Engine.open(write_pack(tmp_path / "p", spec, paths=False), predictor="none", threads=1) as engine:
+    with Engine.open(write_pack(tmp_path / "p", spec, paths=False), predict="none", threads=1) as engine:
         prefix = Prefix()
         found = [answered(engine, [5, 6, 7], prefix, max_new_tokens=4).result.tokens for _ in range(2)]
         assert found == [fresh(engine, [5, 6, 7], max_new_tokens=4)] * 2
@@ -288,7 +288,7 @@ def test_a_prompt_whose_beginning_sees_itself_whole_is_read_anew(tmp_path: Path)
     path, end = write_pack(tmp_path / "late.pack", LATE, paths=False), LATE.tokens.prefix_end
     assert end is not None
     first, prefix = [5, 9, 31, end], Prefix()
-    with Engine.open(path, predictor="none", threads=1) as engine:
+    with Engine.open(path, predict="none", threads=1) as engine:
         one = answered(engine, first, prefix, max_new_tokens=4, ignore_eos=True)
         more = [*first[:-1], 12, 44, 6, end]
         other = answered(engine, more, prefix, max_new_tokens=4, ignore_eos=True)
@@ -301,7 +301,7 @@ def test_tokens_of_a_prefix_see_each_other_and_no_others_do(tmp_path: Path) -> N
     assert end is not None
 
     def rows(ids: list[int]) -> Any:
-        with Engine.open(path, predictor="none", threads=1) as engine:
+        with Engine.open(path, predict="none", threads=1) as engine:
             engine.reserve(len(ids), 1)
             return engine.model.forward_all(ids)
 

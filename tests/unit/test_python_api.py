@@ -23,10 +23,10 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sizes_are_strings_or_numbers_as_on_the_command_line(pack: Path) -> None:
     texts, enough = set(), held_bytes() + 10**9
     for memory in (f"{enough / 1e9:.3f}GB", enough, "90%", "auto", None):
-        with moert.load(pack, memory=memory, predictor="none") as model:
+        with moert.load(pack, memory=memory, predict="none") as model:
             texts.add(model.generate("hello", max_new_tokens=6).text)
     for cache in ("50%", 10**6):
-        with moert.load(str(pack), cache=cache, predictor="none") as model:
+        with moert.load(str(pack), cache=cache, predict="none") as model:
             texts.add("".join(model.stream("hello", max_new_tokens=6)))
     assert len(texts) == 1
 
@@ -34,13 +34,13 @@ def test_sizes_are_strings_or_numbers_as_on_the_command_line(pack: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"memry": "1GB"}, "memry is no setting: there are memory, cache, eviction, predictor, io, threads, kernels, "
-                           "kv_bits"),
+        ({"memry": "1GB"}, "memry is no setting: did you mean memory? There are memory, cache, eviction, predict, "
+                           "io, threads, kernels, kv, "),
         ({"memory": "1.5XB"}, "memory '1.5XB' is not a size: expected one like 1.5GB"),
         ({"memory": "1GB", "cache": "1GB"}, "memory and cache exclude each other"),
         ({"eviction": "best"}, "eviction 'best' is none of auto, "),
-        ({"predictor": "popularity"}, "predictor='popularity' needs path tables"),
-        ({"kv_bits": 4}, "kv_bits 4 is none of 16, 8"),
+        ({"predict": "popularity"}, "predict='popularity' needs path tables"),
+        ({"kv": 4}, "kv is 4: it should be 8 or 16"),
         ({"threads": 0}, "threads 0 can't compute anything"),
         ({"io": "fast"}, "io='fast' is none of auto, direct, buffered"),
         ({"memory": "1MB"}, "memory="),

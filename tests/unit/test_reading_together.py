@@ -299,7 +299,7 @@ def test_answers_are_the_same_read_together_or_one_by_one(
 
     def answers() -> tuple[list[list[int]], ExpertCounters]:
         with Engine.open(
-            original, eviction="lru", predictor="none", cache=40_000, io=DIRECT, kernels=kernels, notify=str
+            original, eviction="lru", predict="none", cache=40_000, io=DIRECT, kernels=kernels, notify=str
         ) as engine:
             return [engine.generate(each, settings).result.tokens for each in ("abc", "zig", "abc")], engine.counters
 

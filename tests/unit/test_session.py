@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 
 from moert.engine import Engine
-from moert.errors import BudgetTooSmall, InputInvalid, OutOfMemory, SettingInvalid
+from moert.errors import BudgetTooSmall, Busy, Closed, InputInvalid, OutOfMemory, SettingInvalid
 from moert.generation.session import Request
 from moert.kernels.pages import PageLayout
 from moert.kernels.reference import kept as reference_kept
@@ -35,7 +35,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def engines(packs: dict[str, Path]) -> dict[str, Engine]:
     """With room for the experts of two tokens."""
-    return {name: Engine.open(path, predictor="none", cache="40%", threads=1) for name, path in packs.items()}
+    return {name: Engine.open(path, predict="none", cache="40%", threads=1) for name, path in packs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_copied_keys_go_on_by_themselves(length: int, bits: Any) -> None:
 
 
 def test_figures_count_each_request_once(packs: dict[str, Path]) -> None:
-    with Engine.open(packs["decoder"], predictor="none", threads=1) as engine:
+    with Engine.open(packs["decoder"], predict="none", threads=1) as engine:
         with engine.session() as session:
             first = session.add("hello", max_new_tokens=4, ignore_eos=True)
             session.turn()
@@ -147,18 +147,20 @@ def test_what_can_not_run_is_refused_when_it_is_added(engines: dict[str, Engine]
         for prompt, wrong in (([], "no tokens"), ([VOCAB], "vocabulary"), ("\ud800", "Unicode")):
             with pytest.raises(InputInvalid, match=wrong):
                 session.add(prompt)
-        with pytest.raises(SettingInvalid, match="temprature is no setting: there are max_new_tokens, temperature"):
+        with pytest.raises(
+            SettingInvalid, match=r"temprature is no setting: did you mean temperature\? There are max_new_tokens, temp"
+        ):
             session.add("a", temprature=1.0)
         with pytest.raises(SettingInvalid, match="top_p is 2"):
             session.add("a", top_p=2.0)
-        with pytest.raises(SettingInvalid, match="stop_strings are found in text"):
-            session.add([1], stop_strings=("a",))
+        with pytest.raises(SettingInvalid, match="stop are found in text"):
+            session.add([1], stop=("a",))
         request = session.add("a", max_new_tokens=1)
         session.turn()
         with pytest.raises(SettingInvalid, match="request has ended"):
             session.fork(request)
         assert session.turn() == []
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(Closed, match="closed"):
         session.add("a")
 
 
@@ -240,7 +242,7 @@ def test_a_stream_that_is_thrown_away_frees_the_engine(engines: dict[str, Engine
     pieces = engine.stream("hello", max_new_tokens=NEW)
     first = next(pieces)
     assert whole.startswith(first)
-    with pytest.raises(RuntimeError, match="this thread"):
+    with pytest.raises(Busy, match="this thread"):
         engine.generate("hello")
     pieces.close()  # type: ignore[attr-defined]
     assert engine.generate("hello", max_new_tokens=NEW).text == whole

@@ -188,7 +188,7 @@ def test_answers_do_not_depend_on_where_experts_lie(
     settings = GenerationSettings(max_new_tokens=8)
 
     def answers() -> list[list[int]]:
-        with Engine.open(originals["decoder"], predictor="none", notify=str) as engine:
+        with Engine.open(originals["decoder"], predict="none", notify=str) as engine:
             tokens = [engine.generate(prompt, settings).result.tokens for prompt in ("abc", "zig", "abc")]
             slots = engine.cache._slots.values()
             wait_until(lambda: not engine.cache._moves and not engine.cache._reading)
@@ -392,7 +392,7 @@ def test_one_bad_moment_costs_one_retry_and_no_token(
 
     def answer() -> tuple[list[int], Engine]:
         with Engine.open(
-            originals["decoder"], eviction="lru", predictor=predict, cache=40_000, io=io, notify=str
+            originals["decoder"], eviction="lru", predict=predict, cache=40_000, io=io, notify=str
         ) as engine:
             read_ahead_at_once(engine.cache)
             return engine.generate("abc", settings).result.tokens, engine
@@ -410,7 +410,7 @@ def test_one_bad_moment_costs_one_retry_and_no_token(
 def test_an_engine_that_met_a_dead_disk_goes_on_once_it_is_back(originals: dict[str, Path], fail: Faults) -> None:
     settings = GenerationSettings(max_new_tokens=8)
     with Engine.open(
-        originals["decoder"], eviction="lru", predictor="gate", cache=40_000, io=DIRECT, notify=str
+        originals["decoder"], eviction="lru", predict="gate", cache=40_000, io=DIRECT, notify=str
     ) as engine:
         expected = engine.generate("abc", settings).result.tokens
         for prompt in ("zig", "abc"):

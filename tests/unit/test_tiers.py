@@ -141,7 +141,7 @@ def test_a_card_that_can_compute_nothing_leaves_it_to_the_processor(
 
 def test_what_is_copied_ahead_is_used(packs: dict[str, Path]) -> None:
     """Path tables of the pack name what its own prompts ask for."""
-    with on_card(packs["decoder"], 0.5, predictor="transitions", device_keep="lru", device_experts="copied") as engine:
+    with on_card(packs["decoder"], 0.5, predict="transitions", device_keep="lru", device_experts="copied") as engine:
         engine.generate("one small step", max_new_tokens=30, ignore_eos=True)
         use = engine.stats().device
     assert use is not None

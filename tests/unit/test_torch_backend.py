@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from moert.kernels.reference import ReferenceBackend
 from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Act, Attention, Ffn, Router
-from moert.settings import KV_BITS
 
 REFERENCE = ReferenceBackend()
 CPU = torch.device("cpu")
@@ -103,7 +102,7 @@ def test_few_heads_at_a_time_read_what_all_do(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-6 * float(np.abs(whole).max()))
 
 
-@pytest.mark.parametrize("bits", KV_BITS)
+@pytest.mark.parametrize("bits", get_args(KvBits))
 def test_forks_and_cuts_go_on_by_themselves(bits: KvBits) -> None:
     """What is on the device is told from what only memory has, or has otherwise by now."""
     problem = make(turning=1, bits=bits)

@@ -86,7 +86,7 @@ def test_memory_of_a_device_is_the_same_after_any_number_of_tokens(packs: dict[s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("settings", [{"predictor": "hash"}, {"routing": "hash"}, {"predictor": "gate"}], ids=str)
+@pytest.mark.parametrize("settings", [{"predict": "hash"}, {"routing": "hash"}, {"predict": "gate"}], ids=str)
 def test_what_foresees_experts_reads_the_models_embedding(
     packs: dict[str, Path], settings: dict[str, str], device: str
 ) -> None:

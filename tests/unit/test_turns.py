@@ -9,6 +9,7 @@ import pytest
 from tiny_packs import DECODER, PROMPTS, write_pack
 
 from moert.engine import Engine
+from moert.errors import Busy
 from moert.generation.settings import GenerationSettings
 from moert.generation.turns import Turns
 
@@ -32,7 +33,7 @@ def test_the_second_waits_until_the_first_is_through() -> None:
         thread.start()
         thread.join(0.05)
         order.append("first")
-        with pytest.raises(RuntimeError, match="in this thread"), turns.turn():
+        with pytest.raises(Busy, match="in this thread"), turns.turn():
             pass
     thread.join()
     assert order == ["first", "second"]
@@ -41,7 +42,7 @@ def test_the_second_waits_until_the_first_is_through() -> None:
 
 
 def test_four_threads_may_share_an_engine(pack: Path) -> None:
-    with Engine.open(pack, predictor="none", cache=None, threads=1) as engine:
+    with Engine.open(pack, predict="none", cache=None, threads=1) as engine:
         alone = {prompt: engine.generate(prompt, SETTINGS).text for prompt in PROMPTS}
         found: list[tuple[str, str]] = []
 
@@ -62,16 +63,16 @@ def test_four_threads_may_share_an_engine(pack: Path) -> None:
 
 
 def test_a_request_inside_a_request_is_refused_and_the_engine_stays_usable(pack: Path) -> None:
-    with Engine.open(pack, predictor="none", threads=1) as engine:
+    with Engine.open(pack, predict="none", threads=1) as engine:
         expected = engine.generate(PROMPTS[0], SETTINGS).text
-        with pytest.raises(RuntimeError, match="when it has ended"):
+        with pytest.raises(Busy, match="when it has ended"):
             engine.generate(PROMPTS[0], SETTINGS, lambda text: engine.generate(PROMPTS[1], SETTINGS) and None)
         assert engine.generate(PROMPTS[0], SETTINGS).text == expected
 
 
 def test_what_a_signal_broke_off_does_not_keep_an_engine_from_closing(pack: Path) -> None:
     """An exception can come when a turn has begun and nothing can end it yet."""
-    engine = Engine.open(pack, predictor="none", threads=1)
+    engine = Engine.open(pack, predict="none", threads=1)
     begun = engine.session()
     engine.close()
     del begun

@@ -102,11 +102,11 @@ def check_predictor(pack: Pack, name: str) -> None:
     """Raises PathsMissing or HashMissing where the pack lacks what a predictor needs."""
     if name in NEED_TABLES and PATHS not in pack.manifest.files:
         raise PathsMissing(
-            f"{said('predictor', name)} needs path tables, and the pack at {pack.root} has no {PATHS} (moeconv "
-            f"profile-paths adds it); or use {said('predictor', DEFAULT_PREDICTOR)}"
+            f"{said('predict', name)} needs path tables, and the pack at {pack.root} has no {PATHS} (moeconv "
+            f"profile-paths adds it); or use {said('predict', DEFAULT_PREDICTOR)}"
         )
     if name in NEED_HASH:
-        _check_hash(pack, said("predictor", name), said("predictor", DEFAULT_PREDICTOR))
+        _check_hash(pack, said("predict", name), said("predict", DEFAULT_PREDICTOR))
 
 
 def hash_for(

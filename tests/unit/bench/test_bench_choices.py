@@ -139,7 +139,7 @@ def test_as_many_are_read_at_once_as_fit(pack: Path, monkeypatch: pytest.MonkeyP
             reader.read(inputs([5] * 7))
 
 
-@pytest.mark.parametrize("changed", [{}, {"predictor": "gate"}, {"cache": None}])
+@pytest.mark.parametrize("changed", [{}, {"predict": "gate"}, {"cache": None}])
 def test_of_one_token_all_but_top_k_are_idle_and_of_more_fewer(pack: Path, changed: dict[str, object]) -> None:
     found = choices.choices(
         measure(pack, but(**changed), ["one small step", "hello"], 1e9), ["one small step", "hello"]

@@ -263,7 +263,7 @@ def test_all_packs_are_looked_at_before_the_first_is_measured(
         bench([pack, tmp_path / "nothing"], SETTINGS)
     without = tiny_packs.write_pack(tmp_path / "without.pack", tiny_packs.DECODER, paths=False)
     with pytest.raises(PathsMissing):
-        bench([pack, without], but(predictor="transitions"))
+        bench([pack, without], but(predict="transitions"))
 
 
 def test_what_was_measured_is_printed_before_anything_else_can_fail(

@@ -162,9 +162,9 @@ def test_targets_are_named_by_their_loss_or_else_their_bits(measured: BenchRun) 
 
 def test_each_step_of_the_ablation_adds_one_part(pack: Path) -> None:
     layer = Budget.of(Pack.open(pack).manifest).layer_bytes
-    settings = BenchSettings(EngineSettings(eviction="auto", predictor="transitions"))
+    settings = BenchSettings(EngineSettings(eviction="auto", predict="transitions"))
     first, second, third = (step.engine for step in sweeps.ablation_steps(settings, layer).values())
-    assert (first.cache, first.predictor) == (layer, "none")
-    assert (second.cache, second.predictor) == (2 * layer, "transitions")
+    assert (first.cache, first.predict) == (layer, "none")
+    assert (second.cache, second.predict) == (2 * layer, "transitions")
     assert third == settings.engine.but(cache=CacheLimit(share=0.5))
     assert sweeps.ablation_steps(SETTINGS, layer)["+ cache"].engine.cache == SETTINGS.engine.cache
