@@ -18,6 +18,7 @@ from hypothesis import settings
 from random_packs import write_pack
 
 torch.set_num_threads(1)
+SLOW_S = 1800.0  # that a slow test may take; for all others pyproject.toml says it
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE") if hasattr(signal, name)]
 _CACHE = tempfile.TemporaryDirectory(prefix="moert-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # drives are remembered there
@@ -31,6 +32,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     seed, plugins = session.config.getoption("randomly_seed", None), session.config.pluginmanager
     if seed is not None and (terminal := plugins.get_plugin("terminalreporter")) is not None:
         terminal.write_line(f"random order: again with pytest --randomly-seed={seed}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives slow tests the time that they may take."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
 
 
 @pytest.fixture(autouse=True)

@@ -89,3 +89,10 @@ def test_every_constraint_is_one_exact_version() -> None:
     for name, marker in seen:
         if not marker:
             assert (name, '; python_version < "3.11"') not in seen, name
+
+
+def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
+    """A test that waits for what never comes would hold up all others."""
+    assert request.config.pluginmanager.hasplugin("timeout")
+    assert 0 < float(request.config.getini("timeout")) <= 600
+    assert all(item.get_closest_marker("timeout") for item in request.session.items if item.get_closest_marker("slow"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 
 import pytest
@@ -14,6 +15,8 @@ def test_aims_say_whether_they_are_met():
     row = Row("bytes", 0.6, "share")
     assert (row.at_most(0.6).aim, row.at_most(0.6).met, row.at_most(0.5).met) == ("≤ 0.6", True, False)
     assert (row.at_least(0.6).aim, row.at_least(0.6).met, row.at_least(0.7).met) == ("≥ 0.6", True, False)
+    assert not row.at_least(math.nextafter(0.6, 1)).met, "an aim is met at its limit and not near it"
+    assert not row.at_most(math.nextafter(0.6, 0)).met
 
 
 def test_repeated_runs_give_their_median_and_the_distance_of_the_quartiles():

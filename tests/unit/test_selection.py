@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+from collections.abc import Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -13,11 +14,12 @@ from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, SWITCH_SHAPE
 
 from moert.experts.policy import selection
 from moert.experts.policy.belady import replay_belady
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.eviction import EVICTION, EvictionPolicy
 from moert.experts.policy.replay import replay
 from moert.experts.policy.selection import CONTESTANTS, DEFAULT, choose_eviction, demands_of
 from moert.experts.policy.succession import Succession
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.experts.policy.usage import place_of
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.trace import Trace, record
 from tests.shapes import every
 
@@ -55,6 +57,25 @@ def test_what_is_chosen_on_calibration_text_is_among_the_best_on_other_text(name
     assert chosen == rates[choice.name], "the policy comes with all that the trace has to teach"
     assert rates[choice.name] >= max(rates.values()) - 0.01, (choice.name, rates)
     assert best > rates[choice.name] > floor, (best, rates)
+
+
+def test_what_judges_policies_has_taught_them_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contestants are replayed on the first half of a trace, and learn from the second; the policy that is returned has
+    learned from both. In the first half expert 1 follows 0, in the second expert 2 does."""
+    first, second = np.tile([0, 1], 30), np.tile([0, 2], 30)
+    trace = record(3, [{"decoder": np.concatenate([first, second]).reshape(-1, 1, 1)}])
+    spec = DECODER_SHAPE.but(decoder=every(1), num_experts=3, top_k=1).spec
+    likeliest: list[list[int]] = []
+
+    def noted(order: Sequence[LayerKey], succession: Succession) -> EvictionPolicy:
+        shares = succession.after(place_of(order[0]), [0])
+        assert shares is not None
+        likeliest.append([expert for expert in (1, 2) if shares[expert] > 0.2])
+        return EVICTION["lru"](order, succession)
+
+    monkeypatch.setattr(selection, "EVICTION", dict.fromkeys(EVICTION, noted))
+    choose_eviction(trace, spec, sizes(spec), 20)
+    assert likeliest == [[2]] * len(CONTESTANTS) + [[1, 2]]
 
 
 def test_a_trace_becomes_one_pass_of_the_encoder_and_one_step_a_token() -> None:
