@@ -97,7 +97,18 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 def _result(result: GenerationResult) -> dict[str, Any]:
     found = {"output": result.text, "tokens": result.tokens, "stop_reason": result.stop_reason}
-    return found if result.score is None else {**found, "score": result.score}
+    score = {} if result.score is None else {"score": result.score}
+    return {**found, **score, **logprobs_of(result)}
+
+
+def logprobs_of(result: GenerationResult) -> dict[str, Any]:
+    """As JSON has them, where there are some."""
+    if result.logprobs is None:
+        return {}
+    told = (
+        {**each.chosen._asdict(), "likeliest": [one._asdict() for one in each.likeliest]} for each in result.logprobs
+    )
+    return {"logprobs": list(told)}
 
 
 def _texts(answer: Answer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from moert.chat.conversation import Conversation
 from moert.chat.marks import Part
 from moert.chat.speaker import Reply
 from moert.command import console
+from moert.command.answers import logprobs_of
 from moert.engine import Engine
 from moert.errors import InputInvalid, PromptTooLong, RunError
 from moert.generation.session import Answer, Interrupted
@@ -70,6 +71,7 @@ class Printer:
             "stop_reason": answer.result.stop_reason,
             "prompt_tokens": answer.prompt_tokens,
             "kept_tokens": answer.kept_tokens,
+            **logprobs_of(answer.result),
             "stats": self._engine.stats().to_dict(),
         }
 

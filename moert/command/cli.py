@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from moert.command.options import (
     Eviction,
     EvictionOption,
     FirstTokenOption,
+    FrequencyPenaltyOption,
     GpuMemoryOption,
     InputOption,
     IoOption,
@@ -33,6 +34,8 @@ from moert.command.options import (
     KernelsOption,
     KvOption,
     LengthPenaltyOption,
+    LogitBiasOption,
+    LogprobsOption,
     MaxNewTokensOption,
     MemoryOption,
     MinPOption,
@@ -42,7 +45,9 @@ from moert.command.options import (
     PackArgument,
     Predict,
     PredictOption,
+    PresencePenaltyOption,
     RawOption,
+    RepeatPenaltyOption,
     ReturnOption,
     RoutingOption,
     SeedOption,
@@ -55,6 +60,8 @@ from moert.command.options import (
     ThreadsOption,
     TopKOption,
     TopPOption,
+    bias_of,
+    check_logprobs,
     check_raw,
     check_unused,
     engine_settings,
@@ -126,6 +133,11 @@ def run(
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
+    repeat_penalty: RepeatPenaltyOption = 1.0,
+    presence_penalty: PresencePenaltyOption = 0.0,
+    frequency_penalty: FrequencyPenaltyOption = 0.0,
+    logit_bias: LogitBiasOption = None,
+    logprobs: LogprobsOption = None,
     stop: StopOption = None,
     first_token: FirstTokenOption = None,
     beams: BeamsOption = 1,
@@ -166,8 +178,12 @@ def run(
         check_raw(as_json, input_path)
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin)
-    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop).but(
-        first_token=first_token, beams=beams, length_penalty=length_penalty, n_return=n_return,
+    check_logprobs(logprobs, as_json)
+    settings = _settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=bias_of(logit_bias), logprobs=logprobs, stop=tuple(stop or ()), first_token=first_token,
+        beams=beams, length_penalty=length_penalty, n_return=n_return,
         early_stopping={"true": True, "false": False}.get(early_stopping.value, early_stopping.value),
     )  # fmt: skip
     text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
@@ -209,6 +225,11 @@ def chat(
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
+    repeat_penalty: RepeatPenaltyOption = 1.0,
+    presence_penalty: PresencePenaltyOption = 0.0,
+    frequency_penalty: FrequencyPenaltyOption = 0.0,
+    logit_bias: LogitBiasOption = None,
+    logprobs: LogprobsOption = None,
     stop: StopOption = None,
     threads: ThreadsOption = None,
     kernels: KernelsOption = "auto",
@@ -225,7 +246,12 @@ def chat(
     """Hold a conversation: each line of the input is a message. /help lists commands."""
     if raw:
         check_raw(as_json)
-    settings = _settings(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    check_logprobs(logprobs, as_json)
+    settings = _settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=bias_of(logit_bias), logprobs=logprobs, stop=tuple(stop or ()),
+    )  # fmt: skip
     chosen = engine_settings(
         memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
         OnDevice(device, gpu_memory, device_keep, device_experts),
@@ -297,12 +323,10 @@ def bench(
 app.command()(info)
 
 
-def _settings(
-    max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, stop: list[str] | None
-) -> GenerationSettings:
+def _settings(**chosen: Any) -> GenerationSettings:
     from moert.generation.settings import GenerationSettings
 
-    settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    settings = GenerationSettings(**chosen)
     unused = " and ".join(map(said, settings.without_effect))
     if unused:
         console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")

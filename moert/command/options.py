@@ -226,6 +226,36 @@ StopOption = Annotated[
     list[str] | None,
     typer.Option(help="End before this text, taken literally; may be given several times.", show_default=False),
 ]
+RepeatPenaltyOption = Annotated[
+    float,
+    typer.Option(
+        help="Divide the logits of tokens that stand in the prompt or the answer by this, and multiply those below 0, "
+        "as repetition_penalty of transformers does; 1: none. Behind an encoder the answer alone counts."
+    ),
+]
+PresencePenaltyOption = Annotated[
+    float, typer.Option(help="Take this from the logits of tokens that stand in the answer, as OpenAI's does; 0: none.")
+]
+FrequencyPenaltyOption = Annotated[
+    float, typer.Option(help="The same for each time that a token stands in the answer.")
+]
+LogitBiasOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID=VALUE",
+        help="Add a value from -100 to 100 to the logit of the token with this id; may be given several times.",
+        show_default=False,
+    ),
+]
+LogprobsOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="With --json: of each token of the answer, and of the N likeliest ones in its place, the natural "
+        "logarithm of its probability, before penalties, bias, temperature and filters.",
+        show_default=False,
+    ),
+]
 FirstTokenOption = Annotated[
     str | None,
     typer.Option(
@@ -302,6 +332,24 @@ def engine_settings(
         limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip(),  # type: ignore[arg-type]
         keep_neurons.value, neurons.value, device.name, device.memory, *map(_value, (device.keep, device.experts)),
     )  # fmt: skip
+
+
+def bias_of(given: list[str] | None) -> dict[int, float] | None:
+    """What --logit-bias says. Raises RunError."""
+    found = {}
+    for each in given or ():
+        token, _, value = each.partition("=")
+        try:
+            found[int(token)] = float(value)
+        except ValueError:
+            raise RunError(f"--logit-bias {each}: give ID=VALUE, the id of a token and a number") from None
+    return found or None
+
+
+def check_logprobs(logprobs: int | None, as_json: bool) -> None:
+    """Raises RunError where --logprobs was given and nothing would tell them."""
+    if logprobs is not None and not as_json:
+        raise RunError("--logprobs goes with --json: text has no place for them")
 
 
 def check_raw(as_json: bool, input_path: Path | None = None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from moert.generation.likelihood import largest, log_softmax
 from moert.pack.codec import F32
 
 EarlyStopping = bool | Literal["never"]
@@ -51,8 +52,10 @@ class Beams:
     """`running`: beginnings, the likeliest first, and `parents`: which of the beams before the last step each goes on
     from; `finished`: answers, the best first."""
 
-    def __init__(self, rules: BeamRules) -> None:
-        self.rules = rules
+    def __init__(self, rules: BeamRules, adjust: Callable[[F32, Sequence[int]], F32] | None = None) -> None:
+        """`adjust`: from the logarithms [vocab] of probabilities behind some tokens of an answer to what counts in
+        their place; by default they count themselves."""
+        self.rules, self._adjust = rules, adjust or (lambda scores, tokens: scores)
         self.running = [Hypothesis((), np.float32(0))]
         self.parents = [0]
         self.finished: list[Hypothesis] = []
@@ -85,7 +88,7 @@ class Beams:
         """The likeliest of all next tokens, with the scores and numbers of their beams."""
         found: list[tuple[np.float32, int, int]] = []
         for parent, (row, before) in enumerate(zip(logits, self.running, strict=True)):
-            scores = log_softmax(row) + before.score
+            scores = self._adjust(log_softmax(row), before.tokens) + before.score
             found += [(scores[token], parent, int(token)) for token in largest(scores, self.rules.candidates)]
         return sorted(found, key=lambda each: (-each[0], *each[1:]))[: self.rules.candidates]
 
@@ -96,18 +99,3 @@ class Beams:
         longest = rules.early_stopping == "never" and rules.length_penalty > 0
         best = rules.final(self.running[0].score, rules.most if longest else length)
         return rules.early_stopping is True or bool(best <= self.finished[-1].score)
-
-
-def log_softmax(logits: F32) -> F32:
-    """[vocab]"""
-    shifted = logits - logits.max()
-    made: F32 = shifted - np.log(np.exp(shifted).sum())
-    return made
-
-
-def largest(scores: F32, count: int) -> Iterable[int]:
-    """Where the `count` largest are, in any order."""
-    if count >= len(scores):
-        return range(len(scores))
-    found: list[int] = np.argpartition(scores, len(scores) - count)[-count:].tolist()
-    return found

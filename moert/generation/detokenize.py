@@ -14,7 +14,7 @@ class Detokenizer:
     """Feed it ids one at a time; the pieces it returns, with the last from `flush`, make up the whole text.
 
     What a token adds depends on the one before (spaces at word starts), so each is decoded after the last piece.
-    Both raise TokenizerMissing where the tokenizer breaks at some.
+    All raise TokenizerMissing where the tokenizer breaks at some.
     """
 
     def __init__(self, tokenizer: Tokenizer, silent: frozenset[int] | None = None) -> None:
@@ -45,9 +45,20 @@ class Detokenizer:
         self._ids, self._done = [], 0
         return now[len(before) :]
 
+    def piece(self, token: int) -> str:
+        """Returns the text of a token that comes next by itself: of a special one its name, of half a character a
+        replacement character."""
+        done = self._ids[: self._done]
+        before, now = self._decoded(done, [*done, token], special=False)
+        return now[len(before) :]
+
     def _texts(self) -> tuple[str, str]:
-        decode, special = self._tokenizer.decode, self._silent is None
+        return self._decoded(self._ids[: self._done], self._ids, special=self._silent is None)
+
+    def _decoded(self, one: list[int], other: list[int], special: bool) -> tuple[str, str]:
+        """Two texts; `special`: without special tokens."""
+        decode = self._tokenizer.decode
         try:
-            return unbroken(lambda: (decode(self._ids[: self._done], special), decode(self._ids, special)))
+            return unbroken(lambda: (decode(one, special), decode(other, special)))
         except Broken as error:
             raise TokenizerMissing(f"the pack's tokenizer can't make text of its tokens ({error})") from None

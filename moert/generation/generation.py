@@ -11,10 +11,13 @@ import numpy as np
 
 from moert.errors import InputInvalid, PromptTooLong, SettingInvalid
 from moert.generation import greedy, sampling
+from moert.generation.adjusting import adjusted
+from moert.generation.likelihood import Likely, Logprobs, largest, log_softmax
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import F32
 from moert.pack.model_spec import ModelSpec
 
+_LEAST_LOGPROB = -1e9  # where a logit is minus infinity, which JSON has no number for
 StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "cancelled", "interrupted"]
 
 
@@ -24,6 +27,8 @@ class TextSource(Protocol):
     def push(self, token: int) -> str: ...
 
     def flush(self) -> str: ...
+
+    def piece(self, token: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,13 @@ class Piece:
 class GenerationResult:
     """`tokens` has the end token if one came; `text` (empty without a detokenizer) ends before a stop string. `score`:
     of one that beam search found, the sum of the logarithms of what its tokens were likely, over their number to the
-    power of the length penalty."""
+    power of the length penalty. `logprobs`: one for each of `tokens`, where they were asked for."""
 
     tokens: list[int]
     text: str
     stop_reason: StopReason
     score: float | None = None
+    logprobs: list[Logprobs] | None = None
 
 
 class Generation:
@@ -56,14 +62,15 @@ class Generation:
         self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
     ) -> None:
         """Raises InputInvalid for a prompt that can't be run, and SettingInvalid: stop strings need a detokenizer, and
-        a first token, which is an id here, should be one of the model's."""
+        a first token, which is an id here, and those with a bias should be the model's."""
         if settings.stops and detokenizer is None:
             raise SettingInvalid("stop", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
         self.settings, self.detokenizer, self._eos = settings, detokenizer, frozenset(spec.tokens.eos)
         self._spec, self._first = spec, first_token_of(spec, settings)
-        self.prompt_ids = prompt_ids
+        self.prompt_ids, self._read = prompt_ids, decoder_prompt(spec, prompt_ids)
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
         self.text = ""  # what has been handed out
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
@@ -73,7 +80,8 @@ class Generation:
     @property
     def results(self) -> list[GenerationResult]:
         """One, or as many as were asked for, the best first."""
-        return [GenerationResult(list(self.tokens), self.text, self.stop_reason)]
+        logprobs = None if self.settings.logprobs is None else list(self.logprobs)
+        return [GenerationResult(list(self.tokens), self.text, self.stop_reason, logprobs=logprobs)]
 
     @property
     def written(self) -> int:
@@ -87,14 +95,15 @@ class Generation:
 
     def fork(self, settings: GenerationSettings) -> Generation:
         """Another that goes on from here, with these settings. Its draws begin anew with another seed, or go on. Raises
-        SettingInvalid for another first token where the first is written, and for beams."""
+        SettingInvalid for another first token or other logprobs where the first is written, and for beams."""
         if settings.beams > 1:
             raise SettingInvalid("beams", "come too late: the request goes on from one text")
-        if self.tokens and settings.first_token != self.settings.first_token:
-            raise SettingInvalid("first_token", "comes too late: the request has written its first token")
+        for name in ("first_token", "logprobs"):
+            if self.tokens and getattr(settings, name) != getattr(self.settings, name):
+                raise SettingInvalid(name, "can't change: the request has written its first token")
         twin = copy.copy(self)
         twin._first = first_token_of(self._spec, settings)
-        twin.tokens, twin.settings = list(self.tokens), settings
+        twin.tokens, twin.logprobs, twin.settings = list(self.tokens), list(self.logprobs), settings
         twin.detokenizer = copy.copy(self.detokenizer)
         same = settings.seed == self.settings.seed
         twin._generator = copy.deepcopy(self._generator) if same else None
@@ -107,6 +116,8 @@ class Generation:
         """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last.
         Raises NotFinite."""
         token = self._choose(logits[0])
+        if self.settings.logprobs is not None:
+            self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
         self.tokens.append(token)
         reason = self._reason_to_stop(token)
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
@@ -120,14 +131,25 @@ class Generation:
         return Piece(token, text)
 
     def _choose(self, logits: F32) -> int:
+        greedy.check(logits, len(self.tokens) + 1)
         if self._first is not None and not self.tokens:
             return self._first
-        largest = greedy.checked(logits, len(self.tokens) + 1)
+        scores = adjusted(logits, self.settings, self._read, self.tokens)
         if self.settings.temperature == 0.0:
-            return largest
+            return greedy.choose(scores)
         if self._generator is None:
             self._generator = np.random.default_rng(self.settings.seed)
-        return sampling.choose(logits, self.settings, self._generator)
+        return sampling.choose(scores, self.settings, self._generator)
+
+    def _logprobs(self, logits: F32, token: int, count: int) -> Logprobs:
+        scores = log_softmax(logits)
+
+        def likely(token: int) -> Likely:
+            text = "" if self.detokenizer is None else self.detokenizer.piece(token)
+            return Likely(token, text, max(float(scores[token]), _LEAST_LOGPROB))
+
+        best = sorted(largest(scores, count), key=lambda each: (-scores[each], each))
+        return Logprobs(likely(token), tuple(map(likely, best)))
 
     def _reason_to_stop(self, token: int) -> StopReason | None:
         if token in self._eos and not self.settings.ignore_eos:
@@ -151,8 +173,18 @@ class Generation:
         return held[: len(held) - keep], False
 
 
+def decoder_prompt(spec: ModelSpec, prompt_ids: list[int]) -> list[int]:
+    """Returns the tokens that the decoder is given: behind an encoder, which reads the prompt, the start token."""
+    start = spec.tokens.start
+    return prompt_ids if spec.encoder is None or start is None else [start]
+
+
 def first_token_of(spec: ModelSpec, settings: GenerationSettings) -> int | None:
-    """The one that an answer has to begin with. Raises SettingInvalid for what is no id of the model's."""
+    """The one that an answer has to begin with. Raises SettingInvalid for what is no id of the model's, there or in
+    `logit_bias`."""
+    for biased in settings.logit_bias or ():
+        if not 0 <= biased < spec.vocab_size:
+            raise SettingInvalid("logit_bias", f"has the id {biased}: there are ids below {spec.vocab_size}")
     token = settings.first_token
     if token is None:
         return spec.tokens.first

@@ -13,12 +13,11 @@ def choose(logits: F32) -> int:
     return int(logits.argmax())
 
 
-def checked(logits: F32, number: int) -> int:
-    """The same for token `number` of an answer. Raises NotFinite: where any logit is no number, the largest is none."""
-    largest = choose(logits)
-    if not np.isfinite(logits[largest]):
+def check(logits: F32, number: int) -> None:
+    """Raises NotFinite for token `number` of an answer where the largest of its logits is no number, which it is where
+    any is none."""
+    if not np.isfinite(logits.max()):
         raise NotFinite(
             f"the model gives no finite numbers for token {number} of the answer: its weights or factors are damaged, "
             "or none of a model (moeconv verify PACK looks at all of them)"
         )
-    return largest

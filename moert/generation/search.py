@@ -6,6 +6,7 @@ import copy
 
 from moert.errors import SettingInvalid
 from moert.generation import greedy
+from moert.generation.adjusting import adjusted
 from moert.generation.beams import BeamRules, Beams, Hypothesis
 from moert.generation.generation import (
     Generation,
@@ -13,6 +14,7 @@ from moert.generation.generation import (
     Piece,
     StopReason,
     TextSource,
+    decoder_prompt,
     first_token_of,
     room,
 )
@@ -35,7 +37,8 @@ class BeamGeneration:
         self._ends = frozenset() if settings.ignore_eos else frozenset(spec.tokens.eos)
         most = settings.max_new_tokens if self.room is None else min(settings.max_new_tokens, self.room)
         rules = BeamRules(settings.beams, most, self._ends, settings.length_penalty, settings.early_stopping)
-        self._beams = Beams(rules)
+        read = decoder_prompt(spec, prompt_ids)
+        self._beams = Beams(rules, lambda scores, tokens: adjusted(scores, settings, read, tokens))
         self._fresh, self._detokenizer = detokenizer, copy.copy(detokenizer)
         self.tokens: list[int] = []
         self.text = ""
@@ -70,7 +73,7 @@ class BeamGeneration:
         """Raises NotFinite."""
         beams = self._beams
         for row in logits:
-            greedy.checked(row, self._written + 1)
+            greedy.check(row, self._written + 1)
         beams.step(logits, None if self._written else self._first)
         self._written += 1
         self.ended = beams.over

@@ -15,6 +15,7 @@ import numpy as np
 
 from moert.errors import BudgetTooSmall, Closed, SettingInvalid, memory_shortage
 from moert.generation.generation import GenerationResult, Piece, StopReason
+from moert.generation.likelihood import ENTRY_BYTES, Logprobs
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.search import Writing, writing
 from moert.generation.settings import GenerationOptions, GenerationSettings
@@ -57,6 +58,11 @@ class Answer:
     def stop_reason(self) -> StopReason:
         """Why it ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
         return self.result.stop_reason
+
+    @property
+    def logprobs(self) -> list[Logprobs] | None:
+        """One for each token, where they were asked for."""
+        return self.result.logprobs
 
     @property
     def finished(self) -> bool:
@@ -127,8 +133,12 @@ class Request:
     def _load(self) -> Load:
         generation = self._generation
         prompt, most, beams = len(generation.prompt_ids), generation.settings.max_new_tokens, generation.settings.beams
-        marks = self._prefix is not None
-        return Load(prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams)
+        marks, logprobs = self._prefix is not None, generation.settings.logprobs
+        noted_bytes = 0 if logprobs is None else ENTRY_BYTES * (1 + logprobs)
+        return Load(
+            prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams,
+            noted_bytes=noted_bytes,
+        )  # fmt: skip
 
     @property
     def _held(self) -> Load:

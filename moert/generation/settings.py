@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
@@ -14,6 +14,7 @@ from moert.generation.beams import EarlyStopping
 _MOST_BEAMS = 64
 _MOST_PENALTY = 4
 """Further from 0, float32 has no numbers for the scores of long answers."""
+_MOST_REPEAT, _MOST_ADDED, _MOST_BIAS, _MOST_LOGPROBS = 10.0, 2.0, 100.0, 20  # but for the first as OpenAI has them
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -32,6 +33,11 @@ class GenerationOptions(TypedDict, total=False):
     length_penalty: float
     early_stopping: EarlyStopping
     n_return: int
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,12 @@ class GenerationSettings(Adjustable):
     by the sum of the logarithms of what their tokens were likely, over the number of tokens to the power of
     `length_penalty` (above 0 favours long ones). `early_stopping`: True ends as soon as there are as many answers as
     beams, False when the likeliest beam does not look better than these, "never" when it can't become better.
-    Raises SettingInvalid.
+
+    Before a token is chosen, its logit gets what `logit_bias` has for its id, is divided by `repeat_penalty`
+    (multiplied below 0) if it stands in the prompt or the answer (behind an encoder in the answer alone), and loses
+    `frequency_penalty` for each time that it stands in the answer, and `presence_penalty` once if it does. With beams
+    all this is done to logarithms of probabilities, as transformers has it. `logprobs`: how many of the likeliest
+    tokens are told at each place beside the chosen one, with the model's own probabilities. Raises SettingInvalid.
     """
 
     max_new_tokens: int = 256
@@ -64,6 +75,16 @@ class GenerationSettings(Adjustable):
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     n_return: int = 1
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return bool(self._changed("repeat_penalty", "presence_penalty", "frequency_penalty", "logit_bias"))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -78,6 +99,7 @@ class GenerationSettings(Adjustable):
     def __post_init__(self) -> None:
         self.check_types()
         self._check_sampling()
+        self._check_adjusting()
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -94,11 +116,31 @@ class GenerationSettings(Adjustable):
             return
         if not 1 <= self.n_return <= self.beams:
             raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beams")
-        for name in [*self._changed("temperature"), *(["stop"] if self.stops else [])]:
+        for name in [*self._changed("temperature", "logprobs"), *(["stop"] if self.stops else [])]:
             raise SettingInvalid(name, "does not go with beam search: leave one of both out")
 
     def _changed(self, *names: str) -> list[str]:
         return [each.name for each in fields(self) if each.name in names and getattr(self, each.name) != each.default]
+
+    def _check_adjusting(self) -> None:
+        if not 1 / _MOST_REPEAT <= self.repeat_penalty <= _MOST_REPEAT:
+            raise SettingInvalid(
+                "repeat_penalty",
+                f"is {self.repeat_penalty}: it should be from {1 / _MOST_REPEAT} to {_MOST_REPEAT}, 1 for none",
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= _MOST_ADDED:
+                raise SettingInvalid(
+                    name, f"is {getattr(self, name)}: it should be from -{_MOST_ADDED} to {_MOST_ADDED}, 0 for none"
+                )
+        for token, bias in (self.logit_bias or {}).items():
+            if not isinstance(token, int) or not abs(bias) <= _MOST_BIAS:
+                raise SettingInvalid(
+                    "logit_bias",
+                    f"has {token!r}: {bias!r}: give ids of tokens with values from -{_MOST_BIAS} to {_MOST_BIAS}",
+                )
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MOST_LOGPROBS:
+            raise SettingInvalid("logprobs", f"is {self.logprobs}: it should be between 0 and {_MOST_LOGPROBS}")
 
     def _check_sampling(self) -> None:
         if self.max_new_tokens < 1:

@@ -25,7 +25,7 @@ quarter more, as their scratch grows ahead."""
 _PADDED = 512  # numbers of a row are rounded to whole multiples of this
 _REFERENCE_COPIES = 4  # of each number that an expert makes, in numpy
 _LOGITS = 3  # for each sequence: the last ones, the present ones, and those put together
-_DRAWN = 10  # the same numbers sorted, filtered and so on, of one sequence
+_DRAWN = 10  # the same numbers adjusted, sorted, filtered and so on, of one sequence (9 at most)
 
 
 def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int = 1) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moert.kernels.pages import KvBits
 from moert.models.activations import activation_bytes
-from moert.models.kv import fixed_bytes, growth_bytes, state_bytes
+from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, state_bytes
 from moert.models.recent import recent_bytes
 from moert.pack.model_spec import ModelSpec
 
@@ -17,7 +17,8 @@ class Load:
     """One request: tokens of its prompt, the most that it may write, and what it has `written` so far (0: its prompt is
     still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its keys, values and
     states. `marks`: it keeps its states of fixed size as they are behind its prompt. `beams`: sequences that go on from
-    the prompt together."""
+    the prompt together. `noted_bytes` are kept of each token that it writes, and printed; `scored`: tokens whose logits
+    are there at once, if these are more than its sequences."""
 
     prompt_tokens: int
     max_new_tokens: int
@@ -26,6 +27,8 @@ class Load:
     kept_tokens: int = 0
     marks: bool = False
     beams: int = 1
+    noted_bytes: int = 0
+    scored: int = 0
 
 
 Loads = Sequence[Load]
@@ -62,7 +65,8 @@ class Footprint:
     def next_block(self, loads: Loads) -> int:
         """What a step takes, and keys and values of the next block beside those that are there."""
         grown = (growth_bytes(self.spec, self.kv_bits, load.beams) for load in loads)
-        return self._step(_sequences(loads)) + sum(grown)
+        noted = (load.noted_bytes * (load.written + BLOCK_TOKENS) for load in loads)
+        return self._step(_sequences(loads)) + sum(grown) + sum(noted)
 
     def read(self, load: Load) -> int:
         """Tokens that the decoder has read."""
@@ -77,7 +81,7 @@ class Footprint:
         return 3 * 4 * tokens * moe.router.top_k * moe.width(self.spec.d_model) if self.apart else 0
 
     def _state(self, load: Load, written: int) -> int:
-        extra = fixed_bytes(self.spec) if load.marks else 0
+        extra = (fixed_bytes(self.spec) if load.marks else 0) + load.noted_bytes * written
         if self.prefers:
             extra += load.beams * recent_bytes(self.spec, load.prompt_tokens)
         if self.foreseeing is not None:
@@ -86,4 +90,4 @@ class Footprint:
 
 
 def _sequences(loads: Loads) -> int:
-    return sum(load.beams for load in loads)
+    return sum(max(load.beams, load.scored) for load in loads)

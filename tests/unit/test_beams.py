@@ -19,7 +19,8 @@ from tiny_packs import DECODER, SPECS, VOCAB, with_ends, write_pack
 
 from moert.engine import Engine
 from moert.errors import SettingInvalid
-from moert.generation.beams import BeamRules, Beams, EarlyStopping, largest, log_softmax
+from moert.generation.beams import BeamRules, Beams, EarlyStopping
+from moert.generation.likelihood import largest, log_softmax
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.settings import GenerationSettings
 from moert.kernels import library
