@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moert.chat.speaker import Reply
     from moert.engine import Engine
     from moert.errors import RunError
-    from moert.generation.session import Answer, Interrupted
+    from moert.generation.answer import Answer, Interrupted
     from moert.generation.settings import GenerationSettings
     from moert.pack.errors import Error, PackError
     from moert.settings import EngineOptions, EngineSettings

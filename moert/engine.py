@@ -24,9 +24,10 @@ from moert.experts.neurons.firing import Firing
 from moert.experts.neurons.naming import PREDICTED, check_neurons, fidelity, predictor_of
 from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
 from moert.experts.streaming import Streaming
+from moert.generation.answer import Answer, Interrupted
 from moert.generation.generation import room
 from moert.generation.prefix import Prefix
-from moert.generation.session import Answer, Interrupted, Session
+from moert.generation.session import Session
 from moert.generation.settings import GenerationOptions, GenerationSettings
 from moert.generation.text import Text
 from moert.generation.turns import Turns

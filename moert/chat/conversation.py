@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moert.chat.speaker import Asked, Hear, Message, Reply, Speaker
+from moert.generation.answer import Interrupted
 from moert.generation.prefix import Prefix
-from moert.generation.session import Interrupted
 from moert.generation.settings import GenerationOptions, GenerationSettings
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Any
 
 from moert.chat.marks import Part, Splitter, begins_with, marks_of
 from moert.chat.renderer import Renderer
+from moert.generation.answer import Answer, Interrupted
 from moert.generation.prefix import Continued, Prefix
-from moert.generation.session import Answer, Interrupted, Session
+from moert.generation.session import Session
 from moert.generation.settings import GenerationSettings
 from moert.generation.text import Text
 

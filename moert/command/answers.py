@@ -15,8 +15,8 @@ from moert.pack.shown import json_line
 
 if TYPE_CHECKING:
     from moert.engine import Engine
+    from moert.generation.answer import Answer
     from moert.generation.generation import GenerationResult
-    from moert.generation.session import Answer
     from moert.generation.settings import GenerationSettings
 
 
@@ -24,7 +24,7 @@ def run_prompt(
     engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool, show: Callable[[str], None]
 ) -> None:
     """Text as it is made, by `show`, or at its end JSON with all figures. Raises what Engine.generate does."""
-    from moert.generation.session import Interrupted
+    from moert.generation.answer import Interrupted
 
     begun = False
 
@@ -80,7 +80,7 @@ def _answers(
     engine: Engine, group: Sequence[PromptRecord], behind: Sequence[PromptRecord], settings: GenerationSettings
 ) -> Iterator[Answer]:
     """The answers to a group as they come, also those that Ctrl-C cuts short; the group behind it is next."""
-    from moert.generation.session import Interrupted
+    from moert.generation.answer import Interrupted
 
     prompts, coming = ([record.prompt for record in records] for records in (group, behind))
     try:

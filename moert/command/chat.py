@@ -14,7 +14,7 @@ from moert.command import console
 from moert.command.answers import logprobs_of
 from moert.engine import Engine
 from moert.errors import InputInvalid, PromptTooLong, RunError
-from moert.generation.session import Answer, Interrupted
+from moert.generation.answer import Answer, Interrupted
 from moert.generation.settings import GenerationSettings
 from moert.pack.errors import PackError
 from moert.pack.shown import json_line

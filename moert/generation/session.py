@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from moert.errors import BudgetTooSmall, Closed, SettingInvalid, memory_shortage
-from moert.generation.generation import GenerationResult, Piece, StopReason
-from moert.generation.likelihood import ENTRY_BYTES, Logprobs
+from moert.generation.answer import Answer
+from moert.generation.generation import Piece
+from moert.generation.likelihood import ENTRY_BYTES
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.search import Writing, writing
 from moert.generation.settings import GenerationOptions, GenerationSettings
@@ -30,52 +31,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Prompt = str | Sequence[int] | Continued
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One request that was run. Times count from when it was added, before room was made for it. `kept_tokens` of its
-    prompt had been read before, by others of the same conversation. `others`: with beam search, what was asked for
-    beside the best answer, in order."""
-
-    result: GenerationResult
-    prompt_tokens: int
-    time_to_first_token_s: float
-    total_s: float
-    kept_tokens: int = 0
-    others: tuple[GenerationResult, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return self.result.text
-
-    @property
-    def tokens(self) -> list[int]:
-        """Token ids of what was written, with the end token if one came."""
-        return self.result.tokens
-
-    @property
-    def stop_reason(self) -> StopReason:
-        """Why it ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
-        return self.result.stop_reason
-
-    @property
-    def logprobs(self) -> list[Logprobs] | None:
-        """One for each token, where they were asked for."""
-        return self.result.logprobs
-
-    @property
-    def finished(self) -> bool:
-        """False where Ctrl-C came first."""
-        return self.stop_reason != "interrupted"
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while requests ran; `answers` is what there was by then of those that had begun, in order."""
-
-    def __init__(self, answers: list[Answer]) -> None:
-        super().__init__()
-        self.answers = answers
 
 
 class Gate(Protocol):

@@ -14,7 +14,7 @@ from moert.command import cli
 from moert.command.prompts import PromptRecord, followed, grouped
 from moert.engine import Engine
 from moert.errors import InputInvalid
-from moert.generation.session import Answer, Interrupted
+from moert.generation.answer import Answer, Interrupted
 from moert.generation.settings import GenerationSettings
 from moert.kernels.backend import Floats, NormWeights, RouterWeights, opaque
 from moert.kernels.reference import ReferenceBackend

@@ -20,8 +20,8 @@ from moert.chat.marks import Part, Splitter, begins_with, marks_of
 from moert.chat.speaker import Reply
 from moert.engine import Engine
 from moert.errors import Busy, ChatImpossible, InputInvalid, PromptTooLong, SettingInvalid, TemplateFailed
+from moert.generation.answer import Interrupted
 from moert.generation.detokenize import Detokenizer
-from moert.generation.session import Interrupted
 from moert.generation.text import Text
 from moert.kernels import library
 from moert.pack.chat import CHAT, ChatFormat

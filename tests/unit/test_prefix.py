@@ -14,8 +14,8 @@ from tiny_packs import DECODER_SHAPE, LATE, MIXERS_SHAPE, SWITCH_SHAPE, VOCAB, w
 
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall
+from moert.generation.answer import Answer
 from moert.generation.prefix import Continued, Prefix
-from moert.generation.session import Answer
 from moert.kernels import library
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import BLOCK_TOKENS, Kept, State, fixed_bytes
