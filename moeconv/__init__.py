@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from moeconv.errors import ConversionError, ExtraMissing, missing_extra
+from moert.pack.errors import Error
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from moeconv.artifacts import ConversionReport
+    from moeconv.conversion.entries import Options
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "quantize"]
+__all__ = ["ConversionError", "Error", "__version__", "quantize"]
 
 
 def quantize(
@@ -19,16 +25,27 @@ def quantize(
     *,
     work: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] | None = None,
-    **settings: Any,
+    progress: bool = True,
+    **settings: Unpack[Options],
 ) -> ConversionReport:
     """Converts a model as `moeconv quantize` does: `quantize("checkpoint", loss="5%", calib="text.txt")`.
 
     `settings`: its options by name, text as there or numbers. `work`: where measurements are kept for a rerun, by
-    default beside `out`. `say` gets a line about each step. A held-out loss above the target raises nothing:
-    look at the report's `heldout`.
+    default beside `out`. A line about each step, and how far the long ones are, goes to stderr; with `progress=False`
+    nothing. `say` gets the lines in the place of stderr. A held-out loss above the target raises nothing: look at the
+    report's `heldout`.
 
-    Raises moeconv.errors.ConversionError or a moert.pack.errors.PackError, which name arguments.
+    Raises Error, which names arguments: ConversionError for what can't be converted as asked, or a PackError of moert.
     """
-    from moeconv.conversion.api import quantize as run
+    from moeconv.progress import bar, unseen
+    from moeconv.progress import say as on_stderr
 
-    return run(model, out, work, say or (lambda line: None), settings)
+    lines = say or (on_stderr if progress else lambda line: None)
+    try:
+        from moeconv.conversion.api import quantize as run
+
+        return run(model, out, work, (lines, bar if progress else unseen), settings)
+    except ModuleNotFoundError as error:
+        if (advice := missing_extra(error)) is None:
+            raise
+        raise ExtraMissing(advice) from None

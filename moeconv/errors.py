@@ -9,7 +9,7 @@ from moert.pack.errors import Error
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "convert": (
         "datasets", "evaluate", "huggingface_hub", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
-        "transformers",
+        "torch", "transformers",
     ),
     "report": ("matplotlib",),
     "cluster": ("ray",),
@@ -39,6 +39,10 @@ class WeightsUnusable(ConversionError):
 
 class VerifyFailed(ConversionError):
     """A pack that does not hold what its source says it should."""
+
+
+class ExtraMissing(ConversionError):
+    """A package that is not installed, of an extra."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

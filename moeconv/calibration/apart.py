@@ -17,7 +17,7 @@ from moeconv.calibration.datasets import HUB, is_dataset, read_dataset
 from moeconv.calibration.parquet import read_parquet
 from moeconv.calibration.process import Limits, Overlong, Process, bound, say
 from moeconv.calibration.rows import MAX_ROW_BYTES, MAX_TEXT_BYTES, Rows
-from moeconv.errors import CalibrationError
+from moeconv.errors import CalibrationError, missing_extra
 
 USUAL = Limits(cpu_s=900, idle_s=600.0, data_bytes=1 << 30, line_bytes=7 * MAX_ROW_BYTES)
 FETCHING = replace(USUAL, cpu_s=7200, idle_s=7200.0, data_bytes=4 << 30)
@@ -84,8 +84,9 @@ def main(bounds: str, named: str, *wanted: str) -> None:
     except MemoryError:
         ending = {"memory": f"{place}, or what follows" if place != named else place}
     except Exception as error:  # the libraries that read these have a type for everything
+        advice = missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        ending = {"refused": f"{place}: can't be read on from here ({reason}): {ADVICE}"}
+        ending = {"refused": advice or f"{place}: can't be read on from here ({reason}): {ADVICE}"}
     say(out, ending)
     out.flush()
     sys.stderr.flush()

@@ -49,10 +49,8 @@ def _loaded(named: str) -> Any:
         raise CalibrationError(
             f"{named}: expected hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, with @SPLIT if it has several"
         )
-    try:
-        import datasets
-    except ImportError:
-        raise CalibrationError(f"{named} needs the package datasets: pip install 'moert[convert]'") from None
+    import datasets
+
     try:
         folder = _folder(named)
         if folder is not None:

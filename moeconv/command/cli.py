@@ -12,7 +12,7 @@ import typer
 
 from moeconv.command import options, packs
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
-from moeconv.command.packs import progress, say
+from moeconv.progress import bar, say
 from moert.pack.failure import USAGE, asks_json, failure, print_failure
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.shortage import short_of_memory
@@ -268,14 +268,14 @@ def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     from moeconv.conversion.profile import profile_paths as profile
     from moert.pack.reader import Pack
 
-    _, report = Conversion(recipe.settings, say, progress, profiled_next=recipe.paths).run()
+    _, report = Conversion(recipe.settings, say, bar, profiled_next=recipe.paths).run()
     out = recipe.settings.out
     failures = recipe.failures(report)
     outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures, **_missed("; ".join(failures))}
     print(shown(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out))))
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
-                say=say, show=progress, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
+                say=say, show=bar, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
     return [f"{recipe.name}: {line}" for line in failures]
 
 
@@ -285,7 +285,7 @@ def _convert(settings: Settings, as_json: bool) -> bool:
     from moeconv.conversion.conversion import Conversion
     from moert.pack.paths import PATHS
 
-    manifest, report = Conversion(settings, say, progress).run()
+    manifest, report = Conversion(settings, say, bar).run()
     missed = missed_target(report)
     if as_json:
         print(json.dumps({**_as_json(report), **_missed(missed)}))

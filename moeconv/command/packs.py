@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from moeconv.command import options
 from moeconv.command.options import Calib, Heldout, Json
-from moert.pack.shown import in_one_line, shown
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from moeconv.progress import Bar
-
+from moeconv.progress import bar, say
+from moert.pack.shown import shown
 
 PackMetric = Annotated[
     str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own, which runs as "
                                   "you: take only one that you trust. Default: the pack's, if that is no module, or "
                                   "with --calib what fits the text.")
 ]  # fmt: skip
-
-
-def say(line: str) -> None:
-    """Tells a person something, on one line, whatever it quotes of a model or a pack."""
-    print(in_one_line(line), file=sys.stderr, flush=True)
-
-
-def progress(label: str, total: int, unit: str = "probe") -> AbstractContextManager[Bar]:
-    """Shows a person how far a work is."""
-    from moeconv.command.progress import bar
-
-    return bar(label, total, unit)
 
 
 def report(
@@ -79,7 +61,7 @@ def profile_paths(
 
     found, nbytes = run(
         Pack.open(pack), calib=calib, heldout=heldout, seed=seed, samples=samples, context=context, say=say,
-        show=progress, memory_bytes=options.bytes_of(memory),
+        show=bar, memory_bytes=options.bytes_of(memory),
     )  # fmt: skip
     print(shown(json.dumps({**asdict(found), "nbytes": nbytes}) if as_json else path_table(found, nbytes)))
 
@@ -122,7 +104,7 @@ def train_hash(
     from moert.pack.reader import Pack
 
     asked = HashAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, width)
-    found = run(Pack.open(pack), asked, say, progress)
+    found = run(Pack.open(pack), asked, say, bar)
     print(shown(json.dumps(hash_json(found)) if as_json else hash_table(found)))
 
 
@@ -173,7 +155,7 @@ def train_neurons(
 
     share = parse_share(missed, "--missed")
     asked = NeuronsAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, rank, share)
-    found = run(Pack.open(pack), asked, say, progress)
+    found = run(Pack.open(pack), asked, say, bar)
     print(shown(json.dumps(neurons_json(found)) if as_json else neurons_table(found)))
 
 
@@ -188,5 +170,5 @@ def verify(
     from moeconv.source.checkpoint import Checkpoint
     from moert.pack.reader import Pack
 
-    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), progress)
+    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), bar)
     print(shown(json.dumps(asdict(found)) if as_json else verified(found, pack, against)))

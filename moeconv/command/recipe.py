@@ -13,6 +13,7 @@ from moeconv.command.present import missed_target
 from moeconv.conversion.entries import ENTRIES, as_entries, settings_of, table
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
+from moert.pack.fitting import unknown
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,8 @@ class Recipe:
         if paths and "calib" not in document:
             raise SettingsError("without calib no paths can be profiled: add it, or profile_paths = false")
         known = sorted((*ENTRIES, "profile_paths", "expect"))
-        unknown = sorted(set(document) - set(known))
-        if unknown and unknown != ["target"]:
-            raise SettingsError(f"unknown entry {unknown[0]!r}; known are {', '.join(known)}")
+        for entry in sorted(set(document) - {*known, "target"}):
+            raise SettingsError(f"{entry} {unknown(entry, known)}")
         return cls(name, settings_of(document, out / f"{name}.pack", out / f"{name}.work"), expect, paths)
 
 

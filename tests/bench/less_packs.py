@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeconv.artifacts import ConversionReport
-from moeconv.command.progress import bar
 from moeconv.command.recipe import Recipe
 from moeconv.conversion.account import Account
 from moeconv.conversion.bonuses import Bonuses
@@ -21,6 +20,7 @@ from moeconv.conversion.settings import Settings
 from moeconv.measure.assignments import Preferred
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import MeasuredPlan, search
+from moeconv.progress import bar
 from moert.pack.files import write_atomically
 from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
 from moert.pack.reader import MANIFEST, Pack

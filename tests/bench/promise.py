@@ -43,10 +43,10 @@ from typing import Any
 
 from moeconv.artifacts import ConversionReport, Target
 from moeconv.calibration.catalogue import find_entry
-from moeconv.command.progress import bar
 from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.settings import Settings
 from moeconv.errors import TargetMissed
+from moeconv.progress import bar
 from tests.bench import promise_documents
 from tests.bench.result import FOLDER, Row, context, row_of_runs, table, write
 

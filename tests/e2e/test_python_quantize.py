@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from tiny import tiny_olmoe
 
 import moeconv
 import moert
+from moeconv.command import cli
+from moeconv.conversion.entries import Options
+from moeconv.conversion.settings import Settings
 from moeconv.errors import ConversionError
 from moert.pack.errors import PackError
 
@@ -30,8 +35,9 @@ def test_it_writes_the_pack_that_the_command_writes(model: Path, text: Path, tmp
     assert done.returncode == 0, done.stderr
     said: list[str] = []
     report = moeconv.quantize(
-        model, tmp_path / "b.pack", loss="20%", calib=text, metric="perplexity", context=32, bits="2,4", say=said.append
-    )
+        model, tmp_path / "b.pack", loss="20%", calib=text, metric="perplexity", context="32", bits=[2, 4],
+        say=said.append,
+    )  # fmt: skip
     assert contents(tmp_path / "a.pack") == contents(tmp_path / "b.pack")
     assert (tmp_path / "b.pack.work").is_dir()
     assert said
@@ -40,19 +46,41 @@ def test_it_writes_the_pack_that_the_command_writes(model: Path, text: Path, tmp
         assert opened.generate("ab cde", max_new_tokens=4).result.tokens
 
 
+def test_steps_go_to_stderr_unless_they_are_not_wanted(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told, said = [], list[str]()
+    for at, how in enumerate(({}, {"progress": False}, {"say": said.append})):
+        moeconv.quantize(model, tmp_path / f"{at}.pack", bits=4, **how)
+        told.append(capfd.readouterr())
+    assert [each.out for each in told] == ["", "", ""]
+    assert told[0].err.splitlines() == [line.replace("/2.pack", "/0.pack") for line in said]
+    assert [each.err for each in told[1:]] == ["", ""]
+    assert said
+
+
+def test_options_of_the_command_are_arguments() -> None:
+    of_command = {*inspect.signature(cli.quantize).parameters} - {"model", "out", "work", "as_json"}
+    assert {*Options.__annotations__} == of_command
+    held = {each.name for each in fields(Settings)} - {"model", "out", "work", "target", "memory_bytes"}
+    assert {*Options.__annotations__} == held | {"loss", "size", "bits_per_weight", "memory"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"los": "5%"}, "los is no setting: there are allocation, "),
+        ({"los": "5%"}, "los is no setting: did you mean loss? There are allocation, "),
         ({"loss": "5X%"}, "loss '5X%': expected a share such as 5% or 0.05"),
         ({"loss": 0.05, "size": "1MB"}, "loss and size: one target at a time"),
         ({"loss": True}, "loss = True: expected a number or text"),
         ({"quantizer": "magic"}, "quantizer magic: expected one of channel, group, gptq"),
         ({"group_size": 48}, "group_size 48: expected one of"),
         ({"bits": "2,5"}, "bits '2,5': expected widths among"),
-        ({"bits": [2, 5]}, "bits (2, 5): expected widths among"),
+        ({"bits": [2, 5]}, "bits '2,5': expected widths among"),
+        ({"bits": 5}, "bits '5': expected widths among"),
+        ({"work": 3}, "work = 3: expected text or a path"),
         ({"calib": None}, "calib is missing"),
-        ({"context": "long"}, "context = 'long' has the wrong type"),
+        ({"context": "long"}, "context = 'long': expected a whole number"),
     ],
 )
 def test_mistakes_name_arguments_and_write_nothing(

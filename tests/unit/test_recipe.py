@@ -58,6 +58,13 @@ def test_a_recipe_needs_little(tmp_path: Path) -> None:
         ("per_projection = true", {"per_projection": True}),
         ("samples = 20\nsweep_samples = 5\nheldout_samples = 30",
          {"samples": 20, "sweep_samples": 5, "heldout_samples": 30}),
+        ("bits = 4", {"bits": (4,)}),
+        ('bits = "4"', {"bits": (4,)}),
+        ('bits = ["8", 2]', {"bits": (2, 8)}),
+        ('samples = "20"\nbits_per_weight = "3.5"', {"samples": 20, "target": Target("bits", 3.5)}),
+        ('resident = ["25%", 2e9]', {"resident": (0.25, 2e9)}),
+        ("resident = 0.25", {"resident": (0.25,)}),
+        ('fields = "input=question"', {"fields": {"input": "question"}}),
         ('metric = "f1"\nseed = 3\ncontext = 64', {"metric": "f1", "seed": 3, "context": 64}),
     ],
 )  # fmt: skip
@@ -74,24 +81,24 @@ def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('los = "5%"', "unknown entry 'los'"),
-        ("[expect]\nsize = 3", "unknown entry 'size'"),
-        ("bits = 4", "bits = 4 has the wrong type"),
-        ('bits = [2, "4"]', "wrong type"),
+        ('los = "5%"', "los is no setting: did you mean loss. There are allocation, bits, "),
+        ("[expect]\nsize = 3", ".expect. size is no setting: there are calibration_loss_at_most, "),
+        ("bits = 4.0", "bits '4.0': expected widths such as 2,4,8"),
+        ("bits = true", "bits 'True': expected widths such as 2,4,8"),
         ("bits = [5]", "expected widths among"),
         ("dense_bits = 7", "dense_bits 7: expected a width among"),
-        ("dense_bits = 8.0", "dense_bits = 8.0 has the wrong type"),
+        ("dense_bits = 8.0", "dense_bits = 8.0: expected a whole number or a table"),
         ("dense_bits = true", "dense_bits = True: expected a number or text"),
         ('dense_bits = "head"', "dense_bits 'head': expected a width such as 8"),
         ('dense_bits = "tail=8"', "dense_bits tail=8: there is no role tail: expected roles among"),
-        ("samples = 4.5", "wrong type"),
-        ("samples = true", "wrong type"),
-        ("per_projection = 1", "wrong type"),
+        ("samples = 4.5", "samples = 4.5: expected a whole number"),
+        ("samples = true", "samples = True: expected a whole number"),
+        ("per_projection = 1", "per_projection = 1: expected True or False"),
         ("bits_per_weight = true", "bits_per_weight"),
-        ('bits_per_weight = "3"', "bits_per_weight"),
+        ('bits_per_weight = "three"', "bits_per_weight 'three': expected a number"),
         ('profile_paths = "no"', "true or false"),
         ("expect = 3", "should be a table"),
-        ('[expect]\nheldout_loss_at_most = "5%"', "wrong type"),
+        ('[expect]\nheldout_loss_at_most = "5%"', "heldout_loss_at_most = '5%': expected a number"),
         ('loss = "5%"\nsize = "1MB"', "one target at a time"),
         ("loss = 5", "loss 5: expected a share from 0 to less than 1"),
         ("loss = nan", "loss = nan: expected a number or text"),
@@ -116,7 +123,7 @@ def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
         ('memory = "lots"', "memory 'lots'"),
         ('allocation = "luck"', "allocation luck"),
         ('size = "1MB"\nmargin = "5%"', "margin has no effect"),
-        ('fields = "input=question"', "wrong type"),
+        ('fields = "question"', "fields 'question': expected pairs such as input=question"),
         ("[fields]\ninput = 3", "fields"),
     ],
 )
@@ -150,7 +157,7 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
 def test_an_unknown_entry_lists_what_a_recipe_may_say(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as error:
         load(tmp_path, "memory_bytes = 3")
-    known = str(error.value).partition("known are ")[2].split(", ")
+    known = str(error.value).partition("here are ")[2].split(", ")
     assert {"loss", "size", "bits_per_weight", "memory", "profile_paths", "expect", "model", "samples"} <= set(known)
     assert not {"target", "out", "work", "memory_bytes"} & set(known)
     assert known == sorted(known)

@@ -81,10 +81,8 @@ def local_metric(named: str) -> Metric:
 
 @cache
 def _module(path: Path) -> Any:
-    try:
-        import evaluate
-    except ImportError:
-        raise SettingsError(f"--metric {path} needs the package evaluate: pip install 'moert[convert]'") from None
+    import evaluate
+
     try:
         return evaluate.load(str(path), keep_in_memory=True)
     except Exception as error:  # the file may raise anything while it is imported
