@@ -25,10 +25,9 @@ class LocalJudge:
 
     def __call__(self, prediction: str, target: str) -> tuple[float, float]:
         """(score, 1). Raises SettingsError."""
+        module = _module(self.path)
         try:
-            found = _module(self.path).compute(predictions=[prediction], references=[target])
-        except SettingsError:
-            raise
+            found = module.compute(predictions=[prediction], references=[target])
         except Exception as error:  # the module may raise anything
             raise SettingsError(f"--metric {self.path} can't judge a text ({_first_line(error)})") from None
         return self._number(found), 1.0
