@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _PLACES = {  # read when they are first asked for, since most take numpy
-    "Answer": "moert.generation.session", "Conversation": "moert.chat.conversation", "Engine": "moert.engine",
+    "Answer": "moert.generation.answer", "Conversation": "moert.chat.conversation", "Engine": "moert.engine",
     "EngineSettings": "moert.settings", "Error": "moert.pack.errors", "GenerationSettings": "moert.generation.settings",
-    "Interrupted": "moert.generation.session", "PackError": "moert.pack.errors", "Reply": "moert.chat.speaker",
+    "Interrupted": "moert.generation.answer", "PackError": "moert.pack.errors", "Reply": "moert.chat.speaker",
     "RunError": "moert.errors",
 }  # fmt: skip
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
@@ -16,7 +16,7 @@ from moert.budget.budget import Budget
 from moert.budget.opening import room_within
 from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, preference_note, share_text
 from moert.devices.device import Device
-from moert.errors import memory_shortage
+from moert.errors import SettingInvalid, memory_shortage
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
@@ -29,7 +29,7 @@ from moert.generation.generation import room
 from moert.generation.prefix import Prefix
 from moert.generation.session import Session
 from moert.generation.settings import GenerationOptions, GenerationSettings
-from moert.generation.text import Text
+from moert.generation.text import Text, several
 from moert.generation.turns import Turns
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend, Keeps
@@ -101,9 +101,9 @@ class Engine:
         )
         self._regulator, notes = regulator_for(footprint, self.budget, self._streaming, settings, device)
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
-        self._prefixes: WeakSet[Prefix] = WeakSet()
+        prefixes = self._prefixes = WeakSet[Prefix]()
         self._session: ref[Session] | None = None  # the latest
-        self._regulator.kept_bytes = partial(_held_bytes, self._prefixes)
+        self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in prefixes)
         self._regulator.check_open()
         self.ahead = None
         if predictor is not None:
@@ -146,6 +146,8 @@ class Engine:
         Raises PackError, SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid,
         BudgetTooSmall or OutOfMemory.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise SettingInvalid("path", f"is {path!r}: it should be the folder of a pack, as text or a path")
         chosen = EngineSettings.of(settings, changes)
         if chosen.neurons == PREDICTED:
             chosen = chosen.but(predict="none")
@@ -216,7 +218,7 @@ class Engine:
 
     def check(self, prompt: Prompt, max_new_tokens: int, beams: int = 1) -> None:
         """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.text.ids(prompt)
         room(self.spec, ids)
         with self._turns.turn():
             self._regulator.check([Load(len(ids), max_new_tokens, beams=beams)])
@@ -239,12 +241,9 @@ class Engine:
             return session
 
     def generate(
-        self,
-        prompt: Prompt,
-        settings: GenerationSettings | None = None,
-        on_text: Callable[[str], None] | None = None,
+        self, prompt: Prompt, settings: GenerationSettings | None = None, on_text: Callable[[str], None] | None = None,
         **changes: Unpack[GenerationOptions],
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         """Runs one prompt (token ids are answered in token ids, without text); `on_text` gets the text in pieces as it
         is made. `changes`: settings by name.
 
@@ -271,6 +270,14 @@ class Engine:
                 if piece.text:
                     yield piece.text
 
+    def astream(
+        self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
+    ) -> AsyncIterator[str]:
+        """The same for asyncio: `async for piece in engine.astream("Once")`. A task that is cancelled ends it."""
+        from moert.generation.asynchronous import text_of
+
+        return text_of(self.session, prompt, GenerationSettings.of(settings, changes))
+
     def generate_many(
         self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None, *, coming: Sequence[Prompt] = (),
         **changes: Unpack[GenerationOptions],
@@ -284,7 +291,7 @@ class Engine:
         """
         with self.session() as session:
             session.expect(coming)
-            asked = [session.add(prompt, settings, **changes) for prompt in prompts]
+            asked = [session.add(prompt, settings, **changes) for prompt in several(prompts)]
             while asked:
                 try:
                     session.turn()
@@ -389,7 +396,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _held_bytes(prefixes: Iterable[Prefix]) -> int:
-    return sum(each.held_bytes for each in prefixes)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moert.chat.speaker import Asked, Hear, Message, Reply, Speaker
+from moert.errors import InputInvalid
 from moert.generation.answer import Interrupted
 from moert.generation.prefix import Prefix
 from moert.generation.settings import GenerationOptions, GenerationSettings
+from moert.pack.shown import in_one_line
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,6 +49,8 @@ class Conversation:
         was written.
         """
         chosen = GenerationSettings.of(settings, changes)
+        if not isinstance(text, str):
+            raise InputInvalid(f"the message is {in_one_line(repr(text))[:60]}: give text")
         said: Message = {"role": "user", "content": text}
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         asked = Asked([*system, *self.messages, said], self.tools, self.variables)

@@ -345,9 +345,8 @@ class Session:
             if settings.beams > 1:
                 raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
             return writing(self._model.spec, list(prompt.ids), settings, prompt.text)
-        if isinstance(prompt, str):
-            return writing(self._model.spec, self._text.encode(prompt), settings, self._text.detokenizer())
-        return writing(self._model.spec, list(prompt), settings, None)
+        ids = self._text.ids(prompt)
+        return writing(self._model.spec, ids, settings, self._text.detokenizer() if isinstance(prompt, str) else None)
 
     @contextmanager
     def _open(self) -> Iterator[None]:

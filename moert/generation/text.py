@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from operator import index
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
@@ -12,9 +15,19 @@ from moert.generation.detokenize import Detokenizer
 from moert.machine.memory import return_freed
 from moert.pack.fence import Unfinished, fenced, locked
 from moert.pack.reader import Pack
+from moert.pack.shown import in_one_line
 from moert.pack.tokenizer import TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
 
 _LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that turning a text into tokens is waited for: a hundredth of what is usual
+
+T = TypeVar("T")
+
+
+def several(prompts: Iterable[T]) -> list[T]:
+    """Raises InputInvalid for one prompt where a list of them was expected, or for none at all."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        raise InputInvalid(f"the prompts are {in_one_line(repr(prompts))[:60]}: give a list, even of one")
+    return [*prompts]
 
 
 class Text:
@@ -72,6 +85,15 @@ class Text:
         except Exception as error:  # the library raises plain Exception
             reason = " ".join(str(error).split())
             raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
+
+    def ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, which is text or has them. Raises InputInvalid, too, for what is neither."""
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if not isinstance(prompt, (bytes, bytearray)):
+            with suppress(TypeError):
+                return [*map(index, prompt)]
+        raise InputInvalid(f"the prompt is {in_one_line(repr(prompt))[:60]}: give text, or a list of token ids")
 
     def token(self, name: str) -> int:
         """The id of a token by what the tokenizer calls it. Raises SettingInvalid, too."""
