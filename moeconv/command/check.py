@@ -17,7 +17,7 @@ from moeconv.report.units import size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.features import features
 from moeconv.source.outline import CONFIG, Outline, find
-from moeconv.source.tensors import has_weights
+from moeconv.source.tensors import FileTensors, has_weights
 from moert.pack.model_spec import ModelSpec
 
 DENSE_BITS = (None, 8)
@@ -31,8 +31,8 @@ _HEADING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """`left_out`: what the pack will not have of the checkpoint; `certain` where the names of its tensors were there to
-    look at."""
+    """`notes`: on config.json; `left_out`: what the pack will not have of the checkpoint; `certain` where the names of
+    its tensors were there to look at."""
 
     model: str
     spec: ModelSpec
@@ -40,6 +40,7 @@ class Checked:
     quantizer: str
     layout: str
     outlooks: Sequence[Outlook]
+    notes: Sequence[str]
     left_out: Sequence[str]
     certain: bool
 
@@ -48,16 +49,17 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     """`model`: a directory, a config.json, or a hub id; `layout`: how its experts would lie in a pack. Raises
     CheckpointError for what can't be converted, SettingsError for experts that can't lie so."""
     check_choice("--layout", layout, LAYOUTS)
-    outline, notes = opened(located(model))
+    outline, left = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
     quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
     mxfp4 = outline.description.mxfp4
     storage = Storage(quantizer.group_size, mxfp4, neurons_of(layout, spec, mxfp4))
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
-    left_out = [*dict.fromkeys(outline.description.left_out.values())] if notes is None else notes
+    left_out = [*dict.fromkeys(outline.description.left_out.values())] if left is None else left
     return Checked(
         model, spec, parameters(spec, computed), quantizer.name, layout,
-        outlooks(spec, storage, denses, computed, host), left_out, notes is not None,
+        outlooks(spec, storage, denses, computed, host), [*outline.description.notes, *_absent(outline)],
+        left_out, left is not None,
     )  # fmt: skip
 
 
@@ -67,13 +69,21 @@ def located(model: str) -> Path:
 
 
 def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
-    """And notes, where there are tensors with names."""
+    """And what is left out of it, where there are tensors with names."""
     if path.is_file():
         return Outline.read(path), None
     if not has_weights(path):
         return Outline.read(path / CONFIG), None
     checkpoint = Checkpoint.open(path, names_only=True)
-    return checkpoint, checkpoint.notes
+    return checkpoint, checkpoint.left_out
+
+
+def _absent(outline: Checkpoint | Outline) -> list[str]:
+    """A note on weights of which only the names were looked at, if there are any."""
+    tensors = outline.tensors if isinstance(outline, Checkpoint) else None
+    if not isinstance(tensors, FileTensors) or not tensors.absent:
+        return []
+    return [f"{tensors.absent} files of weights are not here: of their tensors the names were checked, by the index"]
 
 
 def as_json(found: Checked) -> dict[str, Any]:
@@ -100,6 +110,7 @@ def as_json(found: Checked) -> dict[str, Any]:
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "outlooks": [asdict(each) for each in found.outlooks],
+        "notes": list(found.notes),
         "left_out": list(found.left_out),
         "left_out_is_certain": found.certain,
     }
@@ -122,6 +133,7 @@ def lines(found: Checked) -> list[str]:
         f"{shared}; {spec.weights_per_expert():,} weights each",
         f"  parameters  {_many(numbers.total)}, of them {_many(numbers.active)} for each token",
         *_wrapped("features", features(spec)),
+        *(f"  note        {note}" for note in found.notes),
         *(f"  note        {note}{sure}" for note in found.left_out),
         "",
         f"  with the quantizer {coded}; memory for a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more",

@@ -195,7 +195,7 @@ def quantize(
 def check(
     model: Annotated[
         str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A local Hugging Face directory, a config.json, or a hub "
-                                                            "id, of which only the JSON files are fetched.")
+                                                            "id, of which only settings and index are fetched.")
     ],
     layout: Annotated[str, typer.Option(help="How experts lie in the pack, as quantize takes it.")] = "expert",
     as_json: Json = False,

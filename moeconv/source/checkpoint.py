@@ -48,10 +48,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, names_only: bool = False) -> Checkpoint:
-        """Opens a local directory, or fetches (or finds in the cache) a model of that id. `names_only`: of tensors that
-        should be alike nothing is read. Raises CheckpointError."""
+        """Opens a local directory, or fetches (or finds in the cache) a model of that id. `names_only`: no tensor is
+        read, and files that an index names need not be there. Raises CheckpointError."""
         path = find(str(path_or_hub_id))
-        return cls.of(path, FileTensors(path), names_only)
+        return cls.of(path, FileTensors(path, names_only), names_only)
 
     @classmethod
     def of(cls, path: Path, tensors: Tensors, names_only: bool = False) -> Checkpoint:
@@ -73,6 +73,11 @@ class Checkpoint:
 
     @property
     def notes(self) -> list[str]:
+        """What there is to say before it is converted, a line each."""
+        return [*self.description.notes, *self.left_out]
+
+    @property
+    def left_out(self) -> list[str]:
         """What the pack will leave out of what the checkpoint holds, a line each."""
         left_out = [
             what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,21 @@ from typing import Any
 from moeconv.errors import ConversionError
 from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
 from moeconv.source.archs.errors import ConfigInvalid
-from moeconv.source.places import stray
+from moeconv.source.places import is_plain, stray
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reading import brief, plain, read
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG, GENERATION_CONFIG, CODED = "config.json", "generation_config.json", "hf_quant_config.json"
 MAX_JSON_BYTES = 1 << 27  # of any JSON file; the index of the largest model published has an eighth of it
 MOST_EXPERTS = 1 << 20  # of a model: no manifest could list more
 _LONGEST = 600
-WEIGHTS = ("*.safetensors", "*.model", "*.txt", "*.jinja")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
+_OF_TEXT = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "tokenization_*.py")
+_COPIES = ("original/*", "consolidated*", "metal/*", "onnx/*", "openvino/*")
+"""Of weights in other forms, beside those that transformers reads."""
 
 
 class CheckpointError(ConversionError):
@@ -42,7 +46,14 @@ class Outline:
         config = json_object(file)
         if config is None:
             raise CheckpointError(f"{file.parent} has no {file.name}: give a directory with a Hugging Face model")
-        return cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, file)
+        found = cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, file)
+        said = (json_object(file.parent / CODED) or {}).get("quantization")
+        if isinstance(said, dict) and said.get("quant_algo"):
+            raise CheckpointError(
+                f"{file.parent / CODED} says that the weights are coded by {brief(said['quant_algo'])}, which can't be "
+                "read: take a checkpoint in bf16"
+            )
+        return found
 
     @classmethod
     def of(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any], file: Path) -> Outline:
@@ -86,8 +97,8 @@ def _check(spec: ModelSpec, file: Path) -> None:
 
 
 def find(path_or_hub_id: str, weights: bool = True) -> Path:
-    """A local directory, or that of a hub model, which is fetched (or found in the cache); of it only its JSON files,
-    if not its `weights` too. Raises CheckpointError."""
+    """A local directory, or that of a hub model, which is fetched (or found in the cache); of it only
+    settings and index, if not its `weights` too. Raises CheckpointError."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         if (link := stray(path)) is not None:
@@ -97,18 +108,41 @@ def find(path_or_hub_id: str, weights: bool = True) -> Path:
         raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
     if path_or_hub_id.count("/") > 1 or path_or_hub_id.startswith((".", "/", "~")) or not path_or_hub_id:
         raise CheckpointError(f"there is no directory {path_or_hub_id!r}: give a local model or a hub id")
-    return _from_hub(path_or_hub_id, ["*.json", *(WEIGHTS if weights else ())])
+    return _from_hub(path_or_hub_id, weights)
 
 
-def _from_hub(hub_id: str, patterns: list[str]) -> Path:
+def _from_hub(hub_id: str, weights: bool) -> Path:
+    """The folder of its files in the hub's cache: of several copies of its weights only those that are read."""
     from huggingface_hub import snapshot_download
 
+    def fetched(patterns: Sequence[str], revision: str | None = None) -> Path:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*_COPIES])
+        )
+
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        path = fetched([*_SETTINGS, INDEX, *(_OF_TEXT if weights else ())])
+        if weights:
+            index = json_object(path / INDEX)
+            fetched([SINGLE] if index is None else sorted(set(indexed_files(path, index).values())), path.name)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{hub_id!r} is neither a local directory nor a hub model that can be fetched now ({line(error)})"
         ) from None
+    return path
+
+
+def indexed_files(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
+    """Name of each tensor → the file that holds it, inside the folder `path`, as its index says. Raises
+    CheckpointError."""
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{path / INDEX} lacks its weight_map: fetch the checkpoint again")
+    if strange := next((file for file in found.values() if not is_plain(file)), None):
+        raise CheckpointError(f"{path / INDEX} names the file {strange[:80]!r}, which does not lie inside {path}")
+    return found
 
 
 def json_object(path: Path) -> dict[str, Any] | None:

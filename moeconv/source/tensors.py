@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from moeconv.source.headers import HeaderWrong, Shape, shapes_of
-from moeconv.source.outline import CheckpointError, json_object, line
-from moeconv.source.places import is_plain, leads_out
+from moeconv.source.outline import INDEX, SINGLE, CheckpointError, indexed_files, json_object, line
+from moeconv.source.places import leads_out
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _CHUNK = 1 << 20
 
 
@@ -42,19 +41,20 @@ class Tensors(Protocol):
 class FileTensors:
     """Those of a folder as Hugging Face lays it out: one file, or several with an index."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError."""
+    def __init__(self, path: Path, names_only: bool = False) -> None:
+        """`names_only`: files that an index names need not be there. Raises CheckpointError."""
         self.path = path
-        files, shapes = _tensor_files(path)
-        self.files: Mapping[str, Path] = files  # name of a tensor → the file that holds it
-        self.shapes: Mapping[str, Shape] = shapes
+        listed = _listed(path, names_only)
+        self.files: Mapping[str, Path] = listed.files  # name of a tensor → the file that holds it
+        self.shapes: Mapping[str, Shape] = listed.shapes
+        self.as_saved = listed.as_saved
+        """Whether transformers takes the same tensors: an index has metadata, and no other file holds one of them."""
         self._open: dict[Path, Any] = {}
 
     @property
-    def as_saved(self) -> bool:
-        """Whether transformers finds what it looks for beside the tensors: an index of it has metadata."""
-        index = json_object(self.path / INDEX)
-        return index is None or isinstance(index.get("metadata"), dict)
+    def absent(self) -> int:
+        """How many files with tensors are not there."""
+        return sum(not file.is_file() for file in set(self.files.values()))
 
     @property
     def names(self) -> Collection[str]:
@@ -105,43 +105,48 @@ def has_weights(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 
-def _tensor_files(path: Path) -> tuple[dict[str, Path], dict[str, Shape]]:
-    """Name of each tensor → its file, and its shape. Raises CheckpointError."""
-    index = json_object(path / INDEX)
-    if index is not None:
-        return _indexed(path, index)
+class _Listed(NamedTuple):
+    """Name of each tensor → its file, and its shape where that file is there."""
+
+    files: dict[str, Path]
+    shapes: dict[str, Shape]
+    as_saved: bool = True
+
+
+def _listed(path: Path, names_only: bool) -> _Listed:
+    """Raises CheckpointError."""
     single = path / SINGLE
-    if not single.is_file():
+    if single.is_file():  # as transformers prefers it
+        shapes = _shapes(single)
+        return _Listed(dict.fromkeys(shapes, single), shapes)
+    index = json_object(path / INDEX)
+    if index is None:
         raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read")
-    shapes = _shapes(single)
-    return dict.fromkeys(shapes, single), shapes
+    return _indexed(path, index, names_only)
 
 
-def _indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, Path], dict[str, Shape]]:
-    """Where several files hold a tensor, it could be read from either; so none is."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{path / INDEX} lacks its weight_map: fetch the checkpoint again")
+def _indexed(path: Path, index: Mapping[str, Any], names_only: bool) -> _Listed:
+    """Where several files hold a tensor, the index says which of them counts."""
     shapes: dict[str, Shape] = {}
-    holder: dict[str, str] = {}
-    for file in sorted(set(weight_map.values())):
-        if not is_plain(file) or leads_out(path, path / file):
+    as_saved, weight_map = isinstance(index.get("metadata"), dict), indexed_files(path, index)
+    held: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        held.setdefault(file, []).append(name)
+    for file, own in sorted(held.items()):
+        if leads_out(path, path / file):
             raise CheckpointError(f"{path / INDEX} names the file {file[:80]!r}, which does not lie inside {path}")
         if not (path / file).is_file():
+            if names_only:
+                continue
             raise CheckpointError(f"{path / file} is named in {INDEX} but missing: fetch the checkpoint again")
         found = _shapes(path / file)
-        if twice := next((name for name in found if name in holder), None):
+        if strange := next((name for name in own if name not in found), None):
             raise CheckpointError(
-                f"{path}: {holder[twice]} and {file} both hold the tensor {twice[:120]!r}: which is it?"
+                f"{path / INDEX} says that {file} holds {strange[:120]!r}, and it does not: fetch the checkpoint again"
             )
-        holder.update(dict.fromkeys(found, file))
-        shapes.update(found)
-    if strange := next((name for name, file in weight_map.items() if holder.get(name) != file), None):
-        raise CheckpointError(
-            f"{path / INDEX} says that {weight_map[strange]} holds {strange[:120]!r}, and it does not: fetch the "
-            "checkpoint again"
-        )
-    return {name: path / file for name, file in weight_map.items()}, shapes
+        shapes.update((name, found[name]) for name in own)
+        as_saved = as_saved and all(weight_map.get(name, file) == file for name in found)
+    return _Listed({name: path / file for name, file in weight_map.items()}, shapes, as_saved)
 
 
 def _shapes(file: Path) -> dict[str, Shape]:

@@ -43,15 +43,20 @@ _CHECKED = (
     "its makers say, and is planned (`tests/unit/test_published.py`). One layer of each kind, filled at random, "
     "runs at full size on the native kernels and gives what plain arithmetic gives "
     "(`tests/e2e/test_published_layers.py`). Nobody has run these models whole here.",
-    "**Every setting.** Each field of config.json is read, known to have no effect, or refused; changed at "
-    "random, it gets an answer or a reason (`tests/unit/test_config_fields.py`).",
+    "**Every setting.** Each field of config.json is read, known to have no effect, or refused, if transformers "
+    "looks at it at all; changed at random, it gets an answer or a reason (`tests/unit/test_config_fields.py`).",
 )
-_REFUSED_FIRST = ("A setting that is not known for the family and is not off.",)
+_REFUSED_FIRST = (
+    "A setting that is on and not known for the family, if transformers' class or its modelling code has it, or if "
+    "other code than transformers' follows it. A setting that neither of them has changes nothing in transformers; a note "
+    "names it.",
+)
 _REFUSED_LAST = (
     "Weights in a form that the family does not read. All read floats, fp8 with a scale for each block as DeepSeek-V3 "
     "is published, and symmetric groups of four bits (compressed-tensors) as Kimi K2 is; gpt-oss is read in its own "
-    "four bits, and keeps them where a plan gives no fewer. AWQ, GPTQ and bitsandbytes are not read.",
-    "Checkpoints without safetensors files, and GGUF.",
+    "four bits, and keeps them where a plan gives no fewer. AWQ, GPTQ, bitsandbytes and codings of "
+    "hf_quant_config.json are not read.",
+    "Checkpoints without safetensors files, and GGUF. Where several files have a tensor, the index says which counts.",
     "A tensor that has no place in the pack, but for what a note says is left out: layers that predict several "
     "tokens at once.",
 )

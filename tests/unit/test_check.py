@@ -186,6 +186,25 @@ def test_what_is_not_supported_is_one_line(
     assert printed.err.count("\n") == 1
 
 
+def test_settings_without_effect_are_a_note_of_a_config_alone_too(tmp_path: Path) -> None:
+    found = check(str(written(tmp_path, {**MIXTRAL_8X7B, "unsloth_fixed": True})), HOST)
+    said = "transformers gives these settings of config.json no effect on the model: unsloth_fixed"
+    assert as_json(found)["notes"] == [said]
+    assert f"  note        {said}" in lines(found)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "MIXED_PRECISION"])
+def test_a_coding_that_another_file_names_is_refused(
+    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, MIXTRAL_8X7B)
+    for said, code in ((None, 0), (algorithm, cli.EXIT_USER)):
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": said}}))
+        for asked in (file, tmp_path):
+            assert cli._exit_code(["check", str(asked)]) == code
+    assert f"says that the weights are coded by '{algorithm}'" in capsys.readouterr().err
+
+
 def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for asked, named in ((str(tmp_path), "has no config.json"), (str(tmp_path / "no"), "there is no directory")):
         assert cli._exit_code(["check", asked]) == cli.EXIT_USER

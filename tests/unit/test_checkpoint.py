@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_of, tiny_olmoe, tiny_switch
 
+from moeconv.command.check import check
+from moeconv.plan.outlook import Host
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moeconv.source.tensors import FileTensors
@@ -83,6 +85,23 @@ def test_experts_of_a_layer_may_lie_in_one_tensor(family: str, tmp_path: Path) -
         Checkpoint.open(joined)
 
 
+def test_a_text_model_may_have_the_names_of_the_larger_one(tmp_path: Path) -> None:
+    path = tiny_of("qwen3_5_moe_text")(tmp_path / "hf")
+    longer = Path(shutil.copytree(path, tmp_path / "longer"))
+    tensors = load_file(path / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(named, longer / "model.safetensors")
+    one, other = Checkpoint.open(path), Checkpoint.open(longer)
+    ids = torch.arange(2, 30).view(2, 14)
+    with torch.inference_mode():
+        logits = [checkpoint.model(torch.float32)(ids).logits for checkpoint in (one, other)]
+    assert torch.equal(*logits)
+    for name, shape in shapes_of(one.spec).items():
+        assert torch.equal(one.backbone_tensor(name, shape), other.backbone_tensor(name, shape))
+    key = one.spec.expert_keys()[-1]
+    assert all(np.array_equal(weight, other.expert(key)[name]) for name, weight in one.expert(key).items())
+
+
 def test_what_a_published_model_has_beside_its_text_is_left_out_with_a_note(tmp_path: Path) -> None:
     path = tiny_of("qwen3_5_moe")(tmp_path / "hf")
     assert Checkpoint.open(path).notes == ["images are left out: the pack holds the text model alone"]
@@ -118,6 +137,104 @@ def test_shards_read_like_one_file(source: Path) -> None:
     shard(source)
     after = Checkpoint.open(source).expert(key)
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("counts", ["model-0.safetensors", "overlay.safetensors", "a.safetensors"])
+def test_where_two_files_have_a_tensor_the_index_says_which_counts(source: Path, counts: str) -> None:
+    """Also for transformers' model, which by itself takes the last of them."""
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    stored = load_file(source / "model.safetensors")[name]
+    shard(source, files=1)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    for file in {"overlay.safetensors", counts} - {"model-0.safetensors"}:
+        save_file({name: stored + 1, "lm_head.weight": load_file(source / "model-0.safetensors")["lm_head.weight"]},
+                  source / file)  # fmt: skip
+        index["weight_map"]["lm_head.weight"] = file
+    index["weight_map"][name] = counts
+    (source / "model.safetensors.index.json").write_text(json.dumps({**index, "metadata": {}}))
+    checkpoint, key = Checkpoint.open(source), ExpertKey("decoder", 0, 2)
+    expected = (stored if counts == "model-0.safetensors" else stored + 1).float()
+    assert np.array_equal(checkpoint.expert(key)["up"], expected.numpy())
+    model = checkpoint.model(torch.float32)
+    assert torch.equal(checkpoint.family.expert_weight(model, key, "up"), expected)
+
+
+def test_of_one_file_and_several_the_one_is_read(source: Path) -> None:
+    """As transformers does."""
+    whole = Path(shutil.copy(source / "model.safetensors", source.parent / "whole"))
+    shard(source)
+    save_file({name: tensor * 2 for name, tensor in load_file(whole).items()}, source / "model.safetensors")
+    checkpoint, key = Checkpoint.open(source), ExpertKey("decoder", 0, 2)
+    stored = load_file(whole)["model.layers.0.mlp.experts.2.up_proj.weight"].float() * 2
+    assert np.array_equal(checkpoint.expert(key)["up"], stored.numpy())
+    assert torch.equal(checkpoint.family.expert_weight(checkpoint.model(torch.float32), key, "up"), stored)
+
+
+def hub(of: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes `of` the one model of a hub that keeps downloads in `kept`; fills the list with the names of files that
+    were fetched."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    fetched: list[str] = []
+
+    def download(hub_id: str, revision: str | None = None, **patterns: Any) -> str:
+        assert (hub_id, revision) in {("some/model", None), ("some/model", "c0ffee")}
+        (folder := kept / "snapshots" / "c0ffee").mkdir(parents=True, exist_ok=True)
+        names = (str(file.relative_to(of)) for file in sorted(of.rglob("*")) if file.is_file())
+        for name in filter_repo_objects(names, **patterns):
+            fetched.append(name)
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(of / name, folder / name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return fetched
+
+
+SECOND_COPIES = (
+    "original/model.safetensors", "original/params.json", "original/tokenizer.model", "consolidated.safetensors",
+    "consolidated.00.pth", "metal/model.bin", "model.fp32.safetensors", "pytorch_model.bin",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shards", [0, 3])
+def test_a_hub_model_is_fetched_once_and_checked_by_its_index(
+    source: Path, tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shards:
+        shard(source, shards)
+    weights = {f"model-{at}.safetensors" for at in range(shards)} or {"model.safetensors"}
+    for name in SECOND_COPIES:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"{}")
+    fetched = hub(source, tmp_path / "kept", monkeypatch)
+    host = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
+    found = check("some/model", host)
+    index = {"model.safetensors.index.json"} if shards else set()
+    assert set(fetched) == {"config.json", "generation_config.json", *index}
+    absent = [f"{shards} files of weights are not here: of their tensors the names were checked, by the index"]
+    assert (found.notes, found.certain) == ((absent, True) if shards else ([], False))
+    checkpoint = Checkpoint.open("some/model")
+    assert set(fetched) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                            *index, *weights}  # fmt: skip
+    assert checkpoint.sha256 == Checkpoint.open(source).sha256
+
+
+def test_an_index_alone_is_looked_at(source: Path) -> None:
+    shard(source)
+    host = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
+    whole = check(str(source), host)
+    for file in source.glob("*.safetensors"):
+        file.unlink()
+    assert check(str(source), host).outlooks == whole.outlooks
+    with pytest.raises(CheckpointError, match="is named in model"):
+        Checkpoint.open(source)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.norm\.weight'"):
+        check(str(source), host)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "F16"), (torch.float32, "F32")])
@@ -156,6 +273,7 @@ def _lose_shard(path: Path) -> None:
 
 def _bad_index(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    (path / "model.safetensors").unlink()
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {

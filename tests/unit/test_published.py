@@ -190,12 +190,15 @@ def test_what_it_is_made_of_is_said(name: str) -> None:
         ("OPT-6.7B", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
         ("switch-c-2048", SWITCH_C_2048_AS_IT_IS, "is_full_sparse True, and only 15 of 27 layers would have experts"),
         ("nllb-moe-54b", {"moe_eval_capacity_token_fraction": 0.25}, "moe_eval_capacity_token_fraction 0.25"),
-        ("nllb-moe-54b", {"scale_attention": True}, "scale_attention True"),
         ("Mixtral-8x7B", {"is_causal": False}, "is_causal False"),
         ("Mixtral-8x7B", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, it should be 1 to 4096"),
         ("Mixtral-8x7B", {"num_attention_heads": 0}, "num_attention_heads 0: it should be a whole number from 1 on"),
         ("Mixtral-8x7B", {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
         ("OLMoE-1B-7B", {"per_layer_config": {"3": {"head_dim": 64}}}, "per_layer_config"),
+        ("Qwen3-30B-A3B", {"use_qk_norm": False, "qk_layernorm": False}, "use_qk_norm False"),
+        ("Qwen3-30B-A3B", {"attention_chunk_size": 512}, "attention_chunk_size 512"),  # read by what builds masks
+        ("Gemma-4-26B-A4B", {"sliding_window": 512}, "sliding_window 512 beside text_config"),
+        ("Nemotron-3-Nano-30B-A3B", {"time_step_limit": [0.0, 3e38]}, "time_step_limit"),
         ("Qwen3-30B-A3B", {"hidden_size": "wide"}, "is not a valid qwen3_moe config"),
         ("Qwen3-30B-A3B", {"model_type": "qwen4_moe"}, "'qwen4_moe' is not supported"),
     ],
@@ -204,6 +207,42 @@ def test_a_setting_that_matters_is_refused_by_name(name: str, change: Config, na
     with pytest.raises(CheckpointError, match=named.replace("[", r"\[")) as caught:
         outline_of({**PUBLISHED[name], **change})
     assert "\n" not in str(caught.value)
+
+
+# As they stand in files of others: left by a trainer, by an older version that wrote down how texts are made, or by the
+# code that a model was published with.
+LEFT_BEHIND: Config = {
+    "unsloth_fixed": True, "unsloth_version": "2025.9.1", "_attn_implementation_autoset": True,
+    "_attn_implementation": "flash_attention_2", "temperature": 0.7, "top_p": 0.9, "top_k": 20, "max_length": 4096,
+    "num_beams": 1, "length_penalty": 1.0, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "do_sample": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_transformers_never_looks_at_is_a_note(name: str) -> None:
+    published = outline_of(PUBLISHED[name])
+    found = outline_of({**LEFT_BEHIND, **PUBLISHED[name]})
+    assert found.spec == published.spec
+    (note,) = found.description.notes
+    assert note.startswith("transformers gives these settings of config.json no effect on the model: ")
+    assert {"unsloth_version", "repetition_penalty"} <= set(note.partition(": ")[2].split(", ")) <= set(LEFT_BEHIND)
+    assert "_attn_implementation" not in note
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("Qwen3-30B-A3B", {"use_qk_norm": True, "qkv_bias": False}, None),
+        ("Gemma-4-26B-A4B", {"vision_soft_tokens_per_image": 280}, "vision_soft_tokens_per_image"),
+        ("nllb-moe-54b", {"scale_attention": True}, "scale_attention"),
+        ("Nemotron-3-Nano-30B-A3B", {"time_step_limit": [0.0, 1e308]}, None),
+        ("granite-4.0-h-tiny", {"time_step_limit": [0.0, 1e308]}, None),
+    ],
+)
+def test_settings_of_published_models_that_change_nothing(name: str, change: Config, named: str | None) -> None:
+    found = outline_of({**PUBLISHED[name], **change})
+    assert found.spec == outline_of(PUBLISHED[name]).spec
+    assert [note.rpartition(": ")[2] for note in found.description.notes] == ([] if named is None else [named])
 
 
 @pytest.mark.parametrize("infinite", [float("inf"), {"__float__": "Infinity"}])

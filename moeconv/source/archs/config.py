@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
+from moeconv.source.archs.heeded import on, without_effect
 from moert.pack.parts import MOST_LAYERS, MOST_TURN, Act, Attention, Ffn, Rope
 from moert.pack.reading import MAX_COUNT, brief
 
@@ -21,7 +22,7 @@ _NO_MATTER = {
     "return_dict", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "task_specific_params",
     "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id", "decoder_start_token_id", "sep_token_id", "name_or_path", "num_labels", "num_mtp_layers",
-    "num_nextn_predict_layers",
+    "num_nextn_predict_layers", "_attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
 _ACTIVATIONS = {
     "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
@@ -53,7 +54,7 @@ class Config:
     def __init__(self, raw: Mapping[str, Any], config_class: Any) -> None:
         """Raises ConfigInvalid for values that transformers can't take."""
         raw = _with_floats(raw)
-        self._raw, self._known = raw, set(_NO_MATTER)
+        self._raw, self._known, self._class = raw, set(_NO_MATTER), config_class
         self.idle = set(_NO_MATTER)
         """Settings that this family's model in transformers never looks at."""
         self._idle_of_rope: set[str] = set()
@@ -253,14 +254,23 @@ class Config:
 
         return {each.name for each in fields(self.parsed)} - self._known
 
-    def check_all_read(self) -> None:
-        """Raises UnsupportedModel for a setting that nobody has asked for, unless it is off."""
-        for name in sorted(set(self._raw) - self._known):
-            if self._raw[name] not in (None, False, [], {}) or name == "is_causal":
-                raise UnsupportedModel(
-                    f"config.json sets {name} {self._raw[name]!r}, which is not known for this family: it may change "
-                    "what the model computes, and a pack could not say so"
-                )
+    def check_all_read(self) -> tuple[str, ...]:
+        """Returns the settings that nobody has asked for and that have no effect in transformers. Raises
+        UnsupportedModel for one that may have some, unless it is off."""
+        return unread(self._raw, self._known, self._class)
+
+
+def unread(settings: Mapping[str, Any], read: Set[str], config_class: Any, where: str = "") -> tuple[str, ...]:
+    """Returns the settings that are on, were not read and have no effect on the class's model. `where`: in which part
+    of config.json they stand. Raises UnsupportedModel for one that may have an effect."""
+    names = [name for name in sorted(set(settings) - read) if on(settings, name)]
+    idle = without_effect(names, config_class)
+    if strange := next((name for name in names if name not in idle), None):
+        raise UnsupportedModel(
+            f"config.json sets {strange} {settings[strange]!r}{where}, which is not known for this family: it may "
+            "change what the model computes, and a pack could not say so"
+        )
+    return idle
 
 
 def _is_int4(said: Mapping[str, Any]) -> bool:
@@ -296,20 +306,19 @@ def number_of(name: str, found: Any) -> float:
     return float(found)
 
 
-def text_settings(config: Mapping[str, Any], beside: Set[str]) -> Mapping[str, Any]:
-    """Those of the text model inside a larger one, of whose other settings `beside` do not touch it. Raises
-    UnsupportedModel."""
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the text model inside a larger one. Raises UnsupportedModel."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise UnsupportedModel(f"config.json has no text_config: a {config.get('model_type')} model needs one")
-    for name in sorted(set(config) - beside - _NO_MATTER - {"text_config", "quantization_config"}):
-        if config[name] not in (None, False, [], {}):
-            raise UnsupportedModel(
-                f"config.json sets {name} {config[name]!r} beside text_config, which is not known for this family: it "
-                "may change what the model computes, and a pack could not say so"
-            )
     coding = {name: config[name] for name in ("quantization_config",) if name in config}
     return {**text, **coding}
+
+
+def beside_text(config: Mapping[str, Any], known: Set[str], config_class: Any) -> tuple[str, ...]:
+    """`unread` of the settings of such a larger model, of which `known` do not touch its text."""
+    read = {*known, *_NO_MATTER, "text_config", "tie_word_embeddings", "quantization_config"}
+    return unread(config, read, config_class, " beside text_config")
 
 
 def _with_floats(found: Any) -> Any:

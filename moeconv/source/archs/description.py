@@ -65,8 +65,9 @@ class Description:
     `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → where transformers'
     model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal; `repeated`:
     the same in transformers' model. `left_out`: what names of tensors begin with (regular expressions) that a pack
-    leaves out → what is told of them. `maybe`: what names begin with here, and do not in checkpoints that were saved
-    without a head.
+    leaves out → what is told of them. `other_root`: what names begin with here, and what in other checkpoints of the
+    same model, such as those that were saved without a head. `without_effect`: settings of config.json that nothing
+    looks at.
     """
 
     spec: ModelSpec
@@ -79,7 +80,14 @@ class Description:
     biases: Callable[[ExpertKey, str], Source] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     joined: Callable[[ExpertKey, str], Source] | None = None
-    maybe: str = ""
+    other_root: tuple[str, str] | None = None
+    without_effect: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of config.json, a line each."""
+        names = ", ".join(dict.fromkeys(self.without_effect))
+        return [f"transformers gives these settings of config.json no effect on the model: {names}"] if names else []
 
     @property
     def mxfp4(self) -> bool:
@@ -90,8 +98,8 @@ class Description:
     def as_stored(self, names: Collection[str]) -> Description:
         """The same of a checkpoint with tensors of these names: experts of a layer may lie in one of them, and what is
         coded, in FP8 or four bits, has other names; so has all of one that was saved without a head."""
-        if self.maybe and not any(name.startswith(self.maybe) for name in names):
-            return self._shorter(self.maybe).as_stored(names)
+        if self.other_root and any(name.startswith(self.other_root[1]) for name in names):
+            return self._rooted(*self.other_root).as_stored(names)
         if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
             return replace(self, experts=self.joined, joined=None).as_stored(names)
 
@@ -106,29 +114,32 @@ class Description:
         backbone = {name: coded(source) for name, source in self.backbone.items()}
         return replace(self, backbone=backbone, experts=lambda key, name: coded(self.experts(key, name)))
 
-    def _shorter(self, start: str) -> Description:
-        """Without what the names in checkpoints begin with."""
+    def _rooted(self, root: str, other: str) -> Description:
+        """The same with names in checkpoints that begin with `other` in place of `root`."""
 
-        def shorter(source: Source) -> Source:
-            return replace(source, name=source.name.removeprefix(start))
+        def renamed(name: str) -> str:
+            return other + name.removeprefix(root) if name.startswith(root) else name
+
+        def placed(source: Source) -> Source:
+            return replace(source, name=renamed(source.name))
 
         def of(found: Callable[[ExpertKey, str], Source] | None) -> Any:
-            return None if found is None else lambda key, name: shorter(found(key, name))
+            return None if found is None else lambda key, name: placed(found(key, name))
 
         return replace(
-            self, backbone={name: shorter(source) for name, source in self.backbone.items()},
-            experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), maybe="",
-            copies=tuple((one.removeprefix(start), other.removeprefix(start)) for one, other in self.copies),
+            self, backbone={name: placed(source) for name, source in self.backbone.items()},
+            experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), other_root=None,
+            copies=tuple((renamed(one), renamed(copy)) for one, copy in self.copies),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Names:
     """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
-    is different again. `expert`, `bias`: an expert's matrices and their biases; `joined`, `maybe`: see Description.
-    `root`: what their names begin with, where a model is published inside a larger one, and `model` in memory; `head`:
-    that of its head; `outside`: canonical names outside the layers. `ones`, `zeros`: ends of the canonical names of
-    tensors that are not stored, because all their numbers are that."""
+    is different again. `expert`, `bias`: an expert's matrices and their biases; `joined`: see Description. `root`: what
+    their names begin with, where a model is published inside a larger one, `other_root`: or with this, and `model` in
+    memory; `head`: that of its head; `outside`: canonical names outside the layers. `ones`, `zeros`: ends of the
+    canonical names of tensors that are not stored, because all their numbers are that."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
@@ -142,7 +153,7 @@ class Names:
     outside: Inside = field(default_factory=dict)
     ones: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
-    maybe: str = ""
+    other_root: str = ""
 
 
 def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExpert:
@@ -230,7 +241,7 @@ def decoder(
     at_once = None if names.joined is None else rooted(names.joined)
     return Description(
         spec, backbone, rooted(names.expert or _EXPERT), parameters, computed, copies, repeated, biases,
-        names.left_out, at_once, names.maybe,
+        names.left_out, at_once, (names.root, names.other_root) if names.other_root else None,
     )  # fmt: skip
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, beside_text
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.tokens import special_tokens
@@ -63,8 +64,8 @@ class Family:
                 "config.json says that its weights are coded by mxfp4, which only gpt_oss is known for"
             )
         found = self.describe(asked, special_tokens(config, generation_config))
-        asked.check_all_read()
-        return found, asked
+        outer = beside_text(config, self.beside, self._class.config_class) if self.beside else ()
+        return replace(found, without_effect=(*outer, *asked.check_all_read())), asked
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of the model itself, in the config.json of a larger one. Raises UnsupportedModel."""

@@ -95,7 +95,7 @@ class Llama4(Llama4Text):
     )
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = text_settings(config, self.beside)
+        text = text_settings(config)
         return {**text, "tie_word_embeddings": text.get("tie_word_embeddings", False)}
 
     def named(self, inside: Inside, of_expert: Any) -> Names:

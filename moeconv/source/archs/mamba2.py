@@ -11,12 +11,15 @@ from moeconv.source.archs.views import rows
 from moert.pack.parts import Mamba2
 
 UNBOUNDED = (0.0, math.inf)
+_LARGEST = 2.0**128  # no step is: they are float32, and over 0
 
 
 def unbounded_steps(config: Config, *names: str) -> None:
     """Raises UnsupportedModel where the setting, which the class calls by the first of its names, bounds steps."""
     limit, config.allowed[names[0]] = config.get(*names), (UNBOUNDED,)
-    if not isinstance(limit, (tuple, list)) or tuple(limit) != UNBOUNDED:
+    pair = isinstance(limit, (tuple, list)) and len(limit) == 2
+    numbers = pair and all(isinstance(each, (int, float)) for each in limit)
+    if not numbers or not (limit[0] <= 0 and limit[1] >= _LARGEST):
         raise UnsupportedModel(
             f"config.json sets {names[0]} {limit!r}: transformers bounds the steps of tokens that it reads together, "
             "but not of one that it reads alone, so that its answer depends on the pieces in which a text came"

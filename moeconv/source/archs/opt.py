@@ -58,7 +58,8 @@ class Opt(Family):
         names = Names(
             _INSIDE, {}, _of("weight"), _of("bias") if bias else None, root="model.decoder.", model="model.decoder.",
             outside={"decoder.norm": "final_layer_norm", "decoder.positions": table},
-            ones=() if learnt else _NORMS[:1], zeros=("router.weight", *(() if learnt else _NORMS[1:])), maybe="model.",
+            ones=() if learnt else _NORMS[:1], zeros=("router.weight", *(() if learnt else _NORMS[1:])),
+            other_root="decoder.",
         )  # fmt: skip
         stack = replace(stack_of(layers, norm), positions=positions)
         return decoder(self.model_type, config, tokens, layers, names, ropes=[], decoder=stack)

@@ -20,6 +20,7 @@ class Qwen35MoeText(Qwen3Next):
 
     model_type = "qwen3_5_moe_text"
     model_class = "Qwen3_5MoeForCausalLM"
+    other_root = "model.language_model."
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
@@ -50,11 +51,11 @@ class Qwen35Moe(Qwen35MoeText):
     beside = frozenset(
         {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
     )
-    root = "model.language_model."
+    root, other_root = "model.language_model.", ""
     left_out: Mapping[str, str] = {
         **Qwen35MoeText.left_out, r"model\.visual\.": "images are left out: the pack holds the text model alone",
     }  # fmt: skip
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = text_settings(config, {*self.beside, "tie_word_embeddings"})
+        text = text_settings(config)
         return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", False)}

@@ -17,6 +17,7 @@ class Qwen3Moe(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("attention_bias", False, "attention with biases can't be packed")
+        config.only(use_qk_norm=(True,))
         norm = Norm(config.get("rms_norm_eps"))
         window = config.get("sliding_window", "max_window_layers")
         attention = config.attention(qk_norm="head", window=window if config.get("use_sliding_window") else None)

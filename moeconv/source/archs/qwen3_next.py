@@ -32,7 +32,7 @@ class Qwen3Next(Family):
 
     model_type = "qwen3_next"
     model_class = "Qwen3NextForCausalLM"
-    root = "model."
+    root, other_root = "model.", ""
     left_out: Mapping[str, str] = {r"mtp\.": MORE_PREDICTED}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
@@ -53,6 +53,7 @@ class Qwen3Next(Family):
         names = Names(
             {**_INSIDE, **_of_heads(attention, d_model), **self.of_delta(delta, d_model)},
             joined=joined("mlp.experts", d_ff, d_model), root=self.root, left_out=self.left_out,
+            other_root=self.other_root,
             outside={"decoder.norm": Place("norm", plus=1.0)},
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim, partial=True)])
