@@ -48,8 +48,8 @@ _CHECKED = (
 )
 _REFUSED_FIRST = (
     "A setting that is on and not known for the family, if transformers' class or its modelling code has it, or if "
-    "other code than transformers' follows it. A setting that neither of them has changes nothing in transformers; a note "
-    "names it.",
+    "other code than transformers' follows it. A setting that neither of them has changes nothing in transformers; a "
+    "note names it.",
 )
 _REFUSED_LAST = (
     "Weights in a form that the family does not read. All read floats, fp8 with a scale for each block as DeepSeek-V3 "
