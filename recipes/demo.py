@@ -26,7 +26,7 @@ from tests.bench.tables.demo import EVICTIONS, SHARES
 if TYPE_CHECKING:
     from moeconv.artifacts import ConversionReport
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).absolute().parent.parent
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-NBYTES = 512 << 20  # far more than any cache holds
-RUNS = 9
+from tests.bench.sized import sized
+
+NBYTES = sized(512 << 20, 32 << 20)  # far more than any cache holds
+RUNS = sized(9, 1)
 
 
 def buffer() -> npt.NDArray[np.uint8]:

@@ -14,12 +14,13 @@ from moert.engine import Engine
 from tests.bench.hash_kept import routings
 from tests.bench.hash_packs import FOLDER, SUBJECTS, Subject, inputs, with_function
 from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.sized import sized
 from tests.bench.streamed import THREADS
 
-MODELS = ("g2p", "wiki")
+MODELS = sized(("g2p", "wiki"), ("g2p",))
 """Those that `make demo` converts: one that encodes whole inputs, and one that reads on."""
 
-BATCH, BATCHES, ROUNDS = 8, 6, 31
+BATCH, BATCHES, ROUNDS = 8, sized(6, 2), sized(31, 2)
 NEVER_SLOWER = 0.98
 
 

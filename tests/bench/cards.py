@@ -27,19 +27,20 @@ from moert.placement import IN_MEMORY, ON_DEVICE, RULES, Kind, Placement
 from tests.bench.cards_rig import Ran, Setup, expert_of, replay
 from tests.bench.cards_routing import Chosen, Routes, recorded
 from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.sized import sized
 from tests.bench.stream_packs import DEMO
 
 GB = 10**9
-HELDOUT_WINDOWS, CALIBRATION_WINDOWS = 16, 4
+HELDOUT_WINDOWS, CALIBRATION_WINDOWS = sized((16, 4), (2, 2))
 CARDS = {"rtx3060": 12 * GB, "t4": 15 * GB, "rtx3080-mobile": 16 * GB, "a100": 12 * GB}
 """Memory of each; of the A100, which could hold all, as much as the smallest has."""
 MAIN = ("rtx3060", "t4")
-PASSES, WARM = 100, 60
-PROMPTS, BEAMS, BATCHES = (512, 1024, 2048, 4096), (4, 8, 16), (1, 2, 4, 8, 16, 32, 64)
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
+PASSES, WARM = sized((100, 60), (8, 4))
+PROMPTS, BEAMS, BATCHES = sized(((512, 1024, 2048, 4096), (4, 8, 16), (1, 2, 4, 8, 16, 32, 64)), ((64,), (4,), (1, 8)))
+SHARES = sized((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75), (0.5,))
 LAYERS = {"2 of 8": (2, 1), "8 of 8": (8, 4), "8 of 128": (8, 1), "64 of 64": (64, 4), "128 of 128": (128, 16)}
 """Experts that a layer asks for, and tokens of each on the mean."""
-DECIDED, ROUNDS = 300, 5
+DECIDED, ROUNDS = sized((300, 5), (4, 1))
 TEXT, NEW_TOKENS = "The river rises in the hills north of the town", 24
 EXPERT_BYTES = expert_of(4)[1].nbytes
 

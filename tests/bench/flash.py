@@ -28,10 +28,11 @@ from tests.bench.flash_race import step_race, today_race
 from tests.bench.flash_shapes import SHAPES, recorded, shape_rows
 from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, table, write
+from tests.bench.sized import sized
 from tests.bench.streamed import THREADS
 from tests.cgroups import missing
 
-SECONDS, ROUNDS = 0.5, 3
+SECONDS, ROUNDS = sized((0.5, 3), (0.05, 1))
 STEPPED, STEP_DEVICES = ("opt",), ("ssd", "board")
 """Where everything is asked for at each token."""
 SSD = "ssd"
@@ -89,7 +90,7 @@ def main() -> None:
     there = [name for name, subject in SUBJECTS.items() if subject.is_there]
     parser = argparse.ArgumentParser(description="Single neurons in place of whole experts.")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *RACES], default=[*PARTS, *RACES])
-    parser.add_argument("--models", nargs="+", choices=there, default=there)
+    parser.add_argument("--models", nargs="+", choices=there, default=sized(there, ["g2p"]))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()

@@ -16,6 +16,7 @@ from moert.pack.predictor import PREDICTOR
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import add_to_pack
 from tests.bench.devices import PROCESS_BYTES
+from tests.bench.sized import sized
 from tests.bench.stream_packs import expert_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ WHOLE, COLUMNS, BUNDLED = "expert", "columns", "neuron"
 """Layouts, as --layout calls them: each expert whole; in blocks of neurons whose columns lie apart from their rows, or
 beside them."""
 BITS = 4
-ORDER_INPUTS, ORDER_WINDOWS, CONTEXT = 2000, 100, 256
+ORDER_INPUTS, ORDER_WINDOWS, CONTEXT = sized(2000, 50), sized(100, 2), 256
 """Of calibration text, that say in which order neurons lie: inputs, or windows of so many tokens."""
 
 
@@ -58,7 +59,7 @@ class Subject:
 MARKED = "calib_data/marked_words.py"
 SUBJECTS = {
     "opt": Subject("opt", "wiki", True, 24, 64, 64, "perplexity", prompt_tokens=16),
-    "g2p": Subject("g2p", "g2p", False, 60, 400, 24, "rouge2"),
+    "g2p": Subject("g2p", "g2p", False, sized(60, 4), sized(400, 20), 24, "rouge2"),
     "marks": Subject("marks", "marks", False, 6, 100, 160, MARKED, predicted=False),
     "marks_sparse": Subject("marks_sparse", "marks", True, 6, 100, 160, MARKED),
 }

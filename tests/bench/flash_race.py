@@ -23,11 +23,12 @@ from tests.bench.flash_packs import (
 from tests.bench.flash_rows import HALF, NAIVE, NAMED, NEURONS, TODAY, TODAY_AIM, raced_rows, steps_rows, today_rows
 from tests.bench.race import Entry, of_setting, race
 from tests.bench.result import Row
+from tests.bench.sized import sized
 from tests.bench.stream_packs import layer_bytes
 from tests.bench.streamed import Setting
 
 SHARES = (0.25, 0.5, 0.75)
-WARM_TOKENS, TIMED_TOKENS = 48, 64
+WARM_TOKENS, TIMED_TOKENS = sized((48, 64), (4, 4))
 
 
 @dataclass(frozen=True)

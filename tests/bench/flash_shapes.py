@@ -49,6 +49,7 @@ from tests.bench.result import Row
 from tests.bench.runner import Runner
 from tests.bench.shape_list import described
 from tests.bench.shaped import DENSE, write_pack
+from tests.bench.sized import sized
 from tests.bench.stream_packs import expert_bytes, layer_bytes
 from tests.bench.streamed import Setting
 from tests.published import PUBLISHED
@@ -56,7 +57,7 @@ from tests.random_predictor import random_layer
 
 BESIDE_BYTES = 120_000_000
 """About what Python, its libraries, keys, values and what the engine leaves free take."""
-LEAST_SECONDS, TIMED_TOKENS = 4.0, 4
+LEAST_SECONDS, TIMED_TOKENS = sized(4.0, 0.1), 4
 """Of a turn, in which whole parts write a few tokens; and tokens whose time is taken apart."""
 WARM_TOKENS = {NAIVE: 1, TODAY: 4, NEURONS: 32, NAMED: 32}
 

@@ -23,6 +23,7 @@ from moeconv.conversion.conversion import Conversion
 from moeconv.progress import unseen
 from tests.bench.result import Row, context, table, write
 from tests.bench.signals import correlation
+from tests.bench.sized import sized
 
 FOLDER = Path("build/bench/gradients")
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -109,7 +110,7 @@ def plan_rows(name: str, exact: ConversionReport, gradients: ConversionReport) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The sweep by gradients beside the exact one.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=sized(list(MODELS), ["g2p"]))
     asked = parser.parse_args()
     shutil.rmtree(FOLDER, ignore_errors=True)
     rows = [row for name in asked.models for row in rows_of(name)]

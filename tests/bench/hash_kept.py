@@ -12,11 +12,12 @@ from moert.engine import Engine
 from moert.pack.reader import Pack
 from tests.bench.hash_packs import Subject, heldout, inputs
 from tests.bench.result import Row
+from tests.bench.sized import sized
 from tests.bench.streamed import THREADS
 
 KEPT_AIM = 0.98
 ROUTINGS = {"routers": "exact", "hash": "hash"}
-WINDOWS = 24
+WINDOWS = sized(24, 2)
 SAMPLES = 4
 """Times as many inputs as elsewhere."""
 

@@ -17,10 +17,11 @@ from tests.bench.hash_packs import LENGTHS, Subject, inputs
 from tests.bench.hash_watch import foresight_of, read
 from tests.bench.result import Row, row_of_runs
 from tests.bench.routing import Replaced
+from tests.bench.sized import sized
 from tests.bench.streamed import THREADS
 
 SAVED_AIM, SPEED_AIM = 80.0, 1.0
-ROUNDS = 5
+ROUNDS = sized(5, 1)
 AT_ONCE = 10
 """Inputs of a round."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.reader import MANIFEST, Pack, is_pack
+from tests.bench.sized import sized
 from tests.bench.stream_packs import DEMO
 
 FOLDER = Path("build/bench/hash")
@@ -45,7 +46,7 @@ class Subject:
 
 
 SUBJECTS = {
-    "g2p": Subject("g2p", "g2p", (7, 10), 150, 24, "rouge2"),
+    "g2p": Subject("g2p", "g2p", (7, 10), sized(150, 4), sized(24, 8), "rouge2"),
     "marks": Subject("marks", "marks", (42, 68), 12, 160, "calib_data/marked_words.py"),
     "wiki": Subject("wiki", "wiki", (16, 64, 256), 3, 32, "perplexity"),
     "wikids": Subject("wikids", "wiki", (16, 64, 256), 3, 32, "perplexity"),

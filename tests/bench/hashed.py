@@ -25,10 +25,11 @@ from tests.bench.hash_race import race_rows, raced
 from tests.bench.hash_rows import hit_rows, recall_rows
 from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, table, write
+from tests.bench.sized import sized
 from tests.bench.streamed import THREADS
 from tests.cgroups import missing
 
-SECONDS, ROUNDS = 0.5, 5
+SECONDS, ROUNDS = sized((0.5, 5), (0.05, 1))
 
 
 def function_rows(subject: Subject) -> Iterator[Row]:
@@ -94,8 +95,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Knowing the experts beforehand, by the tables of those who did.")
     parts = [*PARTS, SPEED]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
-    parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=list(DEVICES))
+    parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=sized(list(SUBJECTS), ["g2p"]))
+    parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=sized(list(DEVICES), ["nvme"]))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a turn")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()

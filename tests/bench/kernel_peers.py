@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from tests.bench.kernel_cases import Case, vector
 from tests.bench.kernel_weights import Shape
+from tests.bench.sized import sized
 
 SITE = Path("build/peers/kernels")
 GROUPS = (32, 64)
-SOME = 320 << 20  # bytes: far more than any cache holds
+SOME = sized(320 << 20, 16 << 20)  # bytes: far more than any cache holds
 
 
 class PeerMissing(Exception):

@@ -10,8 +10,9 @@ import numpy as np
 from moert.kernels.arena import Arena
 from moert.kernels.structs import KINDS, Matrix
 from moert.pack.codec import n_groups, row_bytes
+from tests.bench.sized import sized
 
-WORKING_SET = 448 << 20  # bytes: room for two heads of 16 bits
+WORKING_SET = sized(448 << 20, 224 << 20)  # bytes: room for two heads of 16 bits
 FLOATS = {16: KINDS["BF16"], 32: KINDS["F32"]}  # bits → kind
 
 Shape = tuple[int, int]

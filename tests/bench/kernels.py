@@ -22,6 +22,7 @@ from tests.bench.bandwidth import buffer, reader
 from tests.bench.kernel_cases import Case, Kernels, Olmoe, Widths
 from tests.bench.kernel_weights import FLOATS, Material
 from tests.bench.result import Row, context, isa, row_of_runs, table, write
+from tests.bench.sized import sized
 
 OLMOE = Olmoe()
 INWARD, OUTWARD = (OLMOE.d_ff, OLMOE.d_model), (OLMOE.d_model, OLMOE.d_ff)
@@ -31,8 +32,8 @@ WITH_TILES = 500.0  # GMAC/s of many tokens, where the processor has tiles
 GROUP = 64
 OTHER_GROUPS = {32: "groups of 32", 128: "groups of 128", 0: "one scale a row"}
 MIXED = [Widths(2, 3, 4)] * 6 + [Widths(8, 8, 8)] * 2
-TOKENS = (1, 8, 64, 512)
-PASS_MACS = 4 << 30  # of many tokens
+TOKENS = sized((1, 8, 64, 512), (1, 8))
+PASS_MACS = sized(4 << 30, 64 << 20)  # of many tokens
 REST_S = 0.01  # the threads of others look for work a while before they sleep
 
 Times = Mapping[str, Sequence[float]]
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run, not how fast")
     arguments = parser.parse_args()
-    started, rounds = time.perf_counter(), 2 if arguments.quick else 15
+    started, rounds = time.perf_counter(), sized(2 if arguments.quick else 15, 1)
     found = library.load()
     if found is None:
         raise SystemExit(library.missing_note())
@@ -161,7 +162,7 @@ def main() -> None:
         rows = list(bandwidth_rows(kernels, material, arguments.threads, rounds))
         rows += step_rows(kernels, rounds)
         rows += product_rows(kernels, arguments.threads, rounds)
-    rows += instruction_set_rows(found, material, max(2, rounds // 3))
+    rows += instruction_set_rows(found, material, max(sized(2, 1), rounds // 3))
     settings = {"threads": arguments.threads, "rounds": rounds, "seconds": round(time.perf_counter() - started)}
     path = write("kernels", context(settings, ["onnxruntime"]), rows)
     print(table(rows))

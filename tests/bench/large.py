@@ -31,6 +31,7 @@ from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.shape_list import config_of, described
 from tests.bench.shaped import DENSE, SEED, write_pack
+from tests.bench.sized import sized
 from tests.bench.stream import DEVICES, LLAMA, alive, disk_bytes_per_s, tell
 from tests.bench.stream_packs import add_paths, expert_bytes, uniform_pack
 from tests.bench.stream_rows import bound_rows, llama_rows, speed_rows
@@ -39,10 +40,10 @@ from tests.cgroups import missing
 
 FOLDER = Path("build/bench/large")
 ROUTED_LIKE = "wikids"
-HELDOUT_WINDOWS, CALIBRATION_WINDOWS = 2, 4
+HELDOUT_WINDOWS, CALIBRATION_WINDOWS = sized((2, 4), (1, 1))
 """Of each stream."""
-SECONDS, ROUNDS, STARTS = 8.0, 3, 3
-WARM_TOKENS, TIMED_TOKENS, PROMPT_TOKENS = 16, 24, 2048
+SECONDS, ROUNDS, STARTS = sized((8.0, 3, 3), (0.05, 1, 1))
+WARM_TOKENS, TIMED_TOKENS, PROMPT_TOKENS = sized((16, 24, 2048), (2, 2, 64))
 MOERT, RESIDENT = "moert", "moert, all in memory"
 GB = 10**9
 
@@ -88,10 +89,10 @@ class Large:
 
 
 MODELS = {
-    "olmoe": Large("olmoe", 4, "Q4_K", (1 * GB, 2 * GB)),
-    "qwen3": Large("qwen3", 2, "Q2_K", (2 * GB, 4 * GB), more=3, every=8),
+    "olmoe": Large("olmoe", 4, "Q4_K", sized((1 * GB, 2 * GB), (1 * GB,))),
+    "qwen3": Large("qwen3", 2, "Q2_K", sized((2 * GB, 4 * GB), (1 * GB,)), more=3, every=8),
 }
-NAMES = ("ssd", "nvme")
+NAMES = sized(("ssd", "nvme"), ("nvme",))
 
 
 def routed_rows(large: Large, device: Device, memory_bytes: int, failed: list[str]) -> list[Row]:

@@ -24,14 +24,15 @@ from tests.bench.less_rows import against_alone, asked_rows, speed_rows
 from tests.bench.race import Device, Entry, of_setting, race
 from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, table, write
+from tests.bench.sized import sized
 from tests.bench.stream import DEVICES, alive, disk_bytes_per_s, memory_bytes
 from tests.bench.stream_packs import Packs, expert_bytes, prompts
 from tests.bench.streamed import THREADS, Setting
 from tests.cgroups import missing
 
-ASKED = ("wiki", "wikids")
-RACED = ("ssd", "nvme")
-SECONDS, ROUNDS, NEW_TOKENS = 3.0, 5, 192
+ASKED = tuple(name for name in ("wiki", "wikids") if name in PLAIN)
+RACED = sized(("ssd", "nvme"), ("nvme",))
+SECONDS, ROUNDS, NEW_TOKENS = sized((3.0, 5, 192), (0.05, 1, 8))
 
 
 def entries_of(name: str, packs: Mapping[float, Path], resident: Path) -> list[Entry]:

@@ -19,20 +19,21 @@ from moert.models.recent import Recent
 from moert.models.router import PreferringRouter
 from tests.bench.less_packs import text_of
 from tests.bench.result import Row, row_of_runs
+from tests.bench.sized import sized
 
 ROUTINGS = ("exact", "50%", "25%")
-WORDS = 1000
-TEXTS, TEXT_TOKENS, TEXT_WORDS = 8, 125, 8  # that are written freely, a thousand tokens together
+WORDS = sized(1000, 8)
+TEXTS, TEXT_TOKENS, TEXT_WORDS = sized((8, 125, 8), (1, 8, 8))  # that are written freely, a thousand tokens together
 SHORT = {"max_new_tokens": 24, "ignore_eos": True}
-DECISIONS, TURNS, DECISION_AIM = 2000, 5, 5.0
+DECISIONS, TURNS, DECISION_AIM = sized(2000, 20), sized(5, 1), 5.0
 
 
 def rows(packs: Mapping[str, Path]) -> list[Row]:
     """`packs`: those of --resident."""
     found = [row for name, pack in packs.items() for row in same_rows(name, pack)]
-    found += [row for name in ("wiki", "wikids") for row in decision_rows(name, packs[name])]
+    found += [row for name in ("wiki", "wikids") if name in packs for row in decision_rows(name, packs[name])]
     found += word_rows(packs["g2p"])
-    return [*found, *(row for name in ("wiki", "wikids") for row in text_rows(name, packs[name]))]
+    return [*found, *(row for name in ("wiki", "wikids") if name in packs for row in text_rows(name, packs[name]))]
 
 
 def texts(name: str, count: int) -> list[str]:

@@ -25,14 +25,15 @@ from moert.pack.files import write_atomically
 from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
 from moert.pack.reader import MANIFEST, Pack
 from tests.bench.opened import opened
+from tests.bench.sized import sized
 
 FOLDER = Path("build/bench/less")
 PLAIN = {name: Path(f"build/demo/{name}.pack") for name in ("wiki", "g2p")} | {
-    name: Path(f"build/references/{name}.pack") for name in ("wikids", "marks")
+    name: Path(f"build/references/{name}.pack") for name in sized(("wikids", "marks"), ())
 }
 """Packs of --loss 5% alone, as `make demo` and `make report` left them with their work directories."""
 SHARES = (0.25, 0.5)
-BEYOND = (0.005, 0.01)
+BEYOND = sized((0.005, 0.01), (0.01,))
 """What routing may lose beyond the widths."""
 
 

@@ -21,6 +21,7 @@ from tests.bench.less_rows import speed_rows
 from tests.bench.llama import file_of
 from tests.bench.race import Entry, of_llama, of_setting, race
 from tests.bench.result import Row, row_of_runs
+from tests.bench.sized import sized
 from tests.bench.stream import DEVICES, LLAMA, SAME_AS_Q2_K, alive, disk_bytes_per_s, memory_bytes, tell
 from tests.bench.stream_packs import HELDOUT_WINDOWS, Packs, expert_bytes, shaped
 from tests.bench.stream_rows import ratios
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from moert.models.router import PreferringRouter
 
 NAME = "olmoe-shaped"
-SECONDS, ROUNDS = 2.0, 3
+SECONDS, ROUNDS = sized((2.0, 3), (0.05, 1))
 BESIDE_LLAMA, LLAMA_AIM = 0.5, 15.0
-TOKENS, HALVINGS = 64, 10  # that a bonus is tried on, and how often
+TOKENS, HALVINGS = sized((64, 10), (4, 2))  # that a bonus is tried on, and how often
 
 
 def rows(

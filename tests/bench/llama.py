@@ -1,14 +1,16 @@
 """llama.cpp as a peer, run by the Python of build/peers/llama: writes the OLMoE-shaped GGUF files and times them.
 
 `python -m tests.bench.llama make` writes the files, `python -m tests.bench.llama like PACK KIND OUT` one of the model
-of a pack, and `python -m tests.bench.llama FILE [--no-repack] [--no-mmap] [--long]` runs one as a session of
-tests/bench/runner.py. A file that is mapped comes into memory page by page as it is used; without, all of it is read at
-the start. Room for the keys and values of a context is taken at the start as well, of a `--long` one more.
+of a pack, `python -m tests.bench.llama built` says with what it was compiled, and `python -m tests.bench.llama FILE
+[--no-repack] [--no-mmap] [--long]` runs one as a session of tests/bench/runner.py. A file that is mapped comes into
+memory page by page as it is used; without, all of it is read at the start. Room for the keys and values of a context is
+taken at the start as well, of a `--long` one more.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +220,14 @@ def expert_bits(path: Path) -> float:
     return 8 * sum(int(tensor.n_bytes) for tensor in experts) / sum(int(tensor.n_elements) for tensor in experts)
 
 
+def built() -> str:
+    """Returns the processor's extensions that the library was compiled with and finds here, in its own words."""
+    import llama_cpp
+
+    found = re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode())
+    return ", ".join(name for name in found if name not in ("OPENMP", "LLAMAFILE", "REPACK"))
+
+
 class Llama:
     """A session (see tests/bench/runner.py) of llama.cpp's own C functions, without the package's Python loop."""
 
@@ -292,6 +302,8 @@ class Llama:
 def main() -> None:
     if sys.argv[1:] == ["make"]:
         make()
+    elif sys.argv[1:] == ["built"]:
+        print(built())
     elif sys.argv[1:2] == ["like"]:
         pack, kind, out = sys.argv[2:]
         make_like(Path(pack), kind, Path(out))

@@ -20,12 +20,16 @@ from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.sized import sized
 from tests.shapes import Shape
 from tests.tiny_packs import DECODER_SHAPE, write_pack
 
 FOLDER = Path("build/bench/many")
-RUNS, COPIES = 7, 3
-PACKS = {"6,144 experts (48 × 128)": (48, 128, 0.3, 20.0), "14,848 experts (58 × 256)": (58, 256, 0.8, None)}
+RUNS, COPIES = sized((7, 3), (1, 1))
+PACKS = sized(
+    {"6,144 experts (48 × 128)": (48, 128, 0.3, 20.0), "14,848 experts (58 × 256)": (58, 256, 0.8, None)},
+    {"32 experts (2 × 16)": (2, 16, 0.3, 20.0)},
+)
 """Layers, experts in each, seconds until an engine is ready at most, MB that it holds beside weights at most."""
 
 

@@ -31,11 +31,12 @@ from moeconv.promise.judging import estimate
 from moert.pack.manifest import LossEstimate
 from tests.bench.opened import opened
 from tests.bench.result import Row, context, table, write
+from tests.bench.sized import sized
 
 FOLDER = Path("build/bench/mixed")
-MODELS = ("wiki", "wikids")
+MODELS = sized(("wiki", "wikids"), ("wiki",))
 EXPERTS = (16, 4, 3, 2)
-NARROWER = (8, 4, 3, 2)
+NARROWER = sized((8, 4, 3, 2), (4,))
 ATTENTION, ALL = "attention", "all"
 MB = 1e6
 

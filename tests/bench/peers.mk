@@ -15,25 +15,33 @@ $(PEERS_DIR)/.built: tests/bench/peers.txt tests/bench/ggml/sdist.txt tests/benc
 	cmake --build $(PEERS_DIR)/ggml --target ggml-base --parallel 2
 	@touch $@
 
-# llama.cpp whole, for `make bench-peers` and `make bench-stream`: the package's own library and bindings, compiled for
-# this processor with the options that tests/bench/llama_flags.py chooses; options.txt keeps them for the bench.
+# llama.cpp whole: the package's own library and bindings in an environment of its own, compiled without options, as pip
+# compiles it where it is installed, and its processor's part once more as the released wheels have it.
 LLAMA_DIR := $(PEERS_DIR)/llama
+LLAMA_CMAKE := -S $(LLAMA_DIR)/src -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_CCACHE=OFF \
+    -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_APP=OFF
 
-$(LLAMA_DIR)/.built: tests/bench/peers-llama.txt tests/bench/ggml/sdist.txt tests/bench/llama_flags.py | .ci/constraints.txt
-	@command -v cmake >/dev/null || { echo 'llama.cpp is built with cmake and a C++ compiler: install them'; exit 1; }
-	@echo 'building llama.cpp in $(LLAMA_DIR): about ten minutes on two cores'
+# All but the library: enough to see that this Python has what the benches' modules import there.
+$(LLAMA_DIR)/.environment: tests/bench/peers-llama.txt | .ci/constraints.txt
 	rm -rf $(LLAMA_DIR)
 	$(PYTHON) -m venv $(LLAMA_DIR)
-	mkdir $(LLAMA_DIR)/src
-	$(PYTHON) tests/bench/llama_flags.py >$(LLAMA_DIR)/options.txt
 	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(LLAMA_DIR)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
 	    -c .ci/constraints.txt -r tests/bench/peers-llama.txt
+	@touch $@
+
+$(LLAMA_DIR)/.built: $(LLAMA_DIR)/.environment tests/bench/ggml/sdist.txt
+	@command -v cmake >/dev/null || { echo 'llama.cpp is built with cmake and a C++ compiler: install them'; exit 1; }
+	@echo 'building llama.cpp in $(LLAMA_DIR): about ten minutes on two cores'
+	rm -rf $(addprefix $(LLAMA_DIR)/,src build released)
+	mkdir $(LLAMA_DIR)/src
 	$(LLAMA_DIR)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
 	    --dest $(LLAMA_DIR) -r tests/bench/ggml/sdist.txt
 	tar -xzf $(LLAMA_DIR)/llama_cpp_python-*.tar.gz --strip-components=3 -C $(LLAMA_DIR)/src --wildcards '*/vendor/llama.cpp'
-	cmake -S $(LLAMA_DIR)/src -B $(LLAMA_DIR)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_CCACHE=OFF \
-	    -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_APP=OFF $$(cat $(LLAMA_DIR)/options.txt)
+	cmake $(LLAMA_CMAKE) -B $(LLAMA_DIR)/build
 	cmake --build $(LLAMA_DIR)/build --target llama --parallel 2
+	cmake $(LLAMA_CMAKE) -B $(LLAMA_DIR)/released -DGGML_NATIVE=off
+	cmake --build $(LLAMA_DIR)/released --target ggml-cpu --parallel 2
+	cp -an $(LLAMA_DIR)/build/bin/lib*.so* $(LLAMA_DIR)/released/bin
 	package=$$(echo $(LLAMA_DIR)/lib/python3*/site-packages/llama_cpp) && mkdir -p "$$package/lib" && \
 	    cp -a $(LLAMA_DIR)/build/bin/lib*.so* "$$package/lib"
 	$(LLAMA_DIR)/bin/python -c 'import gguf, llama_cpp'

@@ -49,6 +49,7 @@ from moeconv.errors import TargetMissed
 from moeconv.progress import bar
 from tests.bench import promise_documents
 from tests.bench.result import FOLDER, Row, context, row_of_runs, table, write
+from tests.bench.sized import sized
 
 CONFIDENCE = 0.95
 TIMID = 0.6  # of the target
@@ -74,7 +75,15 @@ class Case:
 
 
 CASES = (
-    Case("g2p", "perplexity", 0.003, (2, 4), samples=3000, sweep_samples=16, heldout_samples=4000),
+    Case(
+        "g2p",
+        "perplexity",
+        0.003,
+        (2, 4),
+        samples=sized(3000, 200),
+        sweep_samples=sized(16, 4),
+        heldout_samples=sized(4000, 200),
+    ),
     Case("wiki", "perplexity", 0.05, (2, 4), samples=61, sweep_samples=2, heldout_samples=61),
     Case("wiki", "perplexity", 0.04, (2, 4), samples=61, sweep_samples=2, heldout_samples=61, suffix=".txt"),
 )
@@ -241,10 +250,10 @@ def task(case: Case, seed: int) -> Split:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Conversions over random splits of the reference data.")
-    parser.add_argument("--splits", type=int, default=20)
+    parser.add_argument("--splits", type=int, default=sized(20, 1))
     parser.add_argument("--jobs", type=int, default=2, help="Processes, of one thread each.")
     models = list(dict.fromkeys(case.model for case in CASES))
-    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--models", nargs="+", choices=models, default=sized(models, ["g2p"]))
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.model in arguments.models]
     done: dict[str, list[Split]] = {case.name: [] for case in cases}

@@ -18,14 +18,15 @@ from moeconv.measure.metrics import F64, METRICS
 from moeconv.promise.bound import Terms, upper_bounds
 from moeconv.promise.evidence import Evidence
 from tests.bench.result import Row
+from tests.bench.sized import sized
 
-DOCUMENTS = (10, 20, 30, 50, 100, 300)
+DOCUMENTS = sized((10, 20, 30, 50, 100, 300), (10, 30))
 RATIOS = (0.5, 1.0, 4.0)
 WITHIN = {"low": 0.05, "high": 0.7}  # share of the damage's variance that is the document's
 WINDOWS = 8  # of a document, on average
 LOSS, DEVIATION = 0.03, 0.05
 ALLOWED = 0.02  # that coverage may lie below the confidence
-ROUNDS, PLANS, DRAWS = 10, 200, 1000
+ROUNDS, PLANS, DRAWS = sized((10, 200, 1000), (1, 20, 50))
 
 Rng = np.random.Generator
 

@@ -29,9 +29,10 @@ from tests.bench.apart import Apart, Failure
 from tests.bench.likelihood import Likelihoods
 from tests.bench.peers import I_QUANTS, K_QUANTS, Coded, gguf, hqq, hqq_group_size, import_peers
 from tests.bench.result import Row, context, table, write
+from tests.bench.sized import sized
 from tests.bench.subject import DOCUMENTS, FITTING, SIZES, SPLITS, Quantized, Result, Subject
 
-NAMES = ("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}")
+NAMES = sized(("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}"), ("wiki",))
 GPTQ, OTHERS = (("gptq", 0), ("gptq", 64), ("gptq", 128)), (("channel", 0), ("group", 32), ("group", 64))
 LIMITS = {2: 2.625, 3: 3.4375, 4: 4.5}  # width → the effective bits of the K-quant of that width
 WIDTHS = (2, 3, 4, 8)

@@ -12,9 +12,10 @@ from moeconv.quantizers import QUANTIZERS, Inputs
 from moert.pack.codec import F32
 from tests.bench.peers import Ggml, hqq
 from tests.bench.result import Row, row_of_runs
+from tests.bench.sized import sized
 
-SHAPES = {"1024 × 4096": (1, 1024, 4096), "64 experts of 256 × 128": (64, 256, 128)}
-RUNS = 3
+SHAPES = sized({"1024 × 4096": (1, 1024, 4096), "64 experts of 256 × 128": (64, 256, 128)}, {"64 × 256": (1, 64, 256)})
+RUNS = sized(3, 1)
 SLOW_S = 10.0  # what takes longer is run once after the turn that is not counted
 AIM = 50.0  # million weights a second, for `group` at 4 bits
 

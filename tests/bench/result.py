@@ -20,6 +20,7 @@ from typing import Any
 from moert.command.system import system_facts
 from moert.kernels import library
 from moert.pack.files import write_atomically
+from tests.bench.sized import SMOKE
 
 STARTED_S = time.monotonic()
 FOLDER = Path("build/bench")
@@ -89,12 +90,13 @@ def row_of_runs(name: str, values: Sequence[float], unit: str) -> Row:
 def context(settings: Mapping[str, Any], packages: Sequence[str] = ()) -> dict[str, Any]:
     """Where and with what a bench ran; `packages` are those whose versions matter beside numpy, torch, transformers.
 
-    `seconds` counts from the import of this module, with which a bench starts.
+    With `--smoke` the commit counts as changed, so that nothing of it is kept. `seconds` counts from the import of this
+    module, with which a bench starts.
     """
     commit, changed = _commit()
     return {
         "commit": commit,
-        "changed": changed,
+        "changed": changed or SMOKE,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - STARTED_S),
         "hardware": _hardware(),

@@ -25,11 +25,12 @@ from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 from moert.pack.reader import Pack
 from tests.bench.result import Row, context, table, write
+from tests.bench.sized import sized
 from tests.kept_keys import NarrowKeys, WideKeys
 from tests.parity.packs import open_model
 
 F64 = npt.NDArray[np.float64]
-WINDOW, WINDOWS, WORDS = 256, 96, 600
+WINDOW, WINDOWS, WORDS = 256, sized(96, 2), sized(600, 20)
 PACKS = {"g2p": Path("build/demo/g2p.pack"), "wiki": Path("build/demo/wiki.pack")}
 
 

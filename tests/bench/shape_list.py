@@ -14,6 +14,7 @@ import torch
 from moeconv.source.archs import Description
 from moeconv.source.archs.source import FP8_SCALES, Source
 from moeconv.source.outline import CONFIG, Outline
+from tests.bench.sized import SMOKE
 from tests.published import PUBLISHED
 
 MODELS = {
@@ -38,6 +39,11 @@ _MATRICES = ("into", "attended", "out of", "expert")
 _SILENT: Mapping[str, Kind] = {"expert.up.bias": "threshold", "expert.down.weight": "fired"}
 Form = Literal["fp8", "fp8 scales", "fp4", "fp4 scales"]
 
+_NARROW = {
+    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+"""Sizes in the place of published ones, where only shown is that a bench runs."""
 _BLOCK, _GROUP = 128, 32
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8 scales": torch.float32, "fp4": torch.uint8, "fp4 scales": torch.uint8}
 
@@ -68,6 +74,8 @@ class Stored:
 def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
     """A key of MODELS, cut after so many layers; None for all. Raises ValueError for more than it has."""
     config = dict(PUBLISHED[MODELS[model]])
+    if SMOKE:
+        config |= {name: value for name, value in _NARROW.items() if name in config}
     has = config["num_hidden_layers"]
     least = config.get("first_k_dense_replace", 0) + 1
     if layers is not None and not least <= layers <= has:

@@ -22,7 +22,7 @@ from moert.pack.manifest import BACKBONE, Dense, Quantization
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.neurons import DOWN, Neurons
 from moert.pack.reader import Pack, is_pack
-from moert.pack.writer import PackWriter
+from tests.bench.sized import sized
 from tests.shapes import Shape, every, frequencies, shapes_of
 
 FOLDER = Path("build/bench/shaped")
@@ -36,7 +36,8 @@ OLMOE_SHAPE = Shape(
     50304, d_model=2048, n_heads=16, n_kv_heads=16, head_dim=128, decoder=every(6), num_experts=64, top_k=8, d_ff=1024,
     scale=128**-0.5, qk_norm=True, max_positions=16384, family="olmoe",
 )  # fmt: skip
-OLMOE = OLMOE_SHAPE.spec
+NARROW_SHAPE = OLMOE_SHAPE.but(vocab_size=2048, d_model=256, n_heads=2, n_kv_heads=2, d_ff=256)
+OLMOE = sized(OLMOE_SHAPE, NARROW_SHAPE).spec
 
 
 def weight(name: str, shape: tuple[int, ...]) -> F32:
@@ -96,6 +97,8 @@ def write_pack(
     creator = json.dumps(["shaped", SEED, stated, dict(dense), *(["alike"] if alike else []), *laid])
     if _is_there(out, creator):
         return
+    from moert.pack.writer import PackWriter  # llama.cpp's Python has this module's numbers, and no safetensors
+
     out.parent.mkdir(parents=True, exist_ok=True)
     quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)), neurons=neurons)
     writer = PackWriter(out, spec, quantization, creator)

@@ -24,7 +24,6 @@ from moert.pack.files import write_atomically
 from tests.bench.shape_list import MODELS, Stored, config_of
 from tests.bench.virtual import SEED, VirtualTensors
 from tests.bench.virtual_run import mark
-from tests.published import PUBLISHED
 
 TOKENIZER = Path("recipes/models/wiki")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -38,7 +37,7 @@ _NAMES = {
 
 def depth_of(model: str) -> int:
     """Layers as published."""
-    return int(PUBLISHED[MODELS[model]]["num_hidden_layers"])
+    return int(config_of(model)["num_hidden_layers"])
 
 
 def shards(tensors: Sequence[Stored], shard_bytes: int) -> list[list[Stored]]:

@@ -25,6 +25,7 @@ from tests.bench.shapes import depth_of, write_outline
 from tests.bench.size_bounds import Bounds, coding_s, measured
 from tests.bench.size_rows import Aim, growth_rows, rows_of, step_rows
 from tests.bench.size_run import Ran, conversion, forget, run
+from tests.bench.sized import sized
 from tests.bench.virtual import SEED
 from tests.bench.virtual_run import VIRTUAL, mark
 from tests.cgroups import missing
@@ -33,7 +34,7 @@ GIB = 1 << 30
 FOLDER = Path("build/bench/size")
 TEXT = Path("build/data/wiki/calibration.jsonl")
 PLAIN = ("--bits", "4", "--quantizer", "group")
-WINDOWS, CONTEXT = 64, 256
+WINDOWS, CONTEXT = sized(64, 4), 256
 FITTED = (
     "--loss", "5%", "--quantizer", "gptq", "--signal", "fisher", "--memory", "4GB", "--calib", str(TEXT),
     "--context", str(CONTEXT), "--samples", str(WINDOWS * 3 // 4), "--sweep-samples", str(WINDOWS // 4),
@@ -165,11 +166,13 @@ def _there(olmoe: Path) -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Convert models of published sizes in little memory.")
     parser.add_argument("--olmoe", type=Path, default=FOLDER / "olmoe", help="where OLMoE-1B-7B lies, or is written to")
-    parser.add_argument("--layers", default="1,2,4", help="after how many layers Mixtral is cut")
+    parser.add_argument("--layers", default=sized("1,2,4", "1"), help="after how many layers Mixtral is cut")
     parser.add_argument(
-        "--growth", default="1,2,4,8,16", help="after how many layers OLMoE is cut to see how time grows"
+        "--growth", default=sized("1,2,4,8,16", "1,2"), help="after how many layers OLMoE is cut to see how time grows"
     )
-    parser.add_argument("--cut", default="1,2", help="after how many layers OLMoE is cut to see what a loss takes")
+    parser.add_argument(
+        "--cut", default=sized("1,2", "1"), help="after how many layers OLMoE is cut to see what a loss takes"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path, default=FOLDER, help="where packs are written, and removed again")
     return parser.parse_args()

@@ -16,9 +16,10 @@ from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import ExpertKey
 from tests.bench.size_run import forget
+from tests.bench.sized import sized
 
-READ_BYTES, WRITTEN_BYTES, BLOCK = 1 << 30, 512 << 20, 8 << 20
-RUNS, CODED_BATCHES = 5, 3
+READ_BYTES, WRITTEN_BYTES, BLOCK = sized(1 << 30, 64 << 20), sized(512 << 20, 16 << 20), 8 << 20
+RUNS, CODED_BATCHES = sized((5, 3), (1, 1))
 
 
 @dataclass(frozen=True)

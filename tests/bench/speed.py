@@ -1,10 +1,11 @@
 """`make bench-peers`: the runtime beside llama.cpp on one model of OLMoE's shape, and beside transformers on our own.
 
 The programs are loaded at once, each in a process of its own, and work in turns on the same token ids. llama.cpp runs
-twice, with its weights laid out anew when they are loaded (its default) and as they lie in the file; what is quoted is
-the median of our ratios to the better one, round by round. Experts have the same effective bits on both sides, and all
-weights are in memory before anything is timed. A program that ends loses its own rows; they are named at the end, and
-the exit status is then 1. Takes about ten minutes, and five more when the model's files are made first.
+as pip compiles it, with its weights laid out anew when they are loaded (its default) and as they lie in the file, and
+as its released wheels are compiled; what is quoted is the median of our ratios to the best, round by round. Experts
+have the same effective bits on both sides, and all weights are in memory before anything is timed. A program that ends
+loses its own rows; they are named at the end, and the exit status is then 1. Takes about ten minutes, and five more
+when the model's files are made first.
 
 Writes build/bench/peers.json.
 """
@@ -26,14 +27,16 @@ import numpy as np
 
 from tests.bench.bandwidth import read_bandwidth
 from tests.bench.llama import file_of
-from tests.bench.result import Row, context, isa, row_of_runs, table, write
+from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.runner import Runner, ending
 from tests.bench.shaped import FOLDER, OLMOE, SEED, THREADS, write_pack
 from tests.bench.sides import OURS, Measure, Sides, alternate, compared
+from tests.bench.sized import sized
 from tests.bench.whole import process_rows
 
 LLAMA_FOLDER = Path("build/peers/llama")
 LLAMA = LLAMA_FOLDER / "bin/python"
+RELEASED = f"LLAMA_CPP_LIB_PATH={LLAMA_FOLDER}/released/bin"
 DEMO = Path("build/demo")
 DENSE = {"attention": 4, "router": 16, "head": 4, "embed": 4}
 CORRELATION = 0.8  # of logits of the same weights, rounded in two ways
@@ -41,7 +44,7 @@ BUSY_SHARE = 0.45
 REFERENCES = {"g2p": 24, "wiki": 32}  # tokens written
 REFERENCE_RATIO = 5
 START_S = 0.6
-PREFILL = 3.0 if isa() == "amx" else 1.5  # llama.cpp's own tiles can't be used: see llama_flags.py
+PREFILL = 1.5
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,13 @@ class Level:
         write_pack(self.pack, widths, DENSE)
 
     def commands(self, *options: str) -> dict[str, list[str]]:
-        """By the names of their rows: ours, and the peer's two settings with the options of tests/bench/llama.py."""
+        """By the names of their rows: ours, and the peer's settings with the options of tests/bench/llama.py."""
         theirs = [str(LLAMA), "-m", "tests.bench.llama", str(file_of(self.peer)), *options]
         return {
             OURS: [sys.executable, "-m", "tests.bench.ours", str(self.pack)],
             self.peer: theirs,
             f"{self.peer}, not repacked": [*theirs, "--no-repack"],
+            f"{self.peer}, as released": ["env", RELEASED, *theirs],
         }
 
 
@@ -286,15 +290,21 @@ def make_peers_files(failures: list[str]) -> None:
         failures.append(f"making llama.cpp's files {ending(made.returncode)}: {made.stderr.strip()[-500:]}")
 
 
+def built(*before: str) -> str:
+    """Returns the extensions that llama.cpp was compiled with; a command may stand before it."""
+    return subprocess.run(
+        [*before, str(LLAMA), "-m", "tests.bench.llama", "built"], capture_output=True, text=True
+    ).stdout.strip()
+
+
 def settings(sizes: Sizes, failures: Sequence[str], seconds: float) -> dict[str, object]:
-    """What the figures depend on, llama.cpp's build among it."""
-    options = (LLAMA_FOLDER / "options.txt").read_text(encoding="utf-8").split()
+    """What the figures depend on."""
     return {
         **asdict(sizes),
         "threads": THREADS,
         "seconds": round(seconds),
         "llama_cpp_python": "0.3.36",
-        "llama_cpp_options": [option.removeprefix("-DGGML_") for option in options],
+        "llama_cpp_built": {"as pip compiles it": built(), "as released": built("env", RELEASED)},
         "failed": list(failures),
     }
 
@@ -313,11 +323,10 @@ def main() -> None:
         parts[name] = lambda sizes, _, name=name, new=new: reference_rows(name, new, sizes, failures)
     parser = argparse.ArgumentParser(description="The runtime beside llama.cpp and transformers.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; by default all")
-    parser.add_argument("--quick", action="store_true", help="one round: does it run, not how fast; writes no file")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.parts if name not in parts]:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(parts)}")
-    started, sizes = time.perf_counter(), QUICK if arguments.quick else Sizes()
+    started, sizes = time.perf_counter(), sized(Sizes(), QUICK)
     make_peers_files(failures)
     bandwidth = read_bandwidth(THREADS)
     rows = [Row("read bandwidth", bandwidth / 1e9, "GB/s")]
@@ -325,7 +334,7 @@ def main() -> None:
         rows += parts[name](sizes, bandwidth)
         print(table(rows), end="\n\n", file=sys.stderr, flush=True)
     print(table(rows))
-    if not arguments.parts and not arguments.quick:
+    if not arguments.parts:
         where = context(settings(sizes, failures, time.perf_counter() - started))
         print(f"written to {write('peers', where, rows)}")
     if failures:

@@ -31,6 +31,7 @@ from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
 from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.sized import sized
 from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped
 from tests.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
 from tests.bench.streamed import PIECE, THREADS
@@ -40,7 +41,7 @@ LLAMA = Path("build/peers/llama/bin/python")
 SAME_AS_Q2_K = "Q2_K"
 Q2_K_BITS = 8 * 84 / 256  # a block of 256 weights takes 84 bytes, and experts are in nothing else
 HALF = 0.5  # the budget of baselines that read a prompt, of llama.cpp, and of starts
-STARTS = 3
+STARTS = sized(3, 1)
 PLANNED_S = {"g2p": 90, "wiki": 90, "olmoe-shaped": 300, "llama": 60}
 """About how long a part takes on one device, until the parts before it have shown how fast this machine is."""
 DEPTHS = (2, 4, 16)  # reads at once
@@ -50,11 +51,11 @@ DEPTHS = (2, 4, 16)  # reads at once
 class Sizes:
     """Seconds of a turn, turns that count, budgets, tokens of a prompt."""
 
-    seconds: float = 2.0
-    reference_seconds: float = 0.5
-    rounds: int = 3
-    shares: Sequence[float] = (0.25, 0.5, 0.75)
-    prompt: int = 128
+    seconds: float = sized(2.0, 0.1)
+    reference_seconds: float = sized(0.5, 0.1)
+    rounds: int = sized(3, 1)
+    shares: Sequence[float] = sized((0.25, 0.5, 0.75), (0.5,))
+    prompt: int = sized(128, 16)
 
 
 def memory_bytes(packs: Packs, share: float) -> int:
@@ -175,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The runtime on imitated small devices, beside others.")
     parts = [*REFERENCES, "olmoe-shaped", "llama"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=list(DEVICES))
+    parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=sized(list(DEVICES), ["nvme"]))
     parser.add_argument("--seconds", type=float, default=Sizes.seconds, help="of a turn")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds)
     arguments = parser.parse_args()

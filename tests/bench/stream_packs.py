@@ -16,12 +16,13 @@ from moert.pack.reader import Pack, is_pack
 from tests.bench import routing
 from tests.bench.shaped import DENSE, OLMOE, write_pack
 from tests.bench.shaped import FOLDER as SHAPED
+from tests.bench.sized import sized
 
 FOLDER = Path("build/bench/stream")
 DEMO = Path("build/demo")
 REFERENCES = {"g2p": 24, "wiki": 32}
 """Tokens written after each prompt, at most."""
-HELDOUT_WINDOWS, CALIBRATION_WINDOWS = 8, 16
+HELDOUT_WINDOWS, CALIBRATION_WINDOWS = sized((8, 16), (2, 2))
 _PROMPTS, _PROMPT_TOKENS = 200, 16
 
 

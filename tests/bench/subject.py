@@ -20,9 +20,10 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
 from tests.bench.likelihood import Batch, Likelihoods, Text, judge, pairs, run, windows
 from tests.bench.peers import BLOCK, Coded
+from tests.bench.sized import sized
 
 SPLITS = ("calibration", "heldout")
-SIZES = {"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40)}
+SIZES = sized({"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40)}, {"wiki": (2, 2)})
 """Samples or windows whose inputs the quantisers see, and others, of each split, that the loss is measured on."""
 DOCUMENTS = {"g2p": "words", "marks": "articles", "wiki": "articles", "wikids": "articles"}
 """What is resampled whole."""

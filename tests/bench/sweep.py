@@ -41,10 +41,13 @@ from tests.bench.agreement import Agreement
 from tests.bench.probed import Subject
 from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.signals import Signals
+from tests.bench.sized import sized
 
-SAMPLES = {"g2p": 240, "wiki": 8, "marks": 40, "wikids": 8}  # that are timed on; windows for wiki and wikids
-COMPARED = {"g2p": 48, "wiki": 3, "marks": 6, "wikids": 3}  # that results are compared on
-LEAST_PROBES = 64  # that are compared at each width
+SAMPLES = sized(
+    {"g2p": 240, "wiki": 8, "marks": 40, "wikids": 8}, {"g2p": 24}
+)  # that are timed on; windows for wiki and wikids
+COMPARED = sized({"g2p": 48, "wiki": 3, "marks": 6, "wikids": 3}, {"g2p": 8})  # that results are compared on
+LEAST_PROBES = sized(64, 2)  # that are compared at each width
 BITS = 2
 
 
@@ -178,7 +181,7 @@ def rows_of(name: str, compared: int, samples: int, naive_probes: int) -> list[R
 def main() -> None:
     parser = argparse.ArgumentParser(description="The exact sweep beside the naive one.")
     parser.add_argument("--models", nargs="+", choices=list(SAMPLES), default=list(SAMPLES))
-    parser.add_argument("--probes", type=int, default=2, help="naive probes in each layer that are timed")
+    parser.add_argument("--probes", type=int, default=sized(2, 1), help="naive probes in each layer that are timed")
     parser.add_argument("--samples", type=int, help="timed on, instead of each model's own number")
     parser.add_argument("--compared", type=int, help="compared on, instead of each model's own number")
     arguments = parser.parse_args()

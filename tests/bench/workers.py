@@ -20,6 +20,7 @@ from tests.bench.result import Row, context, row_of_runs, table, write
 from tests.bench.size import CONTEXT, FITTED
 from tests.bench.size_rows import step_rows
 from tests.bench.size_run import Ran, forget, run
+from tests.bench.sized import sized
 from tests.cgroups import missing
 
 FOLDER = Path("build/bench/workers")
@@ -67,7 +68,7 @@ def converted(model: Path, count: int, windows: int) -> Ran:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Two Ray workers of one core each beside one.")
     parser.add_argument("--layers", type=int, default=1, help="after how many layers OLMoE is cut")
-    parser.add_argument("--windows", type=int, default=8, help=f"of {CONTEXT} tokens")
+    parser.add_argument("--windows", type=int, default=sized(8, 4), help=f"of {CONTEXT} tokens")
     parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
     if (lacks := missing()) is not None:

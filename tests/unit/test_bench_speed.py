@@ -18,7 +18,6 @@ from moert.engine import Engine
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import dequantize
 from tests.bench import bandwidth, llama, speed
-from tests.bench.llama_flags import options, processor_flags
 from tests.bench.ours import Ours
 from tests.bench.result import Row
 from tests.bench.runner import ProgramEnded, Runner, ending
@@ -210,9 +209,7 @@ def test_the_bench_goes_on_writes_what_failed_and_ends_with_1(
     (tmp_path / "bin").mkdir(parents=True)
     (tmp_path / "bin/python").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "bin/python").chmod(0o755)
-    (tmp_path / "options.txt").write_text("-DGGML_NATIVE=OFF -DGGML_AVX2=ON\n")
     (tmp_path / "summary.json").write_text("{}")
-    monkeypatch.setattr(speed, "LLAMA_FOLDER", tmp_path)
     monkeypatch.setattr(speed, "LLAMA", tmp_path / "bin/python")
     monkeypatch.setattr(speed, "DEMO", tmp_path)
     monkeypatch.setattr(speed, "LEVELS", {"4bits": speed.LEVELS["4bits"]})
@@ -234,7 +231,7 @@ def test_the_bench_goes_on_writes_what_failed_and_ends_with_1(
     assert ended.value.code != 0
     where, rows = written["peers"]
     found = json.loads(json.dumps(where))["settings"]
-    assert found["llama_cpp_options"] == ["NATIVE=OFF", "AVX2=ON"]
+    assert found["llama_cpp_built"] == {"as pip compiles it": "", "as released": ""}
     assert [line for line in found["failed"] if "status 9" in line]
     assert [row.name for row in rows] == ["read bandwidth", "4.5 bits: decode: moert"]
     assert "decode: moert" in capsys.readouterr().out
@@ -260,16 +257,6 @@ def test_both_sides_have_the_same_bits() -> None:
         bits = level.bits * (1 - share) + level.more * share + 32 / 64
         assert bits == 8 * blocks[level.peer] / 256
         assert level.peer in llama.MODELS
-
-
-def test_llama_cpp_is_built_without_amx_and_with_all_else_that_the_processor_has() -> None:
-    old = "flags\t\t: fpu sse4_2 avx avx2 fma f16c bmi2"
-    new = f"{old} avx_vnni avx512f avx512cd avx512vl avx512dq avx512bw avx512_vnni amx_tile amx_int8 amx_bf16"
-    few, many = (options("x86_64", processor_flags(f"processor : 0\n{text}\n")) for text in (old, new))
-    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512=OFF", "-DGGML_AMX_INT8=OFF"} <= {*few}
-    assert {"-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON", "-DGGML_AVX512_BF16=OFF", "-DGGML_AMX_TILE=OFF"} <= {*many}
-    assert not [each for each in (*few, *many) if "AMX" in each and each.endswith("ON")]
-    assert options("aarch64", set()) == ["-DGGML_NATIVE=ON"]
 
 
 def test_ours_goes_on_behind_a_prompt_that_is_read_once(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     ],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
 }
-SETTINGS = {"llama_cpp_options": ["NATIVE=OFF", "AVX2=ON", "AMX_INT8=OFF"], "llama_cpp_python": "0.3"}
+SETTINGS = {"llama_cpp_built": {"as released": "AVX, AVX2"}, "llama_cpp_python": "0.3"}
 
 
 @pytest.mark.parametrize("name", BLOCKS)

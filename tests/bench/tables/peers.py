@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tests.bench.result import Result
 from tests.bench.tables import Line, Part
@@ -11,11 +12,17 @@ from tests.bench.tables.demo import MODELS
 LEVELS = {"4.5 bits": "Q4_K", "2.6 bits": "Q2_K"}
 
 
+SIDES = {"": "llama.cpp", ", not repacked": "its weights as in the file", ", as released": "compiled as its wheels are"}
+"""How the rows of llama.cpp's settings end → the heads of their columns."""
+
+
 def parts(result: Result) -> Sequence[Part]:
+    sides = [side for side in SIDES if f"4.5 bits: decode: Q4_K{side}" in result.by_name]
+    both = partial(_both, sides)
     lines: list[Line] = [
-        ("", "moert", "llama.cpp", "its weights as in the file", "ratio to the better"),
+        ("", "moert", *(SIDES[side] for side in sides), "ratio to the best"),
         both("4.5 bits, tokens/s", "4.5 bits: decode"),
-        alone("the same beside one busy process", "4.5 bits: decode with one busy process", "Q4_K"),
+        both("the same beside one busy process", "4.5 bits: decode with one busy process", ""),
         both("prompt of 512 tokens, tokens/s", "4.5 bits: prefill of 512"),
         both("prompt of 4,096 tokens, tokens/s", "4.5 bits: prefill of 4096"),
         both("behind 8,000 tokens, tokens/s", "4.5 bits: decode behind 8000"),
@@ -45,15 +52,11 @@ def parts(result: Result) -> Sequence[Part]:
     return [lines, trained, whole, bits(), f"{traffic()} {build(result)}"]
 
 
-def both(said: str, row: str) -> Line:
-    """Ours, llama.cpp with its weights laid out anew when they are loaded, and without."""
+def _both(sides: Sequence[str], said: str, row: str, only: str | None = None) -> Line:
+    """Ours and llama.cpp's settings, or `only` one of them."""
     peer = LEVELS[row.split(":")[0]]
-    return said, f"{{{row}: moert}}", f"{{{row}: {peer}}}", f"{{{row}: {peer}, not repacked}}", f"{{{row}: ratio|.2f}}"
-
-
-def alone(said: str, row: str, peer: str) -> Line:
-    """llama.cpp as it is by default only."""
-    return said, f"{{{row}: moert}}", f"{{{row}: {peer}}}", "", f"{{{row}: ratio|.2f}}"
+    cells = ("" if only not in (None, side) else f"{{{row}: {peer}{side}}}" for side in sides)
+    return said, f"{{{row}: moert}}", *cells, f"{{{row}: ratio|.2f}}"
 
 
 def source(name: str, row: str) -> Line:
@@ -82,8 +85,5 @@ def traffic() -> str:
 def build(result: Result) -> str:
     """How llama.cpp was compiled, from the settings."""
     settings = result.context["settings"]
-    options = dict(option.split("=") for option in settings["llama_cpp_options"])
-    chosen = [name for name, value in options.items() if value == "ON"]
-    left_out = [name for name, value in options.items() if value == "OFF" and name.startswith("AMX")]
-    without = f", without {', '.join(left_out)}" if left_out else ""
-    return f"llama.cpp (llama-cpp-python {settings['llama_cpp_python']}) is compiled with {', '.join(chosen)}{without}."
+    said = "; ".join(f"{how}: {found}" for how, found in settings.get("llama_cpp_built", {}).items() if found)
+    return f"llama.cpp is llama-cpp-python {settings['llama_cpp_python']}" + (f" ({said})." if said else ".")
