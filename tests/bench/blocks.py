@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.bench import figures, picture
 from tests.bench.result import Result, read
-from tests.bench.tables import Line, Part
-from tests.bench.tables.catalogue import BLOCKS, MISSED
+from tests.bench.tables import Block, Line, Part
+from tests.bench.tables.catalogue import BLOCKS, MISSED, PER_KIND
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -59,23 +59,42 @@ def _content(name: str, results: Mapping[str, Result]) -> str | None:
     if name not in BLOCKS:
         raise ValueError(f"no table is called {name}: tests/bench/tables/catalogue.py has {', '.join(BLOCKS)}")
     block = BLOCKS[name]
-    return rendered(block.parts(results[block.result]), results[block.result]) if block.result in results else None
+    found = of_kinds(block, results)
+    return rendered([block.parts(each) for each in found], found) if found else None
 
 
-def rendered(parts: Sequence[Part], result: Result) -> str:
-    """Tables and paragraphs as Markdown; behind the last table, or all that is said if there is none, a line on the run
-    that it is from."""
-    last = max((at for at, part in enumerate(parts) if not isinstance(part, str)), default=len(parts) - 1)
-    texts = []
-    for at, part in enumerate(parts):
-        if isinstance(part, str):
-            filled = figures.sentence(part, result)
-            texts.append(textwrap.fill(filled, WIDTH, break_long_words=False, break_on_hyphens=False))
-        else:
-            texts.append(markdown([[figures.cell(each, result) for each in line] for line in part]))
+def of_kinds(block: Block, results: Mapping[str, Result]) -> list[Result]:
+    """Returns what is kept for a block: one result, or where it is of speed one for each kind of processor."""
+    names = [name for name in results if name == block.result or name.startswith(f"{block.result}-")]
+    return [results[name] for name in sorted(names) if (name == block.result) is not (block.result in PER_KIND)]
+
+
+def rendered(parts: Sequence[Sequence[Part]], results: Sequence[Result]) -> str:
+    """Tables and paragraphs as Markdown; behind the last table, or all that is said if there is none, lines on the runs
+    that it is from. `parts`: of each result; where there are several, rows and paragraphs begin with the processor."""
+    texts, several = [], len(results) > 1
+    last = max((at for at, part in enumerate(parts[0]) if not isinstance(part, str)), default=len(parts[0]) - 1)
+    for at, same in enumerate(zip(*parts, strict=True)):
+        lines = list[Line]()
+        for part, result in zip(same, results, strict=True):
+            if isinstance(part, str):
+                said = f"{processor(result)}: " if several else ""
+                filled = said + figures.filled(part, result)
+                texts.append(textwrap.fill(filled, WIDTH, break_long_words=False, break_on_hyphens=False))
+                continue
+            head, *rest = [[figures.filled(each, result) for each in line] for line in part]
+            lines += [] if lines else [["processor", *head] if several else head]
+            lines += [[processor(result), *line] if several else line for line in rest]
+        texts += [markdown(lines)] if lines else []
         if at == last:
-            texts.append(origin(result))
+            texts += map(origin, results)
     return "\n\n".join(texts)
+
+
+def processor(result: Result) -> str:
+    """Returns the name of the processor that a result is from, with its kind."""
+    machine = result.context["hardware"]
+    return f"{machine['processor'].replace('(R)', '')}, {machine['isa']}"
 
 
 def markdown(lines: Sequence[Line]) -> str:
@@ -85,25 +104,27 @@ def markdown(lines: Sequence[Line]) -> str:
 
 
 def origin(result: Result) -> str:
-    """Commit, date, machine, and how many aims were met, also by rows that no table shows."""
-    where, left_out = result.context, result.context.get("left_out", {})
-    machine, aims = where["hardware"], [row.met for row in result.rows if row.met is not None]
-    met, count = (sum(aims) + left_out.get("aims_met", 0), len(aims) + left_out.get("aims_met", 0))
-    said = (
-        f"Commit {where['commit'][:7]}, {where['date'][:10]}, {machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_gib']} GiB, {machine['isa']}"
+    """Commit, date and machine."""
+    where, machine = result.context, result.context["hardware"]
+    return (
+        f"*Commit {where['commit'][:7]}, {where['date'][:10]}, {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB, {machine['isa']}.*"
     )
-    return f"*{said}; {met} of {count} aims met.*" if count else f"*{said}.*"
 
 
 def missed_table(results: Mapping[str, Result]) -> str:
-    """Every row of every result that missed its aim."""
+    """How many aims each result met, also by rows that were left out of its file, and every row that missed its own."""
+    counts: list[Line] = [("result", "aims met")]
     lines: list[Line] = [("result", "row", "value", "aim")]
     for name, result in results.items():
+        aims, left_out = [row.met for row in result.rows if row.met is not None], result.context.get("left_out", {})
+        more = left_out.get("aims_met", 0)
+        if aims or more:
+            counts.append((name, f"{sum(aims) + more} of {len(aims) + more}"))
         for row in result.rows:
             if row.met is False:
                 lines.append((name, row.name, f"{figures.number(row.value, '', '')} {row.unit}", str(row.aim)))
-    return markdown(lines) if len(lines) > 1 else "None."
+    return f"{markdown(counts)}\n\n{markdown(lines) if len(lines) > 1 else 'None was missed.'}"
 
 
 def changes(results: Mapping[str, Result]) -> Iterator[tuple[Path, str]]:

@@ -2,7 +2,8 @@
 
 A template names rows in braces: `{g2p: hit rate}`, with `@low`, `@high`, `@n`, `@runs`, `@spread` or `@unit` another
 field of the row. Behind a bar stands how to write it: `%` (as a share), `.1%`, `interval` (with its ends), `interval%`,
-or what Python's format takes; by default it has three significant digits. A row that missed its aim says so behind it.
+or what Python's format takes; by default it has three significant digits. A value that was measured several times has
+half the distance between its quartiles behind it.
 """
 
 from __future__ import annotations
@@ -26,19 +27,9 @@ def names(template: str) -> Iterator[str]:
     return (place["name"] for place in _PLACE.finditer(template))
 
 
-def cell(template: str, result: Result) -> str:
-    """A cell of a table; aims that were missed are said at its end, each once."""
-    missed = dict.fromkeys(filter(None, (_missed(place, result) for place in _PLACE.finditer(template))))
-    return " ".join([_PLACE.sub(lambda place: _shown(place, result), template), *missed]).strip()
-
-
-def sentence(template: str, result: Result) -> str:
-    """Running text; an aim that was missed is said right behind the value."""
-
-    def value(place: re.Match[str]) -> str:
-        return " ".join([_shown(place, result), *filter(None, [_missed(place, result)])])
-
-    return _PLACE.sub(value, template)
+def filled(template: str, result: Result) -> str:
+    """Returns a cell of a table, or running text, with its figures."""
+    return _PLACE.sub(lambda place: _shown(place, result), template).strip()
 
 
 def number(value: float, form: str, unit: str) -> str:
@@ -66,6 +57,15 @@ def _row(name: str, result: Result) -> Row | None:
     return row
 
 
+def _about(row: Row, form: str) -> str:
+    """Returns ± half the distance between the quartiles of repeated measurements, in as many digits as the value has;
+    nothing where that is less than they show."""
+    half = number(row.spread / 2, form, row.unit) if row.spread else "0"
+    if not form and row.spread:
+        half = f"{row.spread / 2:,.0f}" if abs(row.value) >= 1000 else f"{row.spread / 2:.2g}"
+    return f" ± {half}" if re.search("[1-9]", half) else ""
+
+
 def _shown(place: re.Match[str], result: Result) -> str:
     row, field, form = _row(place["name"], result), place["field"], place["form"] or ""
     if row is None:
@@ -76,20 +76,9 @@ def _shown(place: re.Match[str], result: Result) -> str:
     if value is None:
         return ""
     if not form.startswith("interval"):
-        return number(value, form, row.unit)
+        return number(value, form, row.unit) + (_about(row, form) if field is None else "")
     form = form.removeprefix("interval")
     shown = number(value, form, row.unit)
     if row.low is None or row.high is None:
         return shown
     return f"{shown} ({number(row.low, form, row.unit)} to {number(row.high, form, row.unit)})"
-
-
-def _missed(place: re.Match[str], result: Result) -> str | None:
-    row, form = _row(place["name"], result), (place["form"] or "").removeprefix("interval")
-    if row is None or row.met is not False or place["field"]:
-        return None
-    sign, _, limit = (row.aim or "").partition(" ")
-    try:
-        return f"(aim {sign} {number(float(limit), form, row.unit)}: missed)"
-    except ValueError:  # an aim in words
-        return f"(aim {row.aim}: missed)"

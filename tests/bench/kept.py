@@ -1,6 +1,7 @@
 """`make keep-results`: copies build/bench/*.json into docs/results, where the text takes its figures from.
 
-A result of changed files is refused, a missed aim is kept. Of a file that would be too large, the rows that the tables
+A result of changed files is refused, a missed aim is kept. Those of PER_KIND are kept for each kind of processor; a
+figure of speed that fell against the kept one is told. Of a file that would be too large, the rows that the tables
 need and all that missed their aim are kept; its context then counts the others.
 """
 
@@ -15,9 +16,11 @@ from pathlib import Path
 from tests.bench import figures, picture
 from tests.bench.blocks import RESULTS, ROOT, rendered
 from tests.bench.result import FOLDER, Result, read, write
-from tests.bench.tables.catalogue import BLOCKS
+from tests.bench.tables.catalogue import BLOCKS, PER_KIND
 
 MOST_BYTES = 200_000
+BETTER = {"tokens/s": 1, "GB/s": 1, "GMAC/s": 1, "% of bandwidth": 1, "s": -1, "µs": -1}
+"""Units of speed → whether more or less of it is better."""
 
 
 def refusal(result: Result) -> str | None:
@@ -57,10 +60,29 @@ def keep(source: Path, folder: Path) -> Path:
         raise ValueError(reason)
     for block in BLOCKS.values():
         if block.result == name:
-            rendered(block.parts(result), result)
+            rendered([block.parts(result)], [result])
     if source.stat().st_size > MOST_BYTES:
         result = trimmed(result, needed(name, result))
-    return write(name, result.context, result.rows, folder)
+    kind = result.context["hardware"]["isa"]
+    out = f"{name}-{kind}" if name in PER_KIND else name
+    before = folder / f"{out}.json"
+    if before.exists():
+        for line in fallen(read(before), result):
+            print(f"{out}: {line}", file=sys.stderr)
+    return write(out, result.context, result.rows, folder)
+
+
+def fallen(before: Result, now: Result) -> Iterator[str]:
+    """Returns a line for each figure of speed that is worse by more than its spread than the kept one of a processor of
+    the same kind."""
+    if before.context["hardware"]["isa"] != now.context["hardware"]["isa"]:
+        return
+    for old, new in ((before.by_name.get(row.name), row) for row in now.rows):
+        sign = BETTER.get(new.unit)
+        if old is None or sign is None:
+            continue
+        if sign * (new.value - old.value) < -max(old.spread or 0.0, new.spread or 0.0):
+            yield f"{new.name} was {old.value:.4g} and is {new.value:.4g} {new.unit}"
 
 
 def main(sources: Sequence[Path]) -> int:

@@ -1,7 +1,7 @@
 """`python -m tests.bench.outlook_machine`: the machine that docs/models.md states, and what a layer and a miss cost,
 out of figures that lie in docs/results. Writes moeconv/plan/machine.json; measures nothing but what moert holds.
 
-- Kernels: what kernels.json has of a linear map with one token, groups of 64.
+- Kernels: what KERNELS has of a linear map with one token, groups of 64.
 - A layer: less.json's runs of wiki and wikids with all experts in memory, less what their weights take by these
   kernels.
 - A miss: how much longer a token took there on the imitated drive of 500 MB/s with less room, for each expert that was
@@ -28,6 +28,7 @@ from tests.bench.result import Result, read
 
 OUT = Path("moeconv/plan") / DATA
 RESULTS = Path("docs/results")
+KERNELS = "kernels-amx.json"
 REFERENCES = ("wiki", "wikids")
 SHARES = ("25%", "50%")
 SSD = Drive(500e6, 500e6)
@@ -84,7 +85,7 @@ def _row(bits: int) -> str:
 def main() -> None:
     process = facts()["process"]
     host = Host(process["held_bytes"], process["thread_bytes"], widened=False)
-    found = machine(read(RESULTS / "kernels.json"), read(RESULTS / "less.json"), host)
+    found = machine(read(RESULTS / KERNELS), read(RESULTS / "less.json"), host)
     write_atomically(OUT, (json.dumps({"made_by": SOURCE, **asdict(found)}, indent=1) + "\n").encode())
     print(f"written to {OUT}")
 

@@ -1,7 +1,7 @@
 """docs/speed-by-memory.svg: tokens/s against memory on imitated small devices, ours and llama.cpp's, from docs/results.
 
 Plain text, the same for the same result. `make tables` writes it; a test compares. A point whose part of the bench
-failed is named as failed; one that missed an aim is hollow.
+failed is named as failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from tests.bench.result import Result, Row
+from tests.bench.result import Result
 from tests.bench.tables.stream import BESIDE_LLAMA, DEVICES, LARGE, SHARES
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "speed-by-memory.svg"
@@ -29,19 +29,18 @@ STYLE = (
     ".mid{text-anchor:middle}.end{text-anchor:end}.ours{fill:var(--blue)}.theirs{fill:var(--orange)}"
     ".grid{stroke:var(--grid)}.line{stroke:var(--blue);stroke-width:2;fill:none}"
     ".apart{stroke:var(--soft);stroke-dasharray:2 3}"
-    ".mark{stroke:var(--blue);stroke-width:2;fill:var(--blue)}.hollow{fill:var(--paper)}"
+    ".mark{stroke:var(--blue);stroke-width:2;fill:var(--blue)}"
     ".mark.theirs{stroke:var(--orange);fill:var(--orange)}.paper{fill:var(--paper)}"
 )
 
 
 @dataclass(frozen=True)
 class Point:
-    """One process; `missed`: an aim of it was."""
+    """One process."""
 
     label: str
     mb: float
     speed: float
-    missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def drawn(results: Mapping[str, Result]) -> str | None:
     under = (
         "A model of OLMoE's shape, 6 layers, random weights. Circles are routed as a trained model was; squares and "
         "diamonds by the",
-        "random routers, which llama.cpp can't do without. A hollow mark missed an aim: docs/results has the list.",
+        "random routers, which llama.cpp can't do without.",
         f"Commit {where['commit'][:7]}, {where['date'][:10]}, "
         f"{machine['processor']}, {machine['cores']} cores, {machine['isa']}: make bench-stream",
     )
@@ -136,7 +135,7 @@ def _panel(device: str, result: Result) -> Panel:
             failed.append(side)
             continue
         label = side.removeprefix("moert").strip(" ,").replace(ALL, "all")
-        point = Point(label, memory.value, speed.value, _missed(f"{where}: {side}", result.rows))
+        point = Point(label, memory.value, speed.value)
         if where == f"{LARGE}, {device}":
             line.append(point)
         else:
@@ -145,15 +144,10 @@ def _panel(device: str, result: Result) -> Panel:
     return Panel(DEVICES[device], line, beside.get(MOERT), beside.get(LLAMA), failed)
 
 
-def _missed(side: str, rows: list[Row]) -> bool:
-    """A row about it, or about it beside another, missed its aim."""
-    return any(row.met is False and row.name.startswith((f"{side}:", f"{side} to ")) for row in rows)
-
-
 def _legend() -> list[str]:
     return [
-        _circle(24, 52, False), _text(36, 56, "moert; labels: share of the experts that has room"),
-        _square(400, 52, False), _text(412, 56, "moert beside llama.cpp, the same memory"),
+        _circle(24, 52), _text(36, 56, "moert; labels: share of the experts that has room"),
+        _square(400, 52), _text(412, 56, "moert beside llama.cpp, the same memory"),
         _diamond(712, 52), _text(724, 56, f"{LLAMA}, mapped"),
     ]  # fmt: skip
 
@@ -176,9 +170,9 @@ def _drawn_panel(at: int, panel: Panel, scales: Scales) -> Iterator[str]:
         x, above, below = scales.x(panel.theirs.mb), scales.y(panel.ours.speed), scales.y(panel.theirs.speed)
         yield f'<path class="apart" d="M{x:.1f} {above:.1f}V{below:.1f}"/>'
     if panel.ours is not None:
-        yield _square(scales.x(panel.ours.mb), scales.y(panel.ours.speed), panel.ours.missed)
+        yield _square(scales.x(panel.ours.mb), scales.y(panel.ours.speed))
     for point, (x, y) in zip(panel.line, places, strict=True):
-        yield _circle(x, y, point.missed)
+        yield _circle(x, y)
         yield _text(x - 2, y - 10, point.label, "end ours")
     if panel.theirs is not None:
         x, y = scales.x(panel.theirs.mb), scales.y(panel.theirs.speed)
@@ -196,12 +190,12 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}"{of_kind}>{escape(text)}</text>'
 
 
-def _circle(x: float, y: float, hollow: bool) -> str:
-    return f'<circle class="mark{" hollow" * hollow}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
+def _circle(x: float, y: float) -> str:
+    return f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
 
 
-def _square(x: float, y: float, hollow: bool) -> str:
-    return f'<rect class="mark{" hollow" * hollow}" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10"/>'
+def _square(x: float, y: float) -> str:
+    return f'<rect class="mark" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10"/>'
 
 
 def _diamond(x: float, y: float) -> str:

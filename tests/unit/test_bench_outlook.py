@@ -13,7 +13,7 @@ from moeconv.plan.pace import Drive, token_s
 from moert.pack.model_spec import ModelSpec
 from moert.pack.trace import Trace, record
 from tests.bench import hit_rates, outlook
-from tests.bench.outlook_machine import OUT, RESULTS, machine
+from tests.bench.outlook_machine import KERNELS, OUT, RESULTS, machine
 from tests.bench.result import Result, Row, read
 from tests.shapes import Shape, every
 
@@ -50,7 +50,7 @@ def test_the_file_is_what_the_command_writes() -> None:
 
 def test_the_stated_machine_follows_from_the_results() -> None:
     """Its figures are out of docs/results, so that nobody can change them by hand; memory is what moert held."""
-    made = machine(read(RESULTS / "kernels.json"), read(RESULTS / "less.json"), stated().host)
+    made = machine(read(RESULTS / KERNELS), read(RESULTS / "less.json"), stated().host)
     assert made.name == stated().name
     for name in ("layer_s", "miss_s"):
         assert getattr(made.processor, name) == pytest.approx(getattr(stated().processor, name), rel=1e-6)

@@ -42,9 +42,8 @@ def test_it_is_the_same_each_time_and_says_where_it_is_from() -> None:
     assert picture.drawn({"other": made()}) is None
 
 
-def test_a_missed_aim_is_hollow_and_what_failed_is_named() -> None:
+def test_what_failed_is_named() -> None:
     drawn = picture.drawn({"stream": made()}) or ""
-    assert drawn.count("mark hollow") == 1
     assert texts(drawn).count("llama.cpp Q2_K: failed") == 1
     assert texts(drawn).count("0.5") == 2
 

@@ -26,5 +26,5 @@ class Block:
 
 def listed(result: Result) -> Part:
     """Every row of a result, as it is called there."""
-    lines = [(row.name, f"{{{row.name}}} {row.unit}", row.aim or "") for row in result.rows]
-    return [("", "measured", "aim"), *lines]
+    lines = [(row.name, f"{{{row.name}}} {row.unit}") for row in result.rows]
+    return [("", "measured"), *lines]

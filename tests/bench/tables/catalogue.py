@@ -30,6 +30,8 @@ from tests.bench.tables import (
 
 MISSED = "missed"
 """The block that lists the missed aims of all results."""
+PER_KIND = ("kernels", "peers")
+"""Results that are kept for each kind of processor, as NAME-KIND.json."""
 
 BLOCKS: Mapping[str, Block] = {
     "front": Block("demo", front.two_models),
