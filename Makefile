@@ -26,7 +26,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-cuda test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo test test-slow test-cuda test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -190,6 +190,9 @@ bench-outlook: setup  ## what `moeconv plan` expects of a model's speed, beside 
 
 bench-devices: data build/demo/summary.json  ## experts on a simulated card, in memory and on a drive, beside one of them alone
 	$(PY) -m tests.bench.cards
+
+bench-smoke: data $(PEERS_DIR)/.built $(PEERS_DIR)/kernels/.built $(PEERS_DIR)/llama/.environment  ## every bench on very little, to see that it runs with its peers (llama.cpp if it is built)
+	$(PY) -m tests.bench.smoke
 
 keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from
 	$(PY) -m tests.bench.kept

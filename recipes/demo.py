@@ -81,7 +81,7 @@ def show(chosen: Sequence[Part], name: str) -> int:
     settings = {part.name: {k: v for k, v in asdict(part).items() if k != "out"} for part in chosen}
     result = Result(context({"models": settings}), result_rows(summary))
     path = write(name, result.context, result.rows)
-    print(rendered([table.parts(result)], [result]))
+    print(rendered(table.parts(result), result))
     print(f"\n{out}/summary.json and {path} written; the {name} took {time.monotonic() - started:.0f} s")
     missed = [model for model, found in summary["models"].items() if found["heldout"]["loss"] > found["target_loss"]]
     for model in missed:

@@ -15,12 +15,13 @@ from moert.budget.budget import Budget, CacheLimit
 
 BUDGETS = (0.25, 0.5, 0.75, 1.0)
 _HALF = CacheLimit(share=0.5)
+PRELOAD = "+ preload"
 
 
 def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Sequence[str] | None) -> list[Figure]:
     """Every figure of these packs; `measured` are their runs at `settings`."""
     found = [figures.latencies(measured), *map(figures.hit_rates, measured)]
-    over, steps = {}, {}
+    over = {}
     for each in measured:
         least, label = Budget.of(each.pack.manifest).layer_bytes, label_of(each)
         over[label] = [
@@ -30,8 +31,7 @@ def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Se
             )
             for share in BUDGETS
         ]
-        steps[label] = [(name, _token_ms(each, step, texts)) for name, step in ablation_steps(settings, least).items()]
-    found += [figures.budgets(measured, over), figures.ablation(measured, steps)]
+    found += [figures.budgets(measured, over), figures.ablation(measured, _steps(measured, settings, texts))]
     if len(measured) > 1:
         found.append(figures.targets(measured))
     return found + _of_choices(measured, texts)
@@ -63,7 +63,24 @@ def ablation_steps(settings: BenchSettings, layer_bytes: int) -> dict[str, Bench
     on_demand = _with(with_cache(settings, layer_bytes), eviction="lru", predict="none")
     preloading = _with(with_cache(settings, 2 * layer_bytes), eviction="lru")
     caching = _with(settings, memory=None, cache=settings.engine.cache or _HALF)
-    return {"low bits, on demand": on_demand, "+ preload": preloading, "+ cache": caching}
+    return {"low bits, on demand": on_demand, PRELOAD: preloading, "+ cache": caching}
+
+
+def _steps(
+    measured: Sequence[BenchRun], settings: BenchSettings, texts: Sequence[str] | None
+) -> dict[str, list[tuple[str, float]]]:  # fmt: skip
+    """Returns pack → (step, ms a token); the name of the step that was to read ahead says where nothing was."""
+    runs, idle = dict[str, list[tuple[str, float]]](), list[str]()
+    for each in measured:
+        label, steps = label_of(each), ablation_steps(settings, Budget.of(each.pack.manifest).layer_bytes)
+        done = {
+            name: measure(each.pack.root, step, texts, each.disk_bytes_per_s, silent) for name, step in steps.items()
+        }
+        runs[label] = [(name, token_ms(run)) for name, run in done.items()]
+        idle += [] if done[PRELOAD].ahead_bytes else [label]
+    where = "" if len(idle) == len(measured) else f" of {', '.join(idle)}"
+    said = f"{PRELOAD} (nothing{where} was worth it)" if idle else PRELOAD
+    return {label: [(said if name == PRELOAD else name, ms) for name, ms in found] for label, found in runs.items()}
 
 
 def _token_ms(measured: BenchRun, settings: BenchSettings, texts: Sequence[str] | None) -> float:

@@ -60,7 +60,7 @@ def _content(name: str, results: Mapping[str, Result]) -> str | None:
         raise ValueError(f"no table is called {name}: tests/bench/tables/catalogue.py has {', '.join(BLOCKS)}")
     block = BLOCKS[name]
     found = of_kinds(block, results)
-    return rendered([block.parts(each) for each in found], found) if found else None
+    return together([block.parts(each) for each in found], found) if found else None
 
 
 def of_kinds(block: Block, results: Mapping[str, Result]) -> list[Result]:
@@ -69,7 +69,7 @@ def of_kinds(block: Block, results: Mapping[str, Result]) -> list[Result]:
     return [results[name] for name in sorted(names) if (name == block.result) is not (block.result in PER_KIND)]
 
 
-def rendered(parts: Sequence[Sequence[Part]], results: Sequence[Result]) -> str:
+def together(parts: Sequence[Sequence[Part]], results: Sequence[Result]) -> str:
     """Tables and paragraphs as Markdown; behind the last table, or all that is said if there is none, lines on the runs
     that it is from. `parts`: of each result; where there are several, rows and paragraphs begin with the processor."""
     texts, several = [], len(results) > 1
@@ -89,6 +89,11 @@ def rendered(parts: Sequence[Sequence[Part]], results: Sequence[Result]) -> str:
         if at == last:
             texts += map(origin, results)
     return "\n\n".join(texts)
+
+
+def rendered(parts: Sequence[Part], result: Result) -> str:
+    """Returns tables and paragraphs of one result as Markdown."""
+    return together([parts], [result])
 
 
 def processor(result: Result) -> str:

@@ -73,7 +73,14 @@ def split(card: str) -> Setup:
     return replace(ours(card), keep="layers", rule="resident", others="split", guesses=False)
 
 
-OTHERS = {"all on the processor": processor, "LRU offloading": offloading, "layers split": split}
+def experts_split(card: str) -> Setup:
+    return replace(split(card), others="device")
+
+
+OTHERS = {
+    "all on the processor": processor, "LRU offloading": offloading, "layers split": split,
+    "experts of layers split, all else on the card": experts_split,
+}  # fmt: skip
 
 
 def compared(bench: Bench, card: str, what: str, size: int, passes: int, warm: int) -> Iterator[Row]:
@@ -93,12 +100,8 @@ def request_rows(bench: Bench) -> Iterator[Row]:
     for card in MAIN:
         *rows, ratio = compared(bench, card, "one request", 1, PASSES, WARM)
         yield from [*rows, ratio.at_least(1.3)]
-        more = {
-            "experts of layers split, all else on the card": replace(split(card), others="device"),
-            "two devices, nothing copied ahead": replace(ours(card), guesses=False),
-        }
-        for name, setup in more.items():
-            yield Row(f"{card}, one request: {name}", 1 / bench.run(setup).mean_s, "tokens/s")
+        alone = bench.run(replace(ours(card), guesses=False))
+        yield Row(f"{card}, one request: two devices, nothing copied ahead", 1 / alone.mean_s, "tokens/s")
 
 
 def prompt_rows(bench: Bench) -> Iterator[Row]:
@@ -133,7 +136,7 @@ def prediction_rows(bench: Bench) -> Iterator[Row]:
     for card in MAIN:
         for what, size, passes in (("token", 1, PASSES), ("pass of 8", 8, PASSES // 4), ("prompt of 1024", 1024, 1)):
             error = 100 * bench.run(ours(card), size, passes).error
-            yield Row(f"{card}: prediction of a {what}'s time, mean error", error, "%").at_most(10)
+            yield Row(f"{card}: prediction of a {what}'s time by the clock that times it, mean error", error, "%")
 
 
 def hit_rows(bench: Bench) -> Iterator[Row]:

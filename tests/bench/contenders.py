@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from moert.experts.policy.names import DEFAULT_PREDICTOR
-from tests.bench.stream_packs import Packs, expert_bytes, layer_bytes
-from tests.bench.streamed import PIECE, Setting
+from tests.bench.stream_packs import PIECE, Packs, expert_bytes, layer_bytes
+from tests.bench.streamed import Setting
 
 Room = Literal["budget", "layer", "two layers", "all"]
 
@@ -54,12 +54,14 @@ IO_EXP = Contender("IO-EXP", "half", "layer", "lru", "none", warm_tokens=1)
 IO_QEXP = Contender("IO-QEXP", "int4", "layer", "lru", "none", warm_tokens=1)
 ON_DEMAND = Contender("mixed bits, on demand", "mixed", "layer", "lru", "none", warm_tokens=1)
 PRELOAD = Contender("mixed bits, + preload", "mixed", "two layers", "lru", DEFAULT_PREDICTOR, warm_tokens=16)
+CACHE = Contender("mixed bits, + cache", "mixed", "budget", "auto", "none", warm_tokens=48)
 STI = Contender("STI-like", "int4", "budget", "lifo", "none", warm_tokens=16)
 INT4_LRU = Contender("INT4, LRU", "int4", "budget", "lru", "none", warm_tokens=32)
 INT4_LFU = Contender("INT4, LFU", "int4", "budget", "lfu", "none", warm_tokens=32)
 IO_FREE = Contender("IO-FREE", "half", "all", "lru", "none", warm_tokens=128)
 RESIDENT = Contender("moert, all in memory", "mixed", "all", "lru", "none", warm_tokens=128)
 
-BUDGETED = (MOERT, STI, INT4_LRU, INT4_LFU)
+BUDGETED = (MOERT, CACHE, STI, INT4_LRU, INT4_LFU)
 UNBUDGETED, IN_MEMORY = (IO_EXP, IO_QEXP, ON_DEMAND, PRELOAD), (IO_FREE, RESIDENT)
-"""From IO-EXP over ON_DEMAND and PRELOAD to MOERT each part of the engine comes in turn (EdgeMoE Fig. 16)."""
+"""From IO-EXP over ON_DEMAND and PRELOAD to CACHE and MOERT each part of the engine comes in turn (EdgeMoE Fig. 16); in
+equal room CACHE reads nothing ahead, and MOERT does what it does by default."""

@@ -60,7 +60,7 @@ def keep(source: Path, folder: Path) -> Path:
         raise ValueError(reason)
     for block in BLOCKS.values():
         if block.result == name:
-            rendered([block.parts(result)], [result])
+            rendered(block.parts(result), result)
     if source.stat().st_size > MOST_BYTES:
         result = trimmed(result, needed(name, result))
     kind = result.context["hardware"]["isa"]

@@ -33,7 +33,7 @@ from tests.bench.shape_list import config_of, described
 from tests.bench.shaped import DENSE, SEED, write_pack
 from tests.bench.sized import sized
 from tests.bench.stream import DEVICES, LLAMA, alive, disk_bytes_per_s, tell
-from tests.bench.stream_packs import add_paths, expert_bytes, uniform_pack
+from tests.bench.stream_packs import add_paths, expert_bytes, texts, uniform_pack
 from tests.bench.stream_rows import bound_rows, llama_rows, speed_rows
 from tests.bench.streamed import Setting
 from tests.cgroups import missing
@@ -126,10 +126,11 @@ def beside_llama(large: Large, device: Device, memory_bytes: int, failed: list[s
     file = file_of(f"{large.model}-{large.like}", FOLDER)
     command = [str(LLAMA), "-m", "tests.bench.llama", "like", str(large.pack), large.like, str(file)]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    setting = Setting(str(large.pack), None, memory_bytes=memory_bytes)
+    written = texts(large.spec)
+    setting = Setting(str(large.pack), None, memory_bytes=memory_bytes, texts=str(written))
     entries = [
         races.of_setting(MOERT, setting, WARM_TOKENS, memory_bytes),
-        races.of_llama(f"llama.cpp {large.like}", LLAMA, file, memory_bytes, vocab_size=large.spec.vocab_size),
+        races.of_llama(f"llama.cpp {large.like}", LLAMA, file, memory_bytes, written),
     ]
     where = f"{_where(large, device, memory_bytes)} (own routers)"
     return llama_rows(where, alive(where, race(device, entries, SECONDS, ROUNDS), failed))

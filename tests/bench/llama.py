@@ -13,7 +13,7 @@ import ctypes
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -253,14 +253,18 @@ class Llama:
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._path, self._mmap, self._most, self._latest = path, mmap, context, 0
 
-    def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
+    def generate(
+        self, ids: list[int], new_tokens: int, written: Sequence[int] = ()
+    ) -> tuple[list[int], float, float]:  # fmt: skip
+        """`written`: the tokens to be written, whichever the model likes best, as far as there are any."""
         started = time.perf_counter()
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), False)
-        tokens = [int(self._forward(ids).argmax())]
+        best = [int(self._forward(ids).argmax())]
         first_s = time.perf_counter() - started
-        while len(tokens) < new_tokens:
-            tokens.append(int(self._forward(tokens[-1:]).argmax()))
-        return tokens, first_s, time.perf_counter() - started
+        while len(best) < new_tokens:
+            at = len(best) - 1
+            best.append(int(self._forward([written[at] if at < len(written) else best[-1]]).argmax()))
+        return best, first_s, time.perf_counter() - started
 
     def read(self, ids: list[int], room: int) -> None:
         assert len(ids) + room <= self._most

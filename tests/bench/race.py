@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +16,8 @@ from pathlib import Path
 from moert.machine.memory import drop_page_cache
 from tests.bench.contenders import Contender
 from tests.bench.runner import Runner
-from tests.bench.shaped import OLMOE
 from tests.bench.stream_packs import Packs
-from tests.bench.streamed import Segment, Setting, beginnings
+from tests.bench.streamed import Segment, Setting, lines_of
 from tests.bench.timed import Spent
 from tests.cgroups import Group
 
@@ -161,30 +161,39 @@ def of_setting(
 
 
 def of_llama(
-    name: str, python: Path, model: Path, memory_bytes: int | None, prompt_tokens: int = 0,
-    vocab_size: int = OLMOE.vocab_size,
-) -> Entry:  # fmt: skip
-    """llama.cpp (tests/bench/llama.py), its weights mapped into memory as they lie in the file."""
-    first_tokens, pace = beginnings(vocab_size), [0.0]  # seconds that a token took
+    name: str, python: Path, model: Path, memory_bytes: int | None, texts: Path, prompt_tokens: int = 0
+) -> Entry:
+    """llama.cpp (tests/bench/llama.py), its weights mapped into memory as they lie in the file; writes `texts`."""
+    lines, pace = lines_of(texts), [0.0]  # seconds that a token took
+    ahead = itertools.cycle(lines)
 
     def turn(runner: Runner, seconds: float) -> Segment:
-        count = max(LEAST_TOKENS, min(64, int(seconds / pace[0]))) if pace[0] else LEAST_TOKENS
-        tokens, _, total_s = runner.ask("generate", [next(first_tokens)], count)
+        first, *written = next(ahead)
+        count = max(LEAST_TOKENS, min(len(written), int(seconds / pace[0]))) if pace[0] else LEAST_TOKENS
+        before = read_bytes(runner.pid)
+        tokens, _, total_s = runner.ask("generate", [first], count, written)
         pace[0] = total_s / len(tokens)
-        return Segment(len(tokens), total_s, 0, 0, 0)
+        return Segment(len(tokens), total_s, read_bytes(runner.pid) - before, 0, 0)
 
     def end(runner: Runner, outcome: Outcome) -> None:
         if prompt_tokens:
-            ids = list(islice(beginnings(vocab_size), prompt_tokens))
+            ids = list(islice(itertools.chain(*lines), prompt_tokens))
             _, first_s, _ = runner.ask("generate", ids, 1)
             outcome.prompt = Segment(prompt_tokens, first_s, 0, 0, 0)
 
     def warm(runner: Runner) -> Segment:
-        runner.ask("generate", [next(first_tokens)], LLAMA_WARM_TOKENS)
+        first, *written = next(ahead)
+        runner.ask("generate", [first], LLAMA_WARM_TOKENS, written)
         return turn(runner, 0.0)
 
     command = [str(python), "-m", "tests.bench.llama", str(model), "--no-repack"]
     return Entry(name, command, model, memory_bytes, warm=warm, turn=turn, end=end)
+
+
+def read_bytes(pid: int) -> int:
+    """Returns how much a process has read from drives, pages of mapped files among it."""
+    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(fields["read_bytes"])
 
 
 def forget(path: Path) -> None:

@@ -173,7 +173,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument(
         "--cut", default=sized("1,2", "1"), help="after how many layers OLMoE is cut to see what a loss takes"
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=sized(PARTS, ("plain", "cut")))
     parser.add_argument("--out", type=Path, default=FOLDER, help="where packs are written, and removed again")
     return parser.parse_args()
 

@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.bench.speed import LLAMA, LLAMA_FOLDER
 from tests.cgroups import missing
 
 ROOT = Path(__file__).absolute().parents[2]
 FOLDER = ROOT / "build/smoke"
+LLAMA_FOLDER = ROOT / "build/peers/llama"
 SHARED = ("data", "peers")  # of build
 SMALL = {
     "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "loss": '"95%"', "bits": "[4]", "quantizer": '"channel"',
@@ -92,7 +92,9 @@ def faults(module: str, without_library: bool) -> list[str]:
 def peer_faults() -> Iterator[str]:
     """Starts llama.cpp's programs in its own Python, which must lack nothing but the library."""
     for arguments in (["make"], ["built"], ["like", "any.pack", "Q2_K", "any.gguf"], ["any.gguf"]):
-        done = subprocess.run([str(LLAMA), "-m", "tests.bench.llama", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [str(LLAMA_FOLDER / "bin/python"), "-m", "tests.bench.llama", *arguments], capture_output=True, text=True
+        )
         if NO_LIBRARY not in done.stderr:
             yield f"tests.bench.llama {' '.join(arguments)}: {done.stderr.strip()[-1000:]}"
 

@@ -31,10 +31,11 @@ from tests.bench.llama import file_of
 from tests.bench.race import Device, Outcome, race
 from tests.bench.readahead import read_ahead
 from tests.bench.result import Row, context, row_of_runs, table, write
+from tests.bench.shaped import OLMOE
 from tests.bench.sized import sized
-from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped
+from tests.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped, texts
 from tests.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
-from tests.bench.streamed import PIECE, THREADS
+from tests.bench.streamed import THREADS
 from tests.cgroups import missing
 
 LLAMA = Path("build/peers/llama/bin/python")
@@ -119,14 +120,14 @@ def model_rows(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) ->
 
 def beside_llama(packs: Packs, device: Device, sizes: Sizes, failed: list[str]) -> list[Row]:
     """The same weights in about as many bits, which rows say, in groups of the same size, of which each takes what it
-    can: half of the experts have room, and what the process leaves. Both go where the random routers say."""
+    can. Both write the same text and go where the random routers say."""
     limit = memory_bytes(packs, HALF)
     setting = replace(
-        MOERT.setting(packs, HALF), cache_bytes=None, memory_bytes=limit, routing=None, new_tokens=PIECE
+        MOERT.setting(packs, HALF), cache_bytes=None, memory_bytes=limit, routing=None, texts=str(texts(OLMOE))
     )  # fmt: skip
     entries = [
         races.of_setting("moert", setting, MOERT.warm_tokens, limit, sizes.prompt),
-        races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit, sizes.prompt),
+        races.of_llama(f"llama.cpp {SAME_AS_Q2_K}", LLAMA, file_of(SAME_AS_Q2_K), limit, texts(OLMOE), sizes.prompt),
     ]
     where = f"{packs.name} (own routers), {device.name}, {limit / 1e6:.0f} MB"
     mine = Pack.open(packs.mixed).manifest.effective_bits()

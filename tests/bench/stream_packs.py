@@ -23,7 +23,8 @@ DEMO = Path("build/demo")
 REFERENCES = {"g2p": 24, "wiki": 32}
 """Tokens written after each prompt, at most."""
 HELDOUT_WINDOWS, CALIBRATION_WINDOWS = sized((8, 16), (2, 2))
-_PROMPTS, _PROMPT_TOKENS = 200, 16
+PIECE = 64  # tokens of a request where no prompt says how many
+_PROMPTS, _PROMPT_TOKENS, _TEXTS = 200, 16, 400
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,20 @@ def shaped() -> Packs:
     with np.load(routes) as recorded:
         add_paths(packs.mixed, recorded["calibration"])
     return packs
+
+
+def texts(spec: ModelSpec) -> Path:
+    """Returns a file of held-out texts, a line of PIECE + 1 token ids each, that any program can be made to write."""
+    from tokenizers import Tokenizer
+
+    out = FOLDER / f"texts-{spec.vocab_size}.jsonl"
+    if not out.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        tokenizer = Tokenizer.from_file(str(DEMO / "wiki.pack/tokenizer.json"))
+        ids = tokenizer.encode(routing.text_of("heldout")).ids
+        lines = [ids[at : at + PIECE + 1] for at in range(0, len(ids) - PIECE, PIECE)][:_TEXTS]
+        write_atomically(out, "".join(f"{[each % spec.vocab_size for each in line]}\n" for line in lines).encode())
+    return out
 
 
 def as_converted(source: Manifest, spec: ModelSpec) -> dict[ExpertKey, int]:

@@ -13,6 +13,7 @@ from tests.bench.result import Row, row_of_runs
 AIMS: Mapping[str, Mapping[str, float]] = {
     "IO-EXP": {"board": 6.0, "ssd": 4.0},
     "IO-QEXP": {"board": 1.8, "ssd": 1.8, "nvme": 1.8},
+    "mixed bits, + cache": {"board": 1.0, "ssd": 1.0, "nvme": 1.0},
     "STI-like": {"board": 2.5, "ssd": 2.5, "nvme": 2.5},
     "INT4, LRU": {"board": 1.0, "ssd": 1.0, "nvme": 1.0},
     "INT4, LFU": {"board": 1.0, "ssd": 1.0, "nvme": 1.0},
@@ -116,6 +117,12 @@ def model_bytes(outcome: Outcome) -> int:
 def llama_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
     """Ours, first in `outcomes`, beside llama.cpp; the rows of one alone if the other ended."""
     rows = speed_rows(where, outcomes)
+    for name, outcome in outcomes.items():
+        read, tokens = (sum(getattr(each, of) for each in outcome.segments) for of in ("bytes_read", "tokens"))
+        rows.append(Row(f"{where}: {name}: read for a token", read / tokens / 1e6, "MB"))
+        if "expert_bytes" in outcome.facts:
+            share = 100 * min(1.0, outcome.facts["cache_bytes"] / outcome.facts["expert_bytes"])
+            rows.append(Row(f"{where}: {name}: room for experts", share, "%"))
     if len(outcomes) == 2:
         (_, mine), (name, other) = outcomes.items()
         ratio = row_of_runs(f"{where}: moert to {name}", ratios(mine, other), "× its speed")

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from moert.experts.neurons.keeping import DEFAULT_KEEPING
 from moert.experts.neurons.naming import EXACT
 from tests.bench.runner import serve
+from tests.bench.stream_packs import PIECE
 
 if TYPE_CHECKING:
     from moert.experts.demand import Demand
     from moert.pack.model_spec import ExpertKey
 
 THREADS = 2
-PIECE = 64  # tokens of a request where no prompt says how many
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Setting:
     `cache_bytes`: room for experts; None: for all, or as `memory_bytes` of the whole process allow. `io`: None looks at
     the drive. `routing`: a file of tests/bench/routing.py to put in the place of the routers; None leaves them.
     `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
+    `texts`: lines of token ids that are written, whatever the model would write (tests.bench.stream_packs.texts).
     `prefers`: which of the pack's preferences, see moert.budget.routing. Where experts lie in blocks of neurons:
     `keep_neurons` and `neurons`, as in moert.settings; `firings`: a file of tests/bench/flash_firings.py, to put in the
     place of routers and of what fires, or is named.
@@ -51,6 +52,7 @@ class Setting:
     keep_neurons: str = DEFAULT_KEEPING
     neurons: str = EXACT
     firings: str | None = None
+    texts: str | None = None
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "tests.bench.streamed", json.dumps(asdict(self))]
@@ -83,6 +85,11 @@ class Clock:
     @property
     def over(self) -> bool:
         return self.tokens >= self._least and time.perf_counter() >= self._until
+
+
+def lines_of(path: Path) -> list[list[int]]:
+    """Returns the token ids of each line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def beginnings(vocab_size: int) -> Iterator[int]:
@@ -122,8 +129,8 @@ class Streamed:
         self._new_tokens = setting.new_tokens
         self._prompts: Iterator[list[int]] = ([token] for token in beginnings(self._engine.spec.vocab_size))
         if setting.prompts is not None:
-            lines = Path(setting.prompts).read_text(encoding="utf-8").splitlines()
-            self._prompts = itertools.cycle([json.loads(line) for line in lines])
+            self._prompts = itertools.cycle(lines_of(Path(setting.prompts)))
+        self._texts = None if setting.texts is None else itertools.cycle(lines_of(Path(setting.texts)))
         if setting.routing is not None:
             with np.load(setting.routing) as recorded:
                 replayed = ReplayedRouting(recorded["heldout"], recorded["guesses"])
@@ -140,7 +147,11 @@ class Streamed:
 
         def work() -> int:
             while not clock.over:
-                self._generate(next(self._prompts), self._new_tokens, clock)
+                if self._texts is None:
+                    self._generate(next(self._prompts), self._new_tokens, clock)
+                else:
+                    first, *written = next(self._texts)
+                    self._generate([first], len(written), clock, iter(written))
             return clock.tokens
 
         return self._measured(work)
@@ -174,12 +185,13 @@ class Streamed:
         return asdict(Meter(self._engine).during(lambda: self.run(0.0, tokens)))
 
     def facts(self) -> dict[str, int]:
-        """Bytes: of the cache, of the weights that always stay, and the most that the process held."""
+        """Bytes: of the cache and all experts, of the weights that always stay, and the most that the process held."""
         from moert.pack.manifest import BACKBONE
 
         stats, files = self._engine.stats(), self._engine.pack.manifest.files
         return {
             "cache_bytes": stats.cache_bytes,
+            "expert_bytes": sum(self._engine.cached_bytes.values()),
             "backbone_bytes": files[BACKBONE].nbytes,
             "peak_bytes": stats.peak_rss_bytes,
         }
@@ -201,9 +213,14 @@ class Streamed:
             )
         )
 
-    def _generate(self, ids: list[int], new_tokens: int, clock: Clock) -> None:
+    def _generate(
+        self, ids: list[int], new_tokens: int, clock: Clock, written: Iterator[int] | None = None
+    ) -> None:  # fmt: skip
+        """`written`: the tokens to be written, whichever the model likes best."""
         with self._engine.session() as session:
-            session.add(ids, max_new_tokens=new_tokens)
+            request = session.add(ids, max_new_tokens=new_tokens, ignore_eos=written is not None)
+            if written is not None:
+                request._generation._choose = lambda logits: next(written)  # type: ignore[attr-defined, method-assign]
             for _ in session:
                 clock.tokens += 1
                 if clock.over:

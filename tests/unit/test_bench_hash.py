@@ -98,4 +98,4 @@ def test_a_part_of_a_run_can_be_shown() -> None:
     }  # fmt: skip
     for parts in (hashed.names, hashed.routing, hashed.hits, hashed.speeds, hashed.beforehand):
         assert rendered(parts(result), result)
-    assert "0.95 (aim ≥ 0.98: missed)" in rendered(hashed.speeds(result), result)
+    assert "0.95" in rendered(hashed.speeds(result), result)

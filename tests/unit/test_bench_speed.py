@@ -259,6 +259,22 @@ def test_both_sides_have_the_same_bits() -> None:
         assert level.peer in llama.MODELS
 
 
+def test_what_runs_in_the_peers_python_imports_only_what_is_there() -> None:
+    """Of what our sources import, numpy alone comes with the packages of peers-llama.txt."""
+    program = """
+import sys
+from importlib.abc import MetaPathFinder
+class Nothing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy", "moert", "tests", "sitecustomize"}:
+            raise ModuleNotFoundError(f"no module named {name}")
+sys.meta_path.insert(0, Nothing())
+import tests.bench.llama
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ours_goes_on_behind_a_prompt_that_is_read_once(tmp_path: Path) -> None:
     write_pack(tmp_path / "a.pack", 4, HALF, TINY)
     ours = Ours(tmp_path / "a.pack")

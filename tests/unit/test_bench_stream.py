@@ -152,6 +152,21 @@ def test_texts_begin_differently() -> None:
     assert all(0 <= token < 50304 for token in found)
 
 
+def test_a_given_text_is_written_whatever_the_model_likes(tmp_path: Path) -> None:
+    pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
+    streamed, requests = Streamed(Setting(str(pack), None, texts=str(lines(tmp_path, [3, 5, 4, 5, 6])))), list[Any]()
+    add = Session.add
+
+    def watched(self: Session, *arguments: Any, **changes: Any) -> Any:
+        requests.append(add(self, *arguments, **changes))
+        return requests[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "add", watched)
+        streamed.run(0.0, 4)
+    assert [each.answer.result.tokens for each in requests] == [[5, 4, 5, 6]]
+
+
 def test_settings_pass_through_the_command_line() -> None:
     setting = Setting("a.pack", 5, routing="r.npz")
     command = setting.command()
@@ -168,15 +183,23 @@ def test_a_program_enters_its_group_before_it_starts(tmp_path: Path) -> None:
         assert runner.ask("anything") == 1
 
 
-def test_llama_writes_as_many_tokens_as_its_pace_allows() -> None:
+def lines(folder: Path, *texts: list[int]) -> Path:
+    (folder / "texts.jsonl").write_text("".join(f"{ids}\n" for ids in texts))
+    return folder / "texts.jsonl"
+
+
+def test_llama_writes_the_given_text_as_far_as_its_pace_allows(tmp_path: Path) -> None:
     class Paced:
         counts: list[int] = []  # noqa: RUF012
+        pid = os.getpid()
 
-        def ask(self, name: str, ids: list[int], count: int) -> Any:
+        def ask(self, name: str, ids: list[int], count: int, written: list[int]) -> Any:
+            assert (ids, written) == ([7], list(range(64)))
             self.counts.append(count)
             return [0] * count, 0.0, 0.1 * count
 
-    entry, runner = of_llama("llama.cpp", Path("python"), Path("model.gguf"), None), Paced()
+    texts = lines(tmp_path, [7, *range(64)])
+    entry, runner = of_llama("llama.cpp", Path("python"), Path("model.gguf"), None, texts), Paced()
     entry.warm(runner)  # type: ignore[arg-type]
     segment = entry.turn(runner, 1.0)  # type: ignore[arg-type]
     assert runner.counts == [8, 2, 10]  # its memory is filled first
@@ -191,14 +214,15 @@ def test_forgetting_leaves_files_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "inner/file").read_bytes() == b"abc"
 
 
-def test_a_prompt_of_llama_is_timed_to_its_first_token() -> None:
+def test_a_prompt_of_llama_is_timed_to_its_first_token(tmp_path: Path) -> None:
     class Timed:
         def ask(self, name: str, ids: list[int], count: int) -> Any:
             assert (len(ids), count) == (8, 1)
             return [0], 4.0, 5.0
 
     found = Outcome()
-    of_llama("llama.cpp", Path("python"), Path("model.gguf"), None, 8).end(Timed(), found)  # type: ignore[arg-type]
+    texts = lines(tmp_path, [1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    of_llama("llama.cpp", Path("python"), Path("model.gguf"), None, texts, 8).end(Timed(), found)  # type: ignore[arg-type]
     assert found.prompt is not None
     assert (found.prompt.speed, found.prompt.seconds) == (2.0, 4.0)
 
@@ -245,6 +269,14 @@ def test_rows_of_those_that_are_left_need_nobody_else() -> None:
     rows = stream_rows.against_rows("m", Device("ssd", 1), left, (0.25, 0.5))
     assert [(row.name, row.value, row.aim) for row in rows] == [("m: moert 50% to INT4, LRU", 2, "≥ 1")]
     assert [row.name for row in stream_rows.llama_rows("m", {"llama.cpp": Outcome(outcome(2).segments)})]
+
+
+def test_beside_llama_the_share_of_the_experts_is_what_the_process_has(tmp_path: Path) -> None:
+    found = outcome(2)
+    found.facts = {**found.facts, "cache_bytes": 19, "expert_bytes": 25}
+    rows = {row.name: row.value for row in stream_rows.llama_rows("m", {"moert": found})}
+    assert rows["m: moert: room for experts"] == 76
+    assert rows["m: moert: read for a token"] == 50 / 10 / 1e6
 
 
 def test_hits_in_memory_and_those_still_being_read_are_told_apart() -> None:

@@ -30,10 +30,13 @@ def raced(device: Device, entries: list[Entry], seconds: float, rounds: int) -> 
 @pytest.fixture
 def imitated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("[1, 2]\n")
     packs = Packs("olmoe-shaped", pack, pack, pack, pack, None, 7)
     monkeypatch.setattr(stream, "shaped", lambda: packs)
     monkeypatch.setattr(stream, "reference", lambda name: replace(packs, name=name, routing=None))
     monkeypatch.setattr(stream, "race", raced)
+    monkeypatch.setattr(stream, "texts", lambda spec: texts)
     monkeypatch.setattr(stream, "disk_bytes_per_s", lambda packs: 1e9)
     monkeypatch.setattr(stream.races, "start", lambda *arguments: 2.5)
     monkeypatch.setattr(stream.subprocess, "run", lambda *arguments, **options: None)
@@ -53,14 +56,16 @@ def test_the_tables_find_their_rows() -> None:
     assert "failed" not in shaped + trained
     assert "| unthrottled | 75% | 10 |" in shaped
     assert "| wiki | unthrottled | 75% | 10 |" in trained
-    assert "| 500 MB/s | 300 MB | 10 | 10 | 1.0 (aim ≥ 4.0: missed) | 4.0 | 4.0 |" in shaped
+    assert "| 500 MB/s | 300 MB | 10 | 10 | 1.0 | 4.0 | 4.0 | | 15% | 5e-06 | 5e-06 |" in shaped
     assert "| g2p | 2.5 s | 2.5 s | 2.5 s |" in trained
 
 
 @pytest.mark.usefixtures("imitated")
 def test_what_failed_is_told_in_the_table() -> None:
     result = Result({**WHERE, "settings": {"failed": ["llama, board"]}}, rows_of(PARTS[:-1]))
-    assert "| 100 MB/s | ? MB | failed | failed | failed | failed | failed |" in rendered(tables.shaped(result), result)
+    assert "| 100 MB/s | ? MB | failed | failed | failed | failed | failed | | | | |" in rendered(
+        tables.shaped(result), result
+    )
 
 
 @pytest.mark.usefixtures("imitated")

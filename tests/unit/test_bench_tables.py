@@ -47,35 +47,31 @@ def one_block(monkeypatch):
         ("{loss|interval.1%}", "0.0% (-0.3% to 0.2%)"),
         ("{speed|interval}", "12.3"),
         ("{loss@n} samples, {loss@spread}{loss@unit}", "60 samples, %"),
-        ("{ratio}", "1.62 (aim ≤ 1: missed)"),
-        ("{ratio|.1f} ×", "1.6 × (aim ≤ 1.0: missed)"),
-        ("{share|%}", "12% (aim ≤ 10%: missed)"),
-        ("{ratio}, {ratio}, {speed}", "1.62, 1.62, 12.3 (aim ≤ 1: missed)"),
+        ("{ratio}", "1.62"),
+        ("{ratio|.1f} ×", "1.6 ×"),
+        ("{share|%}", "12%"),
+        ("{ratio}, {ratio}, {speed}", "1.62, 1.62, 12.3"),
         ("{ratio@runs}", "1"),
         ("no figure", "no figure"),
         ("", ""),
     ],
 )
 def test_cells(template, text):
-    assert figures.cell(template, RESULT) == text
+    assert figures.filled(template, RESULT) == text
 
 
-def test_a_sentence_says_what_was_missed_where_it_stands():
-    said = figures.sentence("It takes {ratio} times as long, {speed} a second.", RESULT)
-    assert said == "It takes 1.62 (aim ≤ 1: missed) times as long, 12.3 a second."
-
-
-def test_an_aim_in_words_is_quoted():
-    result = Result(WHERE, [Row("a", 1, "", aim="as the peer", met=False)])
-    assert figures.cell("{a}", result) == "1 (aim as the peer: missed)"
+def test_what_was_measured_several_times_has_its_spread():
+    rows = [Row("a", 0.4321, "", 0.02, 5), Row("b", 1234.5, "s", 20.0, 5), Row("c", 4.4, "s", 0.001, 5)]
+    said = figures.filled("{a} {a|%} {b} {c|.1f} {a|.1f}", Result(WHERE, [*rows, Row("d", 1.0, "")]))
+    assert said == "0.432 ± 0.01 43% ± 1% 1,234 ± 10 4.4 0.4"
 
 
 def test_a_row_that_is_not_there_is_an_error_unless_its_part_failed():
     with pytest.raises(figures.RowMissing, match="no row 'spee'; nearest: 'speed'"):
-        figures.cell("{spee}", RESULT)
+        figures.filled("{spee}", RESULT)
     failed = Result({**WHERE, "settings": {"failed": ["llama"]}}, ROWS)
-    assert figures.cell("{spee}", failed) == "failed"
-    assert figures.cell("{speed}", failed) == "12.3"
+    assert figures.filled("{spee}", failed) == "failed"
+    assert figures.filled("{speed}", failed) == "12.3"
 
 
 TEXT = "top\n<!-- table: some -->\nold\n<!-- end -->\nrest <!-- help: x -->\nhelp\n<!-- end -->\n"
@@ -83,10 +79,10 @@ NEW = """top
 <!-- table: some -->
 | | value |
 |---|---|
-| ratio | 1.62 (aim ≤ 1: missed) |
+| ratio | 1.62 |
 | speed | 12.3 |
 
-*Commit 0123456, 2026-01-02, Some CPU, 2 cores, 24 GiB, avx2; 1 of 3 aims met.*
+*Commit 0123456, 2026-01-02, Some CPU, 2 cores, 24 GiB, avx2.*
 
 It is 12.3 a second.
 <!-- end -->
@@ -121,8 +117,9 @@ def test_all_missed_aims_can_be_listed():
     text = "<!-- table: missed -->\n<!-- end -->"
     made = blocks.regenerated(text, {"bench": RESULT})
     assert "| bench | ratio | 1.62 × the peer's | ≤ 1 |" in made
+    assert "| bench | 1 of 3 |" in made
     assert "speed" not in made
-    assert "None." in blocks.regenerated(text, {"bench": Result(WHERE, ROWS[:1])})
+    assert "None was missed." in blocks.regenerated(text, {"bench": Result(WHERE, ROWS[:1])})
     assert blocks.regenerated(text, {}) == text
 
 
@@ -172,7 +169,29 @@ def test_a_large_result_keeps_what_is_quoted_or_missed_and_counts_the_rest(one_b
     assert small.context["left_out"] == {"rows": 3, "aims_met": 1}
     whole = Result(WHERE, rows)
     assert blocks.regenerated(TEXT, {"bench": small}) == blocks.regenerated(TEXT, {"bench": whole})
-    assert "2 of 5 aims met" in blocks.regenerated(TEXT, {"bench": small})
+    assert "| bench | 2 of 5 |" in blocks.missed_table({"bench": small})
+
+
+def test_speed_is_kept_and_shown_for_each_kind_of_processor(one_block, tmp_path, monkeypatch, capsys):
+    for module in (blocks, kept):
+        monkeypatch.setattr(module, "PER_KIND", ("bench",))
+    rows = [Row("speed", 10.0, "tokens/s", 1.0, 5), *ROWS[1:]]
+    amx = WHERE | {"hardware": WHERE["hardware"] | {"processor": "Another(R) CPU", "isa": "amx"}}
+    for where in (amx, WHERE):
+        kept.keep(write("bench", where, rows, tmp_path / "build"), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.json")} == {"bench-amx.json", "bench-avx2.json"}
+    made = blocks.regenerated(TEXT, {"bench-amx": Result(amx, rows), "bench-avx2": Result(WHERE, rows)})
+    assert "| processor | | value |" in made
+    assert "| Another CPU, amx | speed | 10 ± 0.5 |" in made
+    assert "| Some CPU, avx2 | speed | 10 ± 0.5 |" in made
+    assert "Another CPU, amx: It is 10.0" in made
+    assert made.count("*Commit 0123456") == 2
+    for value, told in ((9.5, []), (8.9, ["speed was 10 and is 8.9 tokens/s"]), (12.0, [])):
+        now = Result(WHERE, [Row("speed", value, "tokens/s", 0.5, 5), *ROWS[1:]])
+        assert list(kept.fallen(Result(WHERE, rows), now)) == told
+        assert list(kept.fallen(Result(amx, rows), now)) == []
+    kept.keep(write("bench", WHERE, [Row("speed", 8.9, "tokens/s"), *ROWS[1:]], tmp_path / "build"), tmp_path)
+    assert capsys.readouterr().err == "bench-avx2: speed was 10 and is 8.9 tokens/s\n"
 
 
 def complete(parts, rows, settings):
@@ -197,7 +216,9 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "olmoe-shaped (own routers), ssd, 8 MB: preferring 50% to llama.cpp",
     ],
     "gradients": ["wiki: time"],
-    "devices": [f"rtx3060, one request{each}" for each in (": two devices", ": by the best of the others")],
+    "devices": [
+        f"rtx3060, one request{each}" for each in (": two devices", ": layers split", ": by the best of the others")
+    ],
     "hash-names": [
         "wiki, decoder, short: among the first 4",
         "wiki, decoder, short: among the first 12",
@@ -213,7 +234,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "mixed": ["wiki, all at 16: size outside", "wiki, experts at 4: size"],
     "outlook": ["stream, wiki, ssd, 25%: off by", "less, wiki, all in memory: off by, all in memory"],
     "picture": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
-    "promise": ["wiki perplexity 5%: held-out loss met the target"],
+    "promise": ["wiki perplexity 5%: packs"],
     "size": ["OLMoE: bits 4, wall time"],
     "workers": ["OLMoE, 3 bits a weight, 1 layer(s), 1 worker(s): time"],
     "stream": [f"olmoe-shaped (own routers), {each}, 8 MB: moert: decode" for each in ("board", "ssd", "nvme")],
@@ -260,7 +281,7 @@ def test_the_quantisers_stand_in_order_of_the_peers_bits():
     ((head, *lines),) = BLOCKS["quant"].parts(result)
     assert head == ("", "g2p", "wiki")
     assert [line[0] for line in lines] == ["IQ2_S", "Q4_K"]
-    assert figures.cell(lines[0][1], result) == "0.50 (0.40 to 0.60), 0.50 to 2.56 bits"
+    assert figures.filled(lines[0][1], result) == "0.50 (0.40 to 0.60), 0.50 to 2.56 bits"
 
 
 def test_a_peer_that_failed_on_one_model_leaves_the_others():
@@ -269,7 +290,7 @@ def test_a_peer_that_failed_on_one_model_leaves_the_others():
     rows += [Row(f"{name}{end}", 0.5, "") for name in names for end in (", heldout: divergence", ": bits of ours")]
     result = Result({**WHERE, "settings": {"failed": ["g2p, Q4_K"]}}, rows)
     ((_, *lines),) = BLOCKS["quant"].parts(result)
-    assert [[figures.cell(each, result) for each in line] for line in lines] == [
+    assert [[figures.filled(each, result) for each in line] for line in lines] == [
         ["Q2_K", "0.50, 0.50 to 2.60 bits", "failed"],
         ["Q4_K", "failed", "0.50, 0.50 to 4.50 bits"],
     ]

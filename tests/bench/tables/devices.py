@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from tests.bench.result import Result
+from tests.bench.result import Result, Row
 from tests.bench.tables import Line, Part
 
 OURS, BEST = "two devices", ": by the best of the others"
-OTHERS = "all on the processor", "LRU offloading", "layers split"
+OTHERS = (
+    "all on the processor", "LRU offloading", "layers split", "experts of layers split, all else on the card",
+)  # fmt: skip
 HITS = "hits on the card with room for "
+ALONE = "by the clock that times it"
 
 
 def parts(result: Result) -> Sequence[Part]:
     rows = result.by_name
-    head = "tokens/s", OURS, *OTHERS, "by the best of these", "aim"
-    raced = [
-        (
-            what,
-            *(f"{{{what}: {name}}}" for name in (OURS, *OTHERS)),
-            f"{{{what}{BEST}}} ×",
-            rows[f"{what}{BEST}"].aim or "",
-        )
-        for what in (name.removesuffix(BEST) for name in rows if name.endswith(BEST))
-        if f"{what}: {OURS}" in rows
-    ]
-    shown = {f"{line[0]}{BEST}" for line in raced}
-    aimed = [(row.name, f"{{{row.name}}} {row.unit}", row.aim or "") for row in result.rows if row.aim is not None]
-    aimed = [line for line in aimed if line[0] not in shown]
-    tables = [head, *raced], [("", "measured", "aim"), *aimed], _hits(rows), _published(rows)
+    raced = [name.removesuffix(BEST) for name in rows if name.endswith(BEST)]
+    raced = [what for what in raced if f"{what}: {OURS}" in rows]
+    shown = {f"{what}{BEST}" for what in raced}
+    single = [row.name for row in result.rows if row.aim is not None or ALONE in row.name]
+    lines = [(name, f"{{{name}}} {rows[name].unit}") for name in single if name not in shown]
+    head = "tokens/s", OURS, *OTHERS, "by the best of these"
+    tables = [head, *(_raced(what, rows) for what in raced)], [("", "measured"), *lines], _hits(rows), _published(rows)
     return [table for table in tables if len(table) > 1]
+
+
+def _raced(what: str, rows: Mapping[str, Row]) -> Line:
+    there = [f"{what}: {name}" for name in OTHERS if f"{what}: {name}" in rows]
+    best = rows[f"{what}: {OURS}"].value / max(rows[name].value for name in there)
+    cells = (f"{{{what}: {name}}}" if f"{what}: {name}" in rows else "" for name in OTHERS)
+    return what, f"{{{what}: {OURS}}}", *cells, f"{best:.2f} ×"
 
 
 def _hits(rows: Collection[str]) -> Sequence[Line]:

@@ -94,10 +94,9 @@ def sentences(result: Result) -> str:
         f"bytes of those of --loss 5% alone on wiki, {{wikids: {larger}}} times on wikids."
     )
     if llama is not None:
-        exact = llama.replace("preferring", "exact")
         said.append(
-            "Beside llama.cpp, with half of the experts in memory, at 500 MB/s, both with random routers: "
-            f"{{{llama}|.1f}} × its speed, {{{exact}|.1f}} × with exact routing."
+            "Preferring what was used lately, moert has in the same memory as llama.cpp, at 500 MB/s, both with random "
+            f'routers, {{{llama}|.1f}} × its speed; "Small devices" has what exact routing has.'
         )
     return " ".join(said)
 

@@ -14,6 +14,7 @@ UNBUDGETED, BUDGETED = ("IO-EXP", "IO-QEXP"), ("STI-like", "INT4, LRU", "INT4, L
 LARGE, TRAINED = "olmoe-shaped", ("g2p", "wiki")
 PROMPT = "first token after a prompt of 128 tokens"
 HALF = 50
+LLAMA_COLUMNS = "moert: room for experts", "hits in memory", "read for a token, MB", "llama.cpp"
 BESIDE_LLAMA = re.compile(rf"(?P<where>{LARGE} \(own routers\), (?P<device>\w+), (?P<size>\d+) MB): moert: decode")
 
 
@@ -30,7 +31,30 @@ def shaped(result: Result) -> Sequence[Part]:
         f"{{{LARGE}, ssd: moert 75% to IO-FREE: memory of the process|.1f}} times less memory than with all experts at "
         f"16 bits in memory, at {{{LARGE}, ssd: moert 75% to IO-FREE: speed|%}} of its speed."
     )
-    return [writing, reading, beside_llama(result), f"{llama_bits(result)} {memory}"]
+    return [writing, reading, ablation(result), beside_llama(result), f"{llama_bits(result)} {memory}"]
+
+
+STEPS = ("IO-EXP", "IO-QEXP", "mixed bits, on demand", "mixed bits, + preload", "mixed bits, + cache", "moert 50%")
+"""EdgeMoE's ablation: each part of the engine in turn. A cache without reading ahead, and with it, have equal room."""
+
+
+def ablation(result: Result) -> Sequence[Line]:
+    """Tokens a second with one part after the other, for all models; steps that the result has."""
+    steps = [step for step in STEPS if _step(LARGE, next(iter(DEVICES)), step) in result.by_name]
+    there = [model for model in (LARGE, *TRAINED) if any(name.startswith(f"{model}, ") for name in result.by_name)]
+    models = [(model, device) for model in there for device in DEVICES]
+    return [
+        ("tokens/s", "drive", *steps),
+        *(
+            (model, DEVICES[device], *(f"{{{_step(model, device, step)}}}" for step in steps))
+            for model, device in models
+        ),
+    ]
+
+
+def _step(model: str, device: str, step: str) -> str:
+    room = " 50%" if step.endswith("cache") else ""
+    return f"{model}, {device}: {step}{room}: decode"
 
 
 def trained(result: Result) -> Sequence[Part]:
@@ -80,7 +104,7 @@ def llama_bits(result: Result) -> str:
 def beside_llama(result: Result) -> Sequence[Line]:
     """Both in processes of the same size, which the names of the rows tell."""
     lines: list[Line] = [
-        ("drive", "memory", "moert, tokens/s", "llama.cpp", "ratio", f"moert, {PROMPT}, s", "llama.cpp")
+        ("drive", "memory", "moert, tokens/s", "llama.cpp", "ratio", f"moert, {PROMPT}, s", "llama.cpp", *LLAMA_COLUMNS)
     ]
     found = {match["device"]: match for match in map(BESIDE_LLAMA.fullmatch, result.by_name) if match}
     for device in DEVICES:
@@ -88,6 +112,9 @@ def beside_llama(result: Result) -> Sequence[Line]:
         mine, other = f"{where}: moert", f"{where}: llama.cpp Q2_K"
         lines.append(
             (DEVICES[device], f"{size} MB", f"{{{mine}: decode}}", f"{{{other}: decode}}",
-             f"{{{where}: moert to llama.cpp Q2_K|.1f}}", f"{{{mine}: {PROMPT}|.1f}}", f"{{{other}: {PROMPT}|.1f}}")
+             f"{{{where}: moert to llama.cpp Q2_K|.1f}}", f"{{{mine}: {PROMPT}|.1f}}", f"{{{other}: {PROMPT}|.1f}}",
+             *(f"{{{row}}}{unit}" if row in result.by_name else "" for row, unit in
+               ((f"{mine}: room for experts", "%"), (f"{mine}: hits in memory", "%"),
+                (f"{mine}: read for a token", ""), (f"{other}: read for a token", ""))))
         )  # fmt: skip
     return lines
