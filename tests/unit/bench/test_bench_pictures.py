@@ -168,3 +168,11 @@ def test_each_step_of_the_ablation_adds_one_part(pack: Path) -> None:
     assert (second.cache, second.predict) == (2 * layer, "transitions")
     assert third == settings.engine.but(cache=CacheLimit(share=0.5))
     assert sweeps.ablation_steps(SETTINGS, layer)["+ cache"].engine.cache == SETTINGS.engine.cache
+
+
+def test_a_step_that_reads_nothing_ahead_is_not_called_preloading(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = measure(pack, SETTINGS, ["hello"], 1e9)
+    for ahead, name in ((0, "+ preload (nothing was worth it)"), (5, "+ preload")):
+        monkeypatch.setattr(sweeps, "measure", lambda *rest, ahead=ahead: replace(run, ahead_bytes=ahead))
+        (steps,) = sweeps._steps([run], SETTINGS, ["hello"]).values()
+        assert [step for step, _ in steps] == ["low bits, on demand", name, "+ cache"]
