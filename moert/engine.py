@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from contextlib import ExitStack
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
@@ -29,7 +29,7 @@ from moert.generation.generation import room
 from moert.generation.prefix import Prefix
 from moert.generation.session import Session
 from moert.generation.settings import GenerationOptions, GenerationSettings
-from moert.generation.text import Text, several
+from moert.generation.text import LONG_TEXT, Text, several
 from moert.generation.turns import Turns
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend, Keeps
@@ -39,7 +39,7 @@ from moert.machine.memory import drop_page_cache, return_freed, thread_bytes
 from moert.models.backbone import load_backbone
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model
-from moert.opening import device_for, regulator_for, threads_of
+from moert.opening import aside, device_for, regulator_for, threads_of
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
@@ -83,7 +83,7 @@ class Engine:
         named = predictor_of(pack, settings.neurons)
         warned = [] if named is None else [fidelity(named)]
         self.counters, self.times = ExpertCounters(), RequestTimes()
-        self.text, self._turns = Text(pack), Turns()
+        self._turns = Turns()
         self._streaming = Streaming(
             pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named,
             device, settings.on_device,
@@ -113,6 +113,8 @@ class Engine:
                 self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
             )
         self._admission = Admission(self._regulator, self._streaming, self.ahead)
+        self._aside = partial(aside, self._turns, self._admission)
+        self.text = Text(pack, partial(self._aside, LONG_TEXT))
         self._admission.notes += [*notes, *warned]
         if self.preference is not None:
             self._streaming.prefers()
@@ -212,7 +214,8 @@ class Engine:
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds.
 
-        Raises TokenizerMissing, or InputInvalid if the text is none.
+        Raises TokenizerMissing, InputInvalid if the text is none, PromptTooLong if the model can't take so many bytes,
+        or BudgetTooSmall.
         """
         return self.text.encode(prompt)
 
@@ -344,14 +347,8 @@ class Engine:
         from moert.chat.renderer import Renderer, chat_of
         from moert.chat.speaker import Speaker
 
-        return Speaker(Renderer(chat_of(self.pack), room=self._aside), self.text, self.session)
-
-    @contextmanager
-    def _aside(self, nbytes: int) -> Iterator[None]:
-        """Room for another process beside this one, which does nothing else meanwhile."""
-        with self._turns.turn():
-            self._admission.aside(nbytes)
-            yield
+        room = partial(self._aside, "render the model's chat template")
+        return Speaker(Renderer(chat_of(self.pack), room=room), self.text, self.session)
 
     def stats(self) -> RunStats:
         """The figures of all requests since the engine was opened."""

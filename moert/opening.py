@@ -1,14 +1,19 @@
-"""What an engine is opened with, from settings to parts: threads, the memory's regulator, a second device."""
+"""What an engine is opened with, from settings to parts: threads, the memory's regulator, a second device, and room
+beside the model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from mmap import PAGESIZE
 
+from moert.budget.admission import Admission
 from moert.budget.budget import Budget, CacheLimit
 from moert.budget.regulator import Cache, Regulator
 from moert.devices.device import Device
 from moert.devices.opening import AUTO_DEVICE, open_device
 from moert.errors import SettingInvalid
+from moert.generation.turns import Turns
 from moert.kernels.backend import Backend
 from moert.machine.cores import usable_cores
 from moert.machine.memory import held_bytes, most_bytes
@@ -66,3 +71,11 @@ def threads_of(threads: int | None) -> tuple[int, str | None]:
     count = min(asked, cores)
     note = f"{said('threads', asked)} is more than the {cores} core(s) that this process may use: {count} are used"
     return count, note if count < asked else None
+
+
+@contextmanager
+def aside(turns: Turns, admission: Admission, purpose: str, nbytes: int) -> Iterator[None]:
+    """Room for what is done beside the model, which does nothing else meanwhile."""
+    with turns.own():
+        admission.aside(nbytes, purpose)
+        yield

@@ -19,5 +19,8 @@ class OpenGate:
 
     after = before
 
+    def aside(self, nbytes: int, purpose: str) -> None:
+        pass
+
     def idle(self) -> None:
         pass

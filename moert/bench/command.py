@@ -14,7 +14,7 @@ from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
 from moert.budget.opening import room_within
 from moert.budget.routing import HASH_ROUTING
-from moert.command.prompts import read_records
+from moert.command.prompts import Longest, Source, read_records
 from moert.command.system import system_facts
 from moert.errors import DrawingImpossible, InputInvalid
 from moert.experts.neurons.naming import PREDICTED, check_neurons
@@ -93,13 +93,13 @@ def _show_figures(
         print("", in_one_line(f"pictures: {', '.join(map(str, paths))}"), sep="\n")
 
 
-def texts_of(prompt: str | None, path: Path | None) -> list[str] | None:
+def texts_of(prompt: str | None, path: Path | None, longest: Longest) -> list[str] | None:
     """What --prompt or --input gives; None for the built-in texts. Raises InputInvalid."""
     if prompt is not None and path is not None:
         raise InputInvalid("--prompt and --input exclude each other: give one of them")
     if path is None:
         return None if prompt is None else [prompt]
-    return [record.prompt for record in read_records(path, sys.stdin, lambda text: None)]
+    return [record.prompt for record in read_records(Source(path, longest), sys.stdin, lambda text: None)]
 
 
 def summary_of(measured: BenchRun) -> dict[str, Any]:

@@ -51,9 +51,9 @@ class Admission:
         self._adapt(room_bytes)
         self._streaming.begins()
 
-    def aside(self, nbytes: int) -> None:
-        """Makes room for another process, until requests begin. Raises BudgetTooSmall."""
-        self._regulator.aside(nbytes)
+    def aside(self, nbytes: int, purpose: str) -> None:
+        """Makes room for what is done beside the model, until requests begin or go on. Raises BudgetTooSmall."""
+        self._regulator.aside(nbytes, purpose)
 
     def after(self, loads: Loads) -> None:
         self._regulator.after(loads)

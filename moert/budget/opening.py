@@ -1,37 +1,52 @@
-"""What reading a pack's files takes is asked of --memory before it is taken, from the manifest on."""
+"""What reading a pack's files, and texts, takes is asked of --memory before it is taken, from the manifest on."""
 
 from __future__ import annotations
 
 from moert.budget.budget import AUTO_MEMORY, CacheLimit, MemoryLimit, spare_bytes
 from moert.errors import BudgetTooSmall
 from moert.machine.memory import held_bytes, most_bytes
-from moert.pack.bounds import Room
+from moert.pack.bounds import COVERED_BYTES, TEXT_BYTES, Room
 from moert.stats import size
 from moert.wording import said
 
-_COVERED_BYTES = 8 << 20
-"""What the margin of every budget has room for: so small a file is not asked about."""
+Limit = MemoryLimit | CacheLimit | None
+_ANY = 1 << 40  # letters, where nobody knows how much memory there is
 
 
-def room_within(limit: MemoryLimit | CacheLimit | None) -> Room:
+def room_within(limit: Limit) -> Room:
     """For a process with this limit; where it bounds no process, what the machine has bounds it. Raises
     BudgetTooSmall when it is asked for more than is left."""
-    bounds = limit if isinstance(limit, MemoryLimit) else AUTO_MEMORY
 
     def room(nbytes: int, name: str) -> None:
-        if nbytes <= _COVERED_BYTES:
+        if nbytes <= COVERED_BYTES:
             return
-        held, machine = held_bytes(), most_bytes()
-        most = machine if bounds is AUTO_MEMORY else bounds.resolve(held, machine)
+        held = held_bytes()
+        most, called = _most(limit, held)
         if most is None:
             return
         needed = held + nbytes + spare_bytes(most)
         if needed > most:
             smallest = -(-needed // 10**6) * 10**6
             raise BudgetTooSmall(
-                f"{bounds.named(most)} is too small to read {name} of the pack, which may take {size(nbytes)} beside "
+                f"{called} is too small to read {name} of the pack, which may take {size(nbytes)} beside "
                 f"{size(held)} that the process holds: give {said('memory', smallest)} ({size(smallest)})",
                 smallest,
             )
 
     return room
+
+
+def letters_within(limit: Limit) -> tuple[int, str]:
+    """The most letters of a text that there is room to make tokens of, and the limit in words."""
+    held = held_bytes()
+    most, called = _most(limit, held)
+    if most is None:
+        return _ANY, called
+    return max(COVERED_BYTES, most - held - spare_bytes(most)) // TEXT_BYTES, called
+
+
+def _most(limit: Limit, held: int) -> tuple[int | None, str]:
+    """Bytes that the process may come to hold, if anybody knows, and the limit in words."""
+    bounds, machine = limit if isinstance(limit, MemoryLimit) else AUTO_MEMORY, most_bytes()
+    most = machine if bounds is AUTO_MEMORY else bounds.resolve(held, machine)
+    return most, "" if most is None else bounds.named(most)

@@ -126,8 +126,8 @@ class Regulator:
         left = self._budget.left_bytes(self.limit_bytes, others, most)
         return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
 
-    def aside(self, nbytes: int) -> None:
-        """Makes room for another process, until requests begin. Raises BudgetTooSmall."""
+    def aside(self, nbytes: int, purpose: str) -> None:
+        """Makes room for what is done beside the model, until requests begin or go on. Raises BudgetTooSmall."""
         if self.limit_bytes is None:
             return
         memory.return_freed()
@@ -135,8 +135,8 @@ class Regulator:
         if not self._budget.fits(self.limit_bytes, held, nbytes):
             smallest = self._budget.smallest_bytes(held, nbytes)
             raise BudgetTooSmall(
-                f"{self._limit_name} is too small to render the model's chat template beside the model: give "
-                f"{said('memory', smallest)} ({size(smallest)})",
+                f"{self._limit_name} is too small to {purpose} beside the model: give {said('memory', smallest)} "
+                f"({size(smallest)})",
                 smallest,
             )
         self._resize(held, nbytes)

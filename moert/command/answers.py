@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moert.command import console
-from moert.command.prompts import STDIN, LineWriter, PromptRecord, followed, grouped, read_records
+from moert.command.prompts import STDIN, LineWriter, PromptRecord, Source, followed, grouped, read_records
 from moert.errors import RunError
 from moert.pack.errors import PackError
 from moert.pack.shown import json_line
@@ -55,16 +55,16 @@ def run_prompt(
 
 
 def run_records(
-    engine: Engine, path: Path, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
+    engine: Engine, source: Source, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
 ) -> None:
     """A line of JSON for each of an input. Raises what Engine.generate_many does, and InputInvalid."""
 
     def check(prompt: str) -> None:
         engine.check(prompt, settings.max_new_tokens, settings.beams)
 
-    groups = grouped(read_records(path, sys.stdin, check), batch)
+    groups = grouped(read_records(source, sys.stdin, check), batch)
     # Whoever writes to stdin may wait for an answer first.
-    pairs = ((group, list[PromptRecord]()) for group in groups) if path == STDIN else followed(groups)
+    pairs = ((group, list[PromptRecord]()) for group in groups) if source.path == STDIN else followed(groups)
     full = 0
     with LineWriter(output) as writer:
         for group, behind in pairs:

@@ -12,6 +12,7 @@ from moert.chat.marks import Part
 from moert.chat.speaker import Reply
 from moert.command import console
 from moert.command.answers import logprobs_of
+from moert.command.prompts import Longest
 from moert.engine import Engine
 from moert.errors import InputInvalid, PromptTooLong, RunError
 from moert.generation.answer import Answer, Interrupted
@@ -94,9 +95,11 @@ def turn(conversation: Conversation, text: str, settings: GenerationSettings, pr
         )
 
 
-def converse(conversation: Conversation, settings: GenerationSettings, printer: Printer) -> None:
+def converse(
+    conversation: Conversation, settings: GenerationSettings, printer: Printer, longest: Longest
+) -> None:  # fmt: skip
     """Until the input ends. What can't be answered is said in one line: a terminal goes on, a pipe ends with it."""
-    lines = _Lines()
+    lines = _Lines(longest)
     while (line := lines.read()) is not None:
         if line.startswith("/") and not line.startswith("//"):
             if not _obey(conversation, line):
@@ -139,7 +142,8 @@ def _obey(conversation: Conversation, line: str) -> bool:
 class _Lines:
     """What is typed, or comes through a pipe; `asks` tells which."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest: Longest) -> None:
+        self._longest = longest
         self.asks = sys.stdin.isatty()
         if self.asks:
             with suppress(ImportError):
@@ -165,7 +169,7 @@ class _Lines:
     def _line(self) -> str:
         """With its end; empty where there are no more."""
         if not self.asks:
-            return sys.stdin.readline()
+            return self._longest.checked(sys.stdin.readline(self._longest.letters + 1), "a line of stdin")
         if sys.stdout.isatty():
             try:
                 return input("> ") + "\n"

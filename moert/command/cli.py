@@ -65,8 +65,9 @@ from moert.command.options import (
     check_raw,
     check_unused,
     engine_settings,
+    longest_text,
 )
-from moert.command.prompts import check_output, read_prompt
+from moert.command.prompts import Source, check_output, read_prompt
 from moert.errors import RunError
 from moert.wording import said
 
@@ -186,11 +187,12 @@ def run(
         beams=beams, length_penalty=length_penalty, n_return=n_return,
         early_stopping={"true": True, "false": False}.get(early_stopping.value, early_stopping.value),
     )  # fmt: skip
-    text = read_prompt(prompt, file, sys.stdin) if input_path is None else ""  # before anything is loaded
     chosen = engine_settings(
         memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
         OnDevice(device, gpu_memory, device_keep, device_experts),
     )  # fmt: skip
+    longest = longest_text(chosen)
+    text = read_prompt(prompt, file, sys.stdin, longest) if input_path is None else ""  # before anything is loaded
     from moert.command.answers import run_prompt, run_records
     from moert.engine import Engine
 
@@ -204,7 +206,7 @@ def run(
         elif input_path is None:
             run_prompt(engine, text, settings, as_json, console.writer(raw))
         else:
-            run_records(engine, input_path, output, batch, settings, as_json)
+            run_records(engine, Source(input_path, longest), output, batch, settings, as_json)
 
 
 @app.command()
@@ -261,7 +263,8 @@ def chat(
 
     engine = Engine.open(pack, chosen)
     with engine, figures(engine, as_json) if stats else nullcontext():
-        converse(engine.conversation(system), settings, Printer(engine, thinking is Thinking.show, as_json, raw))
+        printer = Printer(engine, thinking is Thinking.show, as_json, raw)
+        converse(engine.conversation(system), settings, printer, longest_text(chosen))
 
 
 @app.command()
@@ -317,7 +320,7 @@ def bench(
     from moert.bench.measure import BenchSettings
 
     settings = BenchSettings(chosen, max_new_tokens)
-    command.bench(packs, settings, command.texts_of(prompt, input_path), plot, as_json)
+    command.bench(packs, settings, command.texts_of(prompt, input_path, longest_text(chosen)), plot, as_json)
 
 
 app.command()(info)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from moert.command.prompts import Longest
 from moert.errors import RunError
 
 if TYPE_CHECKING:
@@ -350,6 +351,13 @@ def check_logprobs(logprobs: int | None, as_json: bool) -> None:
     """Raises RunError where --logprobs was given and nothing would tell them."""
     if logprobs is not None and not as_json:
         raise RunError("--logprobs goes with --json: text has no place for them")
+
+
+def longest_text(settings: EngineSettings) -> Longest:
+    """The longest text that is read."""
+    from moert.budget.opening import letters_within
+
+    return Longest(*letters_within(settings.limit))
 
 
 def check_raw(as_json: bool, input_path: Path | None = None) -> None:

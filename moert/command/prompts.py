@@ -10,16 +10,41 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from moert.errors import BudgetTooSmall, InputInvalid
 from moert.pack.shown import json_line
+from moert.wording import said
 
 STDIN = Path("-")
 PROMPT_FIELDS = ("prompt", "input", "text")
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The most `letters` of a text that memory has room to make tokens of: no more of one are read."""
+
+    letters: int
+    memory: str
+
+    def checked(self, text: str, name: str) -> str:
+        """The text, if it is no longer. Raises InputInvalid."""
+        if len(text) > self.letters:
+            raise InputInvalid(
+                f"{name} has more than {self.letters:,} letters, which is all that {self.memory} leaves room to make "
+                f"tokens of: shorten it, or give more {said('memory')}"
+            )
+        return text
+
+
+class Source(NamedTuple):
+    """JSON lines, and the longest of them."""
+
+    path: Path
+    longest: Longest
 
 
 @dataclass(frozen=True)
@@ -30,25 +55,33 @@ class PromptRecord:
     fields: dict[str, Any]
 
 
-def read_prompt(prompt: str | None, file: Path | None, stdin: TextIO) -> str:
+def read_prompt(prompt: str | None, file: Path | None, stdin: TextIO, most: Longest) -> str:
     """One prompt, without the newline that ends a file. Raises InputInvalid."""
     if prompt is not None:
         return prompt
     if file is not None:
-        return read_text(file).removesuffix("\n")
+        return most.checked(_read(file, most.letters + 1), str(file)).removesuffix("\n")
     if stdin.isatty():
         raise InputInvalid("no prompt: give one as an argument, with --file or --input, or on stdin")
-    return _decoded(stdin).removesuffix("\n")
+    with _readable("stdin"):
+        return most.checked(stdin.read(most.letters + 1), "stdin").removesuffix("\n")
 
 
-def read_text(path: Path) -> str:
-    """Raises InputInvalid."""
+def _read(path: Path, most: int) -> str:
+    """No more than so many letters of it."""
+    with _readable(str(path)), path.open(encoding="utf-8-sig") as file:
+        return file.read(most)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Raises InputInvalid for what can't be read, or is no text."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        yield
     except OSError as error:
-        raise InputInvalid(f"{path} can't be read: {error.strerror or error}") from None
+        raise InputInvalid(f"{name} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise InputInvalid(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise InputInvalid(f"{name} is not UTF-8 text ({error.reason})") from None
 
 
 def check_output(source: Path, output: Path, stdin: TextIO) -> None:
@@ -62,15 +95,21 @@ def check_output(source: Path, output: Path, stdin: TextIO) -> None:
         raise InputInvalid(f"--output {output} is the file that --input reads: the answers would replace the prompts")
 
 
-def read_records(path: Path, stdin: TextIO, check: Callable[[str], None]) -> Iterator[PromptRecord]:
-    """JSON lines; '-' is stdin, read line by line. A file is checked whole before its first line is handed out.
+def read_records(source: Source, stdin: TextIO, check: Callable[[str], None]) -> Iterator[PromptRecord]:
+    """JSON lines, read line by line; '-' is stdin. A file is checked whole before its first line is handed out, and
+    read again then: no more than a line is kept.
 
     `check` raises InputInvalid or BudgetTooSmall for a prompt that can't run. Raises InputInvalid with the number of a
     bad line, or if there is no prompt at all.
     """
+    path, most = source
     if path == STDIN:
-        return _parse(_lines(stdin), "stdin", check)
-    return iter(list(_parse(read_text(path).split("\n"), str(path), check)))
+        return _parse(_lines(stdin, "stdin", most), "stdin", check)
+    if path.is_file():
+        for _ in _parse(_lines_of(path, most), str(path), check):
+            pass
+        check = lambda prompt: None  # noqa: E731
+    return _parse(_lines_of(path, most), str(path), check)
 
 
 def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptRecord]]:
@@ -92,7 +131,7 @@ def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptR
 
 def followed(groups: Iterable[list[PromptRecord]]) -> Iterator[tuple[list[PromptRecord], list[PromptRecord]]]:
     """Each with the one behind it, which is read before this is handed out; the last with an empty one."""
-    return pairwise([*groups, []])
+    return pairwise(chain(groups, [[]]))
 
 
 def _parse(lines: Iterable[str], name: str, check: Callable[[str], None]) -> Iterator[PromptRecord]:
@@ -127,15 +166,15 @@ def _record(line: str, where: str) -> PromptRecord:
     return PromptRecord(prompt, fields)
 
 
-def _lines(stdin: TextIO) -> Iterator[str]:
-    try:
-        yield from stdin
-    except UnicodeDecodeError as error:
-        raise InputInvalid(f"stdin is not UTF-8 text ({error.reason})") from None
+def _lines_of(path: Path, most: Longest) -> Iterator[str]:
+    with _readable(str(path)), path.open(encoding="utf-8-sig") as file:
+        yield from _lines(file, str(path), most)
 
 
-def _decoded(stdin: TextIO) -> str:
-    return "".join(_lines(stdin))
+def _lines(file: TextIO, name: str, most: Longest) -> Iterator[str]:
+    with _readable(name):
+        while line := file.readline(most.letters + 1):
+            yield most.checked(line, f"a line of {name}")
 
 
 class LineWriter:

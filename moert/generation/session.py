@@ -20,7 +20,7 @@ from moert.generation.likelihood import ENTRY_BYTES
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.search import Writing, writing
 from moert.generation.settings import GenerationOptions, GenerationSettings
-from moert.generation.text import Text
+from moert.generation.text import LONG_TEXT, Text
 from moert.models.footprint import Load, Loads
 from moert.models.kv import State, forked, written_bytes
 from moert.models.model import Model
@@ -37,6 +37,8 @@ class Gate(Protocol):
     """Makes room for requests; see moert.budget.admission."""
 
     def check(self, loads: Loads, beside: Loads = ()) -> None: ...
+
+    def aside(self, nbytes: int, purpose: str) -> None: ...
 
     def together(self, running: Loads, waiting: Loads) -> int: ...
 
@@ -171,9 +173,10 @@ class Session:
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
         for what could not run alone.
         """
-        generation = self._generation(prompt, self._resolved(GenerationSettings.of(settings, changes)))
+        resolved = self._resolved(GenerationSettings.of(settings, changes))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
         with self._open():
+            generation = self._generation(prompt, resolved)
             request = Request(prompt, generation, prefix, self._now)
             request._take_prefix()
             try:
@@ -345,8 +348,14 @@ class Session:
             if settings.beams > 1:
                 raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
             return writing(self._model.spec, list(prompt.ids), settings, prompt.text)
-        ids = self._text.ids(prompt)
+        ids = self._text.ids(prompt, self._aside)
         return writing(self._model.spec, ids, settings, self._text.detokenizer() if isinstance(prompt, str) else None)
+
+    @contextmanager
+    def _aside(self, nbytes: int) -> Iterator[None]:
+        """Room for a text that is made into tokens."""
+        self._gate.aside(nbytes, LONG_TEXT)
+        yield
 
     @contextmanager
     def _open(self) -> Iterator[None]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
+from math import inf
 from operator import index
 from typing import TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
-from moert.errors import InputInvalid, SettingInvalid, TokenizerMissing
+from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInvalid, TokenizerMissing
 from moert.generation.detokenize import Detokenizer
 from moert.machine.memory import return_freed
+from moert.pack.bounds import COVERED_BYTES, TEXT_BYTES
 from moert.pack.fence import Unfinished, fenced, locked
 from moert.pack.reader import Pack
 from moert.pack.shown import in_one_line
-from moert.pack.tokenizer import TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
+from moert.pack.tokenizer import BYTES, TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
 
+Aside = Callable[[int], AbstractContextManager[object]]
+"""Makes room for so many bytes while what is in the with block runs. Raises BudgetTooSmall."""
+
+LONG_TEXT = "make tokens of so long a text"
+"""For what room is made."""
+_SLICE = 1 << 12  # letters that are normalised at a time
 _LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that turning a text into tokens is waited for: a hundredth of what is usual
 
 T = TypeVar("T")
@@ -34,8 +42,8 @@ class Text:
     """Reads the tokenizer when it is first asked for; raises TokenizerMissing then, or a PackError if the file isn't
     what the manifest says."""
 
-    def __init__(self, pack: Pack) -> None:
-        self._pack = pack
+    def __init__(self, pack: Pack, aside: Aside = nullcontext) -> None:
+        self._pack, self._aside = pack, aside
         self._growth = Growth()
 
     @cached_property
@@ -63,22 +71,33 @@ class Text:
             raise TokenizerMissing(f"{TOKENIZER} in {pack.root} has no vocabulary: convert the model again")
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if not _knows_all_letters(tokenizer):
+            self._growth = self._growth._replace(stands=inf)
         return tokenizer
 
-    def encode(self, prompt: str, whole: bool = False) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds unless the prompt is `whole`. Raises InputInvalid,
-        too. Ctrl-C is heard meanwhile."""
+    def encode(self, prompt: str, whole: bool = False, aside: Aside | None = None) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer adds unless the prompt is `whole`. `aside`: for whoever
+        has the engine's turn. Raises InputInvalid, PromptTooLong for more bytes than the model's positions can stand
+        for, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
         try:
             nbytes = len(prompt.encode())
         except UnicodeEncodeError as error:
             raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
         tokenizer = self.tokenizer
+        self._check_length(nbytes)
+        most_s = _LEAST_S + nbytes / _BYTES_PER_S
+        work = lambda: list(tokenizer.encode_batch([prompt], add_special_tokens=not whole)[0].ids)  # noqa: E731
         try:
             self._growth.check(nbytes)
-            most_s = _LEAST_S + nbytes / _BYTES_PER_S
-            found = fenced(lambda: tokenizer.encode_batch([prompt], add_special_tokens=not whole), most_s)
-            return list(found[0].ids)
-        except MemoryError:
+            if TEXT_BYTES * self._growth.most(nbytes) <= COVERED_BYTES:
+                return fenced(work, most_s)
+            needed = TEXT_BYTES * max(nbytes, fenced(lambda: self._normalised_bytes(prompt), most_s))
+            with (aside or self._aside)(needed):
+                try:
+                    return fenced(work, most_s)
+                finally:
+                    return_freed()
+        except (MemoryError, BudgetTooSmall):
             raise
         except (TokenizerUnfit, Unfinished) as error:
             raise InputInvalid(f"the pack's tokenizer {error}") from None
@@ -86,14 +105,31 @@ class Text:
             reason = " ".join(str(error).split())
             raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
 
-    def ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def ids(self, prompt: str | Sequence[int], aside: Aside | None = None) -> list[int]:
         """Token ids of a prompt, which is text or has them. Raises InputInvalid, too, for what is neither."""
         if isinstance(prompt, str):
-            return self.encode(prompt)
+            return self.encode(prompt, aside=aside)
         if not isinstance(prompt, (bytes, bytearray)):
             with suppress(TypeError):
                 return [*map(index, prompt)]
         raise InputInvalid(f"the prompt is {in_one_line(repr(prompt))[:60]}: give text, or a list of token ids")
+
+    def _check_length(self, nbytes: int) -> None:
+        """Raises PromptTooLong."""
+        longest = self._pack.manifest.model.longest_prompt
+        if longest is not None and nbytes > longest * self._growth.stands:
+            raise PromptTooLong(
+                f"the prompt has {nbytes:,} bytes, the model can take {longest} tokens of at most "
+                f"{self._growth.stands:,.0f} bytes: shorten it"
+            )
+
+    def _normalised_bytes(self, prompt: str) -> int:
+        """Bytes of the text once it is normalised, which is tried piece by piece."""
+        normalizer = self.tokenizer.normalizer
+        if normalizer is None:
+            return 0
+        pieces = (prompt[at : at + _SLICE] for at in range(0, len(prompt), _SLICE))
+        return sum(len(normalizer.normalize_str(piece).encode()) for piece in pieces)
 
     def token(self, name: str) -> int:
         """The id of a token by what the tokenizer calls it. Raises SettingInvalid, too."""
@@ -113,3 +149,12 @@ class Text:
         }
         silent = (number for number, content in special.items() if not any(content in mark for mark in marks))
         return Detokenizer(self.tokenizer, frozenset(silent))
+
+
+def _knows_all_letters(tokenizer: Tokenizer) -> bool:
+    """Whether each letter of a text becomes at least one token: also those that are not in the vocabulary."""
+    model = tokenizer.model
+    if getattr(model, "unk_token", None) and not getattr(model, "fuse_unk", True):
+        return True
+    alphabets = BYTES, pre_tokenizers.ByteLevel.alphabet()
+    return any(all(tokenizer.token_to_id(each) is not None for each in letters) for letters in alphabets)

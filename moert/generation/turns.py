@@ -40,5 +40,11 @@ class Turns:
             first, self._over = not self._over, True
             yield first
 
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """The turn that this thread has, or its next."""
+        with nullcontext() if self._is_mine() else self.turn():
+            yield
+
     def _is_mine(self) -> bool:
         return self._owner == threading.get_ident()

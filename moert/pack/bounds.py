@@ -24,6 +24,12 @@ _TEXT_BYTES, _WIDE_TEXT_BYTES = 6, 9
 """And each byte of the text: itself, decoded, and in the values, where a letter has up to four; decoded too, if the
 text has others than ASCII."""
 
+TEXT_BYTES = 640
+"""What turning a text into tokens takes for each byte that it has, or has once it is normalised: at most, where each is
+a token (600 measured)."""
+COVERED_BYTES = 8 << 20
+"""What the margin of every budget has room for: of so little nobody is told."""
+
 
 def unbounded(nbytes: int, name: str) -> None:
     """The Room of those who have no limit."""

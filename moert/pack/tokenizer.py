@@ -1,4 +1,5 @@
-"""What a tokenizer.json may hold: nothing that makes much more of a text than it has, or that the library breaks at.
+"""What a tokenizer.json may hold: nothing that makes much more of a text than it has, or that the library breaks at;
+and how much of a text a token stands for at most.
 
 The file comes from whoever made the model. The library that reads it follows every rule in it, however long that
 takes and whatever it makes; so the rules are read here first, and their growth is bounded. The vocabulary, which is
@@ -8,6 +9,7 @@ nearly all of the file, is left to the library.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +23,13 @@ _MOST_TIMES, _MOST_PLUS = 2048.0, 1 << 16  # text → tokens; BERT 8, T5 and NLL
 _MOST_DECODED = 32.0  # tokens → text; byte-level 3, others 1
 _CALM = 8.0  # growth that any text may have
 _MOST_BYTES = 1 << 24  # that a text may become by more than that
-_LONGEST = 1 << 13  # bytes of a token
+_USUAL, _LONGEST = 1 << 6, 1 << 13  # bytes of a token
 _AFFIX = 256  # letters of what is put before or behind many tokens
 _PATTERN = 1 << 14  # letters; the longest in use have some hundreds
 _ADDED, _MOST_SPECIALS = 1 << 17, 64
 _BESIDE = 1 << 25  # bytes of all but the vocabulary
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+"""What tokens of single bytes are called, where they are not called by the letters of ByteLevel."""
 
 Table = Mapping[str, Any]
 
@@ -35,17 +39,23 @@ class TokenizerUnfit(ValueError):
 
 
 class Growth(NamedTuple):
-    """Bytes that text may have afterwards: `times` those it has, and `plus` some."""
+    """Bytes that text may have afterwards: `times` those it has, and `plus` some. Each of them, or behind the last step
+    each token, stands for at most `stands` bytes of the text; infinity where what is left out has no bound."""
 
     times: float = 1.0
     plus: float = 0.0
+    stands: float = 1.0
 
     def then(self, other: Growth) -> Growth:
-        return Growth(self.times * other.times, self.plus * other.times + other.plus)
+        return Growth(self.times * other.times, self.plus * other.times + other.plus, self.stands * other.stands)
+
+    def most(self, nbytes: int) -> float:
+        """Bytes that a text of so many may become."""
+        return self.times * nbytes + self.plus
 
     def check(self, nbytes: int) -> None:
         """Raises TokenizerUnfit for a text of so many bytes that might become too many."""
-        most = self.times * nbytes + self.plus
+        most = self.most(nbytes)
         if self.times > _CALM and most > _MOST_BYTES:
             raise TokenizerUnfit(
                 f"might make {most:,.0f} bytes of a text of {nbytes:,}, at most {_MOST_BYTES:,} are tried: give a "
@@ -54,8 +64,9 @@ class Growth(NamedTuple):
 
 
 def check_tokenizer(body: bytes) -> Growth:
-    """How much longer the tokenizer may make a text before it cuts it into tokens. Raises TokenizerUnfit for what the
-    library does not read, or should not."""
+    """How much longer the tokenizer may make a text before it cuts it into tokens, and how much of it each of these
+    stands for if each letter becomes one at least. Raises TokenizerUnfit for what the library does not read, or should
+    not."""
     try:
         return _checked(body)
     except RecursionError:
@@ -94,7 +105,16 @@ def _checked(body: bytes) -> Growth:
             f"may make text of {_short(decoded)} times its length of a token: at most {_MOST_DECODED:.0f} times are "
             "taken"
         )
-    return growth
+    return growth.then(Growth(stands=_token_stands(table, longest)))
+
+
+def _token_stands(table: Table, longest: int) -> float:
+    """The bytes that a token stands for at most, where the longest of the vocabulary has so many: infinity where one
+    may stand for a whole word that is not known, or for the spaces beside it."""
+    added = table.get("added_tokens") or []
+    if table["model"].get("type") != "BPE" or any(each.get("lstrip") or each.get("rstrip") for each in added):
+        return inf
+    return max(longest, *(_nbytes(each["content"]) for each in added), 0)
 
 
 def _short(number: float) -> str:
@@ -102,8 +122,8 @@ def _short(number: float) -> str:
 
 
 def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
-    """All but the vocabulary, and the bytes of the longest token in that."""
-    small = skim(body, "model", _LONGEST)
+    """All but the vocabulary, and the bytes that no token in that has more of."""
+    small = skim(body, "model", _USUAL)
     if len(small.text) > _BESIDE:
         raise TokenizerUnfit(f"has {len(small.text):,} bytes beside its vocabulary, at most {_BESIDE:,} are read")
     try:
@@ -112,7 +132,7 @@ def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
         raise TokenizerUnfit(f"is not JSON: {error}") from None
     if not isinstance(table, dict):
         raise TokenizerUnfit("should be a JSON object")
-    return table, max(small.long, default=0)
+    return table, max(small.long, default=_USUAL)
 
 
 def _part(table: Table, role: str, kinds: Mapping[str, Callable[[Table], Growth]]) -> Growth:
@@ -177,7 +197,9 @@ def _replace(table: Table) -> Growth:
     """An expression may also stand for nothing, between any two letters; a pattern that is empty does."""
     nbytes, expression = _pattern(table)
     content = _nbytes(_text(table, "content", _PATTERN))
-    return Growth(content + 1.0, content) if expression or not nbytes else Growth(max(1.0, content / nbytes))
+    if expression or not nbytes:
+        return Growth(content + 1.0, content, inf)
+    return Growth(max(1.0, content / nbytes), stands=max(1.0, nbytes / content) if content else inf)
 
 
 def _replace_text(table: Table) -> Growth:
@@ -191,12 +213,16 @@ def _prepend(table: Table) -> Growth:
 
 
 def _precompiled(table: Table) -> Growth:
-    return Growth(charsmap_growth(table.get("precompiled_charsmap")))
+    return Growth(charsmap_growth(table.get("precompiled_charsmap")), stands=inf)
 
 
 def _split(table: Table) -> Growth:
     _pattern(table)
-    return Growth()
+    return _isolated(table)
+
+
+def _isolated(table: Table) -> Growth:
+    return Growth(stands=inf if table.get("behavior") == "Removed" else 1.0)
 
 
 def _byte_level(table: Table) -> Growth:
@@ -267,25 +293,23 @@ def _strip(table: Table) -> Growth:
     return Growth()
 
 
-def _fixed(times: float) -> Callable[[Table], Growth]:
+def _fixed(times: float, stands: float = 1.0) -> Callable[[Table], Growth]:
     def growth(table: Table) -> Growth:
-        return Growth(times)
+        return Growth(times, stands=stands)
 
     return growth
 
 
-_SAME = _fixed(1.0)
+_SAME, _LESS = _fixed(1.0), _fixed(1.0, inf)
 _NORMALIZERS: Mapping[str, Callable[[Table], Growth]] = {
-    "BertNormalizer": _fixed(7.5), "NFC": _fixed(3.0), "NFD": _fixed(3.0), "NFKC": _fixed(11.0),
-    "NFKD": _fixed(11.0), "Lowercase": _fixed(1.5), "Nmt": _SAME, "Strip": _SAME, "StripAccents": _SAME,
+    "BertNormalizer": _fixed(7.5, inf), "NFC": _fixed(3.0, 4.0), "NFD": _fixed(3.0, 4.0), "NFKC": _fixed(11.0, 8.0),
+    "NFKD": _fixed(11.0, 8.0), "Lowercase": _fixed(1.5, 4.0), "Nmt": _LESS, "Strip": _LESS, "StripAccents": _LESS,
     "ByteLevel": _fixed(2.0), "Precompiled": _precompiled, "Prepend": _prepend, "Replace": _replace,
 }  # fmt: skip
-"""Of Unicode's forms: what a letter becomes at most in UTF-8 (its technical report 15)."""
+"""Of Unicode's forms: what a letter becomes at most in UTF-8 (its technical report 15), and what becomes one."""
 _PRE_TOKENIZERS: Mapping[str, Callable[[Table], Growth]] = {
-    **dict.fromkeys(
-        ("BertPreTokenizer", "CharDelimiterSplit", "Digits", "Punctuation", "UnicodeScripts", "Whitespace",
-         "WhitespaceSplit"), _SAME,
-    ),
+    **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "Whitespace", "WhitespaceSplit"), _LESS),
+    **dict.fromkeys(("Digits", "UnicodeScripts"), _SAME), "Punctuation": _isolated,
     "ByteLevel": _byte_level, "FixedLength": _fixed_length, "Metaspace": _metaspace, "Split": _split,
 }  # fmt: skip
 _POST_PROCESSORS: Mapping[str, Callable[[Table], Growth]] = {

@@ -234,7 +234,7 @@ def test_what_a_conversation_keeps_is_known_while_it_is_there(engine: Engine) ->
 
 def test_room_is_made_for_what_renders(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(engine._admission, "aside", asked.append)
+    monkeypatch.setattr(engine._admission, "aside", lambda nbytes, purpose: asked.append(nbytes))
     engine.chat([user("hello")], max_new_tokens=1)
     assert 20 << 20 < asked[0] < 40 << 20
     with engine.session(), pytest.raises(Busy):

@@ -20,6 +20,7 @@ from moert.bench.figures import Figure
 from moert.bench.measure import TEXTS, BenchRun, Sample, measure
 from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
 from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.command.prompts import Longest
 from moert.engine import Engine
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
 from moert.experts.demand import Demand
@@ -32,6 +33,9 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 from tests import tiny_packs
 from tests.alone import alone
 from tests.tiny_bench import SETTINGS, but
+
+LONGEST = Longest(1000, "memory")
+
 
 # The bound ------------------------------------------------------------------------------------------------------------
 
@@ -239,20 +243,20 @@ def test_the_command_ends_with_one_json_line(pack: Path, capsys: pytest.CaptureF
 def test_prompts_come_from_one_place(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "a"}\n{"input": "b"}\n')
-    assert texts_of(None, None) is None
-    assert texts_of("a", None) == ["a"]
-    assert texts_of(None, lines) == ["a", "b"]
+    assert texts_of(None, None, LONGEST) is None
+    assert texts_of("a", None, LONGEST) == ["a"]
+    assert texts_of(None, lines, LONGEST) == ["a", "b"]
     with pytest.raises(InputInvalid, match="exclude each other"):
-        texts_of("a", lines)
+        texts_of("a", lines, LONGEST)
     lines.write_text("\n")
     with pytest.raises(InputInvalid, match="no prompts"):
-        texts_of(None, lines)
+        texts_of(None, lines, LONGEST)
 
 
 def test_an_empty_stdin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     with pytest.raises(InputInvalid, match="stdin has no prompts"):
-        texts_of(None, Path("-"))
+        texts_of(None, Path("-"), LONGEST)
 
 
 def test_all_packs_are_looked_at_before_the_first_is_measured(
