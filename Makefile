@@ -26,7 +26,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-cuda test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo test test-slow test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -57,6 +57,9 @@ test-slow: setup  ## the tests that take minutes, some of them only as root (it 
 
 test-cuda: setup  ## the tests that need a GPU with CUDA; without one they are skipped, and say so
 	$(PY) -m pytest -m cuda
+
+check-gpu: setup  ## on a GPU, 8 minutes: test-cuda, a pack there beside the processor, and measured what bench-devices simulates
+	$(PY) -m tests.bench.card
 
 test-anywhere: setup  ## the tests in three orders, as an ordinary user, holding 2 GB, on one core (an hour; PROOFS=core: one)
 	$(PY) -m tests.anywhere $(PROOFS)
