@@ -34,7 +34,7 @@ from tests.bench.subject import DOCUMENTS, FITTING, SIZES, SPLITS, Quantized, Re
 
 NAMES = sized(("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}"), ("wiki",))
 GPTQ, OTHERS = (("gptq", 0), ("gptq", 64), ("gptq", 128)), (("channel", 0), ("group", 32), ("group", 64))
-LIMITS = {2: 2.625, 3: 3.4375, 4: 4.5}  # width → the effective bits of the K-quant of that width
+LIMITS = sized({2: 2.625, 3: 3.4375, 4: 4.5}, {4: 4.5})  # width → the effective bits of the K-quant of that width
 WIDTHS = (2, 3, 4, 8)
 RESAMPLES = 1000
 NOTES = {
@@ -73,9 +73,9 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
         size = hqq_group_size(subject.sizes, bits, limit)
         for axis in (1, 0):
             add(f"hqq {bits} bits, axis {axis}", lambda w, _, a=axis, b=bits, s=size: apart.call(hqq, w, b, s, a))
-    for name in K_QUANTS:
+    for name in sized([*K_QUANTS], ["Q4_K"]):
         add(f"{name}, no data", lambda w, _, n=name: apart.call(gguf, w, n, None))
-    for name in K_QUANTS | I_QUANTS:
+    for name in sized([*K_QUANTS, *I_QUANTS], ["Q4_K"]):
         add(f"{name}, imatrix", lambda w, i, n=name: apart.call(gguf, w, n, squares(i)))
     return found
 
