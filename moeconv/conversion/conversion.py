@@ -13,7 +13,7 @@ from moeconv.conversion.choice import Choice
 from moeconv.conversion.coding import Coding
 from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, deliver
 from moeconv.conversion.examples import side_by_side
-from moeconv.conversion.limits import module_note, notes, vocabulary_note
+from moeconv.conversion.limits import end_note, module_note, notes, vocabulary_note
 from moeconv.conversion.material import Material
 from moeconv.conversion.ordering import neuron_order
 from moeconv.conversion.predicting import taught_neurons
@@ -59,6 +59,8 @@ class Conversion:
         coding = Coding.open(settings)
         for left_out in coding.checkpoint.notes:
             say(f"note: {left_out}")
+        if note := end_note(coding.checkpoint):
+            say(note)
         if settings.laid_out == "auto":
             say(f"experts lie {'by expert' if coding.neurons is None else 'by columns of neurons'} (--layout auto)")
         if settings.calib is None:

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeconv.conversion.settings import DEFAULT_CONTEXT, Settings
+from moeconv.errors import SettingsError
 from moeconv.measure.metrics import is_module
 from moeconv.measure.tokenizer import Tokenizer
+from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.outline import json_object
 from moert.pack.model_spec import ModelSpec
 
 _MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up
@@ -41,6 +44,26 @@ def context_note(context: int | None, spec: ModelSpec) -> str | None:
         return None
     return (
         f"note: --context {context:,}: the model takes at most {limit:,} tokens (its config.json), windows have as many"
+    )
+
+
+def end_note(checkpoint: Checkpoint) -> str | None:
+    """Returns a line on an end token of the tokenizer at which texts of the model do not end; None without one."""
+    said = (json_object(checkpoint.path / "tokenizer_config.json") or {}).get("eos_token")
+    name = said.get("content") if isinstance(said, dict) else said
+    if not isinstance(name, str) or not (checkpoint.spelled or (checkpoint.path / TOKENIZER).is_file()):
+        return None
+    try:
+        number = Tokenizer.read(checkpoint.path / TOKENIZER, checkpoint.spelled).get_vocab().get(name)
+    except SettingsError:  # whoever needs it says so
+        return None
+    ends = checkpoint.spec.tokens.eos
+    if number is None or number in ends:
+        return None
+    own = ", ".join(map(str, ends)) or "none"
+    return (
+        f"note: the tokenizer's end token is {name!r} ({number}), the model's by generation_config.json or config.json "
+        f"{own}; moert chat stops at all of them, moert run at the model's alone"
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moeconv.slow_tokenizer import made
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.source import ShapeDiffers, Source
 from moeconv.source.archs.weights import fill_backbone
@@ -22,6 +23,7 @@ from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moert.pack.bounds import check_size
 from moert.pack.errors import SizeOverflow
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.tokenizer import TokenizerUnfit
 
 F32 = npt.NDArray[np.float32]
 
@@ -74,7 +76,8 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """What there is to say before it is converted, a line each."""
-        return [*self.description.notes, *self.left_out]
+        why = [self._made[1]] if self.spelled is None and self._made[1] else []
+        return [*self.description.notes, *self.left_out, *why]
 
     @property
     def left_out(self) -> list[str]:
@@ -85,12 +88,22 @@ class Checkpoint:
             if any(re.match(pattern, name) for name in self.tensors.names)
         ]
         ids = f"there is no {TOKENIZER}: text is token ids, as numbers with spaces between"
-        return left_out if self.spelled is None else [*left_out, ids]
+        return (
+            [*left_out, ids] if self.family.spelled(self.spec) and not (self.path / TOKENIZER).is_file() else left_out
+        )
 
     @cached_property
     def spelled(self) -> str | None:
         """What stands for tokenizer.json, if there is none and something can."""
-        return None if (self.path / TOKENIZER).is_file() else self.family.spelled(self.spec)
+        return None if (self.path / TOKENIZER).is_file() else self.family.spelled(self.spec) or self._made[0]
+
+    @cached_property
+    def _made(self) -> tuple[str | None, str]:
+        """A tokenizer.json that is made of the tokenizer's other files, and why there is none."""
+        try:
+            return made(self.path), ""
+        except TokenizerUnfit as error:
+            return None, f"{TOKENIZER} {error}"
 
     @property
     def tokenizer_sha256(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
-_READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
+_READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 _KEPT = ("models--", "datasets--")  # how the folders of the hub's cache begin
 

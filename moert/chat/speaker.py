@@ -53,6 +53,7 @@ class Speaker:
     def __init__(self, renderer: Renderer, text: Text, session: Callable[[], Session]) -> None:
         self._renderer, self._text, self._session = renderer, text, session
         self._marks = marks_of(renderer.chat)
+        self._ends = frozenset(text.numbers(renderer.chat.ends))
 
     def reply(
         self, asked: Asked, prefix: Prefix, settings: GenerationSettings | None = None, hear: Hear | None = None
@@ -66,7 +67,7 @@ class Speaker:
         text = self._text.detokenizer_with(self._marks)
         parts = _Parts(Splitter(self._marks, begins_with(prompt, self._marks)), hear)
         with self._session() as session:
-            request = session.add(Continued(ids, text, prefix), settings)
+            request = session.add(Continued(ids, text, prefix, self._ends), settings)
             try:
                 for _, piece in session:
                     parts.take(piece.text)

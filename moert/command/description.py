@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -74,6 +75,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "predictor": None if predictor is None else _predictor_facts(predictor),
         "has_tokenizer": _tokenizer_fault(pack) is None,
         "has_chat": _chat_fault(pack) is None,
+        "end_tokens": _end_tokens(pack),
         "smallest_memory": {
             "bytes": _smallest_memory(pack, function),
             "prompt_tokens": TYPICAL.prompt_tokens,
@@ -118,8 +120,29 @@ def description_lines(pack: Pack) -> list[str]:
         f"paths            {'yes' if facts['has_paths'] else 'no: moeconv profile-paths adds them'}",
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
+        *_end_lines(facts["end_tokens"]),
         f"smallest memory  {smallest_text}",
     ]
+
+
+def _end_tokens(pack: Pack) -> list[dict[str, Any]]:
+    """Returns ids of tokens that end a text, what the tokenizer calls them, and whether they do so in chat alone."""
+    ends, tokens = list(pack.manifest.model.tokens.eos), dict[int, str | None]()
+    with suppress(TokenizerMissing, PackError):
+        text = Text(pack)
+        tokens = {number: text.tokenizer.id_to_token(number) for number in ends}
+        chat = load_chat(pack)
+        tokens |= {} if chat is None else dict(zip(text.numbers(chat.ends), chat.ends, strict=False))
+    both = dict.fromkeys([*ends, *tokens])
+    return [{"id": number, "token": tokens.get(number), "only_in_chat": number not in ends} for number in both]
+
+
+def _end_lines(ends: list[dict[str, Any]]) -> list[str]:
+    said = [
+        f"{each['token'] or 'no token of the tokenizer'} ({each['id']})" + (" in chat" if each["only_in_chat"] else "")
+        for each in ends
+    ]
+    return [f"end tokens       {', '.join(said) or 'none: a text ends at its longest'}"]
 
 
 def _neurons(pack: Pack) -> dict[str, Any] | None:

@@ -59,14 +59,16 @@ class Generation:
     """
 
     def __init__(
-        self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
-    ) -> None:
-        """Raises InputInvalid for a prompt that can't be run, and SettingInvalid: stop strings need a detokenizer, and
-        a first token, which is an id here, and those with a bias should be the model's."""
+        self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None,
+        ends: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`ends`: tokens that end the text beside the model's own. Raises InputInvalid for a prompt that can't be run,
+        and SettingInvalid: stop strings need a detokenizer, and a first token, which is an id here, and those with a
+        bias should be the model's."""
         if settings.stops and detokenizer is None:
             raise SettingInvalid("stop", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
-        self.settings, self.detokenizer, self._eos = settings, detokenizer, frozenset(spec.tokens.eos)
+        self.settings, self.detokenizer, self._eos = settings, detokenizer, ends.union(spec.tokens.eos)
         self._spec, self._first = spec, first_token_of(spec, settings)
         self.prompt_ids, self._read = prompt_ids, decoder_prompt(spec, prompt_ids)
         self.tokens: list[int] = []

@@ -47,11 +47,13 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Continued:
-    """A prompt in token ids that is answered in text, and goes on from what `prefix` has read."""
+    """A prompt in token ids that is answered in text, and goes on from what `prefix` has read. `ends`: tokens that end
+    the answer as the model's own do."""
 
     ids: Sequence[int]
     text: TextSource
     prefix: Prefix
+    ends: frozenset[int] = frozenset()
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from moert.errors import BudgetTooSmall, Closed, SettingInvalid, memory_shortage
 from moert.generation.answer import Answer
-from moert.generation.generation import Piece
+from moert.generation.generation import Generation, Piece
 from moert.generation.likelihood import ENTRY_BYTES
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.search import Writing, writing
@@ -347,7 +347,7 @@ class Session:
         if isinstance(prompt, Continued):
             if settings.beams > 1:
                 raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
-            return writing(self._model.spec, list(prompt.ids), settings, prompt.text)
+            return Generation(self._model.spec, list(prompt.ids), settings, prompt.text, prompt.ends)
         ids = self._text.ids(prompt, self._aside)
         return writing(self._model.spec, ids, settings, self._text.detokenizer() if isinstance(prompt, str) else None)
 

@@ -131,6 +131,11 @@ class Text:
         pieces = (prompt[at : at + _SLICE] for at in range(0, len(prompt), _SLICE))
         return sum(len(normalizer.normalize_str(piece).encode()) for piece in pieces)
 
+    def numbers(self, names: Iterable[str]) -> list[int]:
+        """The ids of those tokens that the tokenizer has by these names."""
+        found = (self.tokenizer.token_to_id(name) for name in names)
+        return [number for number in found if number is not None]
+
     def token(self, name: str) -> int:
         """The id of a token by what the tokenizer calls it. Raises SettingInvalid, too."""
         found: int | None = self.tokenizer.token_to_id(name)

@@ -60,6 +60,11 @@ class ChatFormat:
     tokens: Annotated[Mapping[str, str], Read(_tokens)]
     tool_template: Annotated[str | None, Read(_no_or_template)] = None
 
+    @property
+    def ends(self) -> list[str]:
+        """Tokens that end a reply beside those that end any text of the model: the tokenizer's own end."""
+        return [token for token in (self.tokens.get("eos_token"),) if token]
+
 
 def dump_chat(chat: ChatFormat) -> bytes:
     """The file. Raises ChatInvalid for what no reader takes."""

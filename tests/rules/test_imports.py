@@ -35,7 +35,7 @@ MOERT = [
 MOECONV = [
     ("moert.pack",),
     ("moeconv.errors", "moeconv.progress", "moeconv.strict_json"),
-    ("moeconv.fields",),
+    ("moeconv.fields", "moeconv.slow_tokenizer"),
     ("moeconv.artifacts", "moeconv.chat_tokenizer"),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),

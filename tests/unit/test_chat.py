@@ -18,13 +18,14 @@ from tokenizers.models import WordLevel
 
 from moert.chat.marks import Part, Splitter, begins_with, marks_of
 from moert.chat.speaker import Reply
+from moert.command.description import describe, description_lines
 from moert.engine import Engine
 from moert.errors import Busy, ChatImpossible, InputInvalid, PromptTooLong, SettingInvalid, TemplateFailed
 from moert.generation.answer import Interrupted
 from moert.generation.detokenize import Detokenizer
 from moert.generation.text import Text
 from moert.kernels import library
-from moert.pack.chat import CHAT, ChatFormat
+from moert.pack.chat import CHAT, ChatFormat, dump_chat
 from moert.pack.errors import ChatInvalid
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
@@ -174,6 +175,28 @@ def test_every_end_token_ends_an_answer(tmp_path: Path) -> None:
             result = engine.chat([user("hello")], **NEW).result
         assert result.tokens == tokens[: min(map(tokens.index, ends)) + 1]
         assert result.stop_reason == "eos"
+
+
+def test_the_tokenizers_end_token_ends_a_reply_too(tmp_path: Path) -> None:
+    """As in checkpoints whose generation_config.json names another; no other text ends at it."""
+    spec = DECODER_SHAPE.but(eos=(9,), max_positions=None).spec
+    with Engine.open(write_chat_pack(tmp_path / "p", spec), predict="none", threads=1) as engine:
+        tokens = engine.chat([user("hello")], **NEW).result.tokens
+    end = tokens[3]
+    pack = write_chat_pack(tmp_path / "q", spec, marks={end: "<|over|>"})
+    chat = ChatFormat(TEMPLATE, {"eos_token": "<|over|>"})
+    add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(chat))
+    with Engine.open(pack, predict="none", threads=1) as engine:
+        reply = engine.chat([user("hello")], **NEW).result
+        ids = engine.text.encode("user hello</s>assistant ", whole=True)
+        assert engine.generate(ids, **NEW).result.tokens == tokens
+        assert engine.chat([user("hello")], ignore_eos=True, **NEW).result.tokens == tokens
+    assert (reply.tokens, reply.stop_reason) == (tokens[: tokens.index(end) + 1], "eos")
+    said = describe(Pack.open(pack))["end_tokens"]
+    assert [(each["id"], each["only_in_chat"]) for each in said] == [(9, False), (end, True)]
+    assert said[1]["token"] == "<|over|>"
+    (line,) = [line for line in description_lines(Pack.open(pack)) if line.startswith("end tokens")]
+    assert line == f"end tokens       {said[0]['token']} (9), <|over|> ({end}) in chat"
 
 
 def test_thinking_is_told_from_the_answer(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -494,6 +495,28 @@ def test_a_choice_is_scored_alone_and_a_long_text_loses_its_beginning(tiny_model
     assert texts.items.right.tolist() == [True, False]
     cut = choices_of([Sample("a", "xyzxyz", ("xyzxyz", "b"), 0)], tokenizer, 4)
     assert cut.scored[0].tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("source", "choice", "joined"),
+    [
+        ("Answer:", "B", "Answer: B"), ("Answer: ", "B", "Answer: B"), ("日本の首都は", "東京", "日本の首都は東京"),
+        ("答案：", "B", "答案：B"), ("这是「", "好", "这是「好"), ("เมืองหลวงคือ", "กรุงเทพ", "เมืองหลวงคือกรุงเทพ"),
+        ("수도는", "서울", "수도는 서울"), ("Столица:", "Москва", "Столица: Москва"), ("so 🙂", "fine", "so 🙂 fine"),
+        ("राजधानी", "दिल्ली", "राजधानी दिल्ली"),
+    ],
+)  # fmt: skip
+def test_a_choice_follows_a_space_where_its_script_has_spaces(source: str, choice: str, joined: str) -> None:
+    asked: list[str] = []
+
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+            asked.append(text)
+            return SimpleNamespace(ids=[*range(len(text))], offsets=[(at, at + 1) for at in range(len(text))])
+
+    texts = choices_of([Sample(source, choice, (choice,), 0)], Letters(), 64)  # type: ignore[arg-type]
+    assert asked == [joined]
+    assert int(texts.scored.sum()) == len(joined) - len(source)
 
 
 def test_parts_and_volumes(tiny_model: TinyModel) -> None:

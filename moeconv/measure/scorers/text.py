@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from moeconv.measure.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
 REST = 0.25  # of a window; what a document has beyond its whole windows is scored from here on
+_UNSPACED = ("THAI", "LAO ", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE")  # scripts that are not wide
 RUNS = 64  # of windows, where no documents are told: twice as many as a promise takes
 
 
@@ -114,14 +116,21 @@ def _windows(stretches: Sequence[tuple[int, int]], context: int, *, rests: bool)
     return first, fresh, owners
 
 
+def _spaced(letter: str) -> bool:
+    """Whether a space goes between this letter and another word."""
+    name = unicodedata.name(letter, "")
+    wide = unicodedata.east_asian_width(letter) in "WF" and unicodedata.category(letter)[0] in "LP"
+    return not (letter.isspace() or name.startswith(_UNSPACED) or (wide and not name.startswith("HANGUL")))
+
+
 def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
-    """Each sample's text followed by each of its choices; only the choice's tokens count. A text too long for
-    `context` tokens loses its beginning."""
+    """Each sample's text followed by each of its choices, with a space between where their scripts have some; only the
+    choice's tokens count. A text too long for `context` tokens loses its beginning."""
     texts, owner, right = texts_of(samples)
     rows, starts = [], []
     for text, at in zip(texts, owner, strict=True):
         source = samples[at].source
-        joined = source + text if source[-1:].isspace() or text[:1].isspace() else f"{source} {text}"
+        joined = f"{source} {text}" if all(map(_spaced, source[-1:] + text[:1])) else source + text
         encoding = tokenizer.encode(joined, add_special_tokens=False)
         first = next(place for place, (_, stop) in enumerate(encoding.offsets) if stop > len(source))
         cut = max(0, len(encoding.ids) - context)
