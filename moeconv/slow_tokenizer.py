@@ -37,7 +37,7 @@ def made(folder: Path) -> str | None:
 def _of_tiktoken(folder: Path, ranks: Path) -> str:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    class Converter(TikTokenConverter):  # type: ignore[misc]
+    class Converter(TikTokenConverter):
         @staticmethod
         def load_tiktoken_bpe(path: str) -> dict[bytes, int]:
             lines = (line.split() for line in bounded(Path(path), MOST_BYTES).splitlines() if line)
@@ -52,7 +52,8 @@ def _of_tiktoken(folder: Path, ranks: Path) -> str:
     special = [added.get(number, f"<|reserved_token_{number}|>") for number in range(start, max(added, default=0) + 1)]
     pattern = _pattern(folder, config)
     options = {} if pattern is None else {"pattern": pattern}
-    found = Converter(vocab_file=str(ranks), extra_special_tokens=special, **options).converted()
+    converter: Any = Converter
+    found = converter(vocab_file=str(ranks), extra_special_tokens=special, **options).converted()
     for name in _SPECIAL:
         token = _content(config.get(name))
         if token and found.token_to_id(token) is None:
