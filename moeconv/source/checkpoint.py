@@ -51,7 +51,7 @@ class Checkpoint:
     @classmethod
     def open(cls, path_or_hub_id: str | Path, names_only: bool = False) -> Checkpoint:
         """Opens a local directory, or fetches (or finds in the cache) a model of that id. `names_only`: no tensor is
-        read, and files that an index names need not be there. Raises CheckpointError."""
+        read, and none of the files that an index names need be there. Raises CheckpointError."""
         path = find(str(path_or_hub_id))
         return cls.of(path, FileTensors(path, names_only), names_only)
 

@@ -42,7 +42,7 @@ class FileTensors:
     """Those of a folder as Hugging Face lays it out: one file, or several with an index."""
 
     def __init__(self, path: Path, names_only: bool = False) -> None:
-        """`names_only`: files that an index names need not be there. Raises CheckpointError."""
+        """`names_only`: none of the files that an index names need be there. Raises CheckpointError."""
         self.path = path
         listed = _listed(path, names_only)
         self.files: Mapping[str, Path] = listed.files  # name of a tensor → the file that holds it
@@ -132,11 +132,12 @@ def _indexed(path: Path, index: Mapping[str, Any], names_only: bool) -> _Listed:
     held: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         held.setdefault(file, []).append(name)
+    none = not any((path / file).is_file() for file in held)
     for file, own in sorted(held.items()):
         if leads_out(path, path / file):
             raise CheckpointError(f"{path / INDEX} names the file {file[:80]!r}, which does not lie inside {path}")
         if not (path / file).is_file():
-            if names_only:
+            if names_only and none:
                 continue
             raise CheckpointError(f"{path / file} is named in {INDEX} but missing: fetch the checkpoint again")
         found = _shapes(path / file)
