@@ -124,11 +124,6 @@ def _lie(said: dict[str, Any]) -> None:
     said["model.norm.weight"]["shape"] = [1 << 40]
 
 
-def _twice(folder: Path) -> None:
-    tensors = load_file(folder / PARTS[0]) | load_file(folder / PARTS[1])
-    save_file(tensors, folder / PARTS[1], metadata={"format": "pt"})
-
-
 CONFIG = "config.json"
 OF_SINGLE: dict[str, tuple[Change, str]] = {
     "a milliard experts": (edited(CONFIG, num_experts=10**9), "num_experts|experts"),
@@ -174,7 +169,6 @@ OF_SHARDED: dict[str, tuple[Change, str]] = {
     "a part that leads out": (linked(PARTS[1]), "is a link that leads out"),
     "an index that names a folder": (renamed(PARTS[1], "."), "does not lie inside|missing"),
     "a part that is missing": (renamed(PARTS[1], "none.safetensors"), "is named in .* but missing"),
-    "a tensor in two parts": (_twice, "both hold the tensor"),
     "an index that mixes parts up": (
         lambda folder: (folder / INDEX).write_text((folder / INDEX).read_text().replace(PARTS[1], PARTS[0])),
         "and it does not",
