@@ -88,7 +88,8 @@ def quantize(
                                       "text shows (headings, long rows), or runs of rows.")
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity, token_perplexity, accuracy, "
+        str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity (per word), token_perplexity "
+                                      "(per token), accuracy, "
                                       "f1, or the path of an evaluate module, which is a program: it runs as you, so "
                                       "take only one that you trust. Default: what fits the text.")
     ] = None,

@@ -20,8 +20,9 @@ Seed = Annotated[
     int, typer.Option(help="Seed of the random split of the text and of the random draws behind intervals and bounds.")
 ]
 Loss = Annotated[
-    str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity "
-                                  "its relative rise. Default, without --size or --bits-per-weight: 5%.")
+    str | None, typer.Option(help="Largest loss: 5% or 0.05. Loss is the relative drop of the metric; for perplexity, "
+                                  "which is per word, its relative rise. Default, without --size or "
+                                  "--bits-per-weight: 5%.")
 ]  # fmt: skip
 Size = Annotated[
     str | None, typer.Option(help="Instead of a loss: most bytes that all experts may take, such as 120MB.")

@@ -16,7 +16,7 @@ from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
 from moeconv.quantizers.dense import width_text
 from moert.pack.hash import RoutedLoss
-from moert.pack.manifest import LossEstimate
+from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.predictor import PredictedLoss
 
 
@@ -28,7 +28,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         lines += ["  no text was given: what this pack loses was not measured", ""]
     if report.calibration and report.heldout:
         lines += [
-            f"  loss is how much worse {report.metric} is than the unquantised model's, relative to it; "
+            f"  loss is how much worse {in_words(report.metric)} is than the unquantised model's, relative to it; "
             f"target {target_text(report.target)}",
             f"  {'':12} {'reference':>10} {'pack':>10} {'loss':>8}   95% interval        samples",
             _measured_line("calibration", report.calibration),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moeconv.conversion.account import Account
@@ -12,6 +13,7 @@ from moeconv.measure.evaluation import Evaluation
 from moeconv.plan.problem import Plan
 from moeconv.promise.evidence import Evidence
 from moeconv.promise.judging import Judge, at_chance, check_reference
+from moert.pack.manifest import in_words
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,20 @@ def measured_references(bench: Bench, account: Account) -> References:
     with account.step("reference", bench.journal):
         texts = (("calibration", found.judge.measure, material.judged), ("held-out", found.heldout, material.heldout))
         for what, measure, volume in texts:
-            name, value = measure.metric.name, measure.metric.value(measure.reference.columns())
+            name, value = in_words(measure.metric.name), measure.metric.value(measure.reference.columns())
             check_reference(name, value, f"{what} text")
-            account.say(f"reference on {what} text: {name} {value:.4f} on {len(measure.reference.nats)} samples")
+            said, samples = f"{name} {value:.4f}{_per_token(measure)}", len(measure.reference.nats)
+            account.say(f"reference on {what} text: {said} on {samples} samples")
             doubt(at_chance(measure.reference, volume.entropy, what))
     return found
+
+
+def _per_token(measure: Measure) -> str:
+    """The same a token, where the metric is a perplexity per word: it depends less on the language of a text."""
+    if measure.metric.unit != "words":
+        return ""
+    reference = measure.reference
+    return f" (per token {math.exp(sum(reference.nats) / sum(reference.tokens)):.4f})"
 
 
 def evaluated(measure: Measure, plan: Plan) -> Evaluation:

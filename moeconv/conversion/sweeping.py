@@ -20,6 +20,7 @@ from moeconv.sweep.memory import blocks_for
 from moeconv.sweep.runners import runner_for
 from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
 from moeconv.sweep.worker import SweepJob, SweepWorker
+from moert.pack.manifest import in_words
 
 RACING_BLOCKS, RACING_SPAN = 8, 0.1
 
@@ -83,5 +84,5 @@ def _exactly(
     ):
         sweep.run(runner, bar)
     if settings.signal == "metric":
-        check_reference(material.metric.name, sweep.reference_value(), "samples of the sweep")
+        check_reference(in_words(material.metric.name), sweep.reference_value(), "samples of the sweep")
     return sweep.table(), sweep.cost()

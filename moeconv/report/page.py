@@ -12,15 +12,14 @@ from importlib.resources import files
 from moeconv.artifacts import ConversionReport
 from moeconv.report.chart import Chart
 from moeconv.report.units import percent, size
-from moert.pack.manifest import LossEstimate
+from moert.pack.manifest import LossEstimate, in_words
 
 GENERATOR = "moeconv report"
 MARK = (
     f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{GENERATOR}">'
 )
 _METRICS = {
-    "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "perplexity": "perplexity",
-    "token_perplexity": "perplexity a token",
+    "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L",
     "exact_match": "exact match", "accuracy": "accuracy", "f1": "F1",
 }  # fmt: skip
 
@@ -85,7 +84,7 @@ def result(report: ConversionReport, n_experts: int) -> str:
     if report.calibration is None and report.heldout is None:
         return text + "Its loss was not measured: the conversion had no calibration text."
     text += f"The aim was {_aim(report)}. "
-    name = _METRICS.get(report.metric, report.metric)
+    name = _METRICS.get(report.metric, in_words(report.metric))
     change = "rise" if report.metric.endswith("perplexity") or ".py:-" in report.metric else "drop"
     text += f"Loss is the relative {change} of {name} against the unquantised model"
     text += "; below zero means better than it. " if any(_negative(report)) else ". "

@@ -20,7 +20,7 @@ from moert.models.footprint import Footprint
 from moert.pack.chat import load_chat
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.hash import HASH, HashFunction
-from moert.pack.manifest import BACKBONE, Dense, LossEstimate
+from moert.pack.manifest import BACKBONE, Dense, LossEstimate, in_words
 from moert.pack.order import ORDER
 from moert.pack.paths import PATHS
 from moert.pack.predictor import PREDICTOR, NeuronPredictor, load_predictor
@@ -278,7 +278,7 @@ def _quality_lines(pack: Pack) -> list[str]:
     if quality is None:
         return ["quality          not measured"]
     aim = "" if quality.target_loss is None else f", target loss {100 * quality.target_loss:.2f}%"
-    lines = [f"quality          {quality.metric}{aim}"]
+    lines = [f"quality          {in_words(quality.metric)}{aim}"]
     for name, measured in (("calibration", quality.calibration), ("held-out", quality.heldout)):
         lines.append(f"  {name:<14} {_measured(measured)}")
     return lines

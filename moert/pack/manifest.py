@@ -182,6 +182,14 @@ class LossEstimate:
     samples: Annotated[int, Within(0, MAX_COUNT)]
 
 
+_METRICS = {"perplexity": "perplexity per word", "token_perplexity": "perplexity per token"}
+
+
+def in_words(metric: str) -> str:
+    """The name of a metric as a person reads it, with the unit that it counts by."""
+    return _METRICS.get(metric, metric)
+
+
 @dataclass(frozen=True)
 class Quality:
     """What the conversion aimed at and what it measured. Hashes are of the samples of each split. `target_loss` is None

@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from moert.pack.manifest import in_words
 from tests.bench.result import Result, Row
 
 _PLACE = re.compile(r"\{(?P<name>[^{}|@]+)(?:@(?P<field>[a-z]+))?(?:\|(?P<form>[^{}|]+))?\}")
@@ -71,7 +72,7 @@ def _shown(place: re.Match[str], result: Result) -> str:
     if row is None:
         return FAILED
     if field == "unit":
-        return row.unit
+        return in_words(row.unit)
     value = getattr(row, field or "value")
     if value is None:
         return ""

@@ -77,7 +77,8 @@ def routing(result: Result) -> Sequence[Part]:
     for model in rows.models:
         metric = next(iter(rows.found(rf"{model}: (\w+) with routers")), "")
         lines.append(
-            (f"{model}, {metric}", rows.cell(f"{model}: hash function", ".2f") + " MB",
+            (f"{model}, {metric}" + " per token" * (metric == "perplexity"),
+             rows.cell(f"{model}: hash function", ".2f") + " MB",
              rows.cell(f"{model}: hash function, of the pack", "%"), rows.cell(f"{model}: {metric} with routers"),
              rows.cell(f"{model}: {metric} with hash"), rows.cell(f"{model}: kept", ".1%"),
              *(rows.cell(f"{model}: choosing experts, with {what}", "%") for what in ("routers", "hash")),

@@ -82,7 +82,7 @@ def sentences(result: Result) -> str:
         f"A layer's decision takes {{wiki: {above}}} µs more than exact routing's on wiki, {{wikids: {above}}} µs on "
         "wikids.",
         f"With exact routing, with that for half and with that for a quarter of the experts {words} of g2p's held-out "
-        "words come out right. A thousand tokens that wiki writes freely have a perplexity of "
+        "words come out right. A thousand tokens that wiki writes freely have a perplexity per token of "
         f"{likely['wiki']} under the unquantised model, wikids' {likely['wikids']}; four tokens in a row were there "
         f"before in {again['wiki']} of places, {again['wikids']}.",
         "Answers that differ over room for experts, drive, batch and threads: "

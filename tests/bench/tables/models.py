@@ -22,7 +22,7 @@ def parts(result: Result) -> Sequence[Part]:
         (
             "wiki",
             "Wikipedia text, WikiText-2",
-            "word perplexity {wiki: model word perplexity|.0f}",
+            "perplexity per word {wiki: model word perplexity|.0f}",
             "5-gram, Kneser–Ney: {wiki: kneser-ney 5-gram word perplexity|.0f}",
             "{wiki: decoder next_given_2|%}",
         ),
@@ -37,7 +37,7 @@ def parts(result: Result) -> Sequence[Part]:
         (
             "wikids",
             "as wiki",
-            "word perplexity {wikids: model word perplexity|.0f}",
+            "perplexity per word {wikids: model word perplexity|.0f}",
             "as wiki",
             "{wikids: decoder next_given_2|%}",
         ),

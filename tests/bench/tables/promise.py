@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from moert.pack.manifest import in_words
 from tests.bench.result import Result
 from tests.bench.tables import Line, Part
 
@@ -32,7 +33,7 @@ def _case(case: str, result: Result) -> Line:
     under = sum(result.by_name[f"{split}: held-out loss"].value <= bound for split, bound in bounds.items())
     promised = f"{case}: median bound at 95%" in result.by_name
     return (
-        case,
+        case.replace("perplexity", in_words("perplexity")),
         f"{{{case}: packs}} {{{case}: packs@unit}}",
         f"{under} of {len(bounds)}",
         f"{{{case}: median held-out loss|.2%}}",

@@ -11,7 +11,7 @@ from tests.bench.tables import Part
 def parts(result: Result) -> Sequence[Part]:
     lines = [
         ("", "with native kernels"),
-        ("wiki: rise of the perplexity (95% interval)",
+        ("wiki: rise of the perplexity per token (95% interval)",
          "{wiki: relative rise with native kernels|interval.3%}"),
         *((f"{name}: the same by keys and values of {bits} bits alone",
            f"{{{name}: relative rise with keys of {bits} bits|interval.3%}}")
