@@ -208,9 +208,10 @@ golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its 
 	$(PY) tests/golden/transformers_4_57.py checkpoints build/transformers-4.57.6.checkpoints
 	PYTHONPATH=build/transformers-4.57.6 $(PY) tests/golden/transformers_4_57.py outputs build/transformers-4.57.6.checkpoints
 
-readme: setup  ## write the help texts of docs/commands.md and the families of docs/models.md anew
+readme: setup  ## write the help texts of docs/commands.md, the families of docs/models.md, and docs/python.md anew
 	$(PY) tests/rules/readme_help.py --write
 	$(PY) tests/rules/models_text.py --write
+	$(PY) tests/rules/python_text.py --write
 
 wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt build ziglang

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from models_text import MODELS
 from models_text import text as models_text
+from python_text import PYTHON
+from python_text import text as python_text
 from readme_help import COMMANDS as HELP
 from readme_help import ROOT, commands, rendered
 
@@ -127,6 +129,10 @@ def test_every_family_is_named() -> None:
 
 def test_what_is_said_of_families_is_what_they_say() -> None:
     assert TEXTS[MODELS] == models_text(), "run make readme"
+
+
+def test_what_is_said_of_python_is_what_the_docstrings_say() -> None:
+    assert TEXTS[PYTHON] == python_text(), "run make readme"
 
 
 def test_every_path_of_the_tree_exists() -> None:
