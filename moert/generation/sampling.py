@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from moert.generation.settings import GenerationSettings
 from moert.pack.codec import F32
+from moert.pack.fence import fenced
+
+_MANY, _LONGEST_S = 1 << 21, 600.0
 
 
 def choose(logits: F32, settings: GenerationSettings, generator: np.random.Generator) -> int:
@@ -40,12 +44,19 @@ def keep_top_k(scores: F32, k: int) -> F32:
 
 def keep_top_p(scores: F32, p: float) -> F32:
     """Keeps the likeliest tokens until they hold a probability of p, at least one."""
-    order = np.argsort(scores, kind="stable")
+    order = ordered(scores)
     below = np.cumsum(softmax(scores[order])) <= np.float32(1 - p)
     below[-1] = False
     kept: F32 = scores.copy()
     kept[order[below]] = -np.inf
     return kept
+
+
+def ordered(scores: F32) -> npt.NDArray[np.intp]:
+    """Where they are from the smallest on, the first of equal ones first. Ctrl-C is heard where that takes long."""
+    if len(scores) < _MANY:
+        return np.argsort(scores, kind="stable")
+    return fenced(lambda: np.argsort(scores, kind="stable"), _LONGEST_S)
 
 
 def keep_min_p(scores: F32, p: float) -> F32:

@@ -8,6 +8,8 @@ import numpy as np
 
 from moert.kernels import library
 
+_PART = 1 << 28
+
 
 def crc32(data: bytes | memoryview, value: int = 0) -> int:
     """As zlib.crc32."""
@@ -15,4 +17,7 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
     if found is None or not found.functions.moert_crc32_fast():
         return zlib.crc32(data, value)
     array = np.frombuffer(data, np.uint8)
-    return int(found.functions.moert_crc32(value, array.ctypes.data, array.nbytes))
+    for at in range(0, len(array), _PART):  # between parts Ctrl-C is heard
+        part = array[at : at + _PART]
+        value = int(found.functions.moert_crc32(value, part.ctypes.data, part.nbytes))
+    return value

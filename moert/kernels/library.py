@@ -34,6 +34,7 @@ _FUNCTIONS = {
     "moert_isa_runs": (c_int, [c_int]),
     "moert_pool_open": (_POOL, [c_int, c_int]),
     "moert_pool_close": (None, [_POOL]),
+    "moert_pool_stop": (None, [_POOL, c_int]),
     "moert_linear": (c_int, [_POOL, c_int, _DATA, _DATA, c_int, _DATA]),
     "moert_rows": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, _DATA]),
     "moert_mixture": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
 from itertools import accumulate
@@ -33,9 +34,12 @@ from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.pages import KeptPage, PageLayout
 from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
 from moert.pack.codec import F32, U8, QuantizedMatrix
+from moert.pack.fence import heard
 from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Act, Ffn, Latent
 
+_LONG_S = 0.05  # another thread makes what takes longer
+_MEASURED = 1 << 24  # products from which on a call says how fast they are
 _Item = TypeVar("_Item", bound=np.generic)
 _W = TypeVar("_W")
 
@@ -51,6 +55,7 @@ class NativeBackend:
         self._pool = self._call.moert_pool_open(isa, threads)
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
+        self._products_s = 1e9  # of the last long call; few at first
         self._arena = Arena()
         self._staying: set[int] = set()  # addresses in it that were given away, to be filled
         self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
@@ -69,6 +74,20 @@ class NativeBackend:
         room = self._arena.allocate(nbytes)
         self._staying.add(_at(room))
         return room
+
+    def _compute(self, products: int, name: str, *arguments: Any) -> int:
+        """What a function of the library gives that makes so many products; Ctrl-C is heard where it takes long."""
+        call, started = getattr(self._call, name), time.perf_counter()
+        if products / self._products_s < _LONG_S:
+            failed: int = call(self._pool, *arguments)
+        else:
+            try:
+                failed = heard(lambda: call(self._pool, *arguments), lambda: self._call.moert_pool_stop(self._pool, 1))
+            finally:
+                self._call.moert_pool_stop(self._pool, 0)
+        if products > _MEASURED:
+            self._products_s = products / (time.perf_counter() - started)
+        return failed
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> NativeMatrix:
         place = None if bias is None else _at(bias)
@@ -103,7 +122,8 @@ class NativeBackend:
         made, count = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices], len(matrices)
         structs_at = (c_void_p * count)(*[addressof(matrix.struct) for matrix in matrices])
         outputs = (c_void_p * count)(*map(_at, made))
-        check(self._call.moert_linear(self._pool, count, structs_at, _at(x), len(x), outputs))
+        products = len(x) * sum(matrix.rows * matrix.cols for matrix in matrices)
+        check(self._compute(products, "moert_linear", count, structs_at, _at(x), len(x), outputs))
         return made
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
@@ -119,11 +139,13 @@ class NativeBackend:
     ) -> None:
         latent = isinstance(weights.part, Latent)
         block = self._place(weights, "attend", filled.latent if latent else filled.attention)
-        call = self._call.moert_attend_latent if latent else self._call.moert_attend
+        name = "moert_attend_latent" if latent else "moert_attend"
+        part, heads = weights.part, weights.part.n * (kept.layout.dim + kept.layout.value_dim)
+        products = len(x) * (kept.length * heads + 2 * x.shape[1] * (part.q_features + part.kv_features))
         at = filled.positions(positions)
         check(
-            call(
-                self._pool, block, len(x), _at(x), addressof(keys_of(kept)), start, kept.length, addressof(at)
+            self._compute(
+                products, name, block, len(x), _at(x), addressof(keys_of(kept)), start, kept.length, addressof(at)
             )
         )  # fmt: skip
 
@@ -163,8 +185,9 @@ class NativeBackend:
     def head(self, x: F32, norm: NormWeights, factor: float, softcap: float | None, matrix: NativeMatrix) -> F32:
         out, place = np.empty((len(x), matrix.rows), np.float32), self._place(norm, "norm", filled.norm)
         check(
-            self._call.moert_head(
-                self._pool, place, factor, softcap or 0.0, matrix.struct, len(x), _at(x), _at(out)
+            self._compute(
+                len(x) * matrix.rows * matrix.cols, "moert_head", place, factor, softcap or 0.0, matrix.struct, len(x),
+                _at(x), _at(out),
             )
         )  # fmt: skip
         return out
@@ -182,10 +205,12 @@ class NativeBackend:
         self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32,
         x: F32, out: F32, spec: Ffn,
     ) -> None:  # fmt: skip
+        products = sum(counts) * len(spec.projections) * spec.d_ff * x.shape[1]
         addresses, starts = _addresses(experts), (c_int32 * (len(counts) + 1))(*accumulate(counts, initial=0))
         check(
-            self._call.moert_mixture(
-                self._pool, self._act(spec), len(experts), addresses, starts, _at(tokens), _at(weights), _at(x),
+            self._compute(
+                products, "moert_mixture", self._act(spec), len(experts), addresses, starts, _at(tokens), _at(weights),
+                _at(x),
                 len(x), _at(out),
             )
         )  # fmt: skip

@@ -96,6 +96,35 @@ def fenced(work: Callable[[], T], most_s: float) -> T:
     return value  # type: ignore[return-value]
 
 
+def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
+    """What the work gives, done by another thread, so that this one hears Ctrl-C and other signals meanwhile. Where one
+    of them raises, `stop` ends the work soon, and it is waited for."""
+    if threading.current_thread() is not threading.main_thread():  # nobody else is sent signals
+        return work()
+    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put((work(), None))
+        except BaseException as error:
+            found.put((None, error))
+
+    worker = threading.Thread(target=run, daemon=True)
+    try:
+        worker.start()
+        value, error = found.get()
+    except BaseException:
+        while worker.is_alive():
+            stop()
+            with suppress(KeyboardInterrupt):
+                worker.join()
+        raise
+    worker.join()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
 def left_behind() -> bool:
     """Work goes on that nobody waits for any more: the process had better end at once than tidy up."""
     return any(thread.name == _WORKER for thread in threading.enumerate())

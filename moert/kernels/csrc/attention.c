@@ -57,6 +57,19 @@ static void finish_item(const void *job, int token, void *own) {
     keep_heads(j->isa, h, key, key + h->kv * h->dim, j->start + token, j->kept);
 }
 
+typedef struct {
+    const operations *isa;
+    const float *gate;
+    float *mixed;
+    int n;
+} gate_job;
+
+static void gate_item(const void *job, int token, void *own) {
+    const gate_job *j = job;
+    (void)own;
+    j->isa->gate(j->gate + (int64_t)token * j->n, j->mixed + (int64_t)token * j->n, j->n);
+}
+
 int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *x, const moert_keys *kept, int start,
                  int length, const moert_positions *at) {
     const operations *isa = pool_operations(pool);
@@ -98,13 +111,13 @@ int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *
 
     heads_job heads = {isa, h, kept, at, qkv, mixed, width, mixes, h->value_dim, tokens, start, length, 0};
     run_heads(pool, &heads);
-    if (gated) isa->gate(gate, mixed, tokens * mixes);
+    if (gated) run_items(pool, gate_item, &(gate_job){isa, gate, mixed, mixes}, tokens, 16LL * tokens * mixes);
 
     after.values = mixed;
     input_make(&after, &x_after, 1, pool, room + before_bytes, NULL, tokens);
     product output = {&x_after, &a->o, normed, d_model, 0, 0};
     if (run_products(pool, &output, 1)) return -1;
-    add_made(isa, &a->after, a->add, tokens, d_model, normed, x);
+    add_made(pool, &a->after, a->add, tokens, d_model, normed, x);
     return 0;
 }
 

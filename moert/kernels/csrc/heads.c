@@ -65,9 +65,22 @@ void keep_heads(const operations *isa, const moert_heads *heads, const float *ke
     }
 }
 
-void add_made(const operations *isa, const moert_norm *after, float add, int tokens, int d_model, float *made, float *x) {
-    for (int token = 0; token < tokens; token++, made += d_model, x += d_model) {
-        if (after->weight) isa->norm(made, after, 1, d_model, made);
-        isa->add(add, made, x, d_model);
-    }
+typedef struct {
+    const operations *isa;
+    const moert_norm *after;
+    float add, *made, *x;
+    int d_model;
+} add_job;
+
+static void add_item(const void *job, int token, void *own) {
+    const add_job *j = job;
+    float *made = j->made + (int64_t)token * j->d_model;
+    (void)own;
+    if (j->after->weight) j->isa->norm(made, j->after, 1, j->d_model, made);
+    j->isa->add(j->add, made, j->x + (int64_t)token * j->d_model, j->d_model);
+}
+
+void add_made(moert_pool *pool, const moert_norm *after, float add, int tokens, int d_model, float *made, float *x) {
+    const add_job job = {pool_operations(pool), after, add, made, x, d_model};
+    run_items(pool, add_item, &job, tokens, 8LL * tokens * d_model);
 }

@@ -28,6 +28,6 @@ void keep_heads(const operations *isa, const moert_heads *heads, const float *ke
                 const moert_keys *kept);
 
 /* x [tokens, d_model] += add * after(made), which it spoils. */
-void add_made(const operations *isa, const moert_norm *after, float add, int tokens, int d_model, float *made, float *x);
+void add_made(moert_pool *pool, const moert_norm *after, float add, int tokens, int d_model, float *made, float *x);
 
 #endif

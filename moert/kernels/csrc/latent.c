@@ -159,6 +159,6 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
     make(&out, pool, room, of[READ], tokens);
     product output = {&out.x, &a->o, of[NORMED], d_model, 0, 0};
     if (run_products(pool, &output, 1)) return -1;
-    add_made(isa, &a->after, a->add, tokens, d_model, of[NORMED], x);
+    add_made(pool, &a->after, a->add, tokens, d_model, of[NORMED], x);
     return 0;
 }

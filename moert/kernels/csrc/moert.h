@@ -222,6 +222,10 @@ int moert_isa_runs(int isa);
 moert_pool *moert_pool_open(int isa, int threads);
 void moert_pool_close(moert_pool *pool);
 
+/* From any thread: what the pool does, and is asked to do, ends after the items that are begun, until `stopped` is 0 again.
+ * What was to be computed is not. */
+void moert_pool_stop(moert_pool *pool, int stopped);
+
 /* outputs[i] [tokens, matrices[i].rows] = x [tokens, cols] · matrices[i]ᵀ, for count matrices with the same cols. */
 int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrices, const float *x, int tokens,
                  float *const *outputs);

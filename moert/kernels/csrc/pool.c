@@ -34,10 +34,14 @@ struct moert_pool {
     _Alignas(64) atomic_uint_fast64_t ticket;
     _Alignas(64) atomic_int done;
     _Alignas(64) atomic_int asleep; /* workers that wait for a job on `wake` */
-    atomic_int caller_asleep, closing;
+    atomic_int caller_asleep, closing, stopped;
     pthread_mutex_t lock;
     pthread_cond_t wake, finished;
 };
+
+static void run_item(moert_pool *pool, work run, const void *job, int item, int thread) {
+    if (!atomic_load_explicit(&pool->stopped, memory_order_relaxed)) run(job, item, pool->own.at + (size_t)thread * pool->own_bytes);
+}
 
 /* Takes items of the present job until none is left. */
 static void take_items(moert_pool *pool, int thread) {
@@ -45,7 +49,7 @@ static void take_items(moert_pool *pool, int thread) {
     while (ITEM(ticket) < ITEMS(ticket)) {
         ticket = atomic_fetch_add(&pool->ticket, 1);
         if (ITEM(ticket) >= ITEMS(ticket)) return;
-        pool->run(pool->job, (int)ITEM(ticket), pool->own.at + (size_t)thread * pool->own_bytes);
+        run_item(pool, pool->run, pool->job, (int)ITEM(ticket), thread);
         if (atomic_fetch_add(&pool->done, 1) + 1 == ITEMS(ticket) && atomic_load(&pool->caller_asleep)) {
             pthread_mutex_lock(&pool->lock);
             pthread_cond_signal(&pool->finished);
@@ -99,7 +103,7 @@ static void wait_for_items(moert_pool *pool, int n) {
 
 void pool_run(moert_pool *pool, work run, const void *job, int n, int alone) {
     if (pool->threads == 1 || n == 1 || alone) {
-        for (int item = 0; item < n; item++) run(job, item, pool->own.at);
+        for (int item = 0; item < n; item++) run_item(pool, run, job, item, 0);
         return;
     }
     pool->run = run;
@@ -156,6 +160,8 @@ moert_pool *moert_pool_open(int isa, int threads) {
     }
     return pool;
 }
+
+void moert_pool_stop(moert_pool *pool, int stopped) { atomic_store(&pool->stopped, stopped); }
 
 void moert_pool_close(moert_pool *pool) {
     if (!pool) return;

@@ -33,6 +33,20 @@ void moert_normalise(moert_pool *pool, const moert_norm *norm, int tokens, int n
     norms(pool, norm, 1, tokens, n, x, y);
 }
 
+#define BOUNDED 4096 /* numbers that make an item */
+
+typedef struct {
+    float *y, softcap;
+    int64_t n;
+} bound_job;
+
+static void bound_item(const void *job, int item, void *own) {
+    const bound_job *j = job;
+    (void)own;
+    for (int64_t i = (int64_t)item * BOUNDED, stop = i + piece(j->n, BOUNDED, item); i < stop; i++)
+        j->y[i] = j->softcap * tanhf(j->y[i] / j->softcap);
+}
+
 int moert_head(moert_pool *pool, const moert_norm *norm, float factor, float softcap, const moert_matrix *matrix,
                int tokens, const float *x, float *y) {
     float *hidden = malloc((size_t)tokens * (size_t)matrix->cols * sizeof *hidden);
@@ -40,7 +54,7 @@ int moert_head(moert_pool *pool, const moert_norm *norm, float factor, float sof
     norms(pool, norm, factor, tokens, matrix->cols, x, hidden);
     const int failed = moert_linear(pool, 1, &matrix, hidden, tokens, &y);
     free(hidden);
-    const int64_t n = softcap > 0 && !failed ? (int64_t)tokens * matrix->rows : 0;
-    for (int64_t i = 0; i < n; i++) y[i] = softcap * tanhf(y[i] / softcap);
+    const bound_job bound = {y, softcap, softcap > 0 && !failed ? (int64_t)tokens * matrix->rows : 0};
+    run_items(pool, bound_item, &bound, pieces(bound.n, BOUNDED), 32 * bound.n);
     return failed;
 }
