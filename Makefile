@@ -195,7 +195,7 @@ bench-devices: data build/demo/summary.json  ## experts on a simulated card, in 
 	$(PY) -m tests.bench.cards
 
 bench-smoke: data $(PEERS_DIR)/.built $(PEERS_DIR)/kernels/.built $(PEERS_DIR)/llama/.environment  ## every bench on very little, to see that it runs with its peers (llama.cpp if it is built)
-	$(PY) -m tests.bench.smoke
+	$(PY) -m tests.bench.smoke $(SMOKE)
 
 keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from
 	$(PY) -m tests.bench.kept
