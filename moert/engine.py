@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -27,6 +26,7 @@ from moert.experts.streaming import Streaming
 from moert.generation.answer import Answer, Interrupted
 from moert.generation.generation import room
 from moert.generation.prefix import Prefix
+from moert.generation.scoring import Score, Scorer
 from moert.generation.session import Session
 from moert.generation.settings import GenerationOptions, GenerationSettings
 from moert.generation.text import LONG_TEXT, Text, several
@@ -212,11 +212,8 @@ class Engine:
         return self._streaming.eviction
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds.
-
-        Raises TokenizerMissing, InputInvalid if the text is none, PromptTooLong if the model can't take so many bytes,
-        or BudgetTooSmall.
-        """
+        """Token ids of a prompt, with the special tokens that the tokenizer adds. Raises TokenizerMissing,
+        InputInvalid, PromptTooLong for more bytes than the model can take, or BudgetTooSmall."""
         return self.text.encode(prompt)
 
     def check(self, prompt: Prompt, max_new_tokens: int, beams: int = 1) -> None:
@@ -262,6 +259,11 @@ class Engine:
             except KeyboardInterrupt:
                 raise Interrupted([request.answer]) from None
         return request.answer
+
+    def score(self, text: Prompt, target: Prompt | None = None, context: int | None = None) -> Score:
+        """Returns how likely a text is to the model; see moert.generation.scoring.Scorer.score."""
+        with self._turns.turn():
+            return Scorer(self.model, self.text, self._admission).score(text, target, context)
 
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
@@ -389,7 +391,5 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

@@ -67,3 +67,10 @@ class Conversation:
     def reset(self) -> None:
         """Forgets what was said."""
         self.messages.clear()
+
+    def undo(self) -> bool:
+        """Forgets the user's last message and what came after it; False where there is none."""
+        users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
+        if users:
+            del self.messages[users[-1] :]
+        return bool(users)

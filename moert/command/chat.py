@@ -12,6 +12,7 @@ from moert.chat.marks import Part
 from moert.chat.speaker import Reply
 from moert.command import console
 from moert.command.answers import logprobs_of
+from moert.command.orders import Orders
 from moert.command.prompts import Longest
 from moert.engine import Engine
 from moert.errors import InputInvalid, PromptTooLong, RunError
@@ -20,13 +21,6 @@ from moert.generation.settings import GenerationSettings
 from moert.pack.errors import PackError
 from moert.pack.shown import json_line
 
-_HELP = """\
-/reset         forget what was said
-/system TEXT   tell the model how to answer; without TEXT nothing
-/help          this
-/exit          end, as the end of the input does
-//TEXT         say /TEXT to the model
-Ctrl-C         stop an answer; at the prompt, end"""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
@@ -99,14 +93,13 @@ def converse(
     conversation: Conversation, settings: GenerationSettings, printer: Printer, longest: Longest
 ) -> None:  # fmt: skip
     """Until the input ends. What can't be answered is said in one line: a terminal goes on, a pipe ends with it."""
-    lines = _Lines(longest)
+    lines, orders = _Lines(longest), Orders(conversation, settings)
     while (line := lines.read()) is not None:
-        if line.startswith("/") and not line.startswith("//"):
-            if not _obey(conversation, line):
-                return
-            continue
         try:
-            turn(conversation, line.removeprefix("/") if line.startswith("//") else line, settings, printer)
+            if not line.startswith("/") or line.startswith("//"):
+                turn(conversation, line.removeprefix("/") if line[:1] == "/" else line, orders.settings, printer)
+            elif not orders.obey(line):
+                return
         except (Exception, KeyboardInterrupt) as error:
             if not lines.asks:
                 raise _told(error) from None
@@ -123,22 +116,6 @@ def _told(error: BaseException) -> BaseException:
     return error
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
-    """Does what a line says that is not for the model; False if that is to end."""
-    name, _, text = line.partition(" ")
-    if name == "/reset":
-        conversation.reset()
-    elif name == "/system":
-        conversation.system = text.strip() or None
-    elif name == "/help":
-        print(_HELP, file=sys.stderr, flush=True)
-    elif name == "/exit":
-        return False
-    else:
-        console.note(f"{name} is no command: /help lists them, and /{name} says it to the model")
-    return True
-
-
 class _Lines:
     """What is typed, or comes through a pipe; `asks` tells which."""
 
@@ -151,7 +128,9 @@ class _Lines:
             console.note("/help lists commands, Ctrl-C stops an answer")
 
     def read(self) -> str | None:
-        """The next line that is not empty; None at the end. Raises InputInvalid."""
+        """The next line that is not empty; None at the end. At a terminal Ctrl-C is asked about once. Raises
+        InputInvalid."""
+        asked = False
         while True:
             try:
                 line = self._line()
@@ -160,7 +139,11 @@ class _Lines:
             except KeyboardInterrupt:
                 if self.asks:
                     print(file=sys.stderr, flush=True)
-                raise
+                if not self.asks or asked:
+                    raise
+                asked = True
+                console.note("Ctrl-C once more ends the conversation, a message goes on")
+                continue
             if not line:
                 return None
             if line.strip():

@@ -68,6 +68,7 @@ from moert.command.options import (
     longest_text,
 )
 from moert.command.prompts import Source, check_output, read_prompt
+from moert.command.score import score
 from moert.errors import RunError
 from moert.wording import said
 
@@ -323,6 +324,7 @@ def bench(
     command.bench(packs, settings, command.texts_of(prompt, input_path, longest_text(chosen)), plot, as_json)
 
 
+app.command()(score)
 app.command()(info)
 
 

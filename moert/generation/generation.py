@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -197,15 +197,21 @@ def first_token_of(spec: ModelSpec, settings: GenerationSettings) -> int | None:
 
 def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
     """Tokens that the model can still write after this prompt; None for no limit. Raises InputInvalid."""
-    if not prompt_ids:
-        raise InputInvalid("the prompt has no tokens: give some text")
-    vocab = spec.vocab_size
-    if not all(0 <= token < vocab for token in prompt_ids):
-        raise InputInvalid(f"the prompt has token ids outside the model's vocabulary of {vocab}: wrong tokenizer?")
+    check_ids(spec, prompt_ids)
     longest = spec.longest_prompt
     if longest is not None and len(prompt_ids) > longest:
         raise PromptTooLong(f"the prompt has {len(prompt_ids)} tokens, the model can take {longest}: shorten it")
     return spec.room(len(prompt_ids))
+
+
+def check_ids(spec: ModelSpec, ids: Sequence[int]) -> None:
+    """Raises InputInvalid where there are none, or others than the model's."""
+    if not ids:
+        raise InputInvalid("the prompt has no tokens: give some text")
+    if not all(0 <= token < spec.vocab_size for token in ids):
+        raise InputInvalid(
+            f"the prompt has token ids outside the model's vocabulary of {spec.vocab_size}: wrong tokenizer?"
+        )
 
 
 def longest_beginning(text: str, stops: Collection[str]) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moert.kernels.backend import I64
 from moert.pack.codec import F32
 
 ENTRY_BYTES = 600
@@ -49,7 +50,7 @@ def largest(scores: F32, count: int) -> Iterable[int]:
     return found
 
 
-def log_likelihoods(logits: F32, tokens: np.ndarray) -> F32:
+def log_likelihoods(logits: F32, tokens: I64) -> F32:
     """logits [rows, vocab], which are overwritten, and a token for each row → logarithms of their probabilities."""
     logits -= logits.max(axis=1, keepdims=True)
     right = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]

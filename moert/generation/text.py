@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
@@ -9,10 +10,12 @@ from math import inf
 from operator import index
 from typing import TypeVar
 
-from tokenizers import Tokenizer, pre_tokenizers
+import numpy as np
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
 from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInvalid, TokenizerMissing
 from moert.generation.detokenize import Detokenizer
+from moert.kernels.backend import I64
 from moert.machine.memory import return_freed
 from moert.pack.bounds import COVERED_BYTES, TEXT_BYTES
 from moert.pack.fence import Unfinished, fenced, locked
@@ -36,6 +39,33 @@ def several(prompts: Iterable[T]) -> list[T]:
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise InputInvalid(f"the prompts are {in_one_line(repr(prompts))[:60]}: give a list, even of one")
     return [*prompts]
+
+
+class Encoded:
+    """Token `ids`, how many special ones the tokenizer has put before the text, and where words end."""
+
+    def __init__(self, text: str, encoding: Encoding) -> None:
+        self.ids, self._text = list(encoding.ids), text
+        self._encoding = encoding
+
+    @property
+    def special_before(self) -> int:
+        """Special tokens that the tokenizer has put before the text."""
+        mask = self._encoding.special_tokens_mask
+        return mask.index(0) if 0 in mask else 0
+
+    @cached_property
+    def _places(self) -> tuple[I64, I64]:
+        """Where tokens begin and end in the text, [tokens, 2], and where words end, all in letters."""
+        ends = [match.end() for match in re.finditer(r"\S+", self._text)]
+        return np.array(self._encoding.offsets, np.int64).reshape(-1, 2), np.array(ends, np.int64)
+
+    def words(self, start: int, stop: int) -> int:
+        """How many words end in these tokens: what white space separates."""
+        offsets, ends = self._places
+        first, last = offsets[start, 0], offsets[start:stop, 1].max()  # behind the text special tokens have 0
+        counts = np.searchsorted(ends, [first, last], side="right")
+        return int(counts[1] - counts[0])
 
 
 class Text:
@@ -76,17 +106,24 @@ class Text:
         return tokenizer
 
     def encode(self, prompt: str, whole: bool = False, aside: Aside | None = None) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds unless the prompt is `whole`. `aside`: for whoever
-        has the engine's turn. Raises InputInvalid, PromptTooLong for more bytes than the model's positions can stand
-        for, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
+        """The ids of `encoded`."""
+        return self.encoded(prompt, whole, aside).ids
+
+    def encoded(
+        self, prompt: str, whole: bool = False, aside: Aside | None = None, bounded: bool = True
+    ) -> Encoded:  # fmt: skip
+        """Tokens, with the special ones that the tokenizer adds unless the prompt is `whole`. `aside`: for whoever has
+        the engine's turn. Raises InputInvalid, where `bounded` PromptTooLong for more bytes than the model's positions
+        can stand for, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
         try:
             nbytes = len(prompt.encode())
         except UnicodeEncodeError as error:
             raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
         tokenizer = self.tokenizer
-        self._check_length(nbytes)
+        if bounded:
+            self._check_length(nbytes)
         most_s = _LEAST_S + nbytes / _BYTES_PER_S
-        work = lambda: list(tokenizer.encode_batch([prompt], add_special_tokens=not whole)[0].ids)  # noqa: E731
+        work = lambda: Encoded(prompt, tokenizer.encode_batch([prompt], add_special_tokens=not whole)[0])  # noqa: E731
         try:
             self._growth.check(nbytes)
             if TEXT_BYTES * self._growth.most(nbytes) <= COVERED_BYTES:

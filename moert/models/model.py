@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -218,7 +218,14 @@ class Model:
         return self.read(states, [[token] for token in tokens])
 
     def forward_all(self, ids: Sequence[int], target_ids: Sequence[int] | None = None) -> F32:
-        """Teacher-forced logits [n, vocab] in one pass.
+        """The logits [n, vocab] of `rows`, all at once."""
+        return np.concatenate(list(self.rows(ids, target_ids)))
+
+    def rows(
+        self, ids: Sequence[int], target_ids: Sequence[int] | None = None, at_once: int = ROWS
+    ) -> Iterator[F32]:  # fmt: skip
+        """Gives teacher-forced logits of one pass, [at_once or fewer, vocab] at a time. What prefers experts does so
+        behind the first token, as of tokens that are written.
 
         Decoder-only: row i follows ids[: i + 1]. Encoder–decoder: `target_ids` are what the decoder reads, start
         token included, and row i follows target_ids[: i + 1]. Raises ValueError for the wrong one of both.
@@ -226,7 +233,10 @@ class Model:
         if (self._encoder is not None) != bool(target_ids):
             raise ValueError("target_ids are for encoder–decoder models, and these need them, start token included")
         states = self._states([ids])
-        return self._logits(self._decode([target_ids or ids], states))
+        states[0].exact_until(0 if target_ids else 1)
+        x = self._decode([target_ids or ids], states)
+        for start in range(0, len(x), at_once):
+            yield self._logits(x[start : start + at_once])
 
     @property
     def _start(self) -> int:

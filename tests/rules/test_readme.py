@@ -32,10 +32,9 @@ TEXTS = {
     for path in [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 COMMANDS = [
-    "moert", "moert run", "moert chat", "moert bench", "moert info", "moeconv", "moeconv check", "moeconv quantize",
-    "moeconv plan",
-    "moeconv report", "moeconv profile-paths", "moeconv train-hash", "moeconv train-neurons",
-    "moeconv verify", "moeconv recipe run",
+    "moert", "moert run", "moert chat", "moert score", "moert bench", "moert info", "moeconv", "moeconv check",
+    "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths", "moeconv train-hash",
+    "moeconv train-neurons", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
 

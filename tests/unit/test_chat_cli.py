@@ -86,9 +86,59 @@ def test_commands(moert: Moert, pack: Path) -> None:
     assert moert.out.splitlines() == [plain, plain, brief, plain]
     first, *rest = moert.err.splitlines()
     assert first == "moert: /nonsense is no command: /help lists them, and //nonsense says it to the model"
-    assert [line.split()[0] for line in rest] == ["/reset", "/system", "/help", "/exit", "//TEXT", "Ctrl-C"]
+    said = ["/reset", "/undo", "/system", "/set", "change", "/save", "/load", "/help", "/bye", "//TEXT", "Ctrl-C"]
+    assert [line.split()[0] for line in rest] == said
     assert moert("chat", pack, *NEW, stdin="//help\n") == 0
     assert moert.out.splitlines() == answers(pack, "/help")
+
+
+def test_what_was_said_is_undone_and_bye_ends(moert: Moert, pack: Path) -> None:
+    said = ["/undo", "hello there", "zigzag", "/undo", "how are you", "/bye", "hello"]
+    assert moert("chat", pack, *NEW, stdin="\n".join(said)) == 0
+    first, _, third = moert.out.splitlines()
+    assert [first, third] == answers(pack, "hello there", "how are you")
+    assert moert.err == "moert: there is nothing to undo: nothing was said\n"
+
+
+def test_settings_change_between_two_answers(moert: Moert, pack: Path) -> None:
+    said = ["hello", "/reset", "/set max-new-tokens 3", "hello", "/reset", "/set stop x y", "/set"]
+    assert moert("chat", pack, "--json", *NEW, stdin="\n".join(said)) == 0
+    assert [len(json.loads(line)["tokens"]) for line in moert.out.splitlines()] == [6, 3]
+    assert {"max_new_tokens 3", "stop x y", "temperature 0.0"} <= set(moert.err.splitlines())
+    for wrong, told in (
+        ("/set beams 2", "/set beams: there are max_new_tokens, temperature"),
+        ("/set temperature warm", "--temperature is 'warm'"),
+        ("/set top_p 2", "--top-p is 2"),
+    ):
+        assert told in moert.refuses("chat", pack, stdin=wrong + "\n")
+
+
+def test_what_was_said_goes_to_a_file_and_comes_back(moert: Moert, pack: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "talk.json", tmp_path / "other"
+    other.write_text("mine")
+    said = ["/system be brief", "hello there", f"/save {file}", "how are you", f"/save {file}"]
+    assert moert("chat", pack, *NEW, stdin="\n".join(said)) == 0
+    expected = answers(pack, "hello there", "how are you", system="be brief")
+    assert moert.out.splitlines() == expected
+    saved = json.loads(file.read_text())["messages"]
+    assert [each["role"] for each in saved] == ["system", "user", "assistant", "user", "assistant"]
+    assert moert("chat", pack, *NEW, stdin=f"zigzag\n/load {file}\n/undo\nhow are you\n/save {file}") == 0
+    assert moert.out.splitlines()[1:] == expected[1:]
+    assert json.loads(file.read_text())["messages"] == saved
+    (tmp_path / "link").symlink_to(other)
+    for path in (other, file, tmp_path / "link"):
+        assert "is there already: /save! " in moert.refuses("chat", pack, stdin=f"/save {path}\n")
+    assert "is no file" in moert.refuses("chat", pack, stdin="/save! /dev/null\n")
+    assert "can't be written" in moert.refuses("chat", pack, stdin=f"/save {tmp_path}/no/file\n")
+    for name, body in (("text", "mine"), ("list", "[1]"), ("roles", '{"messages": [{"role": 1, "content": "x"}]}')):
+        (tmp_path / name).write_text(body)
+        assert "is no conversation that /save wrote" in moert.refuses("chat", pack, stdin=f"/load {tmp_path / name}\n")
+    assert "can't be read" in moert.refuses("chat", pack, stdin=f"/load {tmp_path}/none\n")
+    assert "/load needs the name of a file" in moert.refuses("chat", pack, stdin="/load\n")
+    assert other.read_text() == "mine"
+    assert moert("chat", pack, stdin=f"/save! {tmp_path / 'link'}\n") == 0
+    assert json.loads(other.read_text()) == {"messages": []}
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_json_is_one_object_for_each_answer(moert: Moert, pack: Path) -> None:
@@ -253,6 +303,12 @@ def test_ctrl_c_stops_an_answer_and_ends_at_the_prompt(endless: Path) -> None:
         assert terminal.asked(1) == "> "
     terminal.type("/nonsense\n")
     assert "is no command" in terminal.asked(1)
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.asked(1) == "\nmoert: Ctrl-C once more ends the conversation, a message goes on\n> "
+    terminal.type("/nonsense\n")  # whoever goes on is asked again
+    assert "is no command" in terminal.asked(1)
+    terminal.process.send_signal(signal.SIGINT)
+    assert "Ctrl-C once more" in terminal.asked(1)
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.end() == (130, "", "\n")
 
