@@ -113,7 +113,7 @@ data: setup  ## build the calibration sets from their public sources, where they
 	$(PY) calib_data/marks.py
 
 recipes: data  ## convert every recipe and check what must come out
-	$(VENV)/bin/moeconv recipe run $(RECIPES) recipes/marks.toml recipes/wikids.toml
+	$(VENV)/bin/moeconv recipe run $(RECIPES) recipes/marks.toml recipes/wikids.toml --allow-code
 
 recipes-ci: data  ## the same for the recipes that continuous integration runs
 	$(VENV)/bin/moeconv recipe run $(RECIPES)
@@ -208,10 +208,11 @@ golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its 
 	$(PY) tests/golden/transformers_4_57.py checkpoints build/transformers-4.57.6.checkpoints
 	PYTHONPATH=build/transformers-4.57.6 $(PY) tests/golden/transformers_4_57.py outputs build/transformers-4.57.6.checkpoints
 
-readme: setup  ## write the help texts of docs/commands.md, the families of docs/models.md, and docs/python.md anew
+readme: setup  ## write docs/python.md, help of docs/commands.md, families of docs/models.md, keys of docs/recipes.md anew
 	$(PY) tests/rules/readme_help.py --write
 	$(PY) tests/rules/models_text.py --write
 	$(PY) tests/rules/python_text.py --write
+	$(PY) tests/rules/recipes_text.py --write
 
 wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt build ziglang

@@ -172,7 +172,7 @@ def run_pack(part: Part, pack: Path, prompts: Path, share: int, asked: str) -> d
     eviction policy and without reading ahead."""
     command = [
         sys.executable, "-m", "moert", "run", str(pack), "--input", str(prompts),
-        "--output", str(part.out / f"{part.name}-outputs.jsonl"), "--cache", f"{share}%",
+        "--output", str(part.out / f"{part.name}-outputs.jsonl"), "--overwrite", "--cache", f"{share}%",
         *(() if asked == AS_IT_IS else ("--eviction", asked, "--predict", "none")),
         "--max-new-tokens", str(part.new_tokens), "--json", "--stats",
     ]  # fmt: skip

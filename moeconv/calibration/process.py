@@ -46,7 +46,7 @@ class Process:
         """`shown`: whether a person sees what it says on stderr; `environment`: all that it is told, None for what
         this process was."""
         self._limits, self._found = limits, bytearray()
-        paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path or ".") for path in sys.path)]
+        paths = [str(Path(__file__).parents[2]), *(os.path.realpath(path) for path in sys.path)]
         bounds = json.dumps({"cpu_s": limits.cpu_s, "data_bytes": limits.data_bytes})
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _PROGRAM.format(module=module), json.dumps(paths), bounds, *arguments],

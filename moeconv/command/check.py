@@ -13,7 +13,7 @@ from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Param
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.dense import dense_of
-from moeconv.report.units import size
+from moeconv.report.units import many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.features import features
 from moeconv.source.outline import CONFIG, Outline, find
@@ -131,7 +131,7 @@ def lines(found: Checked) -> list[str]:
         f"  layers      {layers}",
         f"  experts     {len(spec.expert_keys()):,}: {experts.n} a layer, {experts.router.top_k} for each token"
         f"{shared}; {spec.weights_per_expert():,} weights each",
-        f"  parameters  {_many(numbers.total)}, of them {_many(numbers.active)} for each token",
+        f"  parameters  {many(numbers.total)}, of them {many(numbers.active)} for each token",
         *_wrapped("features", features(spec)),
         *(f"  note        {note}" for note in found.notes),
         *(f"  note        {note}{sure}" for note in found.left_out),
@@ -147,10 +147,6 @@ def _row(each: Outlook) -> str:
     memory = (f"{nbytes / 1e6:,.0f} MB" for nbytes in (each.smallest_memory, each.whole_memory))
     cells = ("MXFP4" if each.bits == 16 else f"{each.bits} bits", f"{each.dense_bits} bits", *sizes, *memory)
     return "  " + " ".join(cell.rjust(10) for cell in cells)
-
-
-def _many(count: int) -> str:
-    return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.2f} million"
 
 
 def _wrapped(name: str, phrases: Sequence[str], width: int = 100) -> list[str]:

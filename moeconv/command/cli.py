@@ -15,6 +15,7 @@ from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, J
 from moeconv.progress import bar, say
 from moert.pack.failure import USAGE, asks_json, failure, print_failure
 from moert.pack.fence import left_behind, owned_stderr
+from moert.pack.files import beside, placed
 from moert.pack.shortage import short_of_memory
 from moert.pack.shown import shown
 
@@ -164,6 +165,7 @@ def quantize(
                                "text. Widths and predictor keep --loss together.")
     ] = "exact",
     seed: Seed = 0,
+    overwrite: options.Overwrite = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure what each expert is worth, give each its width under the target, and write the pack."""
@@ -178,15 +180,15 @@ def quantize(
     )
     from moeconv.conversion.settings import parse_target as target
 
-    out = Path(os.path.abspath(out))
+    out = placed(out)
     settings = Settings(
-        model, out, work or out.parent / f"{out.name}.work", target(loss, size, bits_per_weight),
+        model, out, work or beside(out, "work"), target(loss, size, bits_per_weight),
         parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
         quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
         heldout_samples, context, max_new_tokens, options.bytes_of(memory),
         None if racing is None else parse_share(racing, "--racing"), cluster,
         None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout, route,
-        piece_bytes, neurons,
+        piece_bytes, neurons, overwrite,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)
@@ -250,12 +252,17 @@ for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, pack
 def recipe_run(
     recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files (TOML).")],
     out: Annotated[Path, typer.Option(help="Where packs and measurements go.")] = Path("build/recipes"),
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let a recipe name a program as its metric, which runs as you: read it "
+                                                "first.")
+    ] = False,
+    overwrite: options.Overwrite = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Convert each recipe, reusing what was measured before, and fail when an expectation does not hold."""
     from moeconv.command.recipe import Recipe
 
-    loaded = [Recipe.load(path, out) for path in recipes]
+    loaded = [Recipe.load(path, out, allow_code, overwrite) for path in recipes]
     failures = [line for recipe in loaded for line in _run_recipe(recipe, as_json)]
     for line in failures:
         say(f"moeconv: {line}")

@@ -23,7 +23,7 @@ from moeconv.plan.pace import Drive, Processor
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.dense import dense_of
-from moeconv.report.units import duration, size
+from moeconv.report.units import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
 from moert.pack.model_spec import ModelSpec
@@ -205,8 +205,8 @@ def lines(found: Expected) -> Iterator[str]:
     """The same for people."""
     place, like, numbers = found.where, found.like, found.parameters
     yield (
-        f"{found.model}: {found.spec.family}, {numbers.total / 1e9:.2f} billion parameters, "
-        f"{numbers.active / 1e9:.2f} of them for each token"
+        f"{found.model}: {found.spec.family}, {many(numbers.total)} parameters, "
+        f"{many(numbers.active)} of them for each token"
     )
     yield f"  memory      {size(place.memory_bytes)}, a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more"
     yield f"  drive       {size(place.drive.bytes_per_s)}/s, {place.drive_from}"

@@ -50,6 +50,11 @@ Within = Annotated[
     str | None, typer.Option("--memory", help="What the whole process may take, such as 4GB. A model that does not fit "
                                               "goes through memory layer by layer. Default: what is free.")
 ]  # fmt: skip
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a pack at --out also where it is another model's, or holds a file "
+                                           "that no conversion wrote, which is lost. Without it only a pack of the "
+                                           "same model is replaced.")
+]  # fmt: skip
 PackContext = Annotated[
     int | None,
     typer.Option("--context", help="Tokens in a window of running text. Default: as converted, else 256."),

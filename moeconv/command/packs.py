@@ -30,10 +30,11 @@ def report(
 ) -> None:
     """Write a page that shows why each expert got its bits: index.html, and its figures as PNG and SVG."""
     from moeconv.report.writer import write_report
+    from moert.pack.files import beside
     from moert.pack.reader import Pack
 
     found = Pack.open(pack)
-    written = write_report(found, out or found.root.parent / f"{found.root.name}.report")
+    written = write_report(found, out or beside(found.root, "report"))
     print(
         shown(
             json.dumps([str(path) for path in written]) if as_json else f"{written[0]} and {len(written) - 1} figures"

@@ -15,6 +15,7 @@ from moeconv.conversion.planning import Planned
 from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
 from moeconv.quantizers.dense import width_text
+from moeconv.report.units import size
 from moert.pack.hash import RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.predictor import PredictedLoss
@@ -55,7 +56,7 @@ def target_text(target: Target) -> str:
     """The aim of a conversion, as a person reads it."""
     if target.kind == "loss":
         return f"{target.value:.2%}"
-    return f"{target.value / 1e6:,.2f} MB" if target.kind == "size" else f"{target.value:g} bits a weight"
+    return size(target.value) if target.kind == "size" else f"{target.value:g} bits a weight"
 
 
 def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
@@ -94,7 +95,7 @@ def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
     dense = f", with dense matrices at {width_text(planned.dense)}" if planned.dense else ""
     lines = [
         f"{planned.model}, quantizer {planned.quantizer}, from what was measured{dense}",
-        f"  for {aim} {target_text(target)}: {chosen.nbytes / 1e6:,.2f} MB, "
+        f"  for {aim} {target_text(target)}: {size(chosen.nbytes)}, "
         f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
     ]
     if whole_curve:
@@ -107,13 +108,13 @@ def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> 
     """`weights` are those of all experts, `int4_bytes` what they take at uniform INT4."""
     promised = any(point.upper is not None for point in points)
     lines = [
-        f"  {'MB':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9}"
+        f"  {'size':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9}"
         + (f" {'upper':>8}" if promised else "")
     ]
     for point in points:
         upper = f" {_percent(point.upper, 2):>8}" if promised else ""
         lines.append(
-            f"  {point.nbytes / 1e6:>10,.2f} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
+            f"  {size(point.nbytes):>10} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
             f"{_percent(point.predicted_loss, 2):>10} {_percent(point.loss, 2):>9}{upper}"
             + ("  chosen" if point.chosen else "")
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from moeconv.command.present import missed_target
 from moeconv.conversion.entries import ENTRIES, as_entries, settings_of, table
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
+from moeconv.measure.metrics import is_module
 from moert.pack.fitting import unknown
 
 
@@ -46,6 +47,10 @@ class Expectations:
         ]
 
 
+KEYS = ({*ENTRIES} - {"overwrite"}) | {"profile_paths", "expect"}
+"""All that a recipe may say."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """`paths` says whether the routing is profiled too."""
@@ -61,17 +66,23 @@ class Recipe:
         return self.expect.failures(report) + ([missed] if missed else [])
 
     @classmethod
-    def load(cls, path: Path, out: Path) -> Recipe:
+    def load(cls, path: Path, out: Path, allow_code: bool = False, overwrite: bool = False) -> Recipe:
         """Packs go to OUT/NAME.pack, what can be reused to OUT/NAME.work. Paths in a recipe are relative to the folder
-        that it lies in. Raises SettingsError."""
+        that it lies in. `allow_code`: a metric of it may be a program. Raises SettingsError."""
         document = read_toml(path)
-        for name in ("out", "work"):
+        for name, option in (("out", "out"), ("work", "out"), ("overwrite", "overwrite")):
             if name in document:
-                raise SettingsError(f"{path}: {name} is not for a recipe to say: give --out to the command")
+                raise SettingsError(f"{path}: {name} is not for a recipe to say: give --{option} to the command")
         try:
-            return cls._of(path.stem, _placed(document, path.parent), out)
+            recipe = cls._of(path.stem, _placed(document, path.parent), out)
         except SettingsError as error:
             raise SettingsError(f"{path}: {as_entries(str(error))}") from None
+        if not allow_code and is_module(recipe.settings.metric or ""):
+            raise SettingsError(
+                f"{path}: metric = {document['metric']!r} is a program, which would run with all that you may do: read "
+                "it, then give --allow-code"
+            )
+        return replace(recipe, settings=replace(recipe.settings, overwrite=overwrite))
 
     @classmethod
     def _of(cls, name: str, document: dict[str, Any], out: Path) -> Recipe:
@@ -83,7 +94,7 @@ class Recipe:
             raise SettingsError("model is missing: the folder of a model, relative to the recipe, or a hub id")
         if paths and "calib" not in document:
             raise SettingsError("without calib no paths can be profiled: add it, or profile_paths = false")
-        known = sorted((*ENTRIES, "profile_paths", "expect"))
+        known = sorted(KEYS)
         for entry in sorted(set(document) - {*known, "target"}):
             raise SettingsError(f"{entry} {unknown(entry, known)}")
         return cls(name, settings_of(document, out / f"{name}.pack", out / f"{name}.work"), expect, paths)

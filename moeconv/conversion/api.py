@@ -13,6 +13,7 @@ from moeconv.conversion.entries import ENTRIES, as_entries, settings_of
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.progress import Progress
 from moert.pack.errors import PackError
+from moert.pack.files import beside, placed
 from moert.pack.fitting import unknown
 
 Place = str | os.PathLike[str]
@@ -28,12 +29,12 @@ def quantize(
     """See moeconv.quantize. `told`: what gets a line about each step, and what shows how far it is."""
     said = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in entries.items()}
     try:
-        place = Path(os.path.abspath(_path("out", out)))
+        place = placed(_path("out", out))
         known = [name for name in ENTRIES if name != "model"]
         for name in said:
             if name not in known:
                 raise SettingsError(f"{name} {unknown(name, known)}")
-        kept = Path(_path("work", work)) if work is not None else place.parent / f"{place.name}.work"
+        kept = Path(_path("work", work)) if work is not None else beside(place, "work")
         settings = settings_of({"model": _path("model", model), **said}, place, kept)
         return Conversion(settings, *told).run()[1]
     except (ConversionError, PackError) as error:

@@ -18,6 +18,7 @@ from moeconv.conversion.material import Material
 from moeconv.conversion.ordering import neuron_order
 from moeconv.conversion.predicting import taught_neurons
 from moeconv.conversion.references import References, evaluated, measured_references
+from moeconv.conversion.replacing import check_replaced
 from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
 from moeconv.conversion.routing import check_route, taught_routing
@@ -37,7 +38,6 @@ from moeconv.report.units import size
 from moeconv.sweep.worker import SweepJob
 from moert.pack.manifest import Manifest
 from moert.pack.order import NeuronOrder
-from moert.pack.reader import is_pack
 from moert.pack.writer import check_target
 
 
@@ -54,9 +54,9 @@ class Conversion:
         """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
         settings, say = self.settings, self.account.say
         check_target(settings.out)
-        if is_pack(settings.out):
-            say(f"note: {settings.out} is a pack already: the new one takes its place at the end")
         coding = Coding.open(settings)
+        if note := check_replaced(settings, coding.checkpoint.path):
+            say(note)
         for left_out in coding.checkpoint.notes:
             say(f"note: {left_out}")
         if note := end_note(coding.checkpoint):

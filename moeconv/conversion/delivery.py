@@ -37,6 +37,7 @@ from moeconv.plan.question import uniform_bytes, weights_of
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moert.pack.errors import PackError
+from moert.pack.files import placed
 from moert.pack.hash import HASH
 from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
@@ -178,7 +179,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         for width in bits:
             counts[width] = counts.get(width, 0) + 1
     return ConversionReport(
-        model=Path(settings.model).name,
+        model=placed(settings.model).name,
         calibration_source=settings.calib or "",
         heldout_source=settings.heldout,
         fields=settings.fields,

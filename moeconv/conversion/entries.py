@@ -60,10 +60,11 @@ class Options(TypedDict, total=False):
     route: str
     neurons: str
     seed: str | int
+    overwrite: bool
 
 
 ENTRIES = sorted({"model", *Options.__annotations__})
-"""All that there is to say in a recipe."""
+"""All that there is to say in a recipe, but for `overwrite`."""
 Parse = Callable[[str, str], float | Mapping[str, int] | None]
 
 

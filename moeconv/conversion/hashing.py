@@ -60,7 +60,7 @@ def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: P
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
     if not spec.moe.chooses:
         raise SettingsError(f"{pack.root} has nothing to foresee: every token passes all experts of a layer")
-    folder = folder_of(pack, asked.work, "hash")
+    folder = folder_of(pack, asked.work, "hash", HASH)
     text = TrainingText.of(pack, asked, lambda _, heldout: (None, held_samples(heldout)), say)
     check_memory(spec, "a hash function", 1 if asked.against is None else 2)
     unquantised = None if asked.against is None else source_of(spec, asked.against)

@@ -77,7 +77,7 @@ def train_neurons(pack: Pack, asked: NeuronsAsked, say: Callable[[str], None], s
             f"experts of {pack.root} do not lie by neurons, so that all of an expert is read whatever fires: convert "
             "the model with --layout neuron"
         )
-    course, folder = asked.course(spec), folder_of(pack, asked.work, "neurons")
+    course, folder = asked.course(spec), folder_of(pack, asked.work, "neurons", PREDICTOR)
     text = TrainingText.of(pack, asked, partial(samples_wanted, spec), say)
     check_memory(spec, "a predictor of neurons", 1 if asked.against is None else 2)
     unquantised = None if asked.against is None else unquantised_of(spec, asked.against)

@@ -10,7 +10,9 @@ from moeconv.conversion.limits import context_note, samples_note
 from moeconv.conversion.pack_text import text_of
 from moeconv.conversion.room import check_least, room_in, whole_bytes, within
 from moeconv.conversion.settings import check_counts
+from moeconv.errors import SettingsError
 from moeconv.measure.metrics import default_metric, find_metric
+from moeconv.measure.passes import PASSAGES
 from moeconv.measure.scorers import Routed
 from moeconv.measure.scorers.build import Extent, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.packing.layers import PackedLayers
@@ -21,6 +23,7 @@ from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.checkpoint import TOKENIZER
 from moeconv.source.skeleton import by_layers
+from moert.pack.files import beside
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE
@@ -45,7 +48,7 @@ def profile_paths(
     free, is run layer by layer. Raises ConversionError or PackError.
     """
     check_counts(samples=samples, context=context, seed=seed)
-    check_addable(pack.root)
+    check_addable(pack.root, PATHS, TRACE)
     source = text_of(pack, calib, heldout, seed)
     splits = source.splits
     metric = find_metric(default_metric(splits.seq2seq, splits.choices))
@@ -81,7 +84,8 @@ def profile_paths(
     found = figures(table, seen, routes_of(routed("heldout")))
     bodies = {PATHS: table.to_bytes(), TRACE: trace_of(parts, num_experts).to_bytes()}
     add_files(pack.root, pack.manifest, bodies)
-    shutil.rmtree(_passes(pack), ignore_errors=True)
+    if not _others(_passes(pack)):
+        shutil.rmtree(_passes(pack), ignore_errors=True)
     return found, sum(map(len, bodies.values()))
 
 
@@ -90,9 +94,16 @@ def _subject(pack: Pack, show: Progress, memory_bytes: int | None) -> PackedMode
     if limit is None or whole_bytes(spec) <= limit or not by_layers(described(pack)[0], spec):
         return PackedModel.open(pack)
     check_least(limit, spec)
+    if others := _others(_passes(pack)):
+        raise SettingsError(f"{_passes(pack)} holds {others[0]}, which no run has left: move it away")
     return PackedLayers(pack, room_in(limit, spec, _passes(pack)), show)
+
+
+def _others(folder: Path) -> list[str]:
+    """Returns the files and folders in the folder of passes that no run of them has left."""
+    return sorted({path.name for path in folder.iterdir()} - {*PASSAGES}) if folder.is_dir() else []
 
 
 def _passes(pack: Pack) -> Path:
     """Where what goes from layer to layer is kept until a run has ended well: one that was killed goes on there."""
-    return pack.root.with_name(f"{pack.root.name}.passes")
+    return beside(pack.root, "passes")

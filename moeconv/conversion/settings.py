@@ -17,7 +17,7 @@ from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moeconv.quantizers.dense import dense_bits_text
 from moert.pack.codec import WIDTHS
 from moert.pack.parts import ROLES
-from moert.pack.sizes import NotASize, parse_size
+from moert.pack.sizes import NO_MEMORY, NotASize, parse_size
 
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
@@ -51,7 +51,8 @@ class Settings:
     widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
     where there is no calibration text. `layout`: how experts lie in the pack, one of LAYOUTS, and where that is
     by neurons `piece_bytes`: of a block's columns at most (None: what is usual, for both). `route`: what sends tokens
-    to experts, one of ROUTES. `neurons`: which of an expert's are computed, one of NEURONS."""
+    to experts, one of ROUTES. `neurons`: which of an expert's are computed, one of NEURONS. `overwrite`: whatever
+    pack stands at `out` may be replaced."""
 
     model: str
     out: Path
@@ -85,6 +86,7 @@ class Settings:
     route: str = "router"
     piece_bytes: int | None = None
     neurons: str = "exact"
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.quantizer is not None:
@@ -321,7 +323,7 @@ def parse_confidence(text: str, option: str = "--confidence") -> float | None:
 def parse_bytes(text: str, option: str) -> int:
     """A size as moert takes it too: '120MB', '2G' or '1.5GiB' → bytes. Raises SettingsError."""
     try:
-        return parse_size(text)
+        return parse_size(text, NO_MEMORY) if "memory" in option else parse_size(text)
     except NotASize as error:
         raise SettingsError(f"{option} {error}") from None
 

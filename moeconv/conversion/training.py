@@ -22,6 +22,7 @@ from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.tokenizer import Tokenizer
 from moeconv.measure.workdir import LOCK
 from moeconv.source.checkpoint import TOKENIZER
+from moert.pack.files import beside
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.reader import Pack
 from moert.pack.writer import add_files, check_addable
@@ -117,11 +118,11 @@ def add_learnt(pack: Pack, name: str, body: bytes) -> None:
     add_files(pack.root, now, {name: body})
 
 
-def folder_of(pack: Pack, work: Path | None, ending: str) -> Path:
+def folder_of(pack: Pack, work: Path | None, ending: str, learnt: str) -> Path:
     """Where a training keeps what it needs until it is done, and removes it. Raises SettingsError for a folder with
-    what no training has left, and WriteFailed for a pack that can't take what is learnt."""
-    check_addable(pack.root)
-    folder = work or pack.root.with_name(f"{pack.root.name}.{ending}")
+    what no training has left, and WriteFailed for a pack that can't take the file that is `learnt`."""
+    check_addable(pack.root, learnt)
+    folder = work or beside(pack.root, ending)
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in there if not any(fnmatch(name, ours) for ours in _LEFT)]
     if there and (others or LOCK not in there):

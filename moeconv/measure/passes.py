@@ -25,6 +25,8 @@ from moeconv.source.skeleton import Skeleton, Weight
 from moert.pack.model_spec import LayerKey, ModelSpec
 
 _STATES = 16  # of d_model numbers each, alive for a token at once while a batch goes through a layer, beside experts
+PASSAGES = ("kept", "original", "plans")
+"""Folders of passages: those that stay, those of the model as it was, and of one on trial."""
 LEAST_TOKENS = 2048  # in a batch
 
 
@@ -113,7 +115,7 @@ class Passes:
         """The one of these tokens through the model as it is now; `keeps`: what enters each layer stays."""
         about = json.dumps([list(ids.shape), self.weights_digest])
         digest = hashlib.sha256(ids.numpy().tobytes() + about.encode()).hexdigest()[:16]
-        kind = "kept" if keeps else "original" if self.are_original else "plans"
+        kind = PASSAGES[0 if keeps else 1 if self.are_original else 2]
         return Passage(self.room.folder / kind / digest, (*ids.shape, self.spec.d_model), keeps)
 
     def through(self, passage: Passage, ids: Tensor, real: Tensor, what: str) -> None:
@@ -183,6 +185,6 @@ class Passes:
 
     def _forget_others(self, passage: Passage) -> None:
         """Plans that were judged are in the journal: only the latest passage of one stays, in case this run ends."""
-        for folder in (self.room.folder / "plans").glob("*"):
+        for folder in (self.room.folder / PASSAGES[2]).glob("*"):
             if folder != passage.folder:
                 Passage(folder, passage.shape).remove()

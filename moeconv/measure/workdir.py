@@ -14,6 +14,7 @@ from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.journal import Journal
 from moeconv.strict_json import bounded, parse
 from moert.pack.files import write_atomically
+from moert.pack.reader import pack_around
 
 try:
     import fcntl
@@ -36,6 +37,8 @@ class WorkDir:
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> WorkDir:
+        if (pack := pack_around(self.path)) is not None:
+            raise ConversionError(f"{self.path} lies in the pack {pack}: give another --work")
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("w")

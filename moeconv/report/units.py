@@ -16,6 +16,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def many(count: int) -> str:
+    """Returns a number of weights as a person reads it."""
+    for factor, unit in ((10**9, "billion"), (10**6, "million")):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:,}"
+
+
 def duration(seconds: float) -> str:
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"

@@ -21,8 +21,9 @@ from moeconv.report.sections import (
     width_section,
 )
 from moeconv.report.tables import dense_section, expert_section, sample_section, step_section
+from moert.pack.files import placed
 from moert.pack.paths import PATHS, TransitionTable
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, pack_around
 
 INDEX, FIGURES = "index.html", "figures"
 _FIGURE = re.compile(r"[a-z0-9-]+\.(svg|png)")
@@ -35,7 +36,7 @@ def write_report(pack: Pack, out: Path) -> list[Path]:
     (no report.json or another schema's, no matplotlib, `out` holds something else or can't be written) or PackError.
     """
     require_matplotlib()
-    out = Path(os.path.abspath(out))
+    out = placed(out)
     _check_target(out)
     contents = _contents(pack)
     try:
@@ -83,7 +84,9 @@ def _contents(pack: Pack) -> dict[str, bytes]:
 
 
 def _check_target(out: Path) -> None:
-    """Only what a report consists of is ever replaced."""
+    """Only what a report consists of is ever replaced, and no pack gets a file."""
+    if (pack := pack_around(out)) is not None:
+        raise ConversionError(f"{out} lies in the pack {pack}: choose another --out")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ConversionError(f"{out} is there and is not a report: it would be lost; choose another --out")
     if out.is_dir() and any(out.iterdir()) and not _is_report(out):

@@ -18,6 +18,7 @@ from typing import Any
 from moeconv.errors import ConversionError
 from moeconv.sweep.connection import ClusterError, connected, last_line
 from moeconv.sweep.tasks import FoundT, JobT, Runner, TaskT, Worker
+from moert.pack.files import placed
 
 ATTEMPTS = 3
 
@@ -36,7 +37,7 @@ def ray_runner(
     """
     ray, ours = connected(address)
     actor = ray.remote(num_cpus=1, max_restarts=ATTEMPTS - 1)(_Process)
-    pool = _Pool(ray, actor, make, f"--cluster {address}", [os.path.abspath(path) for path in reads], patience_s)
+    pool = _Pool(ray, actor, make, f"--cluster {address}", [str(placed(path)) for path in reads], patience_s)
     try:
         yield pool.run
     finally:

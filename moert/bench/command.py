@@ -30,14 +30,16 @@ def bench(
     texts: Sequence[str] | None = None,
     plot: str | Path | None = None,
     as_json: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Prints for each pack a table and one JSON line, or that line alone, as soon as it was measured. With `plot`, the
-    figures follow as tables, and as pictures in that folder. Raises PackError, RunError."""
+    figures follow as tables, and as pictures in that folder, which has no others, or `overwrite` says that it may.
+    Raises PackError, RunError."""
     if plot is not None and settings.engine.neurons == PREDICTED:
         raise DrawingImpossible(
             f"--plot draws what becomes of whole experts, and {said('neurons', PREDICTED)} reads none: leave one out"
         )
-    folder = None if plot is None else _folder(plot, packs)
+    folder = None if plot is None else _folder(plot, packs, overwrite)
     for path in packs:
         engine = settings.engine
         pack = Pack.open(path, room_within(engine.limit))
@@ -52,20 +54,20 @@ def bench(
         _show_figures(measured, settings, texts, folder, as_json)
 
 
-def drives(packs: Sequence[Path], plot: str | Path | None, as_json: bool) -> None:
+def drives(packs: Sequence[Path], plot: str | Path | None, as_json: bool, overwrite: bool = False) -> None:
     """Prints how fast the drives of packs are; with `plot`, also draws it. Raises PackError, RunError."""
     from moert.bench.drive import bench_drives
 
-    bench_drives(packs, None if plot is None else _folder(plot, packs), as_json)
+    bench_drives(packs, None if plot is None else _folder(plot, packs, overwrite), as_json)
 
 
-def _folder(plot: str | Path, packs: Sequence[Path]) -> Path:
+def _folder(plot: str | Path, packs: Sequence[Path], overwrite: bool) -> Path:
     """The folder for pictures, checked. Raises DrawingImpossible."""
     from moert.bench.plot import check_drawing
 
     if plot == "":
         raise DrawingImpossible("--plot has no folder: give the name of one, or leave it out")
-    check_drawing(Path(plot), packs)
+    check_drawing(Path(plot), packs, overwrite)
     return Path(plot)
 
 

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 from moert.bench.figures import Figure
 from moert.errors import DrawingImpossible
 from moert.pack.files import write_atomically
+from moert.pack.reader import pack_around
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _CAPTION_COLUMNS = 112
+_SOFTWARE = "moert bench"  # as pictures name it
 
 
-def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
-    """Before anything runs: raises DrawingImpossible without matplotlib, a folder to write to, or a name for each pack.
-    Makes the folder."""
+def check_drawing(folder: Path, packs: Sequence[Path], overwrite: bool = False) -> None:
+    """Raises DrawingImpossible, before anything runs, without matplotlib, a folder to write to, or a name for each
+    pack, and without `overwrite` for a folder with pictures that were drawn elsewhere. Makes the folder."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -29,6 +31,13 @@ def check_drawing(folder: Path, packs: Sequence[Path]) -> None:
     names = [pack.resolve().name for pack in packs]
     if len(set(names)) < len(names):
         raise DrawingImpossible(f"--plot tells packs apart by their names, and two have the same: {', '.join(names)}")
+    if (pack := pack_around(folder / "picture")) is not None:
+        raise DrawingImpossible(f"--plot {folder} lies in the pack {pack}: give another folder")
+    strange = () if overwrite else (path.name for path in sorted(folder.glob("*.png")) if not _is_ours(path))
+    if (other := next(iter(strange), None)) is not None:
+        raise DrawingImpossible(
+            f"--plot {folder} holds {other}, which moert bench did not draw: give another folder, or --overwrite"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -52,6 +61,14 @@ def draw(figure: Figure, folder: Path) -> Path:
     except OSError as error:
         raise DrawingImpossible(f"{path} can't be written: {error.strerror or error}") from None
     return path
+
+
+def _is_ours(picture: Path) -> bool:
+    try:
+        with picture.open("rb") as file:
+            return _SOFTWARE.encode() in file.read(1024)  # before the pixels
+    except OSError:
+        return False
 
 
 def _png(figure: Figure) -> bytes:
@@ -90,7 +107,7 @@ def _png(figure: Figure) -> bytes:
     if figure.caption:
         canvas.supxlabel("\n".join(textwrap.wrap(figure.caption, _CAPTION_COLUMNS)), fontsize=8, x=0.01, ha="left")
     drawn = io.BytesIO()
-    canvas.savefig(drawn, dpi=120)
+    canvas.savefig(drawn, dpi=120, metadata={"Software": _SOFTWARE})
     return drawn.getvalue()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from moert.errors import BudgetTooSmall, InvalidMemory
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import LayerKey, ModelSpec
-from moert.pack.sizes import NotASize, parse_size
+from moert.pack.sizes import NO_MEMORY, NotASize, parse_size
 from moert.stats import size
 from moert.wording import said
 
@@ -75,7 +75,9 @@ class CacheLimit:
 
 def parse_memory(text: str) -> MemoryLimit:
     """'1.5GB', '800MB', '512MiB', '123456' (bytes), '50%' or 'auto'. Raises InvalidMemory."""
-    return AUTO_MEMORY if text.strip().lower() == "auto" else MemoryLimit(*_parse(text, "memory", " or auto"))
+    if text.strip().lower() == "auto":
+        return AUTO_MEMORY
+    return MemoryLimit(*_parse(text, "memory", " or auto", NO_MEMORY))
 
 
 def parse_cache(text: str) -> CacheLimit:
@@ -83,12 +85,12 @@ def parse_cache(text: str) -> CacheLimit:
     return CacheLimit(*_parse(text, "cache", ""))
 
 
-def _parse(text: str, name: str, more: str) -> tuple[int | None, float | None]:
+def _parse(text: str, name: str, more: str, *too_few: int) -> tuple[int | None, float | None]:
     """Bytes or a share."""
     match = _SHARE.fullmatch(text.strip())
     if match is None:
         try:
-            return parse_size(text), None
+            return parse_size(text, *too_few), None
         except NotASize as error:
             raise InvalidMemory(f"{said(name)} {error}, or a share like 50%{more}") from None
     share = float(f"{match[1]}e-2")
@@ -189,12 +191,12 @@ class Budget:
         return self.left_bytes(limit_bytes, held_bytes, coming_bytes) >= self.layer_bytes
 
     def too_small(
-        self, limit: str, held_bytes: int, loading_bytes: int, request_bytes: int, who_needs: str
+        self, limit: str, held_bytes: int, loading_bytes: int, request_bytes: int, who_needs: str, fewer_tokens: int = 0
     ) -> BudgetTooSmall:
         """Why a process that holds `held_bytes` can't run a request in this limit, and what it could run in.
 
         It has `loading_bytes` still to load, and `request_bytes` are for keys, values and activations; its first
-        request is still to come.
+        request is still to come. It could run with `fewer_tokens`, unless these are 0.
         """
         smallest = self.smallest_bytes(held_bytes, loading_bytes + request_bytes + FIRST_BYTES)
         rest = smallest - held_bytes - loading_bytes - request_bytes - self.layer_bytes
@@ -202,7 +204,8 @@ class Budget:
         return BudgetTooSmall(
             f"{limit} is too small: {who_needs} {said('memory', smallest)} ({size(smallest)}): "
             f"{size(held_bytes)} that the process holds already, {weights}{size(request_bytes)} for keys, values and "
-            f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare",
+            f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare"
+            + (f"; {said('max_new_tokens', fewer_tokens)} would fit" if fewer_tokens else ""),
             smallest,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from moert.budget.budget import FIRST_BYTES, Budget
@@ -15,6 +16,7 @@ from moert.stats import size
 from moert.wording import said
 
 TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
+_MOST_TOKENS = 1 << 40  # that are tried
 _LEAST = Load(prompt_tokens=1, max_new_tokens=1)
 _SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
 
@@ -78,7 +80,19 @@ class Regulator:
         if self.limit_bytes is not None:
             held, needed = self._idle_bytes((*loads, *beside)), self._footprint.request(loads)
             if not self._budget.fits(self.limit_bytes, held, needed + FIRST_BYTES):
-                raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs")
+                fewer = self._fitting_tokens(loads, held)
+                raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs", fewer)
+
+    def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
+        """Returns the most new tokens with which each of these could run, less than they may write now; 0 for none."""
+        limit, most = self.limit_bytes or 0, min(max(load.max_new_tokens for load in loads), _MOST_TOKENS)
+
+        def too_many(count: int) -> bool:
+            new = [max(load.written, min(count, load.max_new_tokens)) for load in loads]
+            shorter = [replace(load, max_new_tokens=few) for load, few in zip(loads, new, strict=True)]
+            return not self._budget.fits(limit, held_bytes, self._footprint.request(shorter) + FIRST_BYTES)
+
+        return bisect_left(range(1, most), True, key=too_many)
 
     def together(self, running: Loads, waiting: Loads) -> int:
         """How many of the first that wait should begin now, at least one if none runs: where experts all stay in memory

@@ -108,6 +108,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the file of --output holds.")] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask the prompt as a question, by the model's chat template.")
     ] = False,
@@ -166,6 +167,8 @@ def run(
         raise RunError(f"{' and '.join(given)} exclude each other: give one prompt or one file")
     if output is not None and input_path is None:
         raise RunError("--output goes with --input: for one prompt redirect stdout")
+    if overwrite and output is None:
+        raise RunError("--overwrite goes with --output: nothing else is replaced")
     if batch != 1 and input_path is None:
         raise RunError(f"--batch {batch} goes with --input: there is one prompt")
     if chat and input_path is not None:
@@ -179,7 +182,7 @@ def run(
     if raw:
         check_raw(as_json, input_path)
     if input_path is not None and output is not None:
-        check_output(input_path, output, sys.stdin)
+        check_output(input_path, output, sys.stdin, overwrite)
     check_logprobs(logprobs, as_json)
     settings = _settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
@@ -303,15 +306,20 @@ def bench(
             "draw figures of it all into this folder.",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --plot: also into a folder with other pictures, and over them.")
+    ] = False,
     drive: DriveOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
+    if overwrite and plot is None:
+        raise RunError("--overwrite goes with --plot: nothing else is replaced")
     if drive:
-        check_unused(context, {"packs", "drive", "plot", "as_json"}, "--drive: it runs no model")
+        check_unused(context, {"packs", "drive", "plot", "overwrite", "as_json"}, "--drive: it runs no model")
         from moert.bench.command import drives
 
-        drives(packs, plot, as_json)
+        drives(packs, plot, as_json, overwrite)
         return
     chosen = engine_settings(
         memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
@@ -321,7 +329,7 @@ def bench(
     from moert.bench.measure import BenchSettings
 
     settings = BenchSettings(chosen, max_new_tokens)
-    command.bench(packs, settings, command.texts_of(prompt, input_path, longest_text(chosen)), plot, as_json)
+    command.bench(packs, settings, command.texts_of(prompt, input_path, longest_text(chosen)), plot, as_json, overwrite)
 
 
 app.command()(score)

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -84,8 +84,23 @@ def _readable(name: str) -> Iterator[None]:
         raise InputInvalid(f"{name} is not UTF-8 text ({error.reason})") from None
 
 
-def check_output(source: Path, output: Path, stdin: TextIO) -> None:
-    """Raises InputInvalid if answers would be written over the prompts, under whatever name. '-' is stdin."""
+def check_output(source: Path, output: Path, stdin: TextIO, overwrite: bool = False) -> None:
+    """Raises InputInvalid if answers would be written over the prompts, under whatever name, into a pack, or, without
+    `overwrite`, over what another file holds. '-' is stdin."""
+    from moert.pack.reader import pack_around
+
+    if (pack := pack_around(Path(os.path.realpath(output)))) is not None:
+        raise InputInvalid(f"--output {output} lies in the pack {pack}: choose another place")
+    _check_source(source, output, stdin)
+    with suppress(OSError):  # no file yet
+        found = os.stat(output)
+        if stat.S_ISREG(found.st_mode) and found.st_size and not overwrite:
+            raise InputInvalid(
+                f"--output {output} is there already, and would be lost: choose another name, or give --overwrite"
+            )
+
+
+def _check_source(source: Path, output: Path, stdin: TextIO) -> None:
     try:
         found = os.fstat(stdin.fileno()) if source == STDIN else os.stat(source)
         same = stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(output))

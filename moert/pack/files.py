@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+_LEFT = re.compile(r"\.[0-9a-f]{8}\.tmp$")
+
+
+def placed(path: str | os.PathLike[str]) -> Path:
+    """Returns the place that a path leads to: links to folders on the way are followed as the system does it, so that
+    `link/..` is where the link leads. The last part of the path stays, also where it is a link."""
+    path = Path(path)
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent), path.name)
+
+
+def beside(path: Path, ending: str) -> Path:
+    """Returns PATH.ending, in the folder that holds the path's place."""
+    place = placed(path)
+    return place.with_name(f"{place.name}.{ending}")
 
 
 @contextmanager
@@ -46,10 +64,15 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_left(name: str) -> bool:
+    """Returns whether a file of this name is one that a writer who was killed has left."""
+    return _LEFT.search(name) is not None
+
+
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A name that no other writer takes; what is there at the end is removed."""
-    fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
+    fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # see is_left
     try:
         yield fresh
     finally:

@@ -26,6 +26,7 @@ from moert.pack.errors import (
     PackError,
     UnsafePath,
 )
+from moert.pack.files import is_left, placed
 from moert.pack.layout import ExpertLayout, group_of
 from moert.pack.manifest import FORMAT_NAME, ExpertEntry, Manifest
 from moert.pack.model_spec import ExpertKey
@@ -282,6 +283,25 @@ def is_pack(root: Path) -> bool:
     except (PackError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and document.get("format") == FORMAT_NAME
+
+
+def pack_around(path: Path) -> Path | None:
+    """Returns the pack that a place lies in; None if it lies in none."""
+    return next((folder for folder in placed(path).parents if (folder / MANIFEST).is_file() and is_pack(folder)), None)
+
+
+def strangers(root: Path) -> list[str]:
+    """Returns the files in the folder of a pack that its manifest does not name, but for those that a writer who was
+    killed has left: all of them where it can't be read, none where there is no pack."""
+    if not is_pack(root):
+        return []
+    try:
+        manifest = parse_manifest(_manifest_text(root))
+        named = {MANIFEST, *manifest.files, *(entry.path for entry in manifest.experts)}
+    except PackError:
+        named = {MANIFEST}
+    found = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for name in found if name not in named and not is_left(name))
 
 
 def _manifest_text(root: Path, room: Room = unbounded) -> bytes:

@@ -23,7 +23,7 @@ from moert.pack.body import expert_body
 from moert.pack.checksums import checksums_to_bytes
 from moert.pack.codec import QuantizedMatrix
 from moert.pack.errors import WriteFailed
-from moert.pack.files import atomic_write, fsync, write_atomically, write_in_order
+from moert.pack.files import atomic_write, beside, fsync, placed, write_atomically, write_in_order
 from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
@@ -46,7 +46,7 @@ from moert.pack.manifest import (
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.neurons import NEURONS
-from moert.pack.reader import MANIFEST, Projection, is_pack
+from moert.pack.reader import MANIFEST, Projection, is_pack, pack_around, strangers
 
 _JOURNAL = "experts.jsonl"
 _PIECE = 1 << 20  # that is copied at once
@@ -63,7 +63,7 @@ class PackWriter:
     def __init__(
         self, out: Path, spec: ModelSpec, quantization: Quantization, fingerprint: str, files: Files = "expert"
     ) -> None:  # fmt: skip
-        self.out = Path(os.path.abspath(out))
+        self.out = placed(out)
         self.partial = partial_of(self.out)
         self.spec = spec
         self.quantization = quantization
@@ -72,6 +72,7 @@ class PackWriter:
         self._files: dict[str, FileEntry] = {}
         self._checksums: dict[ExpertKey, U32] = {}  # of pieces, in blocks of neurons
         check_target(self.out)
+        self._given_up = set(strangers(self.out))
         with _writing(self.partial):
             self.partial.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.partial, self.out)
@@ -153,6 +154,8 @@ class PackWriter:
         with _writing(self.out):
             write_atomically(self.partial / MANIFEST, dump_manifest(manifest).encode())
             check_target(self.out)
+            if new := sorted(set(strangers(self.out)) - self._given_up):
+                raise WriteFailed(f"{self.out} got the file {new[0]} meanwhile, which would be lost: move it away")
             replaced = _replaced(self.out)
             _remove_pack(replaced)
             (self.partial / _JOURNAL).unlink(missing_ok=True)
@@ -284,8 +287,11 @@ def add_files(root: Path, manifest: Manifest, bodies: Mapping[str, bytes]) -> Ma
     return changed
 
 
-def check_addable(root: Path) -> None:
-    """Raises WriteFailed if no files can be added to the finished pack. Writes nothing."""
+def check_addable(root: Path, *names: str) -> None:
+    """Raises WriteFailed if files of these names can't be added to the finished pack, or if one is there that is not
+    the pack's. Writes nothing."""
+    if taken := sorted(set(names).intersection(strangers(root))):
+        raise WriteFailed(f"{root / taken[0]} is there and is not the pack's, and would be lost: move it away")
     if not os.access(root, os.W_OK | os.X_OK):
         raise WriteFailed(f"nothing can be added to {root}, which can't be written to: copy it to where it can")
 
@@ -301,13 +307,15 @@ def check_target(out: Path) -> None:
     Only a pack or an empty directory is ever replaced, and of the directories beside it that a conversion uses only
     those that one has left.
     """
-    out = Path(os.path.abspath(out))
+    out = placed(out)
     partial, replaced = partial_of(out), _replaced(out)
     with _writing(out):
         above = next(path for path in out.parents if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             what = "can't be written to" if above.is_dir() else "is not a directory"
             raise WriteFailed(f"can't write {out}: {above} {what}: choose another --out")
+        if (pack := pack_around(out)) is not None:
+            raise WriteFailed(f"can't write {out}: it lies in the pack {pack}: choose another --out")
         for path, ours in (
             (out, is_pack(out)),
             (partial, is_pack(partial) or (partial / _JOURNAL).is_file()),
@@ -321,11 +329,11 @@ def check_target(out: Path) -> None:
 
 def partial_of(out: Path) -> Path:
     """Where a pack is collected that is to stand at `out`."""
-    return out.with_name(out.name + ".partial")
+    return beside(out, "partial")
 
 
 def _replaced(out: Path) -> Path:
-    return out.with_name(out.name + ".replaced")  # where the old pack goes between two renames
+    return beside(out, "replaced")  # where the old pack goes between two renames
 
 
 def _locked(partial: Path, out: Path) -> DirectoryLock:

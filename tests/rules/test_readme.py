@@ -16,9 +16,11 @@ from python_text import PYTHON
 from python_text import text as python_text
 from readme_help import COMMANDS as HELP
 from readme_help import ROOT, commands, rendered
+from recipes_text import EXAMPLES, LIMITS, RECIPES, recipes_text
 
 import moeconv
 import moert
+from moeconv.command.recipe import KEYS, Expectations, Recipe
 from moeconv.conversion.entries import ENTRIES
 from moeconv.source.archs import FAMILIES
 from moert.engine import Engine
@@ -37,6 +39,8 @@ COMMANDS = [
     "moeconv train-neurons", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
+_BESIDE = {"group_size": {"quantizer": '"group"'}, "piece_bytes": {"layout": '"columns"'}}
+"""What an example of a key needs beside it."""
 
 
 def name_of(path: Path) -> str:
@@ -132,6 +136,22 @@ def test_what_is_said_of_families_is_what_they_say() -> None:
 
 def test_what_is_said_of_python_is_what_the_docstrings_say() -> None:
     assert TEXTS[PYTHON] == python_text(), "run make readme"
+
+
+def test_every_key_of_a_recipe_is_explained(tmp_path: Path) -> None:
+    assert TEXTS[RECIPES] == recipes_text(), "run make readme"
+    named = re.findall(r"^\| `(\w+)` \| .+ \| `.+` \| .+ \|$", TEXTS[RECIPES], re.MULTILINE)
+    assert sorted(named) == sorted({*KEYS, *(field.name for field in fields(Expectations))})
+    whole = re.search(r"```toml\n(.*?)```", TEXTS[RECIPES], re.DOTALL)
+    assert whole
+    texts = [whole[1]]
+    for key, example in EXAMPLES.items():
+        beside = {"model": '"m"', "calib": '"wiki"'} | _BESIDE.get(key, {}) | {key: example}
+        texts.append("\n".join(f"{name} = {value}" for name, value in beside.items()))
+    texts += [f'model = "m"\ncalib = "wiki"\nexpect = {{{key} = {one}}}' for key, (one, _) in LIMITS.items()]
+    for text in texts:
+        (tmp_path / "r.toml").write_text(text)
+        Recipe.load(tmp_path / "r.toml", tmp_path)
 
 
 def test_every_path_of_the_tree_exists() -> None:

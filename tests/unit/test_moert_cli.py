@@ -282,7 +282,7 @@ def test_a_row_that_cannot_run_is_named_before_anything_runs(moert, pack, tmp_pa
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n' + line + "\n")
     target.write_text("of yesterday\n")
-    message = moert.refuses("run", pack, "--input", source, "--output", target, *NEW)
+    message = moert.refuses("run", pack, "--input", source, "--output", target, "--overwrite", *NEW)
     assert "in.jsonl line 2" in message
     assert says in message
     assert target.read_text() == "of yesterday\n"
@@ -300,7 +300,8 @@ def test_a_row_that_memory_is_too_small_for_is_named_before_anything_runs(pack, 
 def test_a_file_without_prompts_is_said_to_be_one(moert, pack, tmp_path) -> None:
     (tmp_path / "in.jsonl").write_text("\n")
     (tmp_path / "out.jsonl").write_text("of yesterday\n")
-    said = moert.refuses("run", pack, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    asked = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--overwrite")
+    said = moert.refuses("run", pack, *asked)
     assert "in.jsonl has no prompts" in said
     assert (tmp_path / "out.jsonl").read_text() == "of yesterday\n"
     assert "stdin has no prompts" in moert.refuses("run", pack, "--input", "-", stdin="")
@@ -401,7 +402,8 @@ def test_more_threads_than_cores_are_cut_with_a_note_as_memory_is(moert, pack, e
 
 def test_fifty_bytes_are_meant_as_a_share(moert, pack) -> None:
     assert "did you mean 50GB, or a share like 50%" in moert.refuses("run", pack, "abc", "--memory", "50")
-    assert "did you mean" not in moert.refuses("run", pack, "abc", "--memory", "1000")
+    assert "did you mean 1500MB, or a share" in moert.refuses("run", pack, "abc", "--memory", "1500")
+    assert "did you mean" not in moert.refuses("run", pack, "abc", "--memory", "1000000")
 
 
 def test_info_names_a_tokenizer_that_cannot_be_used(moert, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 from published import DEEPSEEK_V3_FP8, GPT_OSS_20B, MIXTRAL_8X7B, PUBLISHED
 from tiny import TINY, tiny_olmoe
 
+from moeconv.artifacts import Target
 from moeconv.command import cli, forecast
 from moeconv.command.forecast import OF_MODEL, OF_WORK, as_json, expect, is_model, lines, parse_speed, where
+from moeconv.command.present import target_text
 from moeconv.conversion.timing import Timing, timing
 from moeconv.errors import SettingsError
 from moeconv.plan.machine import DEFAULT_DRIVE
+from moeconv.report.units import many
 
 MACHINE: dict[str, Any] = {
     "process": {"held_bytes": 45_000_000, "thread_bytes": 1 << 20},
@@ -45,7 +49,7 @@ def test_a_person_reads_sizes_speeds_and_what_converting_takes(
     model = written(tmp_path / "mixtral", MIXTRAL_8X7B)
     assert cli._exit_code(["plan", model, "--memory", "16GB", "--drive", "500MB/s"]) == 0
     text = capsys.readouterr().out
-    assert "mixtral, 46.70 billion parameters, 12.88 of them for each token\n" in text
+    assert "mixtral, 46.70 billion parameters, 12.88 billion of them for each token\n" in text
     assert "drive       500 MB/s, as --drive says\n" in text
     assert "like        wiki, whose routing was recorded: decoder, 32 experts a layer, 4 for each token\n" in text
     assert text.count(" bits ") > 10
@@ -216,3 +220,13 @@ def test_what_is_timed_is_weights_over_seconds() -> None:
     now = iter(range(100))
     found = timing(lambda: float(next(now)))
     assert found == Timing({"group": 1024 * 2048.0, "gptq": 256 * 1024.0}, 2 * 512 * 1024.0**2)
+
+
+def test_a_small_model_is_counted_in_small_units(tmp_path: Path) -> None:
+    source = tiny_olmoe(tmp_path / "hf")
+    found = expect(str(source), MACHINE, where(MACHINE, None, None), TIMED)
+    said = "\n".join(lines(found))
+    assert f"olmoe, {found.parameters.total:,} parameters, {found.parameters.active:,} of them for each token" in said
+    assert not re.search(r"\b0[. ]\S* ?(billion|million|GB|MB|kB)", said), said
+    assert (many(999_999), many(1_500_000), many(2 * 10**9)) == ("999,999", "1.50 million", "2.00 billion")
+    assert target_text(Target("size", 30_000.0)) == "30 kB"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moeconv.artifacts import Target
+from moeconv.command.cli import _exit_code
 from moeconv.command.recipe import Expectations, Recipe
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
@@ -144,6 +145,7 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
         ('model = "m"\nbits = [16]\nprofile_paths = false\nsignal = "nll"\n', "signal has no effect without calib"),
         ('model = "m"\nout = "x"\n', "out is not for a recipe"),
         ('model = "m"\nwork = "x"\n', "work is not for a recipe"),
+        ('model = "m"\noverwrite = true\n', "overwrite is not for a recipe to say: give --overwrite"),
         ("model = [", "can't be read as TOML"),
     ):
         path.write_text(body)
@@ -154,12 +156,26 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "none.toml", tmp_path)
 
 
+@pytest.mark.parametrize("metric", ["mine.py", "mine.py:score", "./mine.py:-score"])
+def test_a_program_runs_only_where_the_command_allows_it(
+    tmp_path: Path, metric: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    line = f'metric = "{metric}"'
+    with pytest.raises(SettingsError, match=r"mine\.py.*' is a program, .*: read it, then give --allow-code"):
+        load(tmp_path, line)
+    assert _exit_code(["recipe", "run", str(tmp_path / "small.toml"), "--out", str(tmp_path)]) == 2
+    assert "give --allow-code" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    assert Recipe.load(tmp_path / "small.toml", tmp_path, allow_code=True).settings.metric is not None
+
+
 def test_an_unknown_entry_lists_what_a_recipe_may_say(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as error:
         load(tmp_path, "memory_bytes = 3")
     known = str(error.value).partition("here are ")[2].split(", ")
     assert {"loss", "size", "bits_per_weight", "memory", "profile_paths", "expect", "model", "samples"} <= set(known)
-    assert not {"target", "out", "work", "memory_bytes"} & set(known)
+    assert not {"target", "out", "work", "memory_bytes", "overwrite"} & set(known)
     assert known == sorted(known)
 
 
@@ -171,7 +187,7 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     recipe.write_text(
         'model = "models/mine"\ncalib = "text.jsonl"\nheldout = "../held.txt"\nmetric = "mine.py:score"\n'
     )
-    settings = Recipe.load(recipe, Path("out")).settings
+    settings = Recipe.load(recipe, Path("out"), allow_code=True).settings
     assert settings.model == str(tmp_path / "a" / "models" / "mine")
     assert settings.calib == str(tmp_path / "a" / "text.jsonl")
     assert settings.heldout == str(tmp_path / "a" / ".." / "held.txt")
@@ -198,7 +214,7 @@ def test_what_did_not_come_out_is_said_in_readable_figures() -> None:
 
 
 def test_the_recipes_of_the_repository_load() -> None:
-    found = [Recipe.load(path, Path("build")) for path in sorted((ROOT / "recipes").glob("*.toml"))]
+    found = [Recipe.load(path, Path("build"), allow_code=True) for path in sorted((ROOT / "recipes").glob("*.toml"))]
     assert [(recipe.name, recipe.settings.calib) for recipe in found] == [
         ("g2p", "g2p"), ("marks", "marks"), ("wiki", "wiki"), ("wikids", "wiki")
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,15 @@ def test_a_request_that_will_not_fit_at_its_end_is_refused_at_its_start() -> Non
     enough = error.value.smallest_bytes
     assert enough == asked.smallest_memory(loads(100, most=3000))
     regulator(process, enough).before(loads(100, most=3000))
+    fewer = re.search(r"spare; max_new_tokens=(\d+) would fit$", str(error.value))
+    assert fewer
+    asked.check(loads(100, most=int(fewer[1])))
+    with pytest.raises(BudgetTooSmall, match=rf"spare; max_new_tokens={fewer[1]} would fit$"):
+        asked.check(loads(100, most=int(fewer[1]) + 1))
+    with pytest.raises(BudgetTooSmall, match=rf"spare; max_new_tokens={fewer[1]} would fit$"):
+        asked.check(loads(100, most=1 << 70))
+    with pytest.raises(BudgetTooSmall, match=r"spare$"):  # no prompt so long
+        asked.check(loads(20_000, most=1 << 70))
     with pytest.raises(BudgetTooSmall):
         regulator(process, enough).check(loads(100, 100, most=3000))
 

@@ -6,7 +6,7 @@ import pytest
 
 from moeconv.conversion.settings import parse_bytes
 from moeconv.errors import SettingsError
-from moert.budget.budget import MemoryLimit, parse_memory
+from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import InvalidMemory
 from moert.pack.sizes import NotASize, parse_size
 
@@ -20,6 +20,26 @@ def test_both_programs_read_the_same(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
     assert parse_bytes(text, "--memory") == nbytes
     assert parse_memory(text) == MemoryLimit(nbytes=nbytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("4", "4GB"), ("1.5", "1.5GB"), ("100", "100GB"), ("101", "101MB"), ("1500", "1500MB"), ("1500.5", "1500.5MB"),
+     ("65536", "65536MB"), ("123456.5", "123456.5GB")],
+)  # fmt: skip
+def test_a_number_that_no_machine_has_as_bytes_is_asked_about(text: str, meant: str) -> None:
+    said = f"'{text}' is a number of bytes: did you mean {meant}"
+    for option in ("--memory", "memory"):
+        with pytest.raises(SettingsError) as error:
+            parse_bytes(text, option)
+        assert str(error.value) == f"{option} {said}"
+    with pytest.raises(InvalidMemory) as refused:
+        parse_memory(text)
+    assert str(refused.value) == f"memory {said}, or a share like 50% or auto"
+
+
+def test_the_experts_of_a_tiny_model_may_have_so_few_bytes() -> None:
+    assert (parse_bytes("1500", "--size"), parse_cache("1500")) == (1500, CacheLimit(nbytes=1500))
 
 
 @pytest.mark.parametrize(
