@@ -8,8 +8,8 @@ headings, places with two blank lines; without those, each row, where rows are l
 Short rows of running text that tell nothing stay without a document: windows of that text are counted in runs (see
 `runs`). So are rows of other kinds: in runs, since neighbours in a file are often alike. A run is as long as leaves
 RUNS of them, so that half of a text, and three quarters of that half, still are twice the number that a promise takes.
-Longer runs hold larger lumps, fewer of them say less; and where a file was shuffled, nothing is lost but a little
-sharpness.
+Longer runs hold larger lumps, fewer of them say less. Where rows prove to be hardly alike, they are counted themselves
+(`promise.evidence`); that they are not, the name ROW for the field `document` says outright.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moeconv.calibration.sample import Sample
 RUNS = 160
 LONG_ROW = 1000  # characters, on average; a window of 256 tokens has about as many
 DEEPEST = 6
+IN_RUNS = "runs of neighbours, since nothing tells which of them are alike (--fields document=row: none are)"
 _HEADING = re.compile(r"\s*(?:(#{1,6}) +\S|((?:= ){1,6})[^=\s].* =)")
 _GAP = 3  # ends of lines behind the last letter: two lines are blank
 
@@ -34,17 +35,19 @@ def runs(count: int, wanted: int = RUNS) -> list[int]:
     return [place // length for place in range(count)]
 
 
-def with_documents(samples: Sequence[Sample], *, running: bool) -> list[Sample]:
-    """The samples with a document each, where one can be told. Those of one document come to stand together, where the
-    first of them stands."""
+def with_documents(samples: Sequence[Sample], *, running: bool) -> tuple[list[Sample], str]:
+    """Returns the samples with a document each, where one can be told, and in words what the documents are. Those of
+    one document come to stand together, where the first of them stands."""
     if any(sample.document for sample in samples):
-        return _together(samples)
+        return _together(samples), "as the field 'document' says"
     if not running:
-        return _named(samples, runs(len(samples)), "run")
-    for begins in (_headings(samples), _after_gaps(samples), _long_rows(samples)):
+        return _named(samples, runs(len(samples)), "run"), IN_RUNS
+    ways = ((_headings, "from heading to heading"), (_after_gaps, "between blank lines"), (_long_rows, "each row"))
+    for begins_of, why in ways:
+        begins = begins_of(samples)
         if sum(begins) > 1:
-            return _named(samples, list(_counted(begins)), "part")
-    return list(samples)
+            return _named(samples, list(_counted(begins)), "part"), why
+    return list(samples), IN_RUNS
 
 
 def level(row: str) -> int:

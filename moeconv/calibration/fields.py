@@ -17,6 +17,7 @@ KINDS = {
 }
 _MOST_DIGITS = 20
 DOCUMENT = "document"  # beside the fields of any kind: what the row is a part of
+ROW = "row"  # as the name of that field, where there is none of this name: each row is a document
 FIELDS = (*dict.fromkeys(field for fields in KINDS.values() for field in fields), DOCUMENT)
 RUNNING = ("running text", "chat")
 
@@ -29,6 +30,8 @@ def renamed(row: Any, fields: Mapping[str, str], place: str) -> Any:
     that is the document alone, all others stay."""
     if not fields or not isinstance(row, dict):
         return row
+    if fields.get(DOCUMENT) == ROW:
+        row = {ROW: place, **row}
     for ours, theirs in fields.items():
         if ours not in FIELDS:
             raise CalibrationError(f"--fields {ours}={theirs}: {ours} is no field; there are {', '.join(FIELDS)}")

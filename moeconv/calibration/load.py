@@ -67,7 +67,8 @@ def _loaded(calib: str, heldout: str | None, seed: int, fields: Mapping[str, str
         return _pair(calib, text, _read(heldout, fields, render), None)
     _require(text.name, len(text.samples), 2 * MIN_SAMPLES if text.seq2seq else 2, ALONE)
     try:
-        splits = Splits(calib, text.seq2seq, *divide(_in_documents(text), text.seq2seq, 0.5, seed))
+        samples, why = with_documents(text.samples, running=not text.seq2seq)
+        splits = Splits(calib, text.seq2seq, *divide(samples, text.seq2seq, 0.5, seed), why=why)
     except CalibrationError as error:
         raise CalibrationError(f"{calib}: {error}") from None
     for part in (splits.calibration, splits.heldout):
@@ -97,10 +98,6 @@ def _read(named: str, fields: Mapping[str, str], render: Render) -> Text:
     if not any(sample.source.strip() for sample in samples):
         raise CalibrationError(f"{named}: holds no samples")
     return Text(named, first_kind, tuple(samples), tuple(places))
-
-
-def _in_documents(text: Text) -> tuple[Sample, ...]:
-    return tuple(with_documents(text.samples, running=not text.seq2seq))
 
 
 def _letters(sample: Sample) -> int:
@@ -133,7 +130,9 @@ def _pair(name: str, calibration: Text, heldout: Text, metric: str | None) -> Sp
     for text in (calibration, heldout):
         _require(text.name, len(text.samples), MIN_SAMPLES if text.seq2seq else 1)
     _require_disjoint(calibration, heldout)
-    return Splits(name, calibration.seq2seq, _in_documents(calibration), _in_documents(heldout), metric)
+    parts = [with_documents(text.samples, running=not text.seq2seq) for text in (calibration, heldout)]
+    (first, why), (second, _) = parts
+    return Splits(name, calibration.seq2seq, tuple(first), tuple(second), metric, why)
 
 
 def _require(name: str, count: int, least: int, advice: str = "give more") -> None:

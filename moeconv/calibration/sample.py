@@ -37,13 +37,15 @@ class Sample:
 @dataclass(frozen=True)
 class Splits:
     """Two disjoint lists of samples, and a hash of each. `seq2seq` is true of samples that have an input and a target
-    (or choices), false of running text. `metric` is the catalogue's choice, if it has one."""
+    (or choices), false of running text. `metric` is the catalogue's choice, if it has one. `why`: in words what the
+    documents of the calibration text are."""
 
     name: str
     seq2seq: bool
     calibration: tuple[Sample, ...]
     heldout: tuple[Sample, ...]
     metric: str | None = None
+    why: str = ""
 
     @property
     def choices(self) -> bool:

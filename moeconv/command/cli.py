@@ -85,8 +85,9 @@ def quantize(
     fields: Annotated[
         str | None, typer.Option(help="Names of the fields in your text: input=question,target=answer. "
                                       "document=title names what a row is a part of; rows of one document are alike, "
-                                      "and are kept and counted together. Default: the field document, or what the "
-                                      "text shows (headings, long rows), or runs of rows.")
+                                      "and are kept and counted together; document=row says that no rows are alike. "
+                                      "Default: the field document, or what the text shows (headings, long rows), or "
+                                      "runs of rows.")
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity (per word), token_perplexity "

@@ -40,6 +40,7 @@ class Choice:
                 return self._smallest()
             plan = self.question.within(self.settings.allocation, self.settings.target)
             self._judged(plan)
+            self.account.note(self.judge.counted_text())
             return plan
 
     def curve(self, chosen: Plan) -> tuple[CurvePoint, ...]:

@@ -157,14 +157,15 @@ class Conversion:
         account, judge, heldout, seed = self.account, references.judge, references.heldout, self.settings.seed
         accepted, used = evaluated(judge.measure, plan), judge.used
         bound = judge.bound(accepted)
-        account.note(bound_doubt(bound))
+        calibration = estimate(judge.measure, accepted, used.acceptance, seed)
+        account.note(bound_doubt(bound, calibration.high))
         with account.step("held-out", bench.journal):
             found = estimate(heldout, evaluated(heldout, plan), used.heldout, seed)
             shown = side_by_side(bench, plan.assignment)
         return Outcome(
             widths=plan.assignment,
             metric=bench.material.metric.name,
-            calibration=estimate(judge.measure, accepted, used.acceptance, seed),
+            calibration=calibration,
             upper_bound=bound,
             confidence=judge.stated if bound is not None and math.isfinite(bound) else None,
             standing=standing(judge, looks, account.notes),

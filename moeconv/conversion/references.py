@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moeconv.calibration.documents import IN_RUNS
 from moeconv.conversion.account import Account
 from moeconv.conversion.bench import Bench
 from moeconv.errors import TargetMissed
@@ -28,7 +29,8 @@ class References:
         material, settings = bench.material, bench.settings
         acceptance = bench.measure("acceptance", material.acceptance, settings.samples, bench.instead)
         heldout = bench.measure("held-out", material.splits.heldout, settings.heldout_samples, bench.instead)
-        evidence = Evidence(material.judged.documents, material.heldout.documents)
+        why = material.splits.why
+        evidence = Evidence(material.judged.documents, material.heldout.documents, why, runs=why == IN_RUNS)
         return cls(Judge(acceptance, evidence, settings.planned_loss, settings.confidence, settings.seed), heldout)
 
     def judged_with(self, instead: Instead | None) -> None:
@@ -46,6 +48,11 @@ def measured_references(bench: Bench, account: Account) -> References:
             raise TargetMissed(f"--strict: {line}")
         account.note(line)
 
+    evidence = found.judge.evidence
+    account.say(
+        f"plans are judged on {evidence.count} documents, {len(set(evidence.heldout.tolist()))} are held out: "
+        f"{evidence.why}"
+    )
     doubt(found.judge.too_few())
     with account.step("reference", bench.journal):
         texts = (("calibration", found.judge.measure, material.judged), ("held-out", found.heldout, material.heldout))

@@ -59,6 +59,7 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
             account.say(f"all experts at {width:2d} bits: {judge.text(last)}")
             if judge.holds(last):
                 break
+    account.note(judge.counted_text())
     if judge.holds(last) and len(tried) == 1:
         return Widths(widths[:1], tried)  # nothing can be smaller
     _say_if_too_little(judge, list(tried.values()), bench.material.judged_share, account)
@@ -75,7 +76,7 @@ def _say_if_too_little(judge: Judge, tried: Sequence[Evaluation], share: float, 
     needed, stated = judge.needed(tried), judge.stated
     if needed is not None and stated is not None:
         promised = f"{judge.planned_loss:.2%} at {stated:.0%}"
-        account.say(f"note: {needed_text(needed, judge.used, promised, share)}")
+        account.say(f"note: {needed_text(needed, judge.counted, promised, share)}")
 
 
 def _advice(judge: Judge, missed: Evaluation, wider: str) -> str:

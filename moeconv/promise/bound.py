@@ -12,7 +12,12 @@ could have given them: the Bayesian bootstrap, Rubin 1981, exponential weights) 
 (Poisson counts); both steps together are independent geometric counts of mean m/n, the same for reference and plan.
 Harm that is rare may be missing from n samples, so each draw also counts the worst sample seen as if it had come up
 once more. For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then Poisson.
-Documents are few, so their bound is moved a little further away (`widening`).
+Documents are few, so their quantile is taken a little further out (`widening`).
+
+A plan that does less harm has no larger bound. Each draw grows with the harm to any sample; a draw that gains counts as
+one without a loss; and the worst harm is no less than one middling sample lost (of values that are better when higher),
+which is what a plan has that harms nothing: the rule of three over documents, one sample of each. Where other plans did
+harm on the same text, the mildest of them says how much a document loses (`Terms.harm`).
 
 Needs a metric whose value stays when all sums are scaled, as that of every ratio does.
 """
@@ -20,6 +25,7 @@ Needs a metric whose value stays when all sums are scaled, as that of every rati
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -57,17 +63,27 @@ class Needed(NamedTuple):
 class Terms:
     """What a bound is to hold for: as much text as `heldout` samples, with this confidence; None bounds the expected
     loss alone. `groups` [n] says which of the samples judged on are of one document; `heldout` then counts documents,
-    as `Evidence.heldout_number` does."""
+    as `Evidence.heldout_number` does. `alike`: as many documents as that say as much as one that is like no other
+    (`evidence.alike`). `harm`: the worst that the mildest other plan did to a document (`worst_harm`)."""
 
     confidence: float
     heldout: float | None
     seed: int
     groups: Documents | None = None
     draws: int = DRAWS
+    alike: float = 1.0
+    harm: float = 0.0
 
     def number(self, samples: int) -> float:
-        """How many samples are judged on, or documents worth as many of one size."""
-        return samples if self.groups is None else effective(self.groups)
+        """How many samples are judged on, or documents of one size, like no other, that are worth as much."""
+        return samples if self.groups is None else effective(self.groups) / self.alike
+
+    def quantile(self, samples: int) -> float:
+        """The share of draws that the bound is to hold in."""
+        if self.groups is None:
+            return self.confidence
+        further = widening(self.number(samples), self.confidence) * math.sqrt(self.alike)
+        return max(self.confidence, NormalDist().cdf(further * NormalDist().inv_cdf(self.confidence)))
 
 
 def upper_bound(metric: Metric, reference: F64, scores: F64, terms: Terms) -> float:
@@ -85,30 +101,43 @@ def upper_bounds(metric: Metric, reference: F64, scores: F64, terms: Terms) -> F
     other costs nothing: in 700 simulated conversions at 95% what it found met the target in 98%, like the smallest
     accepted of all 129 plans. Unrelated searches would: the smallest found by four met it in 93%.
     """
-    groups, confidence = terms.groups, terms.confidence
-    number = terms.number(len(scores))
-    if groups is not None:
-        reference, scores = _summed(reference, groups), _summed(scores, groups)
+    number, least = terms.number(len(scores)), _one_lost(metric, reference)
     ratio = None if terms.heldout is None else terms.heldout / number
+    reference, scores = _summed(reference, terms.groups), _summed(scores, terms.groups)
     losses, again = _resampled(metric, reference, scores, ratio, terms.seed, terms.draws)
-    losses += again[:, None] * _worst_harm(metric, reference, scores)
-    bounds = np.quantile(np.where(np.isnan(losses), np.inf, losses), confidence, axis=0, method="higher")
-    if groups is None:
-        return np.asarray(bounds)
-    before, after = (metric.value_of_sums(rows.sum(axis=0)) for rows in (reference, scores))
-    measured = metric.loss(before, after)
-    return np.where(bounds > measured, measured + widening(number, confidence) * (bounds - measured), bounds)
+    harms = _worst(metric, reference, scores)
+    counted = np.maximum(np.where(harms > 0, harms, terms.harm), least)  # [plans]
+    losses = np.maximum(losses, 0) + again[:, None] * counted
+    found = np.where(np.isnan(losses), np.inf, losses)
+    return np.asarray(np.quantile(found, terms.quantile(len(scores)), axis=0, method="higher"))
+
+
+def worst_harm(metric: Metric, reference: F64, scores: F64, groups: Documents) -> float:
+    """Returns the loss of the plan's worst document alone, all others being the reference's; 0 where none is harmed.
+    reference, scores [n, columns]."""
+    before, after = (_summed(rows[:, None], groups) for rows in (reference, scores))
+    return float(_worst(metric, before, after)[0])
 
 
 def widening(number: float, confidence: float) -> float:
-    """By how much a bound from `number` documents must be further away than the bootstrap has it, which knows their
-    spread no better than they show it: Student's t beside the normal quantile (first term of its expansion in 1/ν), and
-    the variance of n weights, n - 1 over n + 1 of what it should be."""
+    """Returns how many times as far out the quantile from `number` documents must lie as the bootstrap has it, which
+    knows their spread no better than they show it: Student's t beside the normal quantile (first term of its expansion
+    in 1/ν), and the variance of n weights, n - 1 over n + 1 of what it should be."""
     if number <= 1:
         return math.inf
     z, free = NormalDist().inv_cdf(confidence), number - 1
     student = 1 + (z * z + 1) / (4 * free)
     return student * math.sqrt((number + 1) / free)
+
+
+def effects(metric: Metric, reference: F64, scores: F64) -> F64:
+    """Returns how much higher the loss would be with one more of each sample; of the reference's value, where the plan
+    changes none: [n]. reference, scores [n, columns]."""
+    if np.array_equal(reference, scores):
+        return np.asarray(metric.value_of_sums(reference.sum(axis=0) + reference) - metric.value(reference))
+    total, planned = reference.sum(axis=0), scores.sum(axis=0)
+    more = metric.loss(metric.value_of_sums(total + reference), metric.value_of_sums(planned + scores))
+    return np.asarray(more - metric.loss(metric.value_of_sums(total), metric.value_of_sums(planned)))
 
 
 def interval(
@@ -121,8 +150,7 @@ def interval(
     draws: int = DRAWS,
 ) -> tuple[float, float]:
     """Two-sided 95% interval of the expected loss, by the same paired bootstrap. reference, scores [n, columns]."""
-    if groups is not None:
-        reference, scores = _summed(reference, groups), _summed(scores, groups)
+    reference, scores = _summed(reference, groups), _summed(scores, groups)
     losses, _ = _resampled(metric, reference[:, None], scores[:, None], None, seed, draws)
     low, high = np.nanquantile(losses, [(1 - TWO_SIDED) / 2, (1 + TWO_SIDED) / 2])
     return float(low), float(high)
@@ -153,8 +181,10 @@ def _distance(loss: float, wanted: float) -> float:
     return abs(math.log(loss / wanted)) if loss > 0 else math.inf
 
 
-def _summed(rows: F64, groups: Documents) -> F64:
-    """Rows [n, ...] added up by group → [groups, ...]."""
+def _summed(rows: F64, groups: Documents | None) -> F64:
+    """Returns rows [n, ...] added up by group [groups, ...], each its own without groups."""
+    if groups is None:
+        return rows
     names, places = np.unique(groups, return_inverse=True)
     sums = np.zeros((len(names), *rows.shape[1:]))
     np.add.at(sums, places.reshape(-1), rows)
@@ -187,19 +217,21 @@ def _resampled(
     return losses, again
 
 
-def _worst_harm(metric: Metric, reference: F64, scores: F64) -> F64:
-    """How much higher the loss would be with one more of the sample (document) that the plan harmed most: [plans].
-
-    Where nothing was harmed, where values are better when higher: what it would take for one of the reference's best
-    samples to score nothing.
-    """
-    total, planned = reference.sum(axis=0), scores.sum(axis=0)  # [plans, columns]
+def _worst(metric: Metric, reference: F64, scores: F64) -> F64:
+    """Returns for each plan the loss of its worst sample (document) alone, 0 where none is harmed: [plans]."""
+    total = reference.sum(axis=0)  # [plans, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
-        now = metric.loss(metric.value_of_sums(total), metric.value_of_sums(planned))  # [plans]
-        more = metric.loss(metric.value_of_sums(total + reference), metric.value_of_sums(planned + scores))
-        harm: F64 = np.nan_to_num(more - now, nan=0.0).max(axis=0)
-        if not metric.higher_is_better:
-            return np.maximum(harm, 0.0)
-        best = np.nan_to_num(metric.value_of_sums(reference), nan=0.0).max(axis=0)
-        lost = best / metric.value_of_sums(total) / len(scores)
-    return np.where(harm > 0, harm, lost)
+        alone = metric.loss(metric.value_of_sums(total), metric.value_of_sums(total - reference + scores))
+    return np.maximum(np.nan_to_num(alone, nan=0.0).max(axis=0), 0.0)
+
+
+def _one_lost(metric: Metric, reference: F64) -> F64:
+    """Returns the loss where one sample scores nothing, the middle one of those that score anything: [plans]; 0 of
+    values that are better when lower, which know no worst."""
+    if not metric.higher_is_better:
+        return np.zeros(reference.shape[1])
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where no sample scores: NaN
+        values = metric.value_of_sums(reference)  # [n, plans]
+        middle = np.nanmedian(np.where(values > 0, values, np.nan), axis=0)
+        return np.nan_to_num(middle / metric.value_of_sums(reference.sum(axis=0)) / len(reference))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moeconv.errors import SettingsError
 from moeconv.measure.assignments import Measure
 from moeconv.measure.evaluation import Evaluation
-from moeconv.promise.bound import Needed, Terms, interval, samples_needed, upper_bound
+from moeconv.promise.bound import Needed, Terms, effects, interval, samples_needed, upper_bound, worst_harm
 from moeconv.promise.evidence import WORTH, Documents, Evidence, effective, least, least_heldout
 from moert.pack.manifest import LossEstimate
 
@@ -28,7 +28,9 @@ class Judge:
     ) -> None:
         self.measure, self.evidence = measure, evidence
         self.planned_loss, self.confidence, self.seed = planned_loss, confidence, seed
-        self._bounds: dict[tuple[tuple[float, ...], ...], float] = {}  # each costs thousands of draws
+        self._counted: Evidence | None = None
+        self._harms: dict[tuple[tuple[float, ...], ...], float] = {}
+        self._bounds: dict[tuple[tuple[tuple[float, ...], ...], float], float] = {}  # each costs thousands of draws
 
     @property
     def stated(self) -> float | None:
@@ -37,9 +39,25 @@ class Judge:
 
     @property
     def used(self) -> Evidence:
-        """What bounds and intervals rest on: documents, or where those are too few, samples of them."""
+        """What intervals rest on: documents, or where those are too few, samples of them."""
         short = self.confidence is not None and self.stated is None
         return self.evidence.of_samples() if short else self.evidence
+
+    @property
+    def counted(self) -> Evidence:
+        """What bounds rest on: the same, or rows where documents are runs of them. The first plan that is judged says
+        whether these are alike."""
+        return self._counted or self.used
+
+    def counted_text(self) -> str | None:
+        """Returns a line on what is counted instead of runs; None for runs, and for documents that the text tells."""
+        counted = self.counted
+        if self.stated is None or not self.evidence.runs or counted.runs:
+            return None
+        return (
+            f"rows next to each other are hardly alike in what plans do to them: {len(counted.acceptance)} rows count "
+            f"as {counted.number:.0f} documents, and not as {self.evidence.count} runs"
+        )
 
     def too_few(self) -> str | None:
         """One line where the documents do not carry the confidence that was asked for."""
@@ -61,12 +79,17 @@ class Judge:
         samples can't tell."""
         if self.confidence is None:
             return None
-        if evaluation.scores not in self._bounds:
-            reference = self.measure.reference.columns()
-            self._bounds[evaluation.scores] = upper_bound(
-                self.measure.metric, reference, evaluation.columns(), self._terms(self.confidence)
-            )
-        return self._bounds[evaluation.scores]
+        scores, reference, columns = evaluation.scores, self.measure.reference.columns(), evaluation.columns()
+        if self._counted is None:
+            used, metric = self.used, self.measure.metric
+            self._counted = used.of_rows(effects(metric, reference, columns)) if used.runs and self.stated else used
+        if scores not in self._harms:
+            self._harms[scores] = worst_harm(self.measure.metric, reference, columns, self.counted.acceptance)
+        harm = 0.0 if self._harms[scores] else min(filter(None, self._harms.values()), default=0.0)
+        if (scores, harm) not in self._bounds:
+            terms = self._terms(self.confidence, harm)
+            self._bounds[scores, harm] = upper_bound(self.measure.metric, reference, columns, terms)
+        return self._bounds[scores, harm]
 
     def holds(self, evaluation: Evaluation) -> bool:
         bound = self.bound(evaluation)
@@ -88,8 +111,9 @@ class Judge:
         )  # fmt: skip
         return None if found.enough else found
 
-    def _terms(self, confidence: float) -> Terms:
-        return Terms(confidence, self.used.heldout_number, self.seed, self.used.acceptance)
+    def _terms(self, confidence: float, harm: float = 0.0) -> Terms:
+        counted = self.counted
+        return Terms(confidence, counted.heldout_number, self.seed, counted.acceptance, alike=counted.alike, harm=harm)
 
 
 def bound_text(bound: float, stated: float | None) -> str:

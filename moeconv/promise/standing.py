@@ -37,15 +37,15 @@ def looks_text(looks: int, stated: float | None) -> str | None:
     )
 
 
-def bound_doubt(bound: float | None) -> str | None:
-    """A line for a bound that is none, or below zero."""
-    if bound is None or 0 <= bound < math.inf:
+def bound_doubt(bound: float | None, high: float) -> str | None:
+    """Returns a line for a bound that is none, or a loss whose interval lies below zero up to `high`."""
+    if bound is None or (math.isfinite(bound) and high >= 0):
         return None
     if not math.isfinite(bound):
         return "from so few samples no bound of the loss can be told, so nothing is promised: give more text"
     return (
-        f"the bound is negative ({bound:.2%}): the pack scores better than the unquantised model, which quantising "
-        "does not explain; this text says little about the model, so measure on text that it is for"
+        f"the loss is negative (95% interval up to {high:.2%}): the pack scores better than the unquantised model, "
+        "which quantising does not explain; this text says little about the model, so measure on text that it is for"
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.calibration import Sample, divide, load_splits
-from moeconv.calibration.documents import RUNS, level, runs, with_documents
+from moeconv.calibration.documents import IN_RUNS, RUNS, level, runs, with_documents
 from moeconv.errors import CalibrationError
 
 PARAGRAPH = "Some words of prose that go on for a while. "
@@ -22,7 +22,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> str:
 
 
 def documents(rows: list[str], *, running: bool = True) -> list[str]:
-    return [sample.document for sample in with_documents([Sample(row) for row in rows], running=running)]
+    return [sample.document for sample in with_documents([Sample(row) for row in rows], running=running)[0]]
 
 
 @given(
@@ -31,7 +31,7 @@ def documents(rows: list[str], *, running: bool = True) -> list[str]:
 )  # fmt: skip
 def test_no_document_is_torn(rows: list[tuple[int, int]], share: float, seq2seq: bool, seed: int) -> None:
     told = [Sample(f"{number} {'x' * 90}", "t" * seq2seq, document=f"d{name}") for name, number in rows]
-    samples = with_documents(told, running=not seq2seq)
+    samples, _ = with_documents(told, running=not seq2seq)
     if len({sample.document for sample in {sample.key: sample for sample in reversed(samples)}.values()}) < 2:
         return
     try:
@@ -57,6 +57,18 @@ def test_documents_that_are_named_stay_whole_and_together(tmp_path: Path, fields
     assert not parts[0] & parts[1]
     seen = [sample.document for sample in splits.calibration]
     assert [*dict.fromkeys(seen)] == [seen[at] for at in range(len(seen)) if at == 0 or seen[at] != seen[at - 1]]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_each_row_may_be_a_document(tmp_path: Path, own: bool) -> None:
+    """Unless a field of that name says otherwise."""
+    rows = [{"input": f"q {at}", "target": f"a {at}", **({"row": at // 2} if own else {})} for at in range(640)]
+    path = write(tmp_path / "a.jsonl", rows)
+    splits = load_splits(path, None, seed=1, fields={"document": "row"})
+    every = [sample.document for part in (splits.calibration, splits.heldout) for sample in part]
+    assert len(set(every)) == (320 if own else 640)
+    assert splits.why == "as the field 'document' says"
+    assert load_splits(path, None, seed=1).why == IN_RUNS
 
 
 def test_a_document_is_a_name() -> None:

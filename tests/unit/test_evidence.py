@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.artifacts import SensitivityTable, Summary
+from moeconv.measure.assignments import Measure
 from moeconv.measure.evaluation import Evaluation
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scorers.build import entropy_of
 from moeconv.promise.bound import Terms, samples_needed
-from moeconv.promise.evidence import Evidence, effective, least, least_heldout
-from moeconv.promise.judging import at_chance
+from moeconv.promise.evidence import Evidence, alike, effective, least, least_heldout
+from moeconv.promise.judging import Judge, at_chance
 from moeconv.promise.looks import LOOKS, look
 from moeconv.promise.standing import bound_doubt, looks_text, needed_text, unreached_text
 from moert.pack.model_spec import ExpertKey
@@ -47,6 +50,82 @@ def test_the_heldout_text_counts_in_documents_and_never_for_more_than_its_sample
     assert Evidence(judged, np.arange(40)).heldout_number == pytest.approx(4), "one sample of each is little"
 
 
+class Scored:
+    """A measure of which only the reference's scores are asked for."""
+
+    metric = METRICS["exact_match"]
+
+    def __init__(self, right: np.ndarray) -> None:
+        self.reference = scored(right)
+
+
+def scored(right: np.ndarray) -> Evaluation:
+    rows = tuple((float(one), 1.0) for one in right)
+    return Evaluation("", rows, (1.0,) * len(rows), (1,) * len(rows), (0.0,) * len(rows), 0.0, 0)
+
+
+def judged(right: np.ndarray, evidence: Evidence, confidence: float = 0.95) -> Judge:
+    return Judge(cast("Measure", Scored(right)), evidence, 0.05, confidence, 0)
+
+
+def test_with_no_harm_seen_the_mildest_other_plan_says_what_a_document_loses() -> None:
+    rng, documents = np.random.default_rng(1), np.repeat(np.arange(60), 12)
+    right = rng.random(720) < 0.5
+    judge = judged(right, Evidence(documents, documents))
+    alone = judge.bound(scored(right))
+
+    def without(rows: int, of_each: int) -> Evaluation:
+        """This many rows of the first documents are wrong, in each of them as many."""
+        some = np.concatenate([np.flatnonzero(right & (documents == at))[:of_each] for at in range(rows // of_each)])
+        return scored(np.where(np.isin(np.arange(720), some), False, right))
+
+    far, near = judge.bound(without(24, 4)), judge.bound(without(6, 2))
+    assert alone is not None
+    assert judge.bound(scored(right)) == pytest.approx(2 * alone)
+    judge.bound(without(1, 1))
+    assert judge.bound(scored(right)) == pytest.approx(alone)
+    assert alone < cast("float", near) < cast("float", far)
+
+
+def test_rows_that_prove_to_be_hardly_alike_are_counted_themselves() -> None:
+    rng, runs = np.random.default_rng(2), np.repeat(np.arange(60), 12)
+    right = rng.random(720) < 0.5
+    scattered = right & (rng.random(720) < 0.9)
+    lumped = right & ~np.repeat(rng.random(60) < 0.1, 12)
+    judge = judged(right, Evidence(runs, runs, "runs", runs=True))
+    judge.bound(scored(scattered))
+    assert judge.counted.count == 720
+    assert 400 < judge.counted.number < 720
+    assert "720 rows count as" in str(judge.counted_text())
+    assert "and not as 60 runs" in str(judge.counted_text())
+    judge.bound(scored(lumped))
+    assert judge.counted.count == 720, "one count for all plans of a conversion"
+    for evidence, harmed in (
+        (Evidence(runs, runs, "runs", runs=True), lumped),
+        (Evidence(runs, runs, "as the field says"), scattered),
+    ):
+        other = judged(right, evidence)
+        other.bound(scored(harmed))
+        assert (other.counted.count, other.counted_text()) == (60, None)
+    few = judged(right, Evidence(runs, runs, "runs", runs=True), 0.99)
+    few.bound(scored(scattered))
+    assert (few.stated, few.counted_text()) == (None, None)
+
+
+@pytest.mark.parametrize(("shared", "low", "high"), [(0.0, 1.0, 1.6), (1.0, 9.0, 17.0)])
+def test_how_alike_rows_are_is_seen_in_sums_of_runs(shared: float, low: float, high: float) -> None:
+    rng, runs = np.random.default_rng(3), np.repeat(np.arange(60), 12)
+    common = np.repeat(rng.standard_normal(60), 12)
+    rows = np.sqrt(shared) * common + np.sqrt(1 - shared) * rng.standard_normal(720)
+    assert low <= alike(rows, runs) <= high
+    assert alike(rows, runs * 7) == alike(rows, runs)
+    assert alike(rows * 0, runs) == alike(rows, runs * 0) == np.inf
+    ones = np.tile([1.0, -1.0], 360)
+    assert alike(ones, runs) == 1
+    whole = alike(common, runs)
+    assert whole == pytest.approx(12 * np.exp(np.sqrt(2 / 59)))
+
+
 def test_looks_at_one_text_are_counted_once_each(tmp_path) -> None:
     root = tmp_path / "work"
     assert look(root, "seed 0", ["text"]) == 1
@@ -72,9 +151,9 @@ def test_what_is_said_is_one_true_line() -> None:
     assert looks_text(1, 0.95) is None
     assert "all 3 together at 85%" in str(looks_text(3, 0.95))
     assert "95%" not in str(looks_text(3, None))
-    assert bound_doubt(None) is bound_doubt(0.04) is None
-    assert "negative (-8.84%)" in str(bound_doubt(-0.0884))
-    assert "no bound" in str(bound_doubt(np.inf))
+    assert bound_doubt(None, -1.0) is bound_doubt(0.04, 0.0) is None
+    assert "negative (95% interval up to -8.84%)" in str(bound_doubt(0.01, -0.0884))
+    assert "no bound" in str(bound_doubt(np.inf, 0.1))
 
 
 def test_a_model_that_guesses_by_frequency_is_at_chance() -> None:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moeconv.measure.metrics import F64, METRICS
-from moeconv.promise.bound import GAP_SHARE, Terms, interval, samples_needed, upper_bound, upper_bounds
-from tests.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage
+from moeconv.promise.bound import (
+    GAP_SHARE,
+    Terms,
+    effects,
+    interval,
+    samples_needed,
+    upper_bound,
+    upper_bounds,
+    widening,
+    worst_harm,
+)
+from moeconv.promise.evidence import Evidence
+from tests.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage, windows
 
 Rng = np.random.Generator
 Source = Callable[[Rng, int, int, float], tuple[F64, F64]]  # rng, n, plans, loss -> reference, scores [n, plans, 2]
@@ -108,6 +124,106 @@ def test_all_right_is_no_proof() -> None:
     ones = np.ones((20, 2))
     bound = upper_bound(METRICS["exact_match"], ones, ones, Terms(0.95, None, 1))
     assert bound == pytest.approx(3 / 20, rel=0.1)
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> tuple[str, F64, list[F64], npt.NDArray[np.int64]]:
+    """A metric, a reference [n, 2], plans that each harm every sample no less than the plan before, and documents."""
+    name, n = draw(st.sampled_from(["exact_match", "rouge2", "perplexity"])), draw(st.integers(4, 40))
+    rng = np.random.default_rng(draw(st.integers(0, 9999)))
+    before = np.append(1.0, rng.random(n - 1))
+    step = rng.exponential(draw(st.sampled_from([1e-6, 0.1, 2.0])), (3, n)) * (
+        rng.random((3, n)) < draw(st.floats(0, 1))
+    )
+    harm = np.cumsum(step, axis=0)
+    if name == "perplexity":
+        plans = [before + 5 * one for one in harm]
+    else:
+        before = (before < 0.6).astype(float) if name == "exact_match" else before
+        before[0] = 1.0
+        plans = [np.maximum(before - (one > 0 if name == "exact_match" else one), 0) for one in harm]
+    groups = np.sort(rng.integers(0, draw(st.integers(2, n)), n))
+    rows = [np.stack([one, np.ones(n)], axis=1) for one in (before, *plans)]
+    return name, rows[0], rows[1:], groups
+
+
+@given(nested(), st.sampled_from([0.8, 0.95]), st.sampled_from([None, 2.0, 30.0]), st.sampled_from([1.0, 1.7]))
+@settings(max_examples=150)
+def test_a_plan_that_harms_less_has_no_larger_bound(
+    found: tuple[str, F64, list[F64], npt.NDArray[np.int64]], confidence: float, heldout: float | None, alike: float
+) -> None:
+    """And one that changes nothing has the smallest, also beside one that gains."""
+    name, reference, plans, groups = found
+    metric, terms = METRICS[name], Terms(confidence, heldout, 1, groups, draws=300, alike=alike)
+    better = 2 * reference - plans[0] if metric.higher_is_better else np.maximum(2 * reference - plans[0], 0)
+    bounds = [upper_bound(metric, reference, scores, terms) for scores in (reference, *plans)]
+    for less, more in itertools.pairwise(bounds):
+        assert less <= more + 1e-12
+    assert bounds[0] <= upper_bound(metric, reference, better, terms) + 1e-12
+    mildest = min((h for h in (worst_harm(metric, reference, one, groups) for one in plans) if h > 0), default=0.0)
+    unharmed = upper_bound(metric, reference, reference, replace(terms, harm=mildest))
+    harmful = [bound for bound, one in zip(bounds[1:], plans, strict=True) if (one != reference).any()]
+    assert all(bounds[0] <= unharmed <= bound + 1e-12 for bound in harmful)
+
+
+def test_a_plan_that_changes_nothing_is_not_judged_by_whole_documents_lost() -> None:
+    """60 documents of 12 rows, a third of them right, as they were before: 3 documents may lose a row each, and not all
+    of their rows; where another plan lost three rows of a document, each may lose three."""
+    rng = np.random.default_rng(12)
+    groups, right = np.repeat(np.arange(60), 12), (rng.random(720) < 1 / 3).astype(float)
+    reference = np.stack([right, np.ones(720)], axis=1)
+    terms = Terms(0.95, 60, 1, groups)
+    bound = upper_bound(METRICS["exact_match"], reference, reference, terms)
+    assert 3 / right.sum() < bound < 5 / right.sum()
+    other = reference.copy()
+    other[np.flatnonzero(right)[:3], 0] = 0
+    harm = worst_harm(METRICS["exact_match"], reference, other, np.repeat(np.arange(60), 12) * 0)
+    assert harm == pytest.approx(3 / right.sum())
+    wider = upper_bound(METRICS["exact_match"], reference, reference, replace(terms, harm=harm))
+    assert wider == pytest.approx(3 * bound)
+
+
+def test_few_documents_take_the_quantile_further_out() -> None:
+    """Of 30 documents alike in the damage's spread, the bound is as much further away as Student's t has it."""
+    rng = np.random.default_rng(13)
+    nats = rng.normal(3.5, 0.4, (30, 200))
+    reference, scores = columns(nats), columns(nats + rng.normal(0.03, 0.05, nats.shape))
+    metric, measured = METRICS["perplexity"], losses("perplexity", reference, scores)
+
+    def gap(groups: npt.NDArray[np.int64] | None) -> float:
+        bounds = upper_bounds(metric, reference, scores, Terms(0.95, 30, 1, groups, draws=2000))
+        return float((bounds - measured).mean())
+
+    assert widening(30, 0.95) == pytest.approx(1.066, abs=0.002)
+    assert widening(1, 0.95) == np.inf
+    assert gap(np.arange(30)) / gap(None) == pytest.approx(widening(30, 0.95), abs=0.03)
+    alone, alike = Terms(0.95, 30, 1, np.arange(30)), Terms(0.95, 30, 1, np.arange(30), alike=1.5)
+    assert alike.number(30) == 20
+    assert 0.95 < alone.quantile(30) < alike.quantile(30)
+    further = NormalDist().inv_cdf(alike.quantile(30)) / NormalDist().inv_cdf(0.95)
+    assert further == pytest.approx(widening(20, 0.95) * np.sqrt(1.5))
+
+
+@pytest.mark.parametrize("within", [0.0, 0.05, 0.7])
+def test_bounds_of_rows_in_runs_hold_whatever_neighbours_have_in_common(within: float) -> None:
+    """720 rows in 60 runs; `within` of the damage's variance is common to a run. Independent rows are counted as such,
+    and rows that are alike by runs."""
+    rng, metric, runs = np.random.default_rng(14), METRICS["perplexity"], np.repeat(np.arange(60), 12)
+    (reference, scores), later = (windows(rng, np.full(60, 12), within, 200) for _ in range(2))
+    heldout, held, of_rows, gaps = losses("perplexity", *later), [], 0, [0.0, 0.0]
+    for plan in range(200):
+        before, after = reference[:, plan], scores[:, plan]
+        evidence = Evidence(runs, runs, runs=True)
+        counted = evidence.of_rows(effects(metric, before, after))
+        of_rows += counted.count == 720
+        for at, one in enumerate((evidence, counted)):
+            terms = Terms(0.95, one.heldout_number, plan, one.acceptance, draws=400, alike=one.alike)
+            bound = upper_bound(metric, before, after, terms)
+            gaps[at] += bound - losses("perplexity", before[:, None], after[:, None])[0]
+        held.append(heldout[plan] <= bound)
+    assert np.mean(held) >= 0.93
+    assert of_rows >= 190 if within == 0 else of_rows <= 10 if within == 0.7 else True
+    assert gaps[1] < gaps[0] * (0.95 if within == 0 else 1.01)
 
 
 def test_a_reference_of_nothing_promises_nothing() -> None:
