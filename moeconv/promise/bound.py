@@ -14,10 +14,10 @@ Harm that is rare may be missing from n samples, so each draw also counts the wo
 once more. For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then Poisson.
 Documents are few, so their quantile is taken a little further out (`widening`).
 
-A plan that does less harm has no larger bound. Each draw grows with the harm to any sample; a draw that gains counts as
-one without a loss; and the worst harm is no less than one middling sample lost (of values that are better when higher),
-which is what a plan has that harms nothing: the rule of three over documents, one sample of each. Where other plans did
-harm on the same text, the mildest of them says how much a document loses (`Terms.harm`).
+A plan that does less harm has no larger bound. Each draw grows with the harm to any sample; gains make up for none of
+that which is counted once more; and this is no less than one middling sample lost (of values that are better when
+higher), which is all that a plan has that harms nothing: the rule of three over documents, one sample of each. Where
+other plans did harm on the same text, what the mildest of them did to a document is counted instead (`Terms.harm`).
 
 Needs a metric whose value stays when all sums are scaled, as that of every ratio does.
 """
@@ -40,6 +40,7 @@ DRAWS = 4000
 TWO_SIDED = 0.95  # confidence of intervals
 CHUNK_ELEMENTS = 1 << 21  # numbers held at once by a step of the bootstrap: 16 MB
 GAP_SHARE = 0.5  # of the target; a bound further above the loss than this makes the promise a timid one
+AGAIN = 16  # documents of which the worst is counted once more, in each draw the one that is worst there
 STEEPEST = 4.0  # noise is carried over to a loss at most this many times the measured one
 
 
@@ -64,7 +65,8 @@ class Terms:
     """What a bound is to hold for: as much text as `heldout` samples, with this confidence; None bounds the expected
     loss alone. `groups` [n] says which of the samples judged on are of one document; `heldout` then counts documents,
     as `Evidence.heldout_number` does. `alike`: as many documents as that say as much as one that is like no other
-    (`evidence.alike`). `harm`: the worst that the mildest other plan did to a document (`worst_harm`)."""
+    (`evidence.alike`). `harm`: a document that another plan
+    harmed (`worst_harm`), which is counted once more of a plan that harms none."""
 
     confidence: float
     heldout: float | None
@@ -72,7 +74,7 @@ class Terms:
     groups: Documents | None = None
     draws: int = DRAWS
     alike: float = 1.0
-    harm: float = 0.0
+    harm: F64 | None = None
 
     def number(self, samples: int) -> float:
         """How many samples are judged on, or documents of one size, like no other, that are worth as much."""
@@ -103,20 +105,23 @@ def upper_bounds(metric: Metric, reference: F64, scores: F64, terms: Terms) -> F
     """
     number, least = terms.number(len(scores)), _one_lost(metric, reference)
     ratio = None if terms.heldout is None else terms.heldout / number
-    reference, scores = _summed(reference, terms.groups), _summed(scores, terms.groups)
-    losses, again = _resampled(metric, reference, scores, ratio, terms.seed, terms.draws)
-    harms = _worst(metric, reference, scores)
-    counted = np.maximum(np.where(harms > 0, harms, terms.harm), least)  # [plans]
-    losses = np.maximum(losses, 0) + again[:, None] * counted
+    both = _summed(np.concatenate([reference, scores], axis=2), terms.groups)
+    worst = _worst(metric, both)
+    unharmed = _alone(metric, both).max(axis=0) <= 0
+    if terms.harm is not None:
+        worst[:, unharmed] = terms.harm
+    losses, again = _resampled(metric, both, ratio, (terms.seed, terms.draws), worst)
+    losses = np.maximum(losses, again[:, None] * least)
     found = np.where(np.isnan(losses), np.inf, losses)
     return np.asarray(np.quantile(found, terms.quantile(len(scores)), axis=0, method="higher"))
 
 
-def worst_harm(metric: Metric, reference: F64, scores: F64, groups: Documents) -> float:
-    """Returns the loss of the plan's worst document alone, all others being the reference's; 0 where none is harmed.
-    reference, scores [n, columns]."""
-    before, after = (_summed(rows[:, None], groups) for rows in (reference, scores))
-    return float(_worst(metric, before, after)[0])
+def worst_harm(metric: Metric, reference: F64, scores: F64, groups: Documents | None) -> F64 | None:
+    """Returns the sums of the document that the plan harmed most [2 × columns], the reference's and the plan's; None
+    where it harmed none. reference, scores [n, columns]."""
+    both = _summed(np.concatenate([reference, scores], axis=1)[:, None], groups)
+    alone = _alone(metric, both)[:, 0]
+    return np.asarray(both[alone.argmax(), 0]) if alone.max() > 0 else None
 
 
 def widening(number: float, confidence: float) -> float:
@@ -150,8 +155,8 @@ def interval(
     draws: int = DRAWS,
 ) -> tuple[float, float]:
     """Two-sided 95% interval of the expected loss, by the same paired bootstrap. reference, scores [n, columns]."""
-    reference, scores = _summed(reference, groups), _summed(scores, groups)
-    losses, _ = _resampled(metric, reference[:, None], scores[:, None], None, seed, draws)
+    both = _summed(np.concatenate([reference, scores], axis=1)[:, None], groups)
+    losses, _ = _resampled(metric, both, None, (seed, draws), None)
     low, high = np.nanquantile(losses, [(1 - TWO_SIDED) / 2, (1 + TWO_SIDED) / 2])
     return float(low), float(high)
 
@@ -192,37 +197,57 @@ def _summed(rows: F64, groups: Documents | None) -> F64:
 
 
 def _resampled(
-    metric: Metric, reference: F64, scores: F64, ratio: float | None, seed: int, draws: int
+    metric: Metric, both: F64, ratio: float | None, draws: tuple[int, int], worst: F64 | None
 ) -> tuple[F64, F64]:
-    """Losses [draws, plans], and the weight that one sample more would have had: [draws], 1 on average.
+    """Returns losses [draws, plans], and the weight that one sample more has: [draws], 1 on average.
 
-    reference, scores [n, plans, columns]. `ratio` is m/n; None stands for endless held-out text.
+    both [n, plans, 2 × columns]: the reference's and the plan's. `ratio` is m/n; None stands for endless held-out text.
+    `draws`: their seed and number. `worst` [.., plans, 2 × columns]: of these the one that makes the draw's loss
+    largest is that sample more, whether the plan's other changes count or do not.
     """
-    rng = np.random.default_rng(seed)
-    n, plans, columns = scores.shape
-    both = np.concatenate([reference, scores], axis=2).reshape(n, -1)  # [n, plans × 2 × columns]
-    losses, again = np.empty((draws, plans)), np.empty(draws)
-    step = max(1, CHUNK_ELEMENTS // max(n + 1, both.shape[1]))
-    for start in range(0, draws, step):
-        shape = (min(step, draws - start), n + 1)
+    (seed, number), (n, plans, width) = draws, both.shape
+    rng, columns = np.random.default_rng(seed), width // 2
+    losses, again = np.empty((number, plans)), np.empty(number)
+    step = max(1, CHUNK_ELEMENTS // max(n + 1, plans * width))
+
+    def lost(sums: F64) -> F64:
+        return metric.loss(metric.value_of_sums(sums[..., :columns]), metric.value_of_sums(sums[..., columns:]))
+
+    for start in range(0, number, step):
+        shape = (min(step, number - start), n + 1)
         if ratio is None:
             counts = rng.standard_exponential(shape)
         else:
             counts = (rng.geometric(1 / (1 + ratio), shape) - 1) / ratio
-        sums = (counts[:, :n] @ both).reshape(-1, plans, 2 * columns)
+        sums = (counts[:, :n] @ both.reshape(n, -1)).reshape(-1, plans, width)
+        same = np.concatenate([sums[..., :columns]] * 2, axis=-1)
         with np.errstate(divide="ignore", invalid="ignore"):  # a draw may miss every sample that counts: NaN
-            before, after = metric.value_of_sums(sums[..., :columns]), metric.value_of_sums(sums[..., columns:])
-        losses[start : start + step] = metric.loss(before, after)
-        again[start : start + step] = counts[:, n]
+            found = lost(sums)
+            for more in () if worst is None else counts[:, n, None, None] * worst[:, None]:
+                found = np.maximum(found, np.maximum(lost(sums + more), lost(same + more)))
+        losses[start : start + step], again[start : start + step] = found, counts[:, n]
     return losses, again
 
 
-def _worst(metric: Metric, reference: F64, scores: F64) -> F64:
-    """Returns for each plan the loss of its worst sample (document) alone, 0 where none is harmed: [plans]."""
-    total = reference.sum(axis=0)  # [plans, columns]
+def _alone(metric: Metric, both: F64) -> F64:
+    """Returns the loss of each sample (document) alone, all others being the reference's: [n, plans]."""
+    before, after = np.split(both, 2, axis=2)
+    total = before.sum(axis=0)  # [plans, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
-        alone = metric.loss(metric.value_of_sums(total), metric.value_of_sums(total - reference + scores))
-    return np.maximum(np.nan_to_num(alone, nan=0.0).max(axis=0), 0.0)
+        alone = metric.loss(metric.value_of_sums(total), metric.value_of_sums(total - before + after))
+    return np.nan_to_num(alone, nan=0.0)
+
+
+def _worst(metric: Metric, both: F64) -> F64:
+    """Returns the samples (documents) that a plan harmed most: the first alone, the others beside what it lost of all
+    [AGAIN, plans, 2 × columns], or as many as there are."""
+    before, after = np.split(both, 2, axis=2)
+    total, planned = before.sum(axis=0), after.sum(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        more = metric.loss(metric.value_of_sums(total + before), metric.value_of_sums(planned + after))
+    most = np.argsort(-np.nan_to_num(more, nan=0.0), axis=0, kind="stable")[: AGAIN - 1]
+    chosen = np.concatenate([_alone(metric, both).argmax(axis=0)[None], most])
+    return np.asarray(np.take_along_axis(both, chosen[:, :, None], axis=0))
 
 
 def _one_lost(metric: Metric, reference: F64) -> F64:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from moeconv.errors import SettingsError
 from moeconv.measure.assignments import Measure
 from moeconv.measure.evaluation import Evaluation
+from moeconv.measure.metrics import F64
 from moeconv.promise.bound import Needed, Terms, effects, interval, samples_needed, upper_bound, worst_harm
 from moeconv.promise.evidence import WORTH, Documents, Evidence, effective, least, least_heldout
 from moert.pack.manifest import LossEstimate
@@ -29,8 +30,8 @@ class Judge:
         self.measure, self.evidence = measure, evidence
         self.planned_loss, self.confidence, self.seed = planned_loss, confidence, seed
         self._counted: Evidence | None = None
-        self._harms: dict[tuple[tuple[float, ...], ...], float] = {}
-        self._bounds: dict[tuple[tuple[tuple[float, ...], ...], float], float] = {}  # each costs thousands of draws
+        self._harms: dict[tuple[tuple[float, ...], ...], F64 | None] = {}
+        self._bounds: dict[tuple[object, ...], float] = {}  # each costs thousands of draws
 
     @property
     def stated(self) -> float | None:
@@ -85,11 +86,8 @@ class Judge:
             self._counted = used.of_rows(effects(metric, reference, columns)) if used.runs and self.stated else used
         if scores not in self._harms:
             self._harms[scores] = worst_harm(self.measure.metric, reference, columns, self.counted.acceptance)
-        harm = 0.0 if self._harms[scores] else min(filter(None, self._harms.values()), default=0.0)
-        if (scores, harm) not in self._bounds:
-            terms = self._terms(self.confidence, harm)
-            self._bounds[scores, harm] = upper_bound(self.measure.metric, reference, columns, terms)
-        return self._bounds[scores, harm]
+        others = [harm for harm in self._harms.values() if harm is not None] if self._harms[scores] is None else []
+        return min(self._bound(scores, columns, harm) for harm in others or [None])
 
     def holds(self, evaluation: Evaluation) -> bool:
         bound = self.bound(evaluation)
@@ -111,7 +109,16 @@ class Judge:
         )  # fmt: skip
         return None if found.enough else found
 
-    def _terms(self, confidence: float, harm: float = 0.0) -> Terms:
+    def _bound(self, scores: object, columns: F64, harm: F64 | None) -> float:
+        """Returns the bound of these scores, once more counted `harm`, a document of another plan."""
+        name = scores, None if harm is None else tuple(harm.tolist())
+        if name not in self._bounds:
+            assert self.confidence is not None
+            terms = self._terms(self.confidence, harm)
+            self._bounds[name] = upper_bound(self.measure.metric, self.measure.reference.columns(), columns, terms)
+        return self._bounds[name]
+
+    def _terms(self, confidence: float, harm: F64 | None = None) -> Terms:
         counted = self.counted
         return Terms(confidence, counted.heldout_number, self.seed, counted.acceptance, alike=counted.alike, harm=harm)
 

@@ -81,9 +81,10 @@ def test_with_no_harm_seen_the_mildest_other_plan_says_what_a_document_loses() -
 
     far, near = judge.bound(without(24, 4)), judge.bound(without(6, 2))
     assert alone is not None
-    assert judge.bound(scored(right)) == pytest.approx(2 * alone)
+    assert judge.bound(scored(right)) == pytest.approx(2 * alone, rel=0.3)
+    assert cast("float", judge.bound(scored(right))) <= cast("float", near)
     judge.bound(without(1, 1))
-    assert judge.bound(scored(right)) == pytest.approx(alone)
+    assert judge.bound(scored(right)) == pytest.approx(alone, rel=0.2)
     assert alone < cast("float", near) < cast("float", far)
 
 

@@ -160,10 +160,10 @@ def test_a_plan_that_harms_less_has_no_larger_bound(
     for less, more in itertools.pairwise(bounds):
         assert less <= more + 1e-12
     assert bounds[0] <= upper_bound(metric, reference, better, terms) + 1e-12
-    mildest = min((h for h in (worst_harm(metric, reference, one, groups) for one in plans) if h > 0), default=0.0)
-    unharmed = upper_bound(metric, reference, reference, replace(terms, harm=mildest))
-    harmful = [bound for bound, one in zip(bounds[1:], plans, strict=True) if (one != reference).any()]
-    assert all(bounds[0] <= unharmed <= bound + 1e-12 for bound in harmful)
+    for one, bound in zip(plans, bounds[1:], strict=True):
+        harm = worst_harm(metric, reference, one, groups)
+        if harm is not None:
+            assert bounds[0] <= upper_bound(metric, reference, reference, replace(terms, harm=harm)) <= bound + 1e-12
 
 
 def test_a_plan_that_changes_nothing_is_not_judged_by_whole_documents_lost() -> None:
@@ -176,11 +176,15 @@ def test_a_plan_that_changes_nothing_is_not_judged_by_whole_documents_lost() -> 
     bound = upper_bound(METRICS["exact_match"], reference, reference, terms)
     assert 3 / right.sum() < bound < 5 / right.sum()
     other = reference.copy()
-    other[np.flatnonzero(right)[:3], 0] = 0
-    harm = worst_harm(METRICS["exact_match"], reference, other, np.repeat(np.arange(60), 12) * 0)
-    assert harm == pytest.approx(3 / right.sum())
+    fullest = right.reshape(60, 12).sum(axis=1).argmax()
+    other[np.flatnonzero(right * (groups == fullest))[:3], 0] = 0
+    assert worst_harm(METRICS["exact_match"], reference, reference, groups) is None
+    harm = worst_harm(METRICS["exact_match"], reference, other, groups)
+    assert harm is not None
+    assert harm[[1, 3]].tolist() == [12, 12]
+    assert harm[0] - harm[2] == 3
     wider = upper_bound(METRICS["exact_match"], reference, reference, replace(terms, harm=harm))
-    assert wider == pytest.approx(3 * bound)
+    assert 2 * bound < wider < 4 * bound
 
 
 def test_few_documents_take_the_quantile_further_out() -> None:
@@ -223,7 +227,7 @@ def test_bounds_of_rows_in_runs_hold_whatever_neighbours_have_in_common(within: 
         held.append(heldout[plan] <= bound)
     assert np.mean(held) >= 0.93
     assert of_rows >= 190 if within == 0 else of_rows <= 10 if within == 0.7 else True
-    assert gaps[1] < gaps[0] * (0.95 if within == 0 else 1.01)
+    assert gaps[1] < gaps[0] * (1 if within == 0 else 1.03)
 
 
 def test_a_reference_of_nothing_promises_nothing() -> None:
