@@ -96,7 +96,7 @@ def alike(effects: F64, runs: Documents) -> float:
     _, places = np.unique(runs, return_inverse=True)
     sums = np.bincount(places.reshape(-1), effects)
     rows = float((effects**2).sum())
-    if len(sums) < 2 or rows == 0:
+    if len(sums) < 2 or not rows > 0:
         return math.inf
     ratio = float((sums**2).sum()) / rows
     return max(1.0, ratio * math.exp(math.sqrt(2 / (len(sums) - 1))))

@@ -86,8 +86,9 @@ class Judge:
             self._counted = used.of_rows(effects(metric, reference, columns)) if used.runs and self.stated else used
         if scores not in self._harms:
             self._harms[scores] = worst_harm(self.measure.metric, reference, columns, self.counted.acceptance)
-        others = [harm for harm in self._harms.values() if harm is not None] if self._harms[scores] is None else []
-        return min(self._bound(scores, columns, harm) for harm in others or [None])
+        if self._harms[scores] is not None or not any(harm is not None for harm in self._harms.values()):
+            return self._bound(scores, columns, None)
+        return min(self._bound(scores, columns, harm) for harm in self._harms.values() if harm is not None)
 
     def holds(self, evaluation: Evaluation) -> bool:
         bound = self.bound(evaluation)

@@ -121,6 +121,27 @@ def test_the_upper_bound_decides_and_not_the_loss() -> None:
     assert 0.015 < chosen.loss <= 0.02
 
 
+def test_a_bound_that_is_the_target_meets_it() -> None:
+    frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
+    found = search(frontier, judge_by(frontier, lambda cost: TARGET), TARGET)
+    assert found.index == 0
+    with pytest.raises(TargetMissed):
+        search(frontier, judge_by(frontier, lambda cost: math.nextafter(TARGET, 1)), TARGET)
+
+
+def test_plans_of_a_frontier_have_places_from_none_to_their_number() -> None:
+    frontier = hulls(heavy_tailed(8, 3, seed=0))
+    assert frontier.choices(0) != frontier.choices(len(frontier) - 1)
+    for outside in (-1, len(frontier)):
+        with pytest.raises(IndexError, match=f"plan {outside} of {len(frontier)}"):
+            frontier.choices(outside)
+    at = frontier.choices(3)
+    for unit, choice in frontier.moves_after(3):
+        at[unit] = choice
+    assert at == frontier.choices(len(frontier) - 1)
+    assert len(frontier.moves_after(3)) < len(frontier.moves_after(0))
+
+
 def test_the_smallest_plan_may_do() -> None:
     frontier = greedy(heavy_tailed(16, 1, seed=0))
     found = search(frontier, lambda plan: MeasuredPlan.of(plan, -0.01, -0.01), TARGET)
@@ -158,6 +179,10 @@ def test_one_plan_only() -> None:
     assert search(frontier, lambda plan: MeasuredPlan.of(plan, 0.01, 0.01), TARGET).index == 0
     with pytest.raises(TargetMissed, match=r"0\.00 MB"):
         search(frontier, lambda plan: MeasuredPlan.of(plan, math.nan, math.nan), TARGET)
+
+
+def test_losses_of_one_cost_count_by_their_mean() -> None:
+    assert LossMap([(0.0, 0.0), (1.0, 0.2), (1.0, 0.4), (1.0, 0.6)], 0.0)(1.0) == pytest.approx(0.4)
 
 
 def test_the_map_from_cost_to_loss() -> None:

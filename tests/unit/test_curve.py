@@ -39,6 +39,17 @@ def test_a_plan_beside_the_frontier_has_its_place() -> None:
     assert (chosen.nbytes, chosen.loss, chosen.upper) == (plan.nbytes, 0.1, 0.2)
 
 
+def test_the_mark_is_at_the_chosen_plan_and_not_at_another_of_its_cost() -> None:
+    """Costs of one plan that were added up in another order are its own; another plan's bytes are not."""
+    frontier = hulls(heavy_tailed(8, 3, seed=3))
+    plan = frontier[4]
+    same, other = (
+        MeasuredPlan(plan.nbytes, plan.cost * (1 + 1e-9), 0.1, 0.2), MeasuredPlan(plan.nbytes + 1, plan.cost, 0.3, 0.4)
+    )  # fmt: skip
+    (chosen,) = [point for point in curve(frontier, [other, same], plan) if point.chosen]
+    assert (chosen.nbytes, chosen.loss, chosen.upper) == (plan.nbytes, 0.1, 0.2)
+
+
 def test_nothing_measured_nothing_predicted() -> None:
     frontier = uniform(make_problem([[(2, 20, 1.0), (4, 40, 0.0)]]))
     assert curve(frontier, [], None) == (
