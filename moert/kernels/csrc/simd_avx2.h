@@ -87,9 +87,7 @@ INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     for (int i = 0; i < n; i++) sum = _mm256_dpbusd_avx_epi32(sum, codes[i], load_bytes(x + i * VECTOR));
     return sum;
 }
-INLINE ints dot_bytes(bytes codes, const int8_t *x) {
-    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), codes, load_bytes(x));
-}
+INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) { return dot_small(n, codes, x); }
 #else
 /* Running sums of 4 products in each lane, a token in each; in 16 bits, where the 8 steps of a block stay below
  * 8 · 2 · 15 · 127. Codes of 8 bits go by halves. */
@@ -106,18 +104,17 @@ INLINE ints all_dots(const int bits, dots sum, dots inputs) {
     return bits == 8 ? _mm256_add_epi32(low, _mm256_madd_epi16(sum.high, _mm256_set1_epi16(16))) : low;
 }
 
-/* Pairs of products are summed up in 16 bits: four planes of codes below 16 stay below 4 · 2 · 15 · 127. */
+/* Pairs of products are summed up in 16 bits: up to 4 vectors of codes below 16 stay below 4 · 2 · 15 · 127. */
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     __m256i sum = _mm256_maddubs_epi16(codes[0], load_bytes(x));
     for (int i = 1; i < n; i++) sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes[i], load_bytes(x + i * VECTOR)));
     return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
 }
 /* Codes up to 255 would not fit there, their halves do. */
-INLINE ints dot_bytes(bytes codes, const int8_t *x) {
-    const bytes inputs = load_bytes(x);
-    const __m256i low = _mm256_maddubs_epi16(nibbles_low(codes), inputs);
-    const __m256i high = _mm256_maddubs_epi16(nibbles_high(codes), inputs);
-    return _mm256_add_epi32(_mm256_madd_epi16(low, _mm256_set1_epi16(1)), _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
+    dots sum = no_dots();
+    for (int i = 0; i < n; i++) sum = more_dots(8, sum, codes[i], load_bytes(x + i * VECTOR));
+    return all_dots(8, sum, sum);
 }
 #endif
 
@@ -129,9 +126,16 @@ INLINE reals times(reals a, reals b) { return _mm256_mul_ps(a, b); }
 INLINE reals plus(reals a, reals b) { return _mm256_add_ps(a, b); }
 INLINE reals multiply_add(reals a, reals b, reals c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE reals splat(float v) { return _mm256_set1_ps(v); }
-/* The sums of neighbours: those of a, then those of b. */
-INLINE ints add_pairs(ints a, ints b) {
-    return _mm256_permute4x64_epi64(_mm256_hadd_epi32(a, b), 0xD8);
+/* Lane i gets the sum of lanes i * n and following of n vectors that lie one behind the other. */
+INLINE ints add_across(const int n, const ints *v) {
+    if (n == 1) return v[0];
+    ints two[4];
+    for (int i = 0; i < n / 2; i++) two[i] = _mm256_hadd_epi32(v[2 * i], v[2 * i + 1]); /* in each half: of one, of the other */
+    if (n == 2) return _mm256_permute4x64_epi64(two[0], 0xD8);
+    const ints four = _mm256_hadd_epi32(two[0], two[1]);
+    if (n == 4) return _mm256_permutevar8x32_epi32(four, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const ints rest = _mm256_hadd_epi32(two[2], two[3]);
+    return _mm256_add_epi32(_mm256_permute2x128_si256(four, rest, 0x20), _mm256_permute2x128_si256(four, rest, 0x31));
 }
 /* Halves are added until one lane is left. */
 INLINE float total(reals v) {

@@ -12,7 +12,7 @@
 #define SCAN_ROWS 4
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
-#define MANY 8
+#define MANY 13
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
 typedef __m512i bytes;
@@ -38,15 +38,13 @@ INLINE bytes triples(bytes v, bytes high, const int place) {
     return _mm512_or_si512(pairs(v, place), _mm512_and_si512(third, _mm512_set1_epi8(4)));
 }
 
-/* Sums of 4 products in each lane; codes of n planes, all below 16. */
+/* Sums of 4 products of n vectors in each lane; codes below 16. */
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     ints sum = _mm512_setzero_si512();
     for (int i = 0; i < n; i++) sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_loadu_si512(x + i * VECTOR));
     return sum;
 }
-INLINE ints dot_bytes(bytes codes, const int8_t *x) {
-    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, _mm512_loadu_si512(x));
-}
+INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) { return dot_small(n, codes, x); }
 
 /* Bytes → a byte for each code, in the order of the inputs. */
 INLINE bytes spread_nibbles(const void *p) {
@@ -107,11 +105,25 @@ INLINE float total(reals v) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
-/* The sums of neighbours: those of a, then those of b. */
+/* The sums of neighbours in each quarter: those of a, then those of b. */
 INLINE ints add_pairs(ints a, ints b) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    return _mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b));
+    const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xDD)));
+}
+/* The sums of neighbouring quarters: those of a, then those of b. */
+INLINE ints add_quarters(ints a, ints b) {
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+}
+/* Lane i gets the sum of lanes i * n and following of n vectors that lie one behind the other. */
+INLINE ints add_across(const int n, const ints *v) {
+    if (n == 1) return v[0];
+    if (n == 2) return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), add_pairs(v[0], v[1]));
+    ints four[4];
+    for (int i = 0; i < n / 4; i++) four[i] = add_pairs(add_pairs(v[4 * i], v[4 * i + 1]), add_pairs(v[4 * i + 2], v[4 * i + 3]));
+    if (n == 4) return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), four[0]);
+    const ints eight = add_quarters(four[0], four[1]);
+    if (n == 8) return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), eight);
+    return add_quarters(eight, add_quarters(four[2], four[3]));
 }
 
 /* Lane i gets table[index[i]]. */

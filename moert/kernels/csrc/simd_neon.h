@@ -82,10 +82,14 @@ INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     return sum;
 }
 /* Bytes count as signed: code - 128, and 128 times the inputs comes back. */
-INLINE ints dot_bytes(bytes codes, const int8_t *x) {
-    const int8x16_t inputs = vld1q_s8(x), shifted = vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(128)));
-    const ints sums = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), inputs);
-    return vdotq_s32(vshlq_n_s32(sums, 7), shifted, inputs);
+INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
+    ints sum = vdupq_n_s32(0), sums = sum;
+    for (int i = 0; i < n; i++) {
+        const int8x16_t inputs = vld1q_s8(x + i * VECTOR);
+        sum = vdotq_s32(sum, vreinterpretq_s8_u8(veorq_u8(codes[i], vdupq_n_u8(128))), inputs);
+        sums = vdotq_s32(sums, vdupq_n_s8(1), inputs);
+    }
+    return vaddq_s32(sum, vshlq_n_s32(sums, 7));
 }
 #else
 /* Running sums of 4 products in each lane, a token in each; two sums a token until the end. */
@@ -103,7 +107,7 @@ INLINE ints all_dots(const int bits, dots sum, dots inputs) {
     return bits == 8 ? vaddq_s32(all, vshlq_n_s32(vpaddq_s32(inputs.low, inputs.high), 7)) : all;
 }
 
-/* Products are summed up in 16 bits, two and two in 32: four planes of codes below 16 stay below 4 · 2 · 15 · 127. */
+/* Products are summed up in 16 bits, two and two in 32: up to 4 vectors of codes below 16 stay below 4 · 2 · 15 · 127. */
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     int16x8_t low = vdupq_n_s16(0), high = low;
     for (int i = 0; i < n; i++) {
@@ -113,11 +117,16 @@ INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     }
     return vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
 }
-INLINE ints dot_bytes(bytes codes, const int8_t *x) {
-    const int8x16_t inputs = vld1q_s8(x), shifted = vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(128)));
-    const int16x8_t low = vmull_s8(vget_low_s8(shifted), vget_low_s8(inputs)), high = vmull_high_s8(shifted, inputs);
-    const ints sums = vpaddlq_s16(vpaddlq_s8(inputs));
-    return vaddq_s32(vshlq_n_s32(sums, 7), vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
+    ints sum = vdupq_n_s32(0), sums = sum;
+    for (int i = 0; i < n; i++) {
+        const int8x16_t inputs = vld1q_s8(x + i * VECTOR);
+        const int8x16_t shifted = vreinterpretq_s8_u8(veorq_u8(codes[i], vdupq_n_u8(128)));
+        const int16x8_t low = vmull_s8(vget_low_s8(shifted), vget_low_s8(inputs)), high = vmull_high_s8(shifted, inputs);
+        sum = vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+        sums = vpadalq_s16(sums, vpaddlq_s8(inputs));
+    }
+    return vaddq_s32(sum, vshlq_n_s32(sums, 7));
 }
 #endif
 
@@ -129,8 +138,12 @@ INLINE reals times(reals a, reals b) { return vmulq_f32(a, b); }
 INLINE reals plus(reals a, reals b) { return vaddq_f32(a, b); }
 INLINE reals multiply_add(reals a, reals b, reals c) { return vfmaq_f32(c, a, b); }
 INLINE reals splat(float v) { return vdupq_n_f32(v); }
-/* The sums of neighbours: those of a, then those of b. */
-INLINE ints add_pairs(ints a, ints b) { return vpaddq_s32(a, b); }
+/* Lane i gets the sum of lanes i * n and following of n vectors that lie one behind the other. */
+INLINE ints add_across(const int n, const ints *v) {
+    if (n == 1) return v[0];
+    if (n == 2) return vpaddq_s32(v[0], v[1]);
+    return vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3]));
+}
 /* Halves are added until one lane is left. */
 INLINE float total(reals v) {
     const float32x2_t half = vadd_f32(vget_low_f32(v), vget_high_f32(v));

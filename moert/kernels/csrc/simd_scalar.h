@@ -41,17 +41,13 @@ INLINE bytes triples(bytes v, bytes high, const int place) {
     EACH(bytes, VECTOR, (v.at[i] >> 2 * place & 3) | (high.at[i] >> place & 1) << 2);
 }
 
-INLINE ints dot_bytes(bytes codes, const int8_t *x) {
-    ints sum = {{0}};
-    for (int i = 0; i < VECTOR; i++) sum.at[i / 4] += codes.at[i] * x[i];
-    return sum;
-}
 INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
     ints sum = {{0}};
-    for (int plane = 0; plane < n; plane++)
-        for (int i = 0; i < VECTOR; i++) sum.at[i / 4] += codes[plane].at[i] * x[plane * VECTOR + i];
+    for (int at = 0; at < n; at++)
+        for (int i = 0; i < VECTOR; i++) sum.at[i / 4] += codes[at].at[i] * x[at * VECTOR + i];
     return sum;
 }
+INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) { return dot_small(n, codes, x); }
 
 /* Bytes → a byte for each code, in the order of the inputs. */
 INLINE bytes spread_nibbles(const void *p) {
@@ -123,8 +119,12 @@ INLINE reals times(reals a, reals b) { EACH(reals, LANES, a.at[i] * b.at[i]); }
 INLINE reals plus(reals a, reals b) { EACH(reals, LANES, a.at[i] + b.at[i]); }
 INLINE reals multiply_add(reals a, reals b, reals c) { EACH(reals, LANES, fmaf(a.at[i], b.at[i], c.at[i])); }
 INLINE reals splat(float v) { EACH(reals, LANES, v); }
-/* The sums of neighbours: those of a, then those of b. */
-INLINE ints add_pairs(ints a, ints b) { EACH(ints, LANES, i < 2 ? a.at[2 * i] + a.at[2 * i + 1] : b.at[2 * i - 4] + b.at[2 * i - 3]); }
+/* Lane i gets the sum of lanes i * n and following of n vectors that lie one behind the other. */
+INLINE ints add_across(const int n, const ints *v) {
+    ints sum = {{0}};
+    for (int i = 0; i < LANES * n; i++) sum.at[i / n] += v[i / LANES].at[i % LANES];
+    return sum;
+}
 INLINE float total(reals v) { return (v.at[0] + v.at[2]) + (v.at[1] + v.at[3]); }
 INLINE reals pick(reals table, const int32_t *index) { EACH(reals, LANES, table.at[index[i]]); }
 INLINE reals load_small(const int8_t *p) { EACH(reals, LANES, (float)p[i]); }
