@@ -11,8 +11,6 @@ from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Attention, Latent
 
-MOST_HALF = 65504.0
-
 
 def close(found: F32 | F64, expected: F64, kind: Kind, beside: float = 0.0) -> None:
     """Matrices of codes see rounded activations: one that lies between two steps may fall either way for a difference
@@ -23,7 +21,7 @@ def close(found: F32 | F64, expected: F64, kind: Kind, beside: float = 0.0) -> N
 
 def close_kept(found: F64, expected: F64, problem: Problem) -> None:
     """The same for what was rounded to float16, or to whole steps."""
-    apart = 2.0**-11 * np.abs(expected) + 2.0**-25
+    apart = 2.0**-11 * np.abs(expected) + 2.0**-15 * np.abs(expected).max(-1, keepdims=True)
     if problem.bits == 8:
         apart = 2 * apart + 0.51 * np.abs(expected).max(-1, keepdims=True) / 127
     close(found, np.where(np.abs(found - expected) <= apart, found, expected), problem.kind)
@@ -32,11 +30,9 @@ def close_kept(found: F64, expected: F64, problem: Problem) -> None:
 def found_keys(kept: Kept) -> tuple[F64, F64]:
     """Keys [kv, tokens, dim] and values [kv, tokens, value_dim]."""
     found = [each[:, : kept.length] for each in raw(kept)]
-    if len(found) == 2:
-        keys, values = (each.view(np.float16).astype(np.float64) for each in found)
-        return keys, values
-    numbers, steps = [each.view(np.int8) for each in found[:2]], [each.view(np.float16) for each in found[2:]]
-    keys, values = (whole * step.astype(np.float64) for whole, step in zip(numbers, steps, strict=True))
+    number = np.int8 if kept.layout.bits == 8 else np.float16
+    numbers, steps = [each.view(number) for each in found[:2]], [each.view(np.float32) for each in found[2:]]
+    keys, values = (whole.astype(np.float64) * step for whole, step in zip(numbers, steps, strict=True))
     return keys, values
 
 
@@ -95,8 +91,7 @@ def exact_heads(problem: Problem, name: str, hidden: F64, turns: F32 | None, rou
 
 
 def exact_kept(problem: Problem, hidden: F64, rounds: bool) -> tuple[F64, F64]:
-    """Keys [kv, tokens, dim] and values [kv, tokens, value_dim], of what is normed already, in the bounds of float16
-    but not rounded to it."""
+    """Keys [kv, tokens, dim] and values [kv, tokens, value_dim], of what is normed already, not rounded."""
     turns = problem.positions(0, len(hidden)).turns
     if isinstance(problem.part, Latent):
         c = exact_norm(of_matrix(problem, "kv_a", hidden, rounds), problem.norms["kv"])[:, None]
@@ -104,7 +99,7 @@ def exact_kept(problem: Problem, hidden: F64, rounds: bool) -> tuple[F64, F64]:
         values = c
     else:
         keys, values = (exact_heads(problem, name, hidden, turns, rounds) for name in "kv")
-    return tuple(each.swapaxes(0, 1).clip(-MOST_HALF, MOST_HALF) for each in (keys, values))  # type: ignore[return-value]
+    return tuple(each.swapaxes(0, 1) for each in (keys, values))  # type: ignore[return-value]
 
 
 def exact_attend(problem: Problem, x: F32, keys: F64, values: F64, rounds: bool) -> F64:

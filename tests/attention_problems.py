@@ -22,7 +22,7 @@ from moert.pack.parts import Attention, Latent, Norm
 EPS = 1e-3
 SOFT = 0.1
 """The eps of norms that would make much of what float32 leaves of a small difference."""
-GARBAGE = {1: 0x80, 2: 0xFFFF}
+GARBAGE = {1: 0x80, 2: 0xFFFF, 4: 0xFFFFFFFF}
 """By the bytes of a number: -128, which nobody writes, and as float16 not a number."""
 MOST = 400
 """Tokens of a sequence, at most."""
@@ -199,13 +199,12 @@ def room_for(kept: Kept, tokens: int) -> int:
     pages, start = len(kept.pages), kept.extend(tokens)
     for page in kept.pages[pages:]:
         for part in (page.keys, page.values, page.key_steps, page.value_steps):
-            if part is not None:
-                _bytes(part)[...] = GARBAGE[part.itemsize]
+            _bytes(part)[...] = GARBAGE[part.itemsize]
     return start
 
 
 def _bytes(numbers: npt.NDArray[Any]) -> Raw:
-    return numbers.view({1: np.uint8, 2: np.uint16}[numbers.itemsize])
+    return numbers.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[numbers.itemsize])
 
 
 def raw(kept: Kept) -> tuple[Raw, ...]:
@@ -213,14 +212,8 @@ def raw(kept: Kept) -> tuple[Raw, ...]:
     their steps."""
     pages = kept.pages
     parts = [[page.keys.swapaxes(1, 2) for page in pages], [page.values for page in pages]]
-    if kept.layout.bits == 8:
-        parts += [[_steps(page.key_steps) for page in pages], [_steps(page.value_steps) for page in pages]]
+    parts += [[page.key_steps[..., None] for page in pages], [page.value_steps[..., None] for page in pages]]
     return tuple(_bytes(np.concatenate(each, axis=1)) for each in parts)
-
-
-def _steps(of_page: npt.NDArray[np.float16] | None) -> npt.NDArray[np.float16]:
-    assert of_page is not None
-    return of_page[..., None]
 
 
 def nothing_behind(kept: Kept) -> bool:

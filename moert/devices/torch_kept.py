@@ -17,7 +17,7 @@ from moert.kernels.backend import KeptKeys
 from moert.kernels.pages import KEYS, Page, PageLayout
 from moert.pack.codec import U8
 
-_MOST_HALF = 65504.0
+_LEAST, _MOST_HALF = 2.0**-10, 65504.0
 
 
 class TorchPage(Page):
@@ -46,8 +46,7 @@ class TorchPage(Page):
         return twin
 
     def parts(self, tokens: int) -> list[Tensor]:
-        """Keys, values, and their steps if they have some, with the first `tokens` of them; shapes as in memory.
-        Raises DeviceFull."""
+        """Keys, values, and their steps, with the first `tokens` of them; shapes as in memory. Raises DeviceFull."""
         if self._there is None:
             self._there = self._memory.empty((self.buffer.nbytes,), torch.uint8)
             heads = self._there.view(self.layout.kv, -1)
@@ -69,7 +68,7 @@ class TorchPage(Page):
     @property
     def arrays(self) -> list[Any]:
         """What `parts` has copies of."""
-        return [part for part in (self.keys, self.values, self.key_steps, self.value_steps) if part is not None]
+        return [self.keys, self.values, self.key_steps, self.value_steps]
 
 
 def pages(layout: PageLayout, count: int, memory: TorchMemory) -> list[TorchPage]:
@@ -102,7 +101,7 @@ class TorchKept:
         ]
         keys, values, *steps = (torch.stack(part) for part in zip(*parts, strict=True))
         wide = [keys.to(torch.float32).transpose(2, 3), values.to(torch.float32)]
-        for part, step in zip(wide, steps, strict=False):
+        for part, step in zip(wide, steps, strict=True):
             part *= step[..., None]
         whole = [part.transpose(0, 1).flatten(1, 2)[:, :length] for part in wide]
         return whole[0], whole[1]
@@ -132,17 +131,25 @@ def _put(page: list[Any], within: slice, given: list[Any]) -> None:
 
 
 def _rounded(bits: int, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Keys and values as pages have them, and their steps; see moert.kernels.reference.kept."""
-    if bits == 16:
-        return [each.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16) for each in (key, value)]
-    (keys, key_steps), (values, value_steps) = _small(key), _small(value)
+    """Keys and values as pages have them, and their steps."""
+    (keys, key_steps), (values, value_steps) = _kept_as(bits, key), _kept_as(bits, value)
     return [keys, values, key_steps, value_steps]
 
 
-def _small(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [tokens, kv, dim] → whole numbers, and what they count [tokens, kv]: 1/127 of the largest magnitude."""
+def _kept_as(bits: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """See moert.kernels.reference.kept."""
     largest = x.abs().amax(dim=-1, keepdim=True)
-    steps = torch.where(largest.isfinite(), (largest / 127).clamp(max=_MOST_HALF), largest).to(torch.float16)
-    each = steps.to(torch.float32)
-    whole = torch.where(each > 0, x / each, 0).round().nan_to_num().clamp(-127, 127)
-    return whole.to(torch.int8), steps[..., 0]
+    fits = (largest == 0) | ((largest >= _LEAST) & (largest <= _MOST_HALF)) | ~largest.isfinite()
+    power = torch.where(fits, 0, (torch.frexp(largest).exponent - 15).clamp(min=-126))
+    numbers = torch.where(largest.isfinite(), x, 0) * _two_to(-power)
+    steps = torch.where(largest.isfinite(), _two_to(power), torch.nan)
+    if bits == 16:
+        return numbers.to(torch.float16), steps[..., 0]
+    each = (numbers.abs().amax(dim=-1, keepdim=True) / 127).to(torch.float16).to(torch.float32)
+    whole = torch.where(each > 0, numbers / each, 0).round().clamp(-127, 127)
+    return whole.to(torch.int8), (steps * each)[..., 0]
+
+
+def _two_to(power: Tensor) -> Tensor:
+    """Exact for -126 to 127, as no device's own power need be."""
+    return ((power.to(torch.int32) + 127) << 23).view(torch.float32)

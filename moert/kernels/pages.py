@@ -13,11 +13,12 @@ import numpy.typing as npt
 from moert.pack.codec import U8
 from moert.pack.parts import Attention, Latent
 
-F16 = npt.NDArray[np.float16]
 KvBits = Literal[8, 16]
 
 KEYS = 64
 """Tokens of a page (MOERT_KEYS)."""
+STEP_BYTES = 4
+"""Of what the key of a token counts in a head, and of what its value does."""
 _ALIGNED = 64  # bytes; what lies in a page is whole multiples of it
 
 
@@ -37,8 +38,8 @@ class PageLayout:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Where in what a page has of a head its keys, values, and the steps of both begin, and where it ends."""
-        number, step = self.bits // 8, 2 if self.bits == 8 else 0
-        sizes = (self.dim * number, self.value_dim * number, step, step)
+        number = self.bits // 8
+        sizes = (self.dim * number, self.value_dim * number, STEP_BYTES, STEP_BYTES)
         return tuple(accumulate((KEYS * size for size in sizes), initial=0))
 
     @property
@@ -65,7 +66,7 @@ class KeptPage(Protocol):
 
 
 class Page:
-    """In memory, all in `buffer`: `keys` [kv, dim, KEYS] and `values` [kv, KEYS, value_dim], float16; or of 8 bits,
+    """In memory, all in `buffer`: `keys` [kv, dim, KEYS] and `values` [kv, KEYS, value_dim], float16 or of 8 bits,
     times the steps of their tokens, `key_steps` and `value_steps` [kv, KEYS]. What is a head's lies together."""
 
     def __init__(self, layout: PageLayout, buffer: U8) -> None:
@@ -74,10 +75,7 @@ class Page:
         number = np.int8 if layout.bits == 8 else np.float16
         self.keys = self._part(0, number, layout.dim, KEYS)
         self.values = self._part(1, number, KEYS, layout.value_dim)
-        self.key_steps: F16 | None = None
-        self.value_steps: F16 | None = None
-        if layout.bits == 8:
-            self.key_steps, self.value_steps = (self._part(at, np.float16, KEYS) for at in (2, 3))
+        self.key_steps, self.value_steps = (self._part(at, np.float32, KEYS) for at in (2, 3))
 
     def copy(self) -> Page:
         twin = Page(self.layout, _aligned(self.layout.nbytes))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels.pages import KEYS, KeptPage, KvBits, PageLayout, pages_of
+from moert.kernels.pages import KEYS, STEP_BYTES, KeptPage, KvBits, PageLayout, pages_of
 from moert.models.recent import Recent
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import Attention, FixedState, Latent, Layer
@@ -309,8 +309,7 @@ def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> int:
 
 def _kept_bytes(part: Attention | Latent, bits: KvBits) -> int:
     """Of the key and the value of one token."""
-    steps = 4 if bits == 8 else 0
-    return part.kv * ((part.dim + part.value_dim) * bits // 8 + steps)
+    return part.kv * ((part.dim + part.value_dim) * bits // 8 + 2 * STEP_BYTES)
 
 
 def _layers(spec: ModelSpec) -> list[Layer]:

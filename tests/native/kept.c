@@ -9,13 +9,14 @@
 typedef struct {
     void *numbers;
     int64_t at;
-    uint16_t *step; /* NULL for 16 bits */
+    float *step;
+    int small;
 } spot;
 
 static spot spot_of(const kept *keys, int head, int position, int64_t part, int64_t at, int64_t steps) {
     char *page = (char *)keys->pages[position / MOERT_KEYS] + head * keys->at.head;
-    uint16_t *of_page = keys->at.small ? (uint16_t *)(void *)(page + steps) : NULL;
-    return (spot){page + part, at, of_page ? of_page + position % MOERT_KEYS : NULL};
+    float *of_page = (float *)(void *)(page + steps);
+    return (spot){page + part, at, of_page + position % MOERT_KEYS, keys->at.small};
 }
 
 static spot key_spot(const kept *keys, int head, int position, int feature) {
@@ -29,25 +30,29 @@ static spot value_spot(const kept *keys, int head, int position, int feature) {
 }
 
 static double number_at(spot from) {
-    if (!from.step) return half_value(((const uint16_t *)from.numbers)[from.at]);
-    return ((const int8_t *)from.numbers)[from.at] * half_value(*from.step);
+    double number = from.small ? ((const int8_t *)from.numbers)[from.at] : half_value(((const uint16_t *)from.numbers)[from.at]);
+    return number * (double)*from.step;
 }
 
 static void draw_number(spot to) {
-    if (to.step) ((int8_t *)to.numbers)[to.at] = (int8_t)(draw(255) - 127);
+    if (to.small) ((int8_t *)to.numbers)[to.at] = (int8_t)(draw(255) - 127);
     else ((uint16_t *)to.numbers)[to.at] = draw_half(PLAIN);
 }
 
 static void copy_number(spot to, spot from) {
-    size_t size = to.step ? sizeof(int8_t) : sizeof(uint16_t);
+    size_t size = to.small ? sizeof(int8_t) : sizeof(uint16_t);
     memcpy((char *)to.numbers + to.at * (int64_t)size, (const char *)from.numbers + from.at * (int64_t)size, size);
-    if (to.step) *to.step = *from.step;
+    *to.step = *from.step;
+}
+
+static float draw_step(const kept *of) {
+    return of->at.small ? (float)half_value((uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8) : PICK(0.0625f, 1, 1, 1, 4);
 }
 
 /* Numbers that are there before. */
 static void draw_kept(kept *made, int head, int at) {
-    if (made->at.small) *key_spot(made, head, at, 0).step = (uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8;
-    if (made->at.small) *value_spot(made, head, at, 0).step = (uint16_t)(draw_half(PLAIN) & 0x7FFF) / 8;
+    *key_spot(made, head, at, 0).step = draw_step(made);
+    *value_spot(made, head, at, 0).step = draw_step(made);
     for (int i = 0; i < made->dim; i++) draw_number(key_spot(made, head, at, i));
     for (int i = 0; i < made->value_dim; i++) draw_number(value_spot(made, head, at, i));
 }
@@ -62,9 +67,9 @@ kept kept_make(const moert_heads *with, int length, int from, int stop) {
     kept made = {.heads = with->kv, .dim = with->dim, .value_dim = with->value_dim, .length = length};
     made.count = (length + MOERT_KEYS - 1) / MOERT_KEYS, made.at.small = draw(3) == 0;
     int64_t tokens = MOERT_KEYS, size = made.at.small ? sizeof(int8_t) : sizeof(uint16_t);
-    made.at.values = tokens * with->dim * size + 6 * draw(2);
-    made.at.key_steps = made.at.values + tokens * with->value_dim * size + 2 * draw(2);
-    int64_t steps = made.at.small ? tokens * (int64_t)sizeof(uint16_t) : 0;
+    made.at.values = tokens * with->dim * size + 8 * draw(2);
+    made.at.key_steps = made.at.values + tokens * with->value_dim * size + 4 * draw(2);
+    int64_t steps = tokens * (int64_t)sizeof(float);
     made.at.value_steps = made.at.key_steps + steps + 4 * draw(2);
     made.at.head = made.at.value_steps + steps + 8 * draw(2);
     made.page_bytes = (size_t)((with->kv - 1) * made.at.head + made.at.value_steps + steps);
@@ -108,14 +113,11 @@ void kept_numbers(const kept *from, estimate *keys, estimate *values) {
 /* Numbers [length] of one head as they are kept. */
 static void round_kept(int small, int length, const estimate *x, estimate *y) {
     double largest = 0;
-    if (!small) {
-        plain_halves(x, length, y);
-        return;
-    }
     for (int i = 0; i < length; i++) largest = fmax(largest, fabs(x->value[i]) + x->error[i]);
     for (int i = 0; i < length; i++) {
-        y->value[i] = fmax(fmin(x->value[i], 127 * 65504.0), -127 * 65504.0);
-        y->error[i] = x->error[i] + 0.51 * largest / 127 + 1e-3 * fabs(x->value[i]) + 127 * 6e-8;
+        double value = fabs(x->value[i]) + x->error[i];
+        y->value[i] = x->value[i];
+        y->error[i] = x->error[i] + (small ? 0.51 * largest / 127 + 1e-3 * value : 0x1p-11 * value + 0x1p-15 * largest);
     }
 }
 

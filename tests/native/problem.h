@@ -52,8 +52,6 @@ void estimate_free(estimate *numbers);
 void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y);
 /* norm(x) · factor; y may be x */
 void plain_norm(const estimate *x, const moert_norm *norm, float factor, int length, estimate *y);
-/* Float16, the largest finite one where a number is larger. */
-void plain_halves(const estimate *x, int length, estimate *y);
 /* x = softcap · tanh(x / softcap); 0: as it is */
 void plain_cap(estimate *x, float softcap, int length);
 /* 1 / (1 + e^-x) */

@@ -131,21 +131,6 @@ void plain_sigmoid(const estimate *x, int length, estimate *y) {
     }
 }
 
-/* To the nearest, of two equally near the even one. */
-static double to_half(double x) {
-    double size = fmin(fabs(x), 65504);
-    int exponent = size < ldexp(1, -14) ? -14 : ilogb(size);
-    return copysign(ldexp(rint(ldexp(size, 10 - exponent)), exponent - 10), x);
-}
-
-void plain_halves(const estimate *x, int length, estimate *y) {
-    for (int i = 0; i < length; i++) {
-        double low = to_half(x->value[i] - x->error[i]), high = to_half(x->value[i] + x->error[i]);
-        y->value[i] = to_half(x->value[i]);
-        y->error[i] = 1.5 * (high - low); /* it is one or the other */
-    }
-}
-
 static double activation_of(const moert_act *act, double x) {
     if (act->kind == MOERT_RELU) return x > 0 ? x : 0;
     if (act->kind == MOERT_RELU_SQUARED) return x > 0 ? x * x : 0;

@@ -14,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_problems import ACTIVATION, KINDS, Kind, activations, normal, random_stored
 
+from moert.devices import torch_kept
 from moert.devices.device import DeviceFull
 from moert.devices.torch_backend import PlacedMatrix, PlacedNetwork, TorchBackend
+from moert.devices.torch_matrices import array_of
 from moert.devices.torch_memory import TorchMemory
 from moert.kernels.backend import Backend, NormWeights, Positions, RouterWeights, opaque
 from moert.kernels.pages import KvBits
 from moert.kernels.reference import ReferenceBackend
+from moert.kernels.reference.kept import kept_as
 from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Act, Attention, Ffn, Router
@@ -278,3 +281,15 @@ def test_what_has_no_matrix_is_the_hosts() -> None:
     assert (backend.name, backend.threads, backend.widens) == ("reference and torch:cpu", 1, True)
     for name in ("norm", "conv", "delta", "scan", "lstm", "attend_sparsely", "fire", "project", "expert", "gated"):
         assert getattr(backend, name) == getattr(host, name)
+
+
+@pytest.mark.parametrize("bits", KV_BITS)
+def test_keys_of_any_size_are_rounded_as_in_memory(bits: KvBits) -> None:
+    rows = np.random.default_rng(2).normal(size=(280, 2, 9)).astype(np.float32)
+    rows = np.ldexp(rows, np.arange(-150, 130).reshape(-1, 1, 1))
+    rows[5, 0], rows[6, 1, 3], rows[7, 1, 4] = 0, np.inf, np.nan
+    with np.errstate(all="ignore"):
+        expected = kept_as(np.int8 if bits == 8 else np.float16, rows)
+    found = torch_kept._rounded(bits, torch.from_numpy(rows), torch.from_numpy(rows))
+    for mine, exactly in zip((found[0], found[2]), expected, strict=True):
+        np.testing.assert_array_equal(array_of(mine), exactly)

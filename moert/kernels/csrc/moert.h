@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 16
+#define MOERT_ABI 17
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -126,10 +126,11 @@ typedef struct {
 } moert_router;
 
 /* Keys and values of a layer, in pages of MOERT_KEYS tokens each. Of each head, `head` bytes behind the one before: keys
- * [head_dim][MOERT_KEYS], and so many bytes further on values [MOERT_KEYS][value_dim]. Numbers are float16; or if `small`, of 8
- * bits with a sign, times the float16 step of their token: key_steps and value_steps [MOERT_KEYS]. */
+ * [head_dim][MOERT_KEYS], and so many bytes further on values [MOERT_KEYS][value_dim]. Numbers are float16, or if `small`, of 8
+ * bits with a sign; times the float32 step of their token: key_steps and value_steps [MOERT_KEYS]. Steps of float16 are powers
+ * of two, 1 where the largest of the numbers needs no other; of a token with a number that is not finite they are NaN. */
 typedef struct {
-    void *const *pages;       /* in the order of the tokens, each aligned for float16 */
+    void *const *pages;       /* in the order of the tokens, each aligned for float32 */
     int64_t head, values, key_steps, value_steps;
     int32_t small;
 } moert_keys;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,7 +11,7 @@ from moert.kernels.backend import KeptKeys
 from moert.kernels.pages import KEYS, Page
 from moert.pack.codec import F32
 
-_MOST_HALF = 65504.0
+_LEAST, _MOST_HALF = 2.0**-10, 65504.0
 
 
 def write(kept: KeptKeys, start: int, key: F32, value: F32) -> None:
@@ -23,11 +25,7 @@ def write(kept: KeptKeys, start: int, key: F32, value: F32) -> None:
 
 
 def _write(page: Page, places: slice, key: F32, value: F32) -> None:
-    if page.key_steps is None or page.value_steps is None:
-        page.keys[:, :, places] = _halves(key).transpose(1, 2, 0)
-        page.values[:, places] = _halves(value).swapaxes(0, 1)
-        return
-    (keys, key_steps), (values, value_steps) = _small(key), _small(value)
+    (keys, key_steps), (values, value_steps) = (kept_as(page.keys.dtype, each) for each in (key, value))
     page.keys[:, :, places] = keys.transpose(1, 2, 0)
     page.values[:, places] = values.swapaxes(0, 1)
     page.key_steps[:, places] = key_steps.T
@@ -43,23 +41,22 @@ def read(kept: KeptKeys) -> tuple[F32, F32]:
 
 def _read(page: Page) -> tuple[F32, F32]:
     """[kv, KEYS, dim] and [kv, KEYS, value_dim]"""
-    keys: F32 = page.keys.swapaxes(1, 2).astype(np.float32, order="C")
-    values: F32 = page.values.astype(np.float32)
-    if page.key_steps is not None and page.value_steps is not None:
-        keys, values = keys * page.key_steps[:, :, None], values * page.value_steps[:, :, None]
-    return keys, values
+    keys: F32 = page.keys.swapaxes(1, 2) * page.key_steps[:, :, None]
+    values: F32 = page.values * page.value_steps[:, :, None]
+    return np.ascontiguousarray(keys), values
 
 
-def _halves(x: F32) -> npt.NDArray[np.float16]:
-    """float16, the largest finite one where a number is larger."""
-    return np.clip(x, -_MOST_HALF, _MOST_HALF).astype(np.float16)
-
-
-def _small(x: F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
-    """x [tokens, kv, dim] → whole numbers, and what they count [tokens, kv]: 1/127 of the largest magnitude."""
+def kept_as(dtype: npt.DTypeLike, x: F32) -> tuple[npt.NDArray[Any], F32]:
+    """x [tokens, kv, dim] → float16 or whole numbers of 8 bits, and what they count [tokens, kv]: a power of two that
+    brings the largest magnitude to where float16 is exact, 1 for most; of 8 bits times a float16, 1/127 of it. Where a
+    number is not finite, the step is none, and all numbers are 0."""
     largest = np.abs(x).max(-1, keepdims=True)
-    steps = np.where(np.isfinite(largest), np.minimum(largest / np.float32(127), _MOST_HALF), largest)
-    halves = steps.astype(np.float16)
-    each = halves.astype(np.float32)
-    whole = np.divide(x, each, out=np.zeros_like(x), where=each > 0)
-    return np.clip(np.nan_to_num(np.rint(whole)), -127, 127).astype(np.int8), halves[..., 0]
+    fits = (largest == 0) | ((largest >= _LEAST) & (largest <= _MOST_HALF))
+    power = np.where(fits | ~np.isfinite(largest), 0, np.maximum(np.frexp(largest)[1] - 15, -126))
+    numbers = np.ldexp(np.where(np.isfinite(largest), x, np.float32(0)), -power)
+    steps = np.where(np.isfinite(largest), np.ldexp(np.float32(1), power), np.float32(np.nan))
+    if dtype == np.float16:
+        return numbers.astype(np.float16), steps[..., 0]
+    each = (np.abs(numbers).max(-1, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
+    whole = np.divide(numbers, each, out=np.zeros_like(x), where=each > 0)
+    return np.clip(np.rint(whole), -127, 127).astype(np.int8), (steps * each)[..., 0]
