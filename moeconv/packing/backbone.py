@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.outline import CheckpointError
-from moert.pack.codec import QuantizedMatrix
-from moert.pack.dense import part_names
+from moert.pack.codec import QuantizedMatrix, times_two
+from moert.pack.dense import part_names, stem_of
 from moert.pack.errors import WriteFailed
-from moert.pack.manifest import BACKBONE
+from moert.pack.manifest import BACKBONE, Dense
 from moert.pack.writer import PackWriter
 
 _LENGTH_BYTES = 8  # of a safetensors file, before its header, which is filled up to a whole number of these
@@ -38,7 +38,8 @@ class Part(NamedTuple):
 
 def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
     """Raises CheckpointError for values that are not finite, WriteFailed."""
-    parts = [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16)]
+    stored_as = writer.quantization.dense
+    parts = [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16, stored_as)]
     path = writer.add_file(BACKBONE)
     try:
         with path.open("wb") as file:
@@ -66,7 +67,7 @@ def write_tensors(file: BinaryIO, parts: Sequence[Part]) -> None:
         file.write(part.make().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _parts(dense: DenseCoder, name: str, dtype16: str) -> list[Part]:
+def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) -> list[Part]:
     """The tensors that stand for one of the checkpoint's."""
     if dense.width(name) is None:
         stored = _stored(dense, name)
@@ -74,10 +75,14 @@ def _parts(dense: DenseCoder, name: str, dtype16: str) -> list[Part]:
 
     def coded() -> dict[str, Tensor]:
         projection = dense.code(name)
+        assert stored_as is not None
         if isinstance(projection, QuantizedMatrix):
             values = (projection.qweight, projection.scale, projection.minimum)
-            return {part: torch.from_numpy(each) for part, each in zip(part_names(name), values, strict=True)}
-        return {name: torch.from_numpy(projection).to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}
+            return {
+                part: torch.from_numpy(each) for part, each in zip(part_names(name, stored_as), values, strict=True)
+            }
+        whole = torch.from_numpy(times_two(projection, -stored_as.power(name)))
+        return {f"{stem_of(name, stored_as)}.weight": whole.to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}
 
     found = {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in coded().items()}
     return [Part(part, *about, lambda part=part: coded()[part]) for part, about in found.items()]  # type: ignore[misc]

@@ -70,7 +70,7 @@ def emit(
     _check_widths(checkpoint, widths)
     dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
     name, group_size = coder.quantizer.name, coder.quantizer.group_size
-    quantization = Quantization(name, group_size, coder.dtype16, seed, dense.dense, coder.mxfp4, coder.neurons)
+    quantization = Quantization(name, group_size, coder.dtype16, seed, dense.recorded(), coder.mxfp4, coder.neurons)
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization, order), files)
     try:
         _write_experts(coder, widths, label.importance, writer, bar, order)

@@ -18,8 +18,8 @@ from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
 from moeconv.strict_json import NotJson, parse
-from moert.pack.codec import F32
-from moert.pack.dense import dense_width, quantized, stored_tensors
+from moert.pack.codec import times_two
+from moert.pack.dense import dense_width, quantized, stem_of, stored_tensors
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack, Projection, projection_weights
@@ -117,13 +117,11 @@ def backbone_of(pack: Pack) -> dict[str, Tensor]:
 
 def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Projection:
     """A matrix of the backbone that has a width, out of `backbone_of`: at 16 bits as float32. Raises PackError."""
-    if name in tensors:
-        weight: F32 = tensors[name].float().numpy()
-        return weight
-    manifest = pack.manifest
-    assert manifest.quantization.dense is not None
-    in_features = manifest.model.tensors[name].shape[1]
-    return quantized(manifest.model, manifest.quantization.dense, name, in_features, lambda part: tensors[part].numpy())
+    model, dense = pack.manifest.model, pack.manifest.quantization.dense
+    assert dense is not None
+    if (whole := f"{stem_of(name, dense)}.weight") in tensors:
+        return times_two(tensors[whole].float().numpy(), dense.power(name))
+    return quantized(model, dense, name, model.tensors[name].shape[1], lambda part: tensors[part].numpy())
 
 
 def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:

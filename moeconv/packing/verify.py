@@ -13,7 +13,7 @@ from moeconv.packing.packed import backbone_of, dense_projection
 from moeconv.progress import Progress, unseen
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.checksums import check_pieces, checksums_from_bytes
-from moert.pack.codec import F32, QuantizedMatrix, dequantize
+from moert.pack.codec import F32, QuantizedMatrix, dequantize, power_of
 from moert.pack.dense import dense_width
 from moert.pack.finite import check_backbone, check_expert
 from moert.pack.model_spec import ExpertKey
@@ -25,7 +25,7 @@ MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; t
 HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others
 APART = 0.75  # those of the weights themselves were found at 0.6 and less, those of others at 0.95 and more
 F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
-F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values
+F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values, before a matrix's power of two
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,13 @@ def error_share(projection: Projection, weight: F32, each: bool) -> float:
     `HALF_STEPS` times that of half a step, but no more than `APART` times what weights that have nothing to do with
     each other are apart: √(v + v'), where v and v' are the variances of both inside groups.
     """
+    floor = F16_FLOOR * 2.0 ** power_of(weight)
     if not isinstance(projection, QuantizedMatrix):
-        return float((np.abs(projection - weight) / (np.abs(weight) * 2.0**-8 + F16_FLOOR)).max())
+        return float((np.abs(projection - weight) / (np.abs(weight) * 2.0**-8 + floor)).max())
     starts = np.arange(0, projection.in_features, projection.group_size)
     low, high = np.minimum.reduceat(weight, starts, axis=1), np.maximum.reduceat(weight, starts, axis=1)
     half_step = (high - low) / (2**projection.bits - 1) / 2
-    rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + F16_FLOOR * 2**projection.bits
+    rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + floor * 2**projection.bits
     stored = dequantize(projection)
     error = np.abs(stored - weight)
     if each:

@@ -12,10 +12,19 @@ from moeconv.artifacts import Bits
 from moeconv.errors import WeightsUnusable
 from moeconv.quantizers.kept import KeptCodes
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
-from moeconv.quantizers.quantizer import MAX_F16, Inputs, Quantizer
+from moeconv.quantizers.quantizer import Inputs, Quantizer, times_powers
 from moeconv.source.checkpoint import F32, Checkpoint
 from moeconv.source.outline import CheckpointError
-from moert.pack.codec import QuantizedMatrix, dequantize, from_bfloat16, to_bfloat16, to_mxfp4
+from moert.pack.codec import (
+    QuantizedMatrix,
+    dequantize,
+    from_bfloat16,
+    power_of,
+    power_of_halves,
+    times_two,
+    to_bfloat16,
+    to_mxfp4,
+)
 from moert.pack.manifest import Dtype16
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.neurons import DOWN, Neurons
@@ -51,19 +60,16 @@ def restored(coded: Projection, form16: str) -> F32:
         return dequantize(coded)
     if form16 == "MXFP4":  # which it is already
         return coded
-    return from_bfloat16(to_bfloat16(coded)) if form16 == "BF16" else coded.astype(np.float16).astype(np.float32)
+    if form16 == "BF16":
+        return from_bfloat16(to_bfloat16(coded))
+    power = power_of_halves(coded)
+    return times_two(times_two(coded, -power).astype(np.float16).astype(np.float32), power)
 
 
-def check_16(what: str, weight: F32, dtype16: str) -> None:
-    """Raises CheckpointError for values that 16 bits can't hold; `what` names the weights."""
-    largest = float(np.abs(weight).max(initial=0.0))
-    if not np.isfinite(largest):
+def check_16(what: str, weight: F32) -> None:
+    """Raises CheckpointError for values that are not finite; `what` names the weights."""
+    if not np.isfinite(weight).all():
         raise CheckpointError(f"{what} holds values that are not finite: the checkpoint is damaged")
-    if dtype16 == "F16" and largest > MAX_F16:
-        raise CheckpointError(
-            f"{what} holds {largest:.6g}, more than float16 can hold ({MAX_F16:.0f}): save the checkpoint as bfloat16 "
-            "or give it fewer bits"
-        )
 
 
 class ExpertCoder:
@@ -159,7 +165,7 @@ class ExpertCoder:
 
     def _check_16(self, what: str, weight: F32) -> None:
         if not self.mxfp4:
-            check_16(what, weight, self.dtype16)
+            check_16(what, weight)
         elif to_mxfp4(weight) is None:
             raise CheckpointError(f"{what} holds values that are not finite, or no MXFP4: the checkpoint is damaged")
 
@@ -193,16 +199,17 @@ class ExpertCoder:
         found: dict[str, QuantizedMatrix] = {}
         for side in SIDES:
             names = [name for name in weights if side_of(name) == side]
-            rows = np.concatenate([weights[name] for name in names])
+            powers = {name: power_of(weights[name]) for name in names}
+            rows = np.concatenate([np.ldexp(weights[name], -powers[name]) for name in names])
             known = None if inputs is None else inputs[side]
             whole = self._checked([key], " and ".join(names), bits, rows[None], known)[0]
             if len(names) == 1:
-                found[names[0]] = whole
+                found[names[0]] = replace(whole, power=powers[names[0]])
                 continue
             ends = np.cumsum([len(weights[name]) for name in names]).tolist()
             for name, start, end in zip(names, [0, *ends], ends, strict=False):
                 parts = {part: getattr(whole, part)[start:end] for part in ("qweight", "scale", "minimum")}
-                found[name] = replace(whole, **parts)
+                found[name] = replace(whole, **parts, power=powers[name])
         return found
 
     def _checked(
@@ -210,7 +217,7 @@ class ExpertCoder:
     ) -> list[QuantizedMatrix]:
         make = self.quantizer.columns if self._is_turned(name) else self.quantizer.quantize
         try:
-            matrices = make(weights, bits, inputs)
+            matrices = times_powers(make, weights, bits, inputs)
         except WeightsUnusable as error:
             which = f"expert {keys[0]}" if len(keys) == 1 else f"experts {keys[0]} to {keys[-1]}"
             raise WeightsUnusable(f"{which}, {name}, at {bits} bits: {error}") from None

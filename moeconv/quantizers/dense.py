@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from moeconv.errors import SettingsError, WeightsUnusable
 from moeconv.quantizers.coder import check_16, dtype16_of, restored
 from moeconv.quantizers.group import GroupQuantizer
+from moeconv.quantizers.quantizer import times_powers
 from moeconv.source.checkpoint import Checkpoint
+from moert.pack.body import power_stored
 from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization
@@ -62,6 +65,14 @@ class DenseCoder:
         """Canonical names of the matrices that have a width."""
         return [name for name in self._tensors if self.width(name) is not None]
 
+    def recorded(self) -> Dense | None:
+        """What a pack says of them: `dense` with the powers of two that matrices count."""
+        if self.dense is None:
+            return None
+        form16 = dtype16_of(self.checkpoint)
+        powers = {name: power_stored(self.code(name), form16) for name in self.names}
+        return replace(self.dense, powers={name: power for name, power in powers.items() if power} or None)
+
     def width(self, name: str) -> int | None:
         return dense_width(self.checkpoint.spec, self.dense, name)
 
@@ -74,7 +85,7 @@ class DenseCoder:
         assert width is not None, f"{name} is stored as in the source"
         if width == 16:
             weight = self.source(name).float().numpy()
-            check_16(name, weight, dtype16_of(self.checkpoint))
+            check_16(name, weight)
             return weight
         if name not in self._coded:
             self._coded[name] = self._quantize(name, width)
@@ -113,7 +124,7 @@ class DenseCoder:
         assert self.dense is not None
         weight = self.source(name).float().numpy()
         try:
-            matrix = GroupQuantizer(self.dense.group_size).quantize(weight[None], width, None)[0]
+            matrix = times_powers(GroupQuantizer(self.dense.group_size).quantize, weight[None], width, None)[0]
         except WeightsUnusable as error:
             raise WeightsUnusable(f"{name}, at {width} bits: {error}") from None
         if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):

@@ -45,7 +45,9 @@ class KeptCodes:
     def put(self, key: ExpertKey, bits: int, rows: int, matrices: dict[str, QuantizedMatrix]) -> None:
         """`rows`: tokens that the expert saw."""
         tensors = {f"{name}.{part}": getattr(one, part) for name, one in matrices.items() for part in _PARTS}
-        sizes = {f"{name}.sizes": np.array([one.in_features, one.group_size]) for name, one in matrices.items()}
+        sizes = {
+            f"{name}.sizes": np.array([one.in_features, one.group_size, one.power]) for name, one in matrices.items()
+        }
         body = save({**tensors, **sizes, "seen.rows": np.array([rows])})
         self._write(self._file(key, bits), body)
 
@@ -66,5 +68,6 @@ class KeptCodes:
 
 
 def _matrix(tensors: dict[str, np.ndarray], name: str, bits: int) -> QuantizedMatrix:
-    in_features, group_size = (int(size) for size in tensors[f"{name}.sizes"])
-    return QuantizedMatrix(bits, in_features, group_size, *(tensors[f"{name}.{part}"] for part in _PARTS))
+    in_features, group_size, power = (int(size) for size in tensors[f"{name}.sizes"])
+    codes, scale, minimum = (tensors[f"{name}.{part}"] for part in _PARTS)
+    return QuantizedMatrix(bits, in_features, group_size, codes, scale, minimum, power)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moeconv.errors import WeightsUnusable
-from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.codec import F32, QuantizedMatrix, power_of
 
 Wants = Literal["nothing", "squares", "products"]
 
@@ -65,6 +66,17 @@ class Quantizer(Protocol):
         """The same as their transposes [in, out], whose groups run along the outputs. `weights` and `inputs` are those
         of the matrices themselves."""
         ...
+
+
+def times_powers(
+    make: Callable[[F32, int, Inputs | None], list[QuantizedMatrix]], weights: F32, bits: int, inputs: Inputs | None
+) -> list[QuantizedMatrix]:
+    """Matrices of weights [n, out, in] as `make` quantises them, each after it was divided by its power of two."""
+    powers = [power_of(one) for one in weights]
+    if any(powers):
+        weights = np.stack([np.ldexp(one, -power) for one, power in zip(weights, powers, strict=True)])
+    made = make(weights, bits, inputs)
+    return [replace(one, power=power) if power else one for one, power in zip(made, powers, strict=True)]
 
 
 def check_range(weights: F32) -> None:

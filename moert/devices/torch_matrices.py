@@ -25,7 +25,8 @@ _MX_BIAS = 127
 class TorchMatrix:
     """A matrix [rows, cols]. `kind`: the bits of its codes, or how its numbers are stored. `data`: these numbers
     [rows, cols], or the bytes of codes [rows, row_bytes]; `scale` and `minimum` float16 [rows, groups], where of MXFP4
-    `scale` has the exponents, uint8. `bias` float32 [rows] is added to what it gives."""
+    `scale` has the exponents, uint8. `bias` float32 [rows] is added to what it gives. Weights are
+    multiplied with two to the `power`."""
 
     kind: Kind
     cols: int
@@ -34,6 +35,7 @@ class TorchMatrix:
     scale: Tensor | None = None
     minimum: Tensor | None = None
     bias: Tensor | None = None
+    power: int = 0
 
     @property
     def rows(self) -> int:
@@ -52,12 +54,14 @@ class TorchMatrix:
         """Copies in memory of what it was made of."""
         bias = None if self.bias is None else array_of(self.bias)
         if isinstance(self.kind, int):
-            parts: list[Any] = [array_of(part) for part in (self.data, self.scale, self.minimum) if part is not None]
-            return QuantizedMatrix(self.kind, self.cols, self.group, *parts), bias
+            codes, scale, minimum = (
+                array_of(part) for part in (self.data, self.scale, self.minimum) if part is not None
+            )
+            return QuantizedMatrix(self.kind, self.cols, self.group, codes, scale, minimum, self.power), bias
         assert self.kind != "MXFP4", "matrices outside of experts are not stored so"
         data = self.data.view(torch.int16) if self.kind == "BF16" else self.data
         found = array_of(data)
-        return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found), bias
+        return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found, self.power), bias
 
 
 def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatrix:
@@ -65,13 +69,14 @@ def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatri
     on = None if bias is None else copied(bias, device)
     if isinstance(stored, QuantizedMatrix):
         codes, scale, minimum = (copied(part, device) for part in (stored.qweight, stored.scale, stored.minimum))
-        return TorchMatrix(_kind(stored.bits), stored.in_features, stored.group_size, codes, scale, minimum, on)
+        parts = (stored.in_features, stored.group_size, codes, scale, minimum, on, stored.power)
+        return TorchMatrix(_kind(stored.bits), *parts)
     cols = stored.data.shape[1]
     if stored.dtype == "BF16":
         data = copied(stored.data.view(np.int16), device).view(torch.bfloat16)
     else:
         data = copied(stored.data, device)
-    return TorchMatrix(stored.dtype, cols, cols, data, bias=on)
+    return TorchMatrix(stored.dtype, cols, cols, data, bias=on, power=stored.power)
 
 
 def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
@@ -82,19 +87,20 @@ def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
         groups, size = n_groups(cols, part.group_size), row_bytes(cols, part.bits)
         codes = _piece(buffer, part.places[0], torch.uint8, rows, size)
         scale, minimum = (_piece(buffer, at, torch.float16, rows, groups) for at in part.places[1:])
-        return TorchMatrix(_kind(part.bits), cols, part.group_size, codes, scale, minimum, bias)
+        return TorchMatrix(_kind(part.bits), cols, part.group_size, codes, scale, minimum, bias, part.power)
     if part.form == "MXFP4":
         codes = _piece(buffer, part.places[0], torch.uint8, rows, row_bytes(cols, 4))
         exponents = _piece(buffer, part.places[1], torch.uint8, rows, n_groups(cols, MX_GROUP))
         return TorchMatrix("MXFP4", cols, MX_GROUP, codes, exponents, None, bias)
-    return TorchMatrix(part.form, cols, cols, _piece(buffer, part.places[0], _FLOATS[part.form], rows, cols), bias=bias)
+    data = _piece(buffer, part.places[0], _FLOATS[part.form], rows, cols)
+    return TorchMatrix(part.form, cols, cols, data, bias=bias, power=part.power)
 
 
 def weights(matrix: TorchMatrix, first: int = 0, stop: int | None = None) -> Tensor:
     """Rows first to stop - 1 in float32, [rows, cols]: bit for bit what the reference makes of them."""
     data = matrix.data[first:stop]
     if matrix.scale is None:
-        return data.to(torch.float32)
+        return _times_two(data.to(torch.float32), matrix.power)
     scale = matrix.scale[first:stop]
     if matrix.minimum is None:
         return _mxfp4(data, scale, matrix.cols)
@@ -103,7 +109,11 @@ def weights(matrix: TorchMatrix, first: int = 0, stop: int | None = None) -> Ten
     values, grouped = _grouped(values, matrix.group)
     for part, join in ((scale, Tensor.mul_), (matrix.minimum[first:stop], Tensor.add_)):
         join(grouped, _each(part.to(torch.float32), matrix.group, grouped))
-    return values
+    return _times_two(values, matrix.power)
+
+
+def _times_two(values: Tensor, power: int) -> Tensor:
+    return values * 2.0**power if power else values
 
 
 def chosen_rows(matrix: TorchMatrix, ids: Sequence[int]) -> Tensor:

@@ -28,6 +28,8 @@ def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
     """x [tokens, cols] in float32 → [tokens, rows], its bias added."""
     fused = fused_product() if x.is_cuda and len(x) <= FEW else None
     made = tiled(x, matrix) if fused is None else fused(x, matrix)
+    if fused is not None and matrix.power:
+        made.mul_(2.0**matrix.power)
     return made if matrix.bias is None else made.add_(matrix.bias)
 
 

@@ -10,7 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.pages import KeptPage, PageLayout
-from moert.pack.codec import F32, MX_GROUP, U8, Form16, Mxfp4Matrix, QuantizedMatrix, from_bfloat16, n_groups, row_bytes
+from moert.pack.codec import (
+    F32,
+    MX_GROUP,
+    U8,
+    Form16,
+    Mxfp4Matrix,
+    QuantizedMatrix,
+    from_bfloat16,
+    n_groups,
+    row_bytes,
+    times_two,
+)
 from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
 
@@ -23,16 +34,18 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class Floats:
-    """A tensor of floats as it is stored; `data` has the numbers' bytes: float16, bfloat16 as uint16, or float32."""
+    """A tensor of floats as it is stored; `data` has the numbers' bytes: float16, bfloat16 as uint16, or float32. They
+    are times 2**power."""
 
     dtype: Literal["F16", "BF16", "F32"]
     data: npt.NDArray[np.generic]
+    power: int = 0
 
     def widened(self) -> F32:
         """A copy in float32."""
         if self.dtype == "BF16":
             return from_bfloat16(self.data.view(np.uint16))
-        return self.data.astype(np.float32)
+        return times_two(self.data.astype(np.float32), self.power)
 
 
 Stored = Floats | QuantizedMatrix
@@ -58,7 +71,8 @@ class ExpertView(NamedTuple):
 
 
 class ProjectionView(NamedTuple):
-    """`places`: where in the buffer its weights begin, or its codes, scales and minima; `bias_place`: its bias."""
+    """`places`: where in the buffer its weights begin, or its codes, scales and minima; `bias_place`: its bias.
+    `power`: of two, which its weights are multiplied with."""
 
     shape: tuple[int, int]
     bits: int
@@ -66,6 +80,7 @@ class ProjectionView(NamedTuple):
     form16: Form16
     places: tuple[int, ...]
     bias_place: int | None = None
+    power: int = 0
 
     @property
     def form(self) -> Form16 | None:
@@ -83,13 +98,13 @@ class ProjectionView(NamedTuple):
             return Mxfp4Matrix(inputs, codes, exponents)
         if self.bits == 16 and self.form16 != "MXFP4":
             data = buffer[self.places[0] :][: 2 * out * inputs].view(np.uint16).reshape(out, inputs)
-            return Floats(self.form16, data.view(np.float16) if self.form16 == "F16" else data)
+            return Floats(self.form16, data.view(np.float16) if self.form16 == "F16" else data, self.power)
         groups, size = n_groups(inputs, self.group_size), row_bytes(inputs, self.bits)
         codes = buffer[self.places[0] :][: out * size].reshape(out, size)
         scale, minimum = (
             buffer[at:][: 2 * out * groups].view(np.float16).reshape(out, groups) for at in self.places[1:]
         )
-        return QuantizedMatrix(self.bits, inputs, self.group_size, codes, scale, minimum)
+        return QuantizedMatrix(self.bits, inputs, self.group_size, codes, scale, minimum, self.power)
 
     def bias(self, buffer: U8) -> F32 | None:
         """[out], not copied."""

@@ -67,7 +67,7 @@ def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
         group = {None: part.group_size, "MXFP4": MX_GROUP}.get(part.form, part.shape[1])
         bias = None if part.bias_place is None else start + part.bias_place
         parts, (rows, cols) = (*places, *[None] * (3 - len(places))), part.shape
-        setattr(ffn, name, Matrix(*parts, bias, kind, rows, cols, min(group, cols)))
+        setattr(ffn, name, Matrix(*parts, bias, kind, rows, cols, min(group, cols), power=part.power))
     assert ctypes.sizeof(ffn) % 8 == 0
     return np.frombuffer(bytes(ffn), np.int64)
 

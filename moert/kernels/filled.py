@@ -75,7 +75,7 @@ def _place(matrix: MatrixPlace, cols: int) -> structs.Place:
     data, scale, minimum = matrix.places if matrix.bits < 16 else (matrix.places[0], 0, 0)
     kind = KINDS[matrix.form16] if matrix.bits == 16 else matrix.bits
     group, bias = cols if matrix.bits == 16 else group_of(cols, matrix.group_size), matrix.bias_place
-    return structs.Place(data, scale, minimum, -1 if bias is None else bias, kind, group)
+    return structs.Place(data, scale, minimum, -1 if bias is None else bias, kind, group, matrix.power)
 
 
 def norm(of: NormWeights) -> structs.Norm:

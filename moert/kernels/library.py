@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 17
+ABI = 18
 PATH = Path(__file__).with_name("_native.so")
 
 

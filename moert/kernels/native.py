@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ from moert.kernels.backend import (
     I64,
     AttentionWeights,
     ExpertView,
-    Floats,
     KeptKeys,
     NormWeights,
     Positions,
@@ -93,16 +93,16 @@ class NativeBackend:
         place = None if bias is None else _at(bias)
         if isinstance(stored, QuantizedMatrix):
             qweight, scale, minimum = self._kept(stored.qweight), self._kept(stored.scale), self._kept(stored.minimum)
-            kept = QuantizedMatrix(stored.bits, stored.in_features, stored.group_size, qweight, scale, minimum)
+            kept = replace(stored, qweight=qweight, scale=scale, minimum=minimum)
             struct = Matrix(
                 _at(qweight), _at(scale), _at(minimum), place, stored.bits, len(qweight), stored.in_features,
-                stored.group_size,
+                stored.group_size, power=stored.power,
             )  # fmt: skip
             return NativeMatrix(kept, bias, struct)
         data = self._kept(np.ascontiguousarray(stored.data))
         rows, cols = data.shape
-        struct = Matrix(_at(data), None, None, place, KINDS[stored.dtype], rows, cols, cols)
-        return NativeMatrix(Floats(stored.dtype, data), bias, struct)
+        struct = Matrix(_at(data), None, None, place, KINDS[stored.dtype], rows, cols, cols, power=stored.power)
+        return NativeMatrix(replace(stored, data=data), bias, struct)
 
     def biased(self, matrix: NativeMatrix, bias: F32) -> NativeMatrix:
         struct = Matrix.from_buffer_copy(matrix.struct)

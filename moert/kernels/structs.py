@@ -15,7 +15,7 @@ class Matrix(Structure):
     _fields_ = [
         ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("bias", c_void_p),
         ("kind", c_int32), ("rows", c_int32), ("cols", c_int32), ("group", c_int32),
-        ("block_rows", c_int32), ("blocks", c_void_p),
+        ("block_rows", c_int32), ("power", c_int32), ("blocks", c_void_p),
     ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class Place(Structure):
 
     _fields_ = [
         ("data", c_int64), ("scale", c_int64), ("minimum", c_int64), ("bias", c_int64),
-        ("kind", c_int32), ("group", c_int32),
+        ("kind", c_int32), ("group", c_int32), ("power", c_int32),
     ]  # fmt: skip
 
 

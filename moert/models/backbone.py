@@ -69,15 +69,16 @@ class StoredWeights(Mapping[str, Stored]):
 
     def _read(self, name: str, allocate: Allocate) -> Stored:
         dense = self._quantization.dense
-        if name not in self._names[name]:
+        stored = next(iter(self._names[name]))
+        if stored.endswith(".qweight"):
             assert dense is not None
             inputs = self._spec.tensors[name].shape[1]
             return quantized(self._spec, dense, name, inputs, lambda part: self._tensor(part, allocate)[1])
-        dtype, data = self._tensor(name, allocate)
+        dtype, data = self._tensor(stored, allocate)
         numbers = data.reshape(-1).view(np.uint8)
         if not all_finite(dtype, numbers):
             raise HeaderInvalid(f"{BACKBONE}: {name} has numbers that are not finite: convert the model again")
-        found = Floats(dtype, data)
+        found = Floats(dtype, data, 0 if dense is None else dense.power(name))
         if name.startswith("rope.") and not np.abs(found.widened()).max() <= MOST_TURN:
             raise HeaderInvalid(
                 f"{BACKBONE}: {name} should turn by at most {MOST_TURN:g} a position: convert the model again"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import F32, U8, QuantizedMatrix, from_bfloat16
+from moert.pack.codec import F32, U8, QuantizedMatrix, from_bfloat16, times_two
 from moert.pack.neurons import DOWN, NeuronLayout
 
 Array = npt.NDArray[Any]
@@ -55,9 +55,13 @@ def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | 
     sizes = matrix.neuron_bytes(layout.d_model)
     parts = [_taken(layout, pieces, at, nbytes) for at, nbytes in zip(matrix.places, sizes, strict=True)]
     if matrix.bits == 16:
-        return from_bfloat16(parts[0].view(np.uint16)) if matrix.form16 == "BF16" else _widened(parts[0])
+        return (
+            from_bfloat16(parts[0].view(np.uint16))
+            if matrix.form16 == "BF16"
+            else times_two(_widened(parts[0]), matrix.power)
+        )
     scale, minimum = (part.view(np.float16) for part in parts[1:])
-    return QuantizedMatrix(matrix.bits, layout.d_model, matrix.group_size, parts[0], scale, minimum)
+    return QuantizedMatrix(matrix.bits, layout.d_model, matrix.group_size, parts[0], scale, minimum, matrix.power)
 
 
 def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:

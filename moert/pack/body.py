@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.blocks import place
-from moert.pack.codec import F32, QuantizedMatrix, to_bfloat16, to_mxfp4
+from moert.pack.codec import F32, Form16, QuantizedMatrix, power_of_halves, times_two, to_bfloat16, to_mxfp4
 from moert.pack.layout import ExpertLayout
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ExpertKey
@@ -54,4 +54,19 @@ def _tensors(name: str, part: Matrix, quantization: Quantization) -> dict[str, n
         if (exact := to_mxfp4(part)) is None:
             raise ValueError(f"{name}: weights that MXFP4 does not hold")
         return {"qweight": exact.qweight, "exponent": exact.exponent}
-    return {"weight": to_bfloat16(part) if quantization.dtype16 == "BF16" else part.astype(np.float16)}
+    if quantization.dtype16 == "BF16":
+        return {"weight": to_bfloat16(part)}
+    return {"weight": times_two(part, -power_of_halves(part)).astype(np.float16)}
+
+
+def powers_of(projections: Mapping[str, Matrix], quantization: Quantization) -> dict[str, int] | None:
+    """Projection → the power of two that it counts, of those that do; None: there are none."""
+    found = {name: power_stored(part, quantization.form16) for name, part in projections.items()}
+    return {name: power for name, power in found.items() if power} or None
+
+
+def power_stored(part: Matrix, form16: Form16) -> int:
+    """The power of two that a matrix counts where it is stored."""
+    if isinstance(part, QuantizedMatrix):
+        return part.power
+    return power_of_halves(part) if form16 == "F16" else 0

@@ -31,7 +31,7 @@ class QuantizedMatrix:
     """One quantised projection.
 
     codes are packed in `qweight` [out, row_bytes]; `scale` and `minimum` are [out, n_groups] in float16.
-    `group_size` counts inputs; the last group of a row may be shorter.
+    `group_size` counts inputs; the last group of a row may be shorter. All of it is times 2**power: see `power_of`.
     """
 
     bits: int
@@ -40,6 +40,32 @@ class QuantizedMatrix:
     qweight: U8
     scale: F16
     minimum: F16
+    power: int = 0
+
+
+LEAST_POWER, MOST_POWER = -126, 127
+_LEAST, _MOST = 2.0**-8, 65504.0  # of a matrix's largest magnitude, whose scales float16 holds
+
+
+def power_of(weights: F32) -> int:
+    """The power of two that a matrix is divided by before its scales become float16: 0 for most, else the one that
+    leaves it with a largest magnitude from 2**14 on and below 2**15."""
+    largest = float(np.abs(weights).max(initial=0.0))
+    if largest == 0 or _LEAST <= largest < _MOST or not np.isfinite(largest):
+        return 0
+    return max(LEAST_POWER, int(np.frexp(largest)[1]) - 15)
+
+
+def power_of_halves(weights: F32) -> int:
+    """The same for a matrix that is stored in float16: 0 where it is exact there."""
+    power = power_of(weights)
+    with np.errstate(over="ignore"):
+        return power if power and not np.array_equal(weights.astype(np.float16), weights) else 0
+
+
+def times_two(weights: F32, power: int) -> F32:
+    """Times 2**power; themselves for 0."""
+    return np.ldexp(weights, power) if power else weights
 
 
 def row_bytes(in_features: int, bits: int) -> int:
@@ -99,7 +125,7 @@ def dequantize(matrix: QuantizedMatrix) -> F32:
     scale = _per_input(matrix.scale, matrix.group_size, matrix.in_features)
     minimum = _per_input(matrix.minimum, matrix.group_size, matrix.in_features)
     weights: F32 = codes * scale + minimum
-    return weights
+    return times_two(weights, matrix.power)
 
 
 def _per_input(per_group: F16, group_size: int, in_features: int) -> F32:

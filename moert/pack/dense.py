@@ -24,9 +24,15 @@ def dense_width(spec: ModelSpec, dense: Dense | None, name: str) -> int | None:
     return None if dense is None or role is None else dense.bits.get(role)
 
 
-def part_names(name: str) -> tuple[str, str, str]:
+def stem_of(name: str, dense: Dense | None) -> str:
+    """NAME.weight → NAME; of a matrix that counts a power of two NAME.scaled, so that readers that do not know of
+    powers refuse it."""
+    return name.removesuffix(".weight") + (".scaled" if dense is not None and dense.power(name) else "")
+
+
+def part_names(name: str, dense: Dense) -> tuple[str, str, str]:
     """NAME.weight → where its codes, scales and minima are."""
-    stem = name.removesuffix(".weight")
+    stem = stem_of(name, dense)
     return f"{stem}.qweight", f"{stem}.scale", f"{stem}.min"
 
 
@@ -36,11 +42,12 @@ def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, Sto
     for name, (_, shape, _) in spec.tensors.items():
         width = dense_width(spec, dense, name)
         if dense is None or width is None or width == 16:
-            found[name] = {name: (None if width is None else quantization.dtype16, shape)}
+            whole = name if width is None else f"{stem_of(name, dense)}.weight"
+            found[name] = {whole: (None if width is None else quantization.dtype16, shape)}
             continue
         out_features, in_features = shape
         groups = n_groups(in_features, group_of(in_features, dense.group_size))
-        codes, scale, minimum = part_names(name)
+        codes, scale, minimum = part_names(name, dense)
         wide = ("F16", (out_features, groups))
         found[name] = {codes: ("U8", (out_features, row_bytes(in_features, width))), scale: wide, minimum: wide}
     return found
@@ -55,7 +62,8 @@ def quantized(
     """
     width = dense_width(spec, dense, name)
     assert width is not None
-    codes, scale, minimum = (read(part) for part in part_names(name))
+    codes, scale, minimum = (read(part) for part in part_names(name, dense))
     if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
         raise HeaderInvalid(f"{BACKBONE}: the scales of {name} are not finite: the file is damaged, copy it again")
-    return QuantizedMatrix(width, in_features, group_of(in_features, dense.group_size), codes, scale, minimum)
+    group = group_of(in_features, dense.group_size)
+    return QuantizedMatrix(width, in_features, group, codes, scale, minimum, dense.power(name))

@@ -15,6 +15,7 @@ TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
 _LARGE_EXPERT_BYTES = 1 << 20
 _NAME = b"#"  # nothing else in a header is like it
+PROJECTIONS = ("gate", "up", "down")
 DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 
 
@@ -46,6 +47,22 @@ class ExpertLayout:
 
     def slot(self, name: str) -> TensorSlot:
         return next(slot for slot in self.slots if slot.name == name)
+
+
+def with_powers(layout: ExpertLayout, powers: Mapping[str, int] | None, page_bytes: int) -> ExpertLayout:
+    """The same of an expert of which some projections count powers of two. The header says so: readers that do not know
+    of powers refuse it."""
+    if not powers:
+        return layout
+    said = ",".join(f"{name}:{powers[name]}" for name in PROJECTIONS if name in powers)
+    text = layout.header[8:].rstrip(b" ").replace(b'"}', f'","powers":"{said}"}}'.encode(), 1)
+    text += b" " * (-(8 + len(text)) % page_bytes)
+    further = 8 + len(text) - layout.data_offset
+    neurons = None if layout.neurons is None else layout.neurons.moved(further).scaled(powers)
+    return replace(
+        layout, header=len(text).to_bytes(8, "little") + text, data_offset=layout.data_offset + further,
+        file_bytes=layout.file_bytes + further, neurons=neurons,
+    )  # fmt: skip
 
 
 def choose_page_bytes(spec: ModelSpec) -> int:

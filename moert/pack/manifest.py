@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from moert.pack.codec import WIDTHS, Form16
+from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Form16
 from moert.pack.errors import ManifestInvalid, UnsafePath
-from moert.pack.layout import ExpertLayout, expert_layout
+from moert.pack.layout import ExpertLayout, expert_layout, with_powers
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
 from moert.pack.neurons import NeuronLayout, Neurons
 from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Between, Read, Within, brief, mapping, plain, read
@@ -20,9 +20,10 @@ from moert.pack.reading import MAX_BYTES, MAX_COUNT, Above, Between, Read, Withi
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
-PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR = 0, 1, 2, 3, 4
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR = 0, 1, 2, 3, 4, 5
 """Of a pack that has none of these, of one with preferences, of one with several experts in a file, of one whose
-experts lie in blocks of neurons, of one of whose rows of neurons lie together."""
+experts lie in blocks of neurons, of one of whose rows of neurons lie together, of one of whose matrices some count a
+power of two."""
 SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
@@ -78,6 +79,16 @@ def _bits(value: Any, where: str) -> dict[str, int]:
     return _widths(value, where)
 
 
+def _powers(value: Any, where: str) -> dict[str, int]:
+    powers = mapping(value, where)
+    for name, power in powers.items():
+        if type(power) is not int or not LEAST_POWER <= power <= MOST_POWER or not power:
+            raise ManifestInvalid(
+                f"{where}: {name[:60]} should be {LEAST_POWER} to {MOST_POWER} and not 0, found {brief(power)}"
+            )
+    return powers
+
+
 def _model(value: Any, where: str) -> ModelSpec:
     return read(ModelSpec, value, where, closed=True)
 
@@ -101,9 +112,16 @@ def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]
         (stack, layer, expert), path, bits = raw["key"], raw["path"], raw["bits"]
         sha256, importance = raw["sha256"], raw["importance"]
         counts = raw["file_bytes"], raw["tensor_bytes"], raw["crc32"], raw.get("offset", 0)
+        plain = "powers" not in raw
     except (TypeError, KeyError, ValueError):
         return None
-    if type(raw["key"]) is not list or stack not in STACKS or type(layer) is not int or type(expert) is not int:
+    if (
+        not plain
+        or type(raw["key"]) is not list
+        or stack not in STACKS
+        or type(layer) is not int
+        or type(expert) is not int
+    ):
         return None
     key = ExpertKey(stack, layer, expert)
     if (
@@ -142,11 +160,16 @@ class FileEntry:
 @dataclass(frozen=True)
 class Dense:
     """How matrices outside the experts were quantised: a width for each of ROLES that has one, 16 among them.
-    group_size as for experts."""
+    group_size as for experts. `powers`: canonical name → the power of two that it counts, of matrices that do."""
 
     quantizer: str
     group_size: Annotated[int, Within(0, MAX_COUNT)]
     bits: Annotated[Mapping[str, int], Read(_widths)]
+    powers: Annotated[Mapping[str, int] | None, Read(_powers)] = None
+
+    def power(self, name: str) -> int:
+        """Of two, which the matrix of this canonical name counts; 0 for most."""
+        return (self.powers or {}).get(name, 0)
 
 
 @dataclass(frozen=True)
@@ -226,7 +249,7 @@ class ExpertEntry:
 
     `tensor_bytes` counts weights, scales and minima alone, `file_bytes` all that it has of its file, from `offset` on.
     `importance` is the loss measured when this expert alone goes to 2 bits, all others at 4, above that with all at 4;
-    None where not measured.
+    None where not measured. `powers`: projection → the power of two that it counts, of those that do.
     """
 
     key: Annotated[ExpertKey, Read(_key)]
@@ -238,6 +261,7 @@ class ExpertEntry:
     crc32: Annotated[int, Within(0, _CRC32)]
     importance: float | None
     offset: Annotated[int, Within(0, MAX_BYTES)] = 0
+    powers: Annotated[Mapping[str, int] | None, Read(_powers)] = None
 
 
 @dataclass(frozen=True)
@@ -255,10 +279,11 @@ class Manifest:
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
-        return expert_layout(
+        layout = expert_layout(
             self.model, entry.key, entry.bits, quantization.group_size, quantization.form16, self.page_bytes,
             quantization.neurons,
         )  # fmt: skip
+        return with_powers(layout, entry.powers, self.page_bytes)
 
     def neurons(self, entry: ExpertEntry) -> NeuronLayout:
         """Where the neurons of an expert lie, in a pack that has them in blocks (`Quantization.neurons`)."""
@@ -305,9 +330,12 @@ def dump_manifest(manifest: Manifest) -> str:
         del document["quantization"]["neurons"]
     elif not manifest.quantization.neurons.together:
         del document["quantization"]["neurons"]["together"]
+    if document["quantization"]["dense"] is not None and not manifest.quantization.dense.powers:  # type: ignore[union-attr]
+        del document["quantization"]["dense"]["powers"]
     for expert in experts:
-        if not expert["offset"]:
-            del expert["offset"]
+        for name in ("offset", "powers"):
+            if not expert[name]:
+                del expert[name]
     head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
     lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
     text = json.dumps(head, indent=1, allow_nan=False)

@@ -37,13 +37,15 @@ class Neurons:
 
 class MatrixPlace(NamedTuple):
     """A matrix within a piece: `places` count bytes from the piece's beginning, of its codes, scales and minima or of
-    its weights of 16 bits, `bias_place` of its biases. `group_size` counts features of d_model, and is never 0."""
+    its weights of 16 bits, `bias_place` of its biases. `group_size` counts features of d_model, and is never 0.
+    Weights are multiplied with two to the `power`."""
 
     bits: int
     group_size: int
     form16: Form16
     places: tuple[int, ...]
     bias_place: int | None
+    power: int = 0
 
     def neuron_bytes(self, d_model: int) -> tuple[int, ...]:
         """What a neuron takes at each of `places`."""
@@ -99,6 +101,11 @@ class NeuronLayout(NamedTuple):
     def block(self, k: int) -> range:
         """The neurons of block k."""
         return range(k * self.per_block, min(self.d_ff, (k + 1) * self.per_block))
+
+    def scaled(self, powers: Mapping[str, int]) -> NeuronLayout:
+        """The same of projections that count powers of two."""
+        rows = {name: matrix._replace(power=powers.get(name, 0)) for name, matrix in self.rows.items()}
+        return self._replace(rows=rows, columns=self.columns._replace(power=powers.get(DOWN, 0)))
 
     def moved(self, nbytes: int) -> NeuronLayout:
         """The same, so many bytes further on."""

@@ -6,6 +6,7 @@ import zlib
 from typing import Any
 
 from moert.pack.bounds import check_size, known_bounds
+from moert.pack.dense import dense_width
 from moert.pack.documents import parsed
 from moert.pack.errors import FormatTooNew, HashMismatch, ManifestInvalid, SizeOverflow
 from moert.pack.manifest import FORMAT_NAME, MAJOR, SEAL, ExpertEntry, Manifest
@@ -77,9 +78,9 @@ def _check(manifest: Manifest) -> None:
     _check_keys(manifest)
     _check_preferences(manifest)
     _check_places(manifest)
-    known: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[int, int]] = {}
+    known: dict[tuple[int, tuple[tuple[str, int], ...], str], tuple[int, int]] = {}
     for entry in manifest.experts:
-        alike = (len(str(entry.key)), tuple(entry.bits.items()))  # all that their sizes depend on
+        alike = (len(str(entry.key)), tuple(entry.bits.items()), str(entry.powers))  # all that their sizes depend on
         if known.get(alike) != (entry.file_bytes, entry.tensor_bytes):
             _check_expert(manifest, entry)
             known[alike] = entry.file_bytes, entry.tensor_bytes
@@ -113,6 +114,13 @@ def _check_dense(manifest: Manifest) -> None:
         raise ManifestInvalid(
             f"manifest.json: dense should give widths to matrices that the model has ({', '.join(roles)}), {found}"
         )
+    tensors = manifest.model.tensors
+    for name in dense.powers or {}:
+        width = dense_width(manifest.model, dense, name) if name in tensors else None
+        if width is None or (width == 16 and manifest.quantization.dtype16 == "BF16"):
+            raise ManifestInvalid(
+                f"manifest.json: powers of dense should be of its codes and float16, found {brief(name)}"
+            )
 
 
 def _check_neurons(manifest: Manifest) -> None:
@@ -165,6 +173,11 @@ def _check_expert(manifest: Manifest, entry: ExpertEntry) -> None:
     projections = manifest.model.moe.ffn.projections
     if sorted(entry.bits) != sorted(projections):
         raise ManifestInvalid(f"expert {entry.key} has widths for {sorted(entry.bits)}, expected {projections}")
+    plain = () if manifest.quantization.form16 == "F16" else (16,)
+    if any(entry.bits.get(name, plain) in (plain, *plain) for name in entry.powers or {}):
+        raise ManifestInvalid(
+            f"expert {entry.key} has powers for {brief(list(entry.powers or {}))}: only codes and float16 count them"
+        )
     layout = manifest.layout(entry)
     if max(layout.file_bytes, layout.tensor_bytes) > MAX_BYTES:
         raise SizeOverflow(f"expert {entry.key} would take {layout.file_bytes} bytes, larger than any file can be")

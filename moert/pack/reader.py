@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moert.pack.blocks import bias_of, matrix_of
 from moert.pack.bounds import Room, bound_of, check_size, json_bytes, take_room, unbounded
-from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, dequantize, from_bfloat16
+from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, dequantize, from_bfloat16, times_two
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -166,7 +166,10 @@ class Pack:
             placed = self.neurons(key)
             return {name: matrix_of(placed, buffer, name) for name in entry.bits}
         data = buffer[layout.data_offset :]
-        return {name: self._projection(layout, data, name, width) for name, width in entry.bits.items()}
+        powers = entry.powers or {}
+        return {
+            name: self._projection(layout, data, name, width, powers.get(name, 0)) for name, width in entry.bits.items()
+        }
 
     def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
         """Of what read_expert returned the bias [out] of each projection; none where experts have none."""
@@ -178,7 +181,7 @@ class Pack:
         data = buffer[layout.data_offset :]
         return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
 
-    def _projection(self, layout: ExpertLayout, data: U8, name: str, width: int) -> Projection:
+    def _projection(self, layout: ExpertLayout, data: U8, name: str, width: int, power: int) -> Projection:
         def tensor(part: str, dtype: Any) -> npt.NDArray[Any]:
             slot = layout.slot(f"{name}.{part}")
             values: npt.NDArray[Any] = data[slot.start : slot.stop].view(dtype).reshape(slot.shape)
@@ -190,12 +193,12 @@ class Pack:
         if width == 16:
             if self.manifest.quantization.dtype16 == "BF16":
                 return from_bfloat16(tensor("weight", np.uint16))
-            return tensor("weight", np.float16).astype(np.float32)
+            return times_two(tensor("weight", np.float16).astype(np.float32), power)
         in_features = self.manifest.model.projection_shape(name)[1]
         group_size = group_of(in_features, self.manifest.quantization.group_size)
         return QuantizedMatrix(
             width, in_features, group_size, tensor("qweight", np.uint8), tensor("scale", np.float16),
-            tensor("min", np.float16),
+            tensor("min", np.float16), power,
         )  # fmt: skip
 
     def verify_hashes(self) -> Iterator[str]:

@@ -19,18 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.blocks import U32, checksums
-from moert.pack.body import expert_body
+from moert.pack.body import expert_body, powers_of
 from moert.pack.checksums import checksums_to_bytes
 from moert.pack.codec import QuantizedMatrix
 from moert.pack.errors import WriteFailed
 from moert.pack.files import atomic_write, beside, fsync, placed, write_atomically, write_in_order
-from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout
+from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout, with_powers
 from moert.pack.lock import DirectoryLock
 from moert.pack.manifest import (
     BACKBONE,
     JOINED_MINOR,
     NEURONS_MINOR,
     PLAIN_MINOR,
+    POWERS_MINOR,
     PREFERRING_MINOR,
     TOGETHER_MINOR,
     ExpertEntry,
@@ -90,11 +91,12 @@ class PackWriter:
         """Writes one expert: matrices [out, in], in blocks of neurons `down` as its transpose. A float32 array is
         stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
         bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
-        layout = self._layout(key, bits)
+        powers = powers_of(projections, self.quantization)
+        layout = self._layout(key, bits, powers)
         body = expert_body(key, layout, self.quantization, projections, biases or {})
         entry = ExpertEntry(
             key, expert_path(key), layout.file_bytes, layout.tensor_bytes, bits,
-            hashlib.sha256(body).hexdigest(), zlib.crc32(body), importance,
+            hashlib.sha256(body).hexdigest(), zlib.crc32(body), importance, powers=powers,
         )  # fmt: skip
         self._write(entry.path, body)
         if layout.neurons is not None:
@@ -168,13 +170,17 @@ class PackWriter:
         return manifest
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
+        dense = self.quantization.dense
+        if any(entry.powers for entry in self._experts.values()) or (dense is not None and dense.powers):
+            return POWERS_MINOR
         if self.quantization.neurons is not None:
             return TOGETHER_MINOR if self.quantization.neurons.together else NEURONS_MINOR
         return JOINED_MINOR if self.files == "layer" else PREFERRING_MINOR if preferences else PLAIN_MINOR
 
-    def _layout(self, key: ExpertKey, bits: Mapping[str, int]) -> ExpertLayout:
+    def _layout(self, key: ExpertKey, bits: Mapping[str, int], powers: Mapping[str, int] | None) -> ExpertLayout:
         how = self.quantization
-        return expert_layout(self.spec, key, bits, how.group_size, how.form16, self.page_bytes, how.neurons)
+        layout = expert_layout(self.spec, key, bits, how.group_size, how.form16, self.page_bytes, how.neurons)
+        return with_powers(layout, powers, self.page_bytes)
 
     def _join(self) -> None:
         """Puts the experts of each layer into one file; a run that is killed at it goes on with the next layer."""
@@ -202,7 +208,7 @@ class PackWriter:
 
     def _note(self, entry: ExpertEntry) -> None:
         line = json.dumps([*entry.key, entry.file_bytes, entry.tensor_bytes, dict(entry.bits), entry.sha256,
-                           entry.crc32, entry.importance])  # fmt: skip
+                           entry.crc32, entry.importance, entry.powers])  # fmt: skip
         with _writing(self.partial), open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
             journal.write(f"\n{line}\n")  # the line before may be one that a killed run left unfinished
 
@@ -240,7 +246,7 @@ class PackWriter:
     def _is_there(self, entry: ExpertEntry, body: bytes) -> bool:
         if hashlib.sha256(body).hexdigest() != entry.sha256:
             return False
-        if (neurons := self._layout(entry.key, entry.bits).neurons) is not None:
+        if (neurons := self._layout(entry.key, entry.bits, entry.powers).neurons) is not None:
             self._checksums[entry.key] = checksums(neurons, np.frombuffer(body, np.uint8))
         return True
 
@@ -249,12 +255,15 @@ class PackWriter:
         noted: dict[ExpertKey, ExpertEntry] = {}
         for line in lines:
             try:
-                stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance = json.loads(line)
+                stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance, powers = json.loads(
+                    line
+                )
             except ValueError:
                 continue  # empty, or being written when the last run was killed
             key = ExpertKey(stack, layer, expert)
-            rest = (file_bytes, tensor_bytes, bits, sha256, crc32, importance)
-            noted[key] = ExpertEntry(key, expert_path(key), *rest)
+            noted[key] = ExpertEntry(
+                key, expert_path(key), file_bytes, tensor_bytes, bits, sha256, crc32, importance, powers=powers
+            )
         return noted
 
 

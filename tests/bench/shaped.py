@@ -132,9 +132,9 @@ def _write_backbone(path: Path, spec: ModelSpec, dense: Dense | None) -> None:
     tensors: dict[str, np.ndarray] = {}
     for name, shape in shapes_of(spec).items():
         values, width = weight(name, shape), dense_width(spec, dense, name)
-        if width in (None, 16):
+        if dense is None or width in (None, 16):
             tensors[name] = values if width is None else values.astype(np.float16)
         else:
             coded = quantize(values, width)
-            tensors |= zip(part_names(name), (coded.qweight, coded.scale, coded.minimum), strict=True)
+            tensors |= zip(part_names(name, dense), (coded.qweight, coded.scale, coded.minimum), strict=True)
     save_file(tensors, path)

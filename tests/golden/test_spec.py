@@ -92,6 +92,14 @@ def weights_by_the_text(
     return result
 
 
+def power_by_the_text(entry: dict[str, Any], table: dict[str, Any], name: str) -> float:
+    """What the weights of an expert's projection are multiplied with."""
+    powers = entry.get("powers") or {}
+    said = ",".join(f"{each}:{powers[each]}" for each in ("gate", "up", "down") if each in powers)
+    assert table["__metadata__"].get("powers", "") == said
+    return float(2.0 ** powers.get(name, 0))
+
+
 def up_to(nbytes: int, unit: int) -> int:
     return math.ceil(nbytes / unit) * unit
 
@@ -178,11 +186,13 @@ def check_blocks_against_our_reader(root: Path) -> None:
         for i in range(d_ff):
             for name in rows.widths:
                 found = rows.weights(of_rows[i // block], i % block, name, quantization["dtype16"])
+                found = [number * power_by_the_text(entry, table, name) for number in found]
                 assert found == projection_weights(ours[name])[i].tolist()
                 if ffn["bias"]:
                     [number] = np.frombuffer(rows.neuron(of_rows[i // block], i % block, name, "bias"), "<f4")
                     assert number == biases[name][i]
             found = columns.weights(of_columns[i // block], i % block, "down", quantization["dtype16"])
+            found = [number * power_by_the_text(entry, table, "down") for number in found]
             assert found == projection_weights(ours["down"])[:, i].tolist()
         last = b""
         if ffn["bias"]:
@@ -229,6 +239,7 @@ def check_against_our_reader(root: Path) -> None:
             inputs = ffn["d_ff"] if name == "down" else wide
             group = min(size, inputs) if size else inputs
             found = weights_by_the_text(body[data_at:], table, name, entry["bits"][name], inputs, group)
+            found = [[number * power_by_the_text(entry, table, name) for number in row] for row in found]
             assert found == projection_weights(ours[name]).tolist(), (key, name)
             if ffn["bias"]:
                 start, stop = table[f"{name}.bias"]["data_offsets"]

@@ -117,7 +117,8 @@ class ExpertStore:
         views = self._views.get(key)
         if views is None:
             entry = self._pack.entry(key)
-            kind = (*entry.bits.items(), self._pack.layout(key).data_offset)
+            powers = tuple((entry.powers or {}).items())
+            kind = (*entry.bits.items(), *powers, self._pack.layout(key).data_offset)
             views = self._views[key] = self._kinds.setdefault(kind, _views(self._pack, key))
         return views
 
@@ -232,6 +233,7 @@ def _ends_early(entry: ExpertEntry, found: int) -> FileTruncated:
 def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
     """Where the projections of an expert lie in its file."""
     quantization, layout, views = pack.manifest.quantization, pack.layout(key), {}
+    powers = pack.entry(key).powers or {}
     for name, width in pack.entry(key).bits.items():
         shape = pack.manifest.model.projection_shape(name)
         whole = ("qweight", "exponent") if quantization.mxfp4 else ("weight",)
@@ -239,5 +241,5 @@ def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
         places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in parts)
         group = group_of(shape[1], quantization.group_size)
         bias = layout.data_offset + layout.slot(f"{name}.bias").start if pack.manifest.model.moe.ffn.bias else None
-        views[name] = ProjectionView(shape, width, group, quantization.form16, places, bias)
+        views[name] = ProjectionView(shape, width, group, quantization.form16, places, bias, powers.get(name, 0))
     return views

@@ -201,6 +201,11 @@ int pool_own(moert_pool *pool, size_t bytes);
 
 static inline size_t aligned(size_t bytes) { return (bytes + ALIGN - 1) / ALIGN * ALIGN; }
 static inline int is_codes(const moert_matrix *w) { return w->kind < MOERT_F16; }
+/* Times a power of two, -126 to 127, which is exact. */
+static inline void scale_by(int power, float *x, int n) {
+    const union { int32_t i; float f; } two = {.i = (power + 127) << 23};
+    for (int i = 0; power && i < n; i++) x[i] *= two.f;
+}
 static inline int order_of(int bits) {
     return bits == 8 ? WHOLE : bits == 4 || bits == MOERT_MXFP4 ? HALVES : QUARTERS;
 }

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 17
+#define MOERT_ABI 18
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -33,6 +33,7 @@ typedef struct {
     int32_t rows, cols;
     int32_t group;            /* inputs that share a scale; cols: one scale a row */
     int32_t block_rows;       /* rows of a block, where they lie in blocks; the last may have fewer */
+    int32_t power;            /* of two, which the weights are multiplied with: -126 to 127 */
     const int64_t *blocks;    /* or NULL: of each block, bytes that all of the above lie further on; -1: it is not there, and
                                * what the matrix gives for its rows is 0 */
 } moert_matrix;
@@ -195,7 +196,7 @@ typedef struct {
 typedef struct {
     int64_t data, scale, minimum;
     int64_t bias;             /* -1: none */
-    int32_t kind, group;      /* as in moert_matrix */
+    int32_t kind, group, power; /* as in moert_matrix */
 } moert_place;
 
 /* A feed-forward by its neurons, in blocks of block_rows: each has a row of gate and up and a column of down. down is stored by
@@ -252,7 +253,7 @@ int moert_fire(moert_pool *pool, const moert_neurons *neurons, const moert_act *
                const float *x, int tokens, float *hidden);
 
 /* y [tokens, d_model] = the sum of hidden[i] times column i, in the order of the neurons, with one rounding for each
- * (fma); column i is fl(fl(scale * code) + minimum). Then bias [d_model] (or NULL) is added. Neurons with 0 are skipped, which
+ * (fma); column i is fl(fl(scale * code) + minimum); times 2^power. Then bias [d_model] (or NULL) is added. Neurons with 0 are skipped, which
  * is the same; pieces of columns lie as those of rows do. 1 if one is not there whose neuron has something else than 0. */
 int moert_project(moert_pool *pool, const moert_neurons *neurons, const void *base, const int64_t *at, const float *hidden,
                   int tokens, const float *bias, float *y);

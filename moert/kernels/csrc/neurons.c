@@ -17,7 +17,7 @@ static const void *further(const void *base, int64_t bytes) { return (const char
 /* One of the matrices whose blocks lie at[k] bytes behind base. */
 static moert_matrix in_blocks(const moert_place *place, const moert_neurons *n, const void *base, const int64_t *at) {
     moert_matrix w = {.data = further(base, place->data), .kind = place->kind, .rows = n->d_ff, .cols = n->d_model};
-    w.group = place->group, w.block_rows = n->block_rows, w.blocks = at;
+    w.group = place->group, w.power = place->power, w.block_rows = n->block_rows, w.blocks = at;
     if (is_codes(&w)) w.scale = further(base, place->scale), w.minimum = further(base, place->minimum);
     if (place->bias >= 0) w.bias = further(base, place->bias);
     return w;
@@ -139,12 +139,14 @@ static void project_item(const void *job, int item, void *own) {
         for (int from = 0; from < p->count; from += p->each)
             sum_part(p, from, piece(p->count, p->each, from / p->each), first, n, own, at);
     }
-    for (int t = 0; t < p->tokens; t++)
+    for (int t = 0; t < p->tokens; t++) {
+        scale_by(p->down.power, p->y + (int64_t)t * cols + begin, all);
         for (int i = begin; i < begin + all; i++) { /* what was so small that -0 is left of it becomes 0 */
             float *y = p->y + (int64_t)t * cols + i;
             *y = *y + 0.0f;
             if (p->bias) *y += p->bias[i];
         }
+    }
 }
 
 /* Few tokens: each thread reads a part of every column, as long as there is enough of it. More: parts so small that many

@@ -148,6 +148,7 @@ static void multiply_rows(const columns *x, const moert_matrix *w, int first, in
     if (!is_codes(w)) in->isa->floats(w, in->values, x->tokens, x->n, first, stop, y, stride);
     else if (many(x, w)) multiply_strips(&x->of[grouping(in, w)], w, in->isa, first, stop, y, stride, own);
     else in->isa->codes(w, &in->rounded[grouping(in, w)], x->tokens, x->n, first, stop, y, stride);
+    for (int t = 0; t < x->n && w->power; t++) scale_by(w->power, y + t * stride, stop - first);
     if (!w->bias) return;
     for (int t = 0; t < x->n; t++)
         for (int row = first; row < stop; row++) y[t * stride + row - first] += bias_of(w, row);
@@ -252,7 +253,9 @@ typedef struct {
 static void row_item(const void *job, int item, void *own) {
     const rows_job *j = job;
     (void)own;
-    j->isa->row(j->w, j->rows[item], j->out + (int64_t)item * j->w->cols);
+    float *to = j->out + (int64_t)item * j->w->cols;
+    j->isa->row(j->w, j->rows[item], to);
+    scale_by(j->w->power, to, j->w->cols);
 }
 
 int moert_rows(moert_pool *pool, const moert_matrix *matrix, int count, const int64_t *rows, float *out) {

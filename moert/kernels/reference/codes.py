@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.backend import Stored
-from moert.pack.codec import F32, Mxfp4Matrix, QuantizedMatrix
+from moert.pack.codec import F32, Mxfp4Matrix, QuantizedMatrix, times_two
 
 
 def weights(stored: Stored | Mxfp4Matrix) -> F32:
     """A matrix as float32 [out, in], bit for bit what `moert.pack.codec.dequantize` gives."""
-    return _dequantize(stored) if isinstance(stored, QuantizedMatrix) else stored.widened()
+    return times_two(_dequantize(stored), stored.power) if isinstance(stored, QuantizedMatrix) else stored.widened()
 
 
 def _dequantize(matrix: QuantizedMatrix) -> F32:

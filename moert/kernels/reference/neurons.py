@@ -47,6 +47,6 @@ def _matrix(layout: NeuronLayout, place: MatrixPlace, base: U8, offsets: I64) ->
 def _block(layout: NeuronLayout, place: MatrixPlace, base: U8, offset: int) -> Plain:
     """The matrix of one piece, [per_block, d_model]."""
     shape, group = (layout.per_block, layout.d_model), group_of(layout.d_model, place.group_size)
-    view = ProjectionView(shape, place.bits, group, place.form16, place.places, place.bias_place)
+    view = ProjectionView(shape, place.bits, group, place.form16, place.places, place.bias_place, place.power)
     piece = base[offset:]
     return Plain(weights(view.stored(piece)), view.bias(piece))
