@@ -23,6 +23,7 @@ _CATCH_UP = 256
 _EXPECTED = 16
 """Prompts that wait and are worked out beforehand, at most."""
 _SAMPLE = 256
+_FAR = -600  # e to this is still a number
 """Tokens of a prompt that are looked at to say what all of them will demand."""
 
 
@@ -223,8 +224,8 @@ def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:
 
 
 def softmax(numbers: F32) -> F64:
-    """Over the last axis."""
-    shifted = np.exp(numbers - numbers.max(axis=-1, keepdims=True), dtype=np.float64)
+    """Over the last axis; none is 0, however far they are apart."""
+    shifted = np.exp(np.maximum(numbers - numbers.max(axis=-1, keepdims=True), _FAR), dtype=np.float64)
     found: F64 = shifted / shifted.sum(axis=-1, keepdims=True)
     return found
 

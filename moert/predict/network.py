@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from moert.errors import NotFinite
 from moert.kernels.backend import Backend, Floats, Matrix
 from moert.pack.codec import F32
-from moert.pack.hash import LSTM_LAYERS, HashFunction, Lstm, StackHash
+from moert.pack.hash import HASH, LSTM_LAYERS, HashFunction, Lstm, StackHash
 from moert.pack.model_spec import StackName
+from moert.wording import said
 
 F16 = npt.NDArray[np.float16]
 
@@ -125,12 +127,12 @@ class Reader:
         return np.concatenate(parts)
 
     def numbers(self, y: F32) -> F32:
-        """y [tokens, w] → what stands for the routers' numbers, [tokens, layers, experts]."""
-        return np.stack(self._backend.linears(y, self._heads), axis=1)
+        """y [tokens, w] → what stands for the routers' numbers, [tokens, layers, experts]. Raises NotFinite."""
+        return _finite(np.stack(self._backend.linears(y, self._heads), axis=1))
 
     def of_layer(self, y: F32, place: int) -> F32:
-        """The same of one layer, [tokens, experts]."""
-        return self._linear(y, self._heads[place])
+        """The same of one layer, [tokens, experts]. Raises NotFinite."""
+        return _finite(self._linear(y, self._heads[place]))
 
     def _read(self, rows: F32, counts: Sequence[int], recalled: Sequence[Recalled]) -> F32:
         x = self._compressed(rows)
@@ -167,6 +169,15 @@ class Reader:
         return np.concatenate(
             [self._backend.linear(x[start : start + _AT_ONCE], matrix) for start in range(0, len(x), _AT_ONCE)]
         )
+
+
+def _finite(numbers: F32) -> F32:
+    if not np.isfinite(numbers).all():
+        raise NotFinite(
+            f"{HASH} gives something else than numbers for this text: run with {said('predict')} none and without its "
+            "routing, or train it again (moeconv train-hash)"
+        )
+    return numbers
 
 
 class _Cells:

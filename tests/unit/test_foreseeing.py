@@ -17,20 +17,21 @@ from random_hash import add_hash, random_hash
 from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
 
 from moert.engine import Engine
-from moert.errors import HashMissing, SettingInvalid
+from moert.errors import HashMissing, NotFinite, SettingInvalid
 from moert.experts.cache.residency import Residency
 from moert.experts.demand import Demand
 from moert.experts.policy import names as names_module
 from moert.experts.policy.eviction import Foreseen
 from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library, open_backend
-from moert.kernels.backend import Floats
+from moert.kernels.backend import Floats, opaque
+from moert.kernels.reference import ReferenceBackend
 from moert.kernels.reference.foresee import sparsemax
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import LayerKey
 from moert.predict.beforehand import Beforehand, Ready
-from moert.predict.foresight import Foresight, of_each_token
+from moert.predict.foresight import Foresight, any_demands, of_each_token
 from moert.predict.network import Heard, Reader, readers, recalled_bytes
 from moert.predict.predictor import of_one_token
 
@@ -520,3 +521,21 @@ def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_toke
         engine.model.read([state], [read])
         assert isinstance(state.heard, Heard)
         assert 0 < state.heard.nbytes <= recalled_bytes(random_hash(SPECS[name]), prompt_tokens, 10)
+
+
+def test_numbers_far_apart_name_experts_all_the_same() -> None:
+    """One of them is so large that the shares of all others vanish, and a token goes to two."""
+    numbers = np.array([[[4e9, 0, 1, -4e9]]], np.float32)
+    for n_tokens in (1, 5):
+        found = any_demands(numbers, 2, n_tokens)
+        assert np.isfinite(found).all()
+        assert found[0, 0] == 1
+        assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_a_function_that_gives_no_numbers_ends_in_one_line() -> None:
+    reader = next(iter(readers(random_hash(SWITCH), opaque(ReferenceBackend())).values()))
+    made = np.full((2, reader.width), np.inf, np.float32)
+    for read in (reader.numbers, lambda y: reader.of_layer(y, 0)):
+        with np.errstate(all="ignore"), pytest.raises(NotFinite, match=r"hash.safetensors gives something else"):
+            read(made)

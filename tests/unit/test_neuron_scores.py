@@ -12,6 +12,7 @@ from random_predictor import random_layer
 from tiny_packs import SWITCH
 
 from moert.budget.budget import Budget
+from moert.errors import NotFinite
 from moert.experts.executor import by_expert
 from moert.experts.neurons.scores import Scores, blocks_with, neurons_in
 from moert.experts.neurons.sharing import all_to_blocks
@@ -57,6 +58,13 @@ def test_scores_are_those_of_the_matrices(kernels: str) -> None:
         alone = np.concatenate([scores.compressed(AT, x[token : token + 1]) for token in range(7)])
         assert alone.tobytes() == compressed.tobytes()
     backend.close()
+
+
+def test_scores_that_are_no_numbers_end_in_one_line() -> None:
+    layer = random_layer(24, 6, 28, rank=5)
+    scores = Scores(NeuronPredictor({AT: layer}, 0.05, 4), open_backend("reference", 1))
+    with np.errstate(all="ignore"), pytest.raises(NotFinite, match=r"predictor.safetensors gives something else"):
+        scores.named(AT.expert(0), np.full((1, 5), 3e38, np.float32))
 
 
 chosen = st.lists(st.lists(st.integers(0, 7), min_size=2, max_size=2, unique=True).map(sorted), min_size=1, max_size=6)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from moert.errors import NotFinite
 from moert.kernels.backend import Backend, Floats
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.neurons import NeuronLayout
-from moert.pack.predictor import NeuronPredictor
+from moert.pack.predictor import PREDICTOR, NeuronPredictor
 
 Bools = npt.NDArray[np.bool_]
 
@@ -38,8 +39,14 @@ class Scores:
         return self._backend.linear(x, self._compress[at])
 
     def named(self, key: ExpertKey, compressed: F32) -> Bools:
-        """[tokens, rank] → which neurons of an expert are named, [tokens, d_ff]."""
-        found: Bools = self._backend.linear(compressed, self._heads[key]) >= self._threshold[key]
+        """[tokens, rank] → which neurons of an expert are named, [tokens, d_ff]. Raises NotFinite."""
+        scores = self._backend.linear(compressed, self._heads[key])
+        if not np.isfinite(scores).all():
+            raise NotFinite(
+                f"{PREDICTOR} gives something else than numbers for expert {key}: run without it, or train it again "
+                "(moeconv train-neurons)"
+            )
+        found: Bools = scores >= self._threshold[key]
         return found
 
 
