@@ -104,9 +104,10 @@ class Conversion:
     ) -> tuple[Manifest, ConversionReport]:
         """`conversion` is the digest of all that this one is decided by."""
         account = self.account
-        if bench.moments is not None and not bench.moments.is_file():
+        if bench.moments is not None and not bench.journal.sealed(bench.moments):
             with account.step("moments", bench.journal):
                 bench.collect_moments(bench.moments)
+                bench.journal.seal(bench.moments)
         references = measured_references(bench, account)
         judge = references.judge
         order = neuron_order(bench, work, account)
@@ -123,6 +124,7 @@ class Conversion:
         plan, routings = fitted(bench, references, choice, choice.plan(), account)
         residences = tuple(one.residence for one in routings)
         work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]})
+        bench.journal.seal(work.path / INPUTS, work.path / RESIDENCES)
         outcome = replace(
             self._outcome(bench, references, plan, looks),
             preferences=tuple(one.preference for one in routings),

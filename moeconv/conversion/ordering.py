@@ -22,7 +22,7 @@ def neuron_order(bench: Bench, work: WorkDir, account: Account) -> NeuronOrder |
     about = {"subject": work.path.name, "samples": bench.moment_samples}
     path = work.path / f"order-{digest_of(about)[:12]}.safetensors"
     with account.step("order of neurons", bench.journal):
-        if path.is_file():
+        if bench.journal.sealed(path):
             try:
                 found = NeuronOrder.from_bytes(path.read_bytes())
                 found.check(bench.spec)
@@ -32,6 +32,7 @@ def neuron_order(bench: Bench, work: WorkDir, account: Account) -> NeuronOrder |
         counts = bench.firing_counts()
         found = by_frequency(counts)
         work.save_bytes(path.name, found.to_bytes())
+        bench.journal.seal(path)
     first = covered(counts, _FEW)
     account.say(f"neurons lie by how often they fire: of an expert's, the first {_FEW:.0%} do {first:.0%} of it")
     return found

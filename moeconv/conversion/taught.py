@@ -64,7 +64,7 @@ class School:
         """What was learnt before, or by `train`, in a folder and with scorers of the text to learn and of that to judge
         by. Raises ConversionError."""
         path, folder = self.work.path / f"{self.name}-{self.digest[:12]}.safetensors", self.work.path / self.name
-        if path.is_file():
+        if self.bench.journal.sealed(path):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed right after it had learnt
             try:
                 return read(path.read_bytes())
@@ -81,6 +81,7 @@ class School:
         with transformers_model(trial.checkpoint.path):
             found = train(folder, (scorers[0], scorers[1]))
         self.work.save_bytes(path.name, write(found))
+        self.bench.journal.seal(path)
         shutil.rmtree(folder, ignore_errors=True)
         return found
 

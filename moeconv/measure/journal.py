@@ -15,6 +15,9 @@ from moeconv.errors import ConversionError
 from moeconv.strict_json import NotJson, parse
 
 
+_PIECE = 1 << 20
+
+
 def identity(*what: Any) -> str:
     """The name of a measurement in the journal: a hash of everything that it depends on (JSON values)."""
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
@@ -93,6 +96,22 @@ class Journal:
             raise ConversionError(f"can't write {self.path}: {error.strerror}; free some space and run again") from None
         self._known.update(records)
 
+    def seal(self, *paths: Path) -> None:
+        """Notes what is in finished files of the work directory."""
+        seals = {_seal_of(path): {"file": path.name} for path in paths}
+        if new := {name: seal for name, seal in seals.items() if name not in self._known}:
+            self.add_all(new)
+
+    def sealed(self, path: Path) -> bool:
+        """Whether a file is there and finished. Raises ConversionError if something else is in it than was sealed."""
+        if not path.is_file() or all(entry.get("file") != path.name for entry in self.entries()):
+            return False
+        if _seal_of(path) not in self._known:
+            raise ConversionError(
+                f"{path} was changed since it was made: delete it, and it is made again, or give another --work"
+            )
+        return True
+
     def _read(self) -> None:
         try:
             body = self.path.read_bytes()
@@ -117,6 +136,18 @@ class Journal:
         self._earlier = set(self._known)
         if len(whole) < len(body):
             self._cut_at = len(whole)
+
+
+def _seal_of(path: Path) -> str:
+    """The name of what is in a file. Raises ConversionError."""
+    try:
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                digest.update(piece)
+        return identity("file", path.name, digest.hexdigest())
+    except OSError as error:
+        raise ConversionError(f"can't read {path}: {error.strerror}; give another --work") from None
 
 
 def _seconds(entry: Mapping[str, Any]) -> float:

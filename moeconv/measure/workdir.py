@@ -110,5 +110,7 @@ def finished_work(path: Path) -> tuple[dict[str, Any], Journal, list[dict[str, A
             f"{inner.path / INPUTS} has schema {inputs.get('schema')!r}, this version of moeconv reads {SCHEMA}: run "
             "`moeconv quantize` again"
         )
-    fitted = (inner.load(RESIDENCES) or {}).get("residences", [])
-    return inputs, inner.journal(inner.path.name), fitted
+    fitted, journal = (inner.load(RESIDENCES) or {}).get("residences", []), inner.journal(inner.path.name)
+    for name in (INPUTS, RESIDENCES):
+        journal.sealed(inner.path / name)
+    return inputs, journal, fitted

@@ -174,7 +174,7 @@ def test_neurons_lie_by_how_often_they_fire(
     assert found is not None
     assert found <= 1
     file.write_bytes(b"nonsense")
-    with pytest.raises(ConversionError, match="delete it, and it is counted again"):
+    with pytest.raises(ConversionError, match="was changed since it was made: delete it"):
         Done(settings)
     file.unlink()
     again = Done(settings)

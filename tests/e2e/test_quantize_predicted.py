@@ -148,7 +148,7 @@ def test_the_same_again_trains_nothing_and_another_target_neither(firing: dict[s
     assert any(point.loss is not None for point in points)
     kept = next(settings.work.glob("*/neurons-*.safetensors"))
     kept.write_bytes(b"nonsense")
-    with pytest.raises(ConversionError, match="delete it, and it is trained again"):
+    with pytest.raises(ConversionError, match="was changed since it was made: delete it"):
         Done(replace(settings, out=tmp_path / "other.pack"))
     apart = Done(replace(settings, layout="columns", out=tmp_path / "columns.pack", work=tmp_path / "work2"))
     assert apart.manifest.quantization.neurons == Neurons(512, bundled=False)

@@ -106,3 +106,22 @@ def test_records_keep_their_values(tmp_path: Path) -> None:
     record: dict[str, Any] = {"scores": [[0.1234567, 1.0]], "widths": [[2, 4]], "text": "é\n"}
     Journal(tmp_path / "j", "this").add("a", record)
     assert Journal(tmp_path / "j", "this").get("a") == record
+
+
+def test_a_file_is_finished_when_it_is_sealed_and_one_that_was_changed_is_refused(tmp_path: Path) -> None:
+    journal, file = Journal(tmp_path / "journal.jsonl", "this"), tmp_path / "moments.safetensors"
+    assert not journal.sealed(file)
+    file.write_bytes(b"figures")
+    assert not journal.sealed(file), "a run was killed before it was finished"
+    journal.seal(file)
+    journal.seal(file)
+    assert len(journal.path.read_bytes().splitlines()) == 1
+    assert all(each.sealed(file) for each in (journal, Journal(journal.path, "this")))
+    file.write_bytes(b"Figures")
+    with pytest.raises(ConversionError, match=r"moments.safetensors was changed since it was made: delete it"):
+        journal.sealed(file)
+    file.unlink()
+    assert not journal.sealed(file)
+    file.write_bytes(b"others")
+    journal.seal(file)
+    assert Journal(journal.path, "this").sealed(file)
