@@ -14,7 +14,6 @@ from typing import Any
 from moeconv.errors import ConversionError
 from moeconv.strict_json import NotJson, parse
 
-
 _PIECE = 1 << 20
 
 

@@ -79,7 +79,9 @@ def _bits(value: Any, where: str) -> dict[str, int]:
     return _widths(value, where)
 
 
-def _powers(value: Any, where: str) -> dict[str, int]:
+def _powers(value: Any, where: str) -> dict[str, int] | None:
+    if value is None:
+        return None
     powers = mapping(value, where)
     for name, power in powers.items():
         if type(power) is not int or not LEAST_POWER <= power <= MOST_POWER or not power:
@@ -112,7 +114,7 @@ def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]
         (stack, layer, expert), path, bits = raw["key"], raw["path"], raw["bits"]
         sha256, importance = raw["sha256"], raw["importance"]
         counts = raw["file_bytes"], raw["tensor_bytes"], raw["crc32"], raw.get("offset", 0)
-        plain = "powers" not in raw
+        plain = raw.get("powers") is None
     except (TypeError, KeyError, ValueError):
         return None
     if (

@@ -208,7 +208,7 @@ class PackWriter:
 
     def _note(self, entry: ExpertEntry) -> None:
         line = json.dumps([*entry.key, entry.file_bytes, entry.tensor_bytes, dict(entry.bits), entry.sha256,
-                           entry.crc32, entry.importance, entry.powers])  # fmt: skip
+                           entry.crc32, entry.importance, *([entry.powers] if entry.powers else [])])  # fmt: skip
         with _writing(self.partial), open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
             journal.write(f"\n{line}\n")  # the line before may be one that a killed run left unfinished
 
@@ -255,15 +255,14 @@ class PackWriter:
         noted: dict[ExpertKey, ExpertEntry] = {}
         for line in lines:
             try:
-                stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance, powers = json.loads(
+                stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance, *powers = json.loads(
                     line
                 )
             except ValueError:
                 continue  # empty, or being written when the last run was killed
             key = ExpertKey(stack, layer, expert)
-            noted[key] = ExpertEntry(
-                key, expert_path(key), file_bytes, tensor_bytes, bits, sha256, crc32, importance, powers=powers
-            )
+            entry = ExpertEntry(key, expert_path(key), file_bytes, tensor_bytes, bits, sha256, crc32, importance)
+            noted[key] = replace(entry, powers=powers[0]) if powers else entry
         return noted
 
 
