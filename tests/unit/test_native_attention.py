@@ -169,7 +169,7 @@ def test_attention_to_the_encoded_input(
     close(first[0], exact_attend(problem, x, keys, values, rounds=True), problem.kind)
 
 
-@pytest.mark.parametrize("bits", KV_BITS)
+@pytest.mark.parametrize("bits", get_args(KvBits))
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("power", [-60, -24, 0, 16, 60])
 def test_keys_and_values_of_any_size_are_kept_alike(backends: Backends, bits: KvBits, own: bool, power: int) -> None:

@@ -283,7 +283,7 @@ def test_what_has_no_matrix_is_the_hosts() -> None:
         assert getattr(backend, name) == getattr(host, name)
 
 
-@pytest.mark.parametrize("bits", KV_BITS)
+@pytest.mark.parametrize("bits", get_args(KvBits))
 def test_keys_of_any_size_are_rounded_as_in_memory(bits: KvBits) -> None:
     rows = np.random.default_rng(2).normal(size=(280, 2, 9)).astype(np.float32)
     rows = np.ldexp(rows, np.arange(-150, 130).reshape(-1, 1, 1))
