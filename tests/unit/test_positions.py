@@ -165,7 +165,7 @@ def test_the_first_token_is_what_was_asked_for(packs: dict[str, Path]) -> None:
             request = session.add([7, 3], settings)
             twin = session.fork(request, first_token="▁")
             session.turn()
-            with pytest.raises(SettingInvalid, match="comes too late"):
+            with pytest.raises(SettingInvalid, match="can't change"):
                 session.fork(request, first_token=14)
             for _ in session:
                 pass
