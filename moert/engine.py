@@ -103,6 +103,7 @@ class Engine:
         self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
         prefixes = self._prefixes = WeakSet[Prefix]()
         self._session: ref[Session] | None = None  # the latest
+        self._template = settings.template
         self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in prefixes)
         self._regulator.check_open()
         self.ahead = None
@@ -345,12 +346,13 @@ class Engine:
 
     @cached_property
     def _speaker(self) -> Speaker:
-        """Raises ChatImpossible, or a PackError for a chat.json that can't be used."""
-        from moert.chat.renderer import Renderer, chat_of
+        """Raises ChatImpossible, SettingInvalid, or a PackError for a chat.json that can't be used."""
+        from moert.chat.renderer import Renderer
         from moert.chat.speaker import Speaker
+        from moert.chat.templates import chat_of
 
         room = partial(self._aside, "render the model's chat template")
-        return Speaker(Renderer(chat_of(self.pack), room=room), self.text, self.session)
+        return Speaker(Renderer(chat_of(self.pack, self.text, self._template), room=room), self.text, self.session)
 
     def stats(self) -> RunStats:
         """The figures of all requests since the engine was opened."""

@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory: int | str | None
     device_keep: str | None
     device_experts: str | None
+    template: str | None
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class EngineSettings(Adjustable):
     `device`: a second one that holds and computes experts (moert.devices.opening), of whose memory no more than
     `gpu_memory` is used, bytes or as `--gpu-memory` takes them. `device_keep`: who stays there, a name of
     moert.experts.tiers.keeping; `device_experts`: who computes, a rule of moert.placement. Answers of a GPU are rounded
-    in other ways than the processor's; those of a simulated one are the same.
+    in other ways than the processor's; those of a simulated one are the same. `template`: for conversations, in
+    place of the pack's own, a name of moert.chat.templates or the path of a file.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
     """
@@ -83,6 +85,7 @@ class EngineSettings(Adjustable):
     gpu_memory: int | str | None = None
     device_keep: str | None = None
     device_experts: str | None = None
+    template: str | None = None
 
     def __post_init__(self) -> None:
         self.check_types()

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moert.errors import ChatImpossible, InputInvalid, TemplateFailed
-from moert.pack.chat import GIVEN, ChatFormat, load_chat
-from moert.pack.reader import Pack
+from moert.errors import InputInvalid, TemplateFailed
+from moert.pack.chat import GIVEN, ChatFormat
 
 MAX_REQUEST_BYTES = 8 << 20
 _EACH_BYTE = 16  # bytes of memory for each of the conversation: read, decoded, joined, written
@@ -43,21 +42,6 @@ class Limits:
     cpu_s: int = 5
     wall_s: float = 120.0
     data_bytes: int = 20 << 20
-
-
-def chat_of(pack: Pack) -> ChatFormat:
-    """Returns how a pack's model holds conversations. Raises ChatImpossible, or a PackError for a chat.json that can't
-    be used."""
-    reads = pack.manifest.model.encoder is not None
-    chat = None if reads else load_chat(pack)
-    if chat is None:
-        why = (
-            "its model reads with an encoder, and takes"
-            if reads
-            else ("it has no chat template: convert a model that has one, or give")
-        )
-        raise ChatImpossible(f"the pack at {pack.root} can't chat: {why} prompts as they are, with moert run")
-    return chat
 
 
 class Renderer:

@@ -53,7 +53,9 @@ class Speaker:
     def __init__(self, renderer: Renderer, text: Text, session: Callable[[], Session]) -> None:
         self._renderer, self._text, self._session = renderer, text, session
         self._marks = marks_of(renderer.chat)
-        self._ends = frozenset(text.numbers(renderer.chat.ends))
+        ends = renderer.chat.ends
+        self._ends = frozenset(text.numbers(ends))
+        self._stops = () if self._ends else tuple(ends)  # where the tokenizer has no such token
 
     def reply(
         self, asked: Asked, prefix: Prefix, settings: GenerationSettings | None = None, hear: Hear | None = None
@@ -66,6 +68,9 @@ class Speaker:
         ids = self._text.encode(prompt, whole=True)
         text = self._text.detokenizer_with(self._marks)
         parts = _Parts(Splitter(self._marks, begins_with(prompt, self._marks)), hear)
+        if self._stops:
+            settings = settings or GenerationSettings()
+            settings = settings.but(stop=(*settings.stops, *self._stops))
         with self._session() as session:
             request = session.add(Continued(ids, text, prefix, self._ends), settings)
             try:

@@ -55,6 +55,7 @@ from moert.command.options import (
     StopOption,
     SystemOption,
     TemperatureOption,
+    TemplateOption,
     Thinking,
     ThinkingOption,
     ThreadsOption,
@@ -113,6 +114,7 @@ def run(
         bool, typer.Option("--chat", help="Ask the prompt as a question, by the model's chat template.")
     ] = False,
     system: SystemOption = None,
+    template: TemplateOption = None,
     thinking: ThinkingOption = Thinking.show,
     batch: Annotated[
         int,
@@ -173,10 +175,10 @@ def run(
         raise RunError(f"--batch {batch} goes with --input: there is one prompt")
     if chat and input_path is not None:
         raise RunError("--chat takes one prompt: --input runs prompts as they are")
-    if not chat and (system is not None or thinking is not Thinking.show):
-        raise RunError(
-            f"{'--thinking' if system is None else '--system'} goes with --chat: else a prompt is run as it is"
-        )
+    of_chats = {"--system": system, "--template": template, "--thinking": thinking is not Thinking.show or None}
+    for name, value in of_chats.items():
+        if not chat and value is not None:
+            raise RunError(f"{name} goes with --chat: else a prompt is run as it is")
     if chat and beams != 1:
         raise RunError(f"--beams {beams} searches one text: --chat takes the likeliest token each time")
     if raw:
@@ -194,7 +196,7 @@ def run(
     chosen = engine_settings(
         memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
         OnDevice(device, gpu_memory, device_keep, device_experts),
-    )  # fmt: skip
+    ).but(template=template)  # fmt: skip
     longest = longest_text(chosen)
     text = read_prompt(prompt, file, sys.stdin, longest) if input_path is None else ""  # before anything is loaded
     from moert.command.answers import run_prompt, run_records
@@ -217,6 +219,7 @@ def run(
 def chat(
     pack: PackArgument,
     system: SystemOption = None,
+    template: TemplateOption = None,
     thinking: ThinkingOption = Thinking.show,
     memory: MemoryOption = None,
     cache: CacheOption = None,
@@ -261,7 +264,7 @@ def chat(
     chosen = engine_settings(
         memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
         OnDevice(device, gpu_memory, device_keep, device_experts),
-    )  # fmt: skip
+    ).but(template=template)  # fmt: skip
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 

@@ -306,6 +306,14 @@ StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of
 SystemOption = Annotated[
     str | None, typer.Option("--system", help="What to tell the model first: how to answer.", show_default=False)
 ]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of the pack's own chat template: a file, or chatml, llama3 or alpaca, forms that models are "
+        "trained for.",
+        show_default=False,
+    ),
+]
 ThinkingOption = Annotated[
     Thinking, typer.Option(help="What a model thinks before it answers: show it, dimmed on a terminal, or hide it.")
 ]

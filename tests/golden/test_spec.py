@@ -333,5 +333,6 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
 def test_every_error_is_in_the_text() -> None:
     from moert.pack import errors
 
-    names = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"Error", "PackError", "WriteFailed"}
+    bases = {"Error", "PackError", "WriteFailed"}
+    names = {name for name, value in vars(errors).items() if isinstance(value, type)} - bases
     assert {name for name in names if f"| `{name}` |" not in SPEC} == set()
