@@ -129,7 +129,7 @@ def test_that_a_program_runs_is_said_before_it_does(tmp_path: Path, capsys: pyte
     assert marker.exists()
     recipe = tmp_path / "r.toml"
     recipe.write_text('model = "m"\ncalib = "text.jsonl"\nmetric = "ours.py"\nprofile_paths = false\n')
-    assert _exit_code(["recipe", "run", str(recipe), "--out", str(tmp_path / "o")]) == 2
+    assert _exit_code(["recipe", "run", str(recipe), "--out", str(tmp_path / "o"), "--allow-code"]) == 2
     assert "is a program: it runs now" in capsys.readouterr().err
 
 

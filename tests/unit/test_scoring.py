@@ -108,7 +108,7 @@ def test_logits_count_as_memory(packs: dict[str, Path]) -> None:
     footprint = Footprint(SPECS["decoder"], False)
     more = footprint.prompt([Load(50, 1, scored=20)]) - footprint.prompt([Load(50, 1)])
     assert more == 19 * 3 * 4 * VOCAB
-    with Engine.open(packs["decoder"], memory="400MB") as engine:
+    with Engine.open(packs["decoder"]) as engine:
         engine._regulator.limit_bytes = 10 << 20
         with pytest.raises(BudgetTooSmall, match="this request needs"):
             engine.score(TEXT)

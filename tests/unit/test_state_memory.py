@@ -48,7 +48,7 @@ def in_group(pack: Path, limit_bytes: int, *more: object) -> tuple[subprocess.Co
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("name", MIXED)
 def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str) -> None:
-    pack, limit = write(tmp_path / "p", MIXED[name]), 1000
+    pack, limit = write(tmp_path / "p", MIXED[name]), 1_000_000
     for _ in range(3):
         done, killed = in_group(pack, limit, "--beams", BEAMS, "--json")
         assert killed == 0, limit
