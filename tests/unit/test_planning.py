@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from resealing import reseal
 from tiny import tiny_olmoe
 from trials import running
 
@@ -159,6 +160,7 @@ def changed(work: Path, to: Path, change: Change) -> Path:
     values = json.loads(inputs.read_text())
     change(values)
     inputs.write_text(json.dumps(values))
+    reseal(inputs)
     return to
 
 
