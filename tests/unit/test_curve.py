@@ -63,9 +63,9 @@ def test_the_table() -> None:
     points = (CurvePoint(2_500_000, 0.1, None, None, False), CurvePoint(5_000_000, 0.02, 0.021, 0.034, True))
     text = curve_table(points, weights=10_000_000, int4_bytes=5_000_000)
     assert text.splitlines() == [
-        "          MB   bits  of INT4  predicted  measured    upper",
-        "        2.50   2.00    50.0%     10.00%         –        –",
-        "        5.00   4.00   100.0%      2.00%     2.10%    3.40%  chosen",
+        "        size   bits  of INT4  predicted  measured    upper",
+        "      2.5 MB   2.00    50.0%     10.00%         –        –",
+        "        5 MB   4.00   100.0%      2.00%     2.10%    3.40%  chosen",
     ]
 
 
@@ -74,7 +74,7 @@ def test_the_table_of_plans_without_a_promise_has_no_column_for_its_bound() -> N
     points = curve(frontier, [MeasuredPlan(40, 0.0, 0.02, None)], frontier[1])
     assert points == (CurvePoint(20, 1.02, None, None, False), CurvePoint(40, 0.02, 0.02, None, True))
     assert curve_table(points, weights=80, int4_bytes=40).splitlines() == [
-        "          MB   bits  of INT4  predicted  measured",
-        "        0.00   2.00    50.0%    102.00%         –",
-        "        0.00   4.00   100.0%      2.00%     2.00%  chosen",
+        "        size   bits  of INT4  predicted  measured",
+        "    20 bytes   2.00    50.0%    102.00%         –",
+        "    40 bytes   4.00   100.0%      2.00%     2.00%  chosen",
     ]
