@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -92,13 +93,14 @@ class Moments:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """A safetensors file, whole or not at all. Raises MomentsError."""
+        """A safetensors file, whole or not at all; equal moments give equal bytes. Raises MomentsError."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         try:
             with atomic_write(path) as fresh:
                 save_file(self._arrays, fresh, self._about)
+                _sort_metadata(fresh)
         except (OSError, SafetensorError) as error:
             raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
 
@@ -124,6 +126,16 @@ class Moments:
         if about.get("schema") != SCHEMA or about.get("wants") not in ("squares", "products"):
             raise MomentsError(f"{path} was written by another version: delete it, and it will be measured again")
         return cls(about["wants"], tensors)
+
+
+def _sort_metadata(path: Path) -> None:
+    """In the header of a safetensors file: the library writes it in an order that differs from process to process."""
+    with path.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        stream.seek(8)
+        stream.write(json.dumps(header, separators=(",", ":")).encode().ljust(length))
 
 
 def moments_bytes(spec: ModelSpec, wants: Wants) -> int:

@@ -93,6 +93,15 @@ def test_moments_take_as_much_memory_as_is_said(wants: Wants, tmp_path: Path) ->
     assert moments_bytes(checkpoint.spec, "nothing") == 0
 
 
+def test_equal_moments_are_equal_bytes(tmp_path: Path) -> None:
+    """The library's order of metadata is another one each time."""
+    bodies = set()
+    for _ in range(16):
+        random_moments().save(tmp_path / "m.safetensors")
+        bodies.add((tmp_path / "m.safetensors").read_bytes())
+    assert len(bodies) == 1
+
+
 def test_a_place_that_takes_no_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(MomentsError, match="can't write") as caught:
         random_moments().save(tmp_path / "missing" / "m.safetensors")

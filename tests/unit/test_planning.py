@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,17 @@ def finished(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     for name, seed in (("calib", 0), ("heldout", 1)):
         rows = [json.dumps({"text": sample.source}) for sample in running(80, seed)]
         (path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    settings = Settings(
+    Conversion(settings_in(path, tiny_model), lambda _: None, unseen).run()
+    return path / "work"
+
+
+def settings_in(path: Path, tiny_model: TinyModel) -> Settings:
+    return Settings(
         model=str(tiny_model("olmoe", "plain")), out=path / "p", work=path / "work", target=Target("loss", 0.3),
         confidence=None, calib=str(path / "calib.jsonl"), heldout=str(path / "heldout.jsonl"),
         metric="token_perplexity", quantizer="channel", bits=(2, 4, 8), context=16, samples=24, sweep_samples=8,
         heldout_samples=8, dense_bits={"attention": 8, "head": 16},
     )  # fmt: skip
-    Conversion(settings, lambda _: None, unseen).run()
-    return path / "work"
 
 
 def lines(work: Path) -> list[Any]:
@@ -203,6 +207,26 @@ def test_a_model_that_was_replaced_is_noticed(finished: Path, tiny_model: TinyMo
         work = changed(finished, tmp_path / str(place), lambda values, now=model: values.update(model=str(now)))
         with pytest.raises(SettingsError, match=r"is not about the experts of .*: the model was replaced"):
             plan(work, Target("loss", 0.3), "knapsack", "kl", None)
+
+
+def test_a_rerun_that_ended_after_its_sweep_is_planned_from(
+    finished: Path, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other widths, so that it replaced what the one before had sealed."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    work = shutil.copytree(finished, tmp_path / "work")
+    (inputs,) = work.glob(f"*/{INPUTS}")
+    before = inputs.read_bytes()
+    monkeypatch.setattr("moeconv.conversion.conversion.fitted", interrupted)
+    settings = replace(settings_in(finished.parent, tiny_model), out=tmp_path / "p", work=work, bits=(3, 4))
+    with pytest.raises(KeyboardInterrupt):
+        Conversion(settings, lambda _: None, unseen).run()
+    assert list(work.glob(f"*/{INPUTS}")) == [inputs]
+    assert inputs.read_bytes() != before
+    assert plan(work, Target("bits", 6.0), "knapsack", "kl", None).points
 
 
 def test_a_journal_without_the_reference_predicts_only(finished: Path, tmp_path: Path) -> None:
