@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from moeconv.errors import ConversionError, ExtraMissing, missing_extra
-from moert.pack.errors import Error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from moeconv.artifacts import ConversionReport
     from moeconv.conversion.entries import Options
+    from moeconv.errors import ConversionError
+    from moert.pack.errors import Error
 
 __version__ = "0.1.0"
+_PLACES = {  # read when they are first asked for: main comes first, which sees to Ctrl-C
+    "ConversionError": "moeconv.errors", "Error": "moert.pack.errors",
+}  # fmt: skip
 __all__ = ["ConversionError", "Error", "__version__", "quantize"]
 
 
@@ -37,6 +40,7 @@ def quantize(
 
     Raises Error, which names arguments: ConversionError for what can't be converted as asked, or a PackError of moert.
     """
+    from moeconv.errors import ExtraMissing, missing_extra
     from moeconv.progress import bar, unseen
     from moeconv.progress import say as on_stderr
 
@@ -49,3 +53,9 @@ def quantize(
         if (advice := missing_extra(error)) is None:
             raise
         raise ExtraMissing(advice) from None
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

@@ -14,6 +14,7 @@ from moert.generation.text import TOKENIZER, Text
 from moert.pack.errors import PackError
 from tests.fuzz.target import Target
 
+_MODEL = SimpleNamespace(longest_prompt=4096)
 _PROMPTS = ("", "abc é\u0301 \U0001f600\n", "x" * 34)
 
 
@@ -27,7 +28,7 @@ class _Pack(SimpleNamespace):
 
 def read(body: bytes) -> None:
     files = {TOKENIZER: SimpleNamespace(nbytes=len(body))}
-    pack: Any = _Pack(body=body, root=Path("model.pack"), manifest=SimpleNamespace(files=files))
+    pack: Any = _Pack(body=body, root=Path("model.pack"), manifest=SimpleNamespace(files=files, model=_MODEL))
     text = Text(pack)
     ids = [number for prompt in _PROMPTS for number in text.encode(prompt)]
     detokenizer = text.detokenizer()
