@@ -20,7 +20,7 @@ from moert.generation.likelihood import ENTRY_BYTES
 from moert.generation.prefix import Continued, Prefix
 from moert.generation.search import Writing, writing
 from moert.generation.settings import GenerationOptions, GenerationSettings
-from moert.generation.text import LONG_TEXT, Text
+from moert.generation.text import LONG_TEXT, Text, given_ids
 from moert.models.footprint import Load, Loads
 from moert.models.kv import State, forked, written_bytes
 from moert.models.model import Model
@@ -348,8 +348,10 @@ class Session:
             if settings.beams > 1:
                 raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
             return Generation(self._model.spec, list(prompt.ids), settings, prompt.text, prompt.ends)
-        ids = self._text.ids(prompt, self._aside)
-        return writing(self._model.spec, ids, settings, self._text.detokenizer() if isinstance(prompt, str) else None)
+        if isinstance(prompt, str):
+            ids, detokenizer = self._text.encode(prompt, aside=self._aside), self._text.detokenizer()
+            return writing(self._model.spec, ids, settings, detokenizer)
+        return writing(self._model.spec, given_ids(prompt), settings, None)
 
     @contextmanager
     def _aside(self, nbytes: int) -> Iterator[None]:

@@ -144,12 +144,7 @@ class Text:
 
     def ids(self, prompt: str | Sequence[int], aside: Aside | None = None) -> list[int]:
         """Token ids of a prompt, which is text or has them. Raises InputInvalid, too, for what is neither."""
-        if isinstance(prompt, str):
-            return self.encode(prompt, aside=aside)
-        if not isinstance(prompt, (bytes, bytearray)):
-            with suppress(TypeError):
-                return [*map(index, prompt)]
-        raise InputInvalid(f"the prompt is {in_one_line(repr(prompt))[:60]}: give text, or a list of token ids")
+        return self.encode(prompt, aside=aside) if isinstance(prompt, str) else given_ids(prompt)
 
     def _check_length(self, nbytes: int) -> None:
         """Raises PromptTooLong."""
@@ -191,6 +186,14 @@ class Text:
         }
         silent = (number for number, content in special.items() if not any(content in mark for mark in marks))
         return Detokenizer(self.tokenizer, frozenset(silent))
+
+
+def given_ids(prompt: Sequence[int]) -> list[int]:
+    """Token ids of a prompt that is no text. Raises InputInvalid where it has none."""
+    if not isinstance(prompt, (bytes, bytearray)):
+        with suppress(TypeError):
+            return [*map(index, prompt)]
+    raise InputInvalid(f"the prompt is {in_one_line(repr(prompt))[:60]}: give text, or a list of token ids")
 
 
 def _knows_all_letters(tokenizer: Tokenizer) -> bool:

@@ -67,7 +67,7 @@ class Texts:
 
     source: Detokenizer | None
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, aside: object = None) -> list[int]:
         return [1]
 
     def detokenizer(self) -> TextSource | None:

@@ -98,7 +98,7 @@ class Description:
     def as_stored(self, names: Collection[str]) -> Description:
         """The same of a checkpoint with tensors of these names: experts of a layer may lie in one of them, and what is
         coded, in FP8 or four bits, has other names; so has all of one that was saved without a head."""
-        if self.other_root and any(name.startswith(self.other_root[1]) for name in names):
+        if self.other_root and _begin_otherwise(names, *self.other_root):
             return self._rooted(*self.other_root).as_stored(names)
         if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
             return replace(self, experts=self.joined, joined=None).as_stored(names)
@@ -131,6 +131,11 @@ class Description:
             experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), other_root=None,
             copies=tuple((renamed(one), renamed(copy)) for one, copy in self.copies),
         )  # fmt: skip
+
+
+def _begin_otherwise(names: Collection[str], root: str, other: str) -> bool:
+    """Whether names begin with `other` and none with `root`: where some do, the others lack what they begin with."""
+    return not any(name.startswith(root) for name in names) and any(name.startswith(other) for name in names)
 
 
 @dataclass(frozen=True)
