@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moeconv.quantizers.coder import ExpertCoder, restored
-from moert.pack.codec import F32
+from moert.pack.codec import F32, power_of, times_two
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import DOWN
 
@@ -22,8 +23,10 @@ def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[int]) ->
     weights = dict(coder.checkpoint.expert(key))
     if coder.neurons is not None:
         weights[DOWN] = weights[DOWN].T  # whose rows are coded one by one then
-    sampled = {name: _rows(weight) for name, weight in weights.items()}
-    return {bits: sum(_error(coder, weight, bits) * share for weight, share in sampled.values()) for bits in widths}
+    sampled = [(*_rows(weight), power_of(weight)) for weight in weights.values()]
+    return {
+        bits: sum(_error(coder, weight, bits, power) * share for weight, share, power in sampled) for bits in widths
+    }
 
 
 def _rows(weight: F32) -> tuple[F32, float]:
@@ -32,9 +35,11 @@ def _rows(weight: F32) -> tuple[F32, float]:
     return weight[places], len(weight) / len(places)
 
 
-def _error(coder: ExpertCoder, weight: F32, bits: int) -> float:
+def _error(coder: ExpertCoder, weight: F32, bits: int, power: int) -> float:
+    """Of rows of a matrix that counts a power of two."""
     if bits == 16:
         stored = weight if coder.mxfp4 else restored(weight, coder.dtype16)
     else:
-        stored = restored(coder.quantizer.quantize(weight[None], bits, None)[0], coder.dtype16)
+        coded = coder.quantizer.quantize(times_two(weight, -power)[None], bits, None)[0]
+        stored = restored(replace(coded, power=power), coder.dtype16)
     return float(np.square(weight - stored, dtype=np.float64).sum())

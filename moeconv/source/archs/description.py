@@ -134,8 +134,11 @@ class Description:
 
 
 def _begin_otherwise(names: Collection[str], root: str, other: str) -> bool:
-    """Whether names begin with `other` and none with `root`: where some do, the others lack what they begin with."""
-    return not any(name.startswith(root) for name in names) and any(name.startswith(other) for name in names)
+    """Whether names begin with `other`, and none with `root` unless all that do may: else the few others lack what they
+    begin with."""
+    if not other.startswith(root) and any(name.startswith(root) for name in names):
+        return False
+    return any(name.startswith(other) for name in names)
 
 
 @dataclass(frozen=True)
