@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -22,7 +25,8 @@ import numpy as np
 from moert.engine import Engine
 from moert.errors import BudgetTooSmall, RunError
 from moert.generation.settings import GenerationSettings
-from moert.kernels import library
+from moert.kernels import library, open_backend
+from moert.kernels.backend import Floats
 from moert.kernels.coding import Grid, code_inputs
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE
@@ -98,6 +102,20 @@ def code() -> None:
             factor, group = rng.random((inputs, inputs), np.float32) + 0.5, np.arange(inputs, dtype=np.int32) % 2
             for improves in (False, True):
                 coded(values, factor, Grid(scale, minimum, group, 7), codes, moved, improves)
+
+
+def interrupt(kernels: str) -> None:
+    """Sends Ctrl-C into a product that takes long, and computes another with the same threads."""
+    backend = open_backend(kernels, 2)
+    try:
+        square, x = backend.matrix(Floats("F32", np.eye(512, dtype=np.float32))), np.ones((4096, 512), np.float32)
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with suppress(KeyboardInterrupt):
+            while True:
+                backend.linear(x, square)
+        assert np.array_equal(backend.linear(x[:2], square), x[:2])
+    finally:
+        backend.close()
 
 
 def damage(pack: Path, rng: Random) -> None:
@@ -180,6 +198,8 @@ def main(arguments: list[str]) -> int:
                 answer(pack, name, chosen)
                 runs += 1
     code()
+    for name in kernels:
+        interrupt(name)
     if never := sorted(name for name in {*library._FUNCTIONS} - TELL - {*calls} if not name.startswith(FILES)):
         print(f"never called: {', '.join(never)}")
         return 1
