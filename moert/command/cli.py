@@ -11,45 +11,27 @@ import typer
 
 from moert import __version__
 from moert.command import console
+from moert.command.engine_options import UNSAID, EngineOptions, with_engine_options
 from moert.command.figures import figures
 from moert.command.info import info
 from moert.command.options import (
     BeamsOption,
-    CacheOption,
-    DeviceExpertsOption,
-    DeviceKeepOption,
-    DeviceOption,
     DriveOption,
     EarlyStopping,
     EarlyStoppingOption,
-    Eviction,
-    EvictionOption,
     FirstTokenOption,
     FrequencyPenaltyOption,
-    GpuMemoryOption,
     InputOption,
-    IoOption,
-    KeepNeurons,
-    KeepNeuronsOption,
-    KernelsOption,
-    KvOption,
     LengthPenaltyOption,
     LogitBiasOption,
     LogprobsOption,
     MaxNewTokensOption,
-    MemoryOption,
     MinPOption,
-    Neurons,
-    NeuronsOption,
-    OnDevice,
     PackArgument,
-    Predict,
-    PredictOption,
     PresencePenaltyOption,
     RawOption,
     RepeatPenaltyOption,
     ReturnOption,
-    RoutingOption,
     SeedOption,
     StatsOption,
     StopOption,
@@ -58,14 +40,12 @@ from moert.command.options import (
     TemplateOption,
     Thinking,
     ThinkingOption,
-    ThreadsOption,
     TopKOption,
     TopPOption,
     bias_of,
     check_logprobs,
     check_raw,
     check_unused,
-    engine_settings,
     longest_text,
 )
 from moert.command.prompts import Source, check_output, read_prompt
@@ -99,6 +79,7 @@ def _options(
 
 
 @app.command()
+@with_engine_options
 def run(
     pack: PackArgument,
     prompt: Annotated[
@@ -125,13 +106,7 @@ def run(
             "reference) and come in order, when their batch is done.",
         ),
     ] = 1,
-    memory: MemoryOption = None,
-    cache: CacheOption = None,
-    eviction: EvictionOption = Eviction.auto,
-    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
-    neurons: NeuronsOption = Neurons.exact,
-    predict: PredictOption = Predict.auto,
-    io: IoOption = "auto",
+    engine_options: EngineOptions = UNSAID,
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -149,15 +124,7 @@ def run(
     length_penalty: LengthPenaltyOption = 1.0,
     early_stopping: EarlyStoppingOption = EarlyStopping.false,
     n_return: ReturnOption = 1,
-    threads: ThreadsOption = None,
-    kernels: KernelsOption = "auto",
-    kv: KvOption = "16",
-    routing: RoutingOption = "auto",
     raw: RawOption = False,
-    device: DeviceOption = "none",
-    gpu_memory: GpuMemoryOption = None,
-    device_keep: DeviceKeepOption = None,
-    device_experts: DeviceExpertsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -193,10 +160,7 @@ def run(
         beams=beams, length_penalty=length_penalty, n_return=n_return,
         early_stopping={"true": True, "false": False}.get(early_stopping.value, early_stopping.value),
     )  # fmt: skip
-    chosen = engine_settings(
-        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
-        OnDevice(device, gpu_memory, device_keep, device_experts),
-    ).but(template=template)  # fmt: skip
+    chosen = engine_options.settings().but(template=template)
     longest = longest_text(chosen)
     text = read_prompt(prompt, file, sys.stdin, longest) if input_path is None else ""  # before anything is loaded
     from moert.command.answers import run_prompt, run_records
@@ -216,18 +180,13 @@ def run(
 
 
 @app.command()
+@with_engine_options
 def chat(
     pack: PackArgument,
     system: SystemOption = None,
     template: TemplateOption = None,
     thinking: ThinkingOption = Thinking.show,
-    memory: MemoryOption = None,
-    cache: CacheOption = None,
-    eviction: EvictionOption = Eviction.auto,
-    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
-    neurons: NeuronsOption = Neurons.exact,
-    predict: PredictOption = Predict.auto,
-    io: IoOption = "auto",
+    engine_options: EngineOptions = UNSAID,
     max_new_tokens: MaxNewTokensOption = 1024,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -240,15 +199,7 @@ def chat(
     logit_bias: LogitBiasOption = None,
     logprobs: LogprobsOption = None,
     stop: StopOption = None,
-    threads: ThreadsOption = None,
-    kernels: KernelsOption = "auto",
-    kv: KvOption = "16",
-    routing: RoutingOption = "auto",
     raw: RawOption = False,
-    device: DeviceOption = "none",
-    gpu_memory: GpuMemoryOption = None,
-    device_keep: DeviceKeepOption = None,
-    device_experts: DeviceExpertsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -261,10 +212,7 @@ def chat(
         repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         logit_bias=bias_of(logit_bias), logprobs=logprobs, stop=tuple(stop or ()),
     )  # fmt: skip
-    chosen = engine_settings(
-        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
-        OnDevice(device, gpu_memory, device_keep, device_experts),
-    ).but(template=template)  # fmt: skip
+    chosen = engine_options.settings().but(template=template)
     from moert.command.chat import Printer, converse
     from moert.engine import Engine
 
@@ -275,6 +223,7 @@ def chat(
 
 
 @app.command()
+@with_engine_options
 def bench(
     context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
@@ -282,24 +231,10 @@ def bench(
         str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
     ] = None,
     input_path: InputOption = None,
-    memory: MemoryOption = None,
-    cache: CacheOption = None,
-    eviction: EvictionOption = Eviction.auto,
-    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
-    neurons: NeuronsOption = Neurons.exact,
-    predict: PredictOption = Predict.auto,
-    io: IoOption = "auto",
+    engine_options: EngineOptions = UNSAID,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
     ] = 32,
-    threads: ThreadsOption = None,
-    kernels: KernelsOption = "auto",
-    kv: KvOption = "16",
-    routing: RoutingOption = "auto",
-    device: DeviceOption = "none",
-    gpu_memory: GpuMemoryOption = None,
-    device_keep: DeviceKeepOption = None,
-    device_experts: DeviceExpertsOption = None,
     plot: Annotated[
         str | None,
         typer.Option(
@@ -324,10 +259,7 @@ def bench(
 
         drives(packs, plot, as_json, overwrite)
         return
-    chosen = engine_settings(
-        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
-        OnDevice(device, gpu_memory, device_keep, device_experts),
-    )  # fmt: skip
+    chosen = engine_options.settings()
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 

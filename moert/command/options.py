@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -319,30 +319,6 @@ ThinkingOption = Annotated[
 ]
 
 
-class OnDevice(NamedTuple):
-    """What was said about a second device."""
-
-    name: str
-    memory: str | None
-    keep: DeviceKeep | None
-    experts: DeviceExperts | None
-
-
-def engine_settings(
-    memory: str | None, cache: str | None, eviction: Eviction, keep_neurons: KeepNeurons, neurons: Neurons,
-    predict: Predict, io: str, threads: int | None, kernels: str, kv: str, routing: str, device: OnDevice,
-) -> EngineSettings:  # fmt: skip
-    """What was said on the command line. Raises SettingInvalid, InvalidMemory or IoInvalid."""
-    from moert.settings import EngineSettings
-
-    bits = int(kv) if kv.strip() in ("8", "16") else kv
-    limit = "auto" if memory is None and cache is None else memory
-    return EngineSettings(
-        limit, cache, eviction.value, predict.value, io, threads, kernels, bits, routing.strip(),  # type: ignore[arg-type]
-        keep_neurons.value, neurons.value, device.name, device.memory, *map(_value, (device.keep, device.experts)),
-    )  # fmt: skip
-
-
 def bias_of(given: list[str] | None) -> dict[int, float] | None:
     """What --logit-bias says. Raises RunError."""
     found = {}
@@ -372,10 +348,6 @@ def check_raw(as_json: bool, input_path: Path | None = None) -> None:
     """Raises RunError where --raw was given and nothing is written but JSON."""
     if as_json or input_path is not None:
         raise RunError(f"--raw has no effect with {'--json' if as_json else '--input'}: leave it out")
-
-
-def _value(chosen: Enum | None) -> str | None:
-    return None if chosen is None else str(chosen.value)
 
 
 def check_unused(context: typer.Context, counts: Collection[str], beside: str) -> None:

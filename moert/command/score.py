@@ -8,29 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moert.command.engine_options import UNSAID, EngineOptions, with_engine_options
 from moert.command.options import (
-    CacheOption,
-    DeviceExpertsOption,
-    DeviceKeepOption,
-    DeviceOption,
-    Eviction,
-    EvictionOption,
-    GpuMemoryOption,
-    IoOption,
-    KeepNeurons,
-    KeepNeuronsOption,
-    KernelsOption,
-    KvOption,
-    MemoryOption,
-    Neurons,
-    NeuronsOption,
-    OnDevice,
     PackArgument,
-    Predict,
-    PredictOption,
-    RoutingOption,
-    ThreadsOption,
-    engine_settings,
     longest_text,
 )
 from moert.command.prompts import PromptRecord, Source, read_prompt, read_records
@@ -42,6 +22,7 @@ if TYPE_CHECKING:
     from moert.generation.scoring import Likelihood, Score
 
 
+@with_engine_options
 def score(
     pack: PackArgument,
     text: Annotated[
@@ -68,21 +49,7 @@ def score(
             show_default=False,
         ),
     ] = None,
-    memory: MemoryOption = None,
-    cache: CacheOption = None,
-    eviction: EvictionOption = Eviction.auto,
-    keep_neurons: KeepNeuronsOption = KeepNeurons.recent,
-    neurons: NeuronsOption = Neurons.exact,
-    predict: PredictOption = Predict.auto,
-    io: IoOption = "auto",
-    threads: ThreadsOption = None,
-    kernels: KernelsOption = "auto",
-    kv: KvOption = "16",
-    routing: RoutingOption = "auto",
-    device: DeviceOption = "none",
-    gpu_memory: GpuMemoryOption = None,
-    device_keep: DeviceKeepOption = None,
-    device_experts: DeviceExpertsOption = None,
+    engine_options: EngineOptions = UNSAID,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each text, and with --input one for all of them.")
     ] = False,
@@ -93,10 +60,7 @@ def score(
         raise RunError(f"{' and '.join(given)} exclude each other: give one text or one file")
     if target is not None and input_path is not None:
         raise RunError("--target goes with one text: with --input each line has a field target")
-    chosen = engine_settings(
-        memory, cache, eviction, keep_neurons, neurons, predict, io, threads, kernels, kv, routing,
-        OnDevice(device, gpu_memory, device_keep, device_experts),
-    )  # fmt: skip
+    chosen = engine_options.settings()
     longest = longest_text(chosen)
     alone = read_prompt(text, file, sys.stdin, longest) if input_path is None else ""
     from moert.engine import Engine

@@ -15,6 +15,7 @@ MODELS = ROOT / "docs" / "models.md"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from models_sizes import section as sizes  # noqa: E402
+from pages import brought_up_to_date  # noqa: E402
 from published import CORRECTED, MADE_UP, PUBLISHED, Config  # noqa: E402
 from tiny import TINY  # noqa: E402
 
@@ -150,16 +151,5 @@ def _bullet(line: str) -> str:
     return "\n".join(textwrap.wrap(line, 120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False))
 
 
-def main() -> int:
-    fresh = text()
-    if MODELS.exists() and MODELS.read_text(encoding="utf-8") == fresh:
-        return 0
-    if "--write" in sys.argv[1:]:
-        MODELS.write_text(fresh, encoding="utf-8")
-        return 0
-    sys.stderr.write("docs/models.md is outdated: run make readme\n")
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(brought_up_to_date(MODELS, text()))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import typer
+from pages import brought_up_to_date
 
 import moeconv
 import moert
@@ -124,16 +124,5 @@ _SHOWN = {"moert.pack.errors", "moert.errors", "moeconv.errors"}
 """Modules whose errors are listed, whatever else has been imported."""
 
 
-def main() -> int:
-    fresh = text()
-    if PYTHON.exists() and PYTHON.read_text(encoding="utf-8") == fresh:
-        return 0
-    if "--write" in sys.argv[1:]:
-        PYTHON.write_text(fresh, encoding="utf-8")
-        return 0
-    sys.stderr.write("docs/python.md is not up to date: run make readme\n")
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(brought_up_to_date(PYTHON, text()))

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pages import brought_up_to_date
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "docs" / "commands.md"
 _BLOCK = re.compile(r"(<!-- help: (?P<command>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -49,17 +51,5 @@ def regenerated(text: str) -> str:
     return _BLOCK.sub(lambda match: f"{match[1]}```\n{rendered(match['command'])}```\n{match[3]}", text)
 
 
-def main() -> int:
-    text = COMMANDS.read_text(encoding="utf-8")
-    fresh = regenerated(text)
-    if fresh == text:
-        return 0
-    if "--write" in sys.argv[1:]:
-        COMMANDS.write_text(fresh, encoding="utf-8")
-        return 0
-    sys.stderr.write("docs/commands.md shows outdated help: run make readme\n")
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(brought_up_to_date(COMMANDS, regenerated(COMMANDS.read_text(encoding="utf-8"))))

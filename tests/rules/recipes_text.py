@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "docs" / "recipes.md"
 sys.path[:0] = [str(ROOT)]
 
+from pages import brought_up_to_date  # noqa: E402
+
 from moeconv.command.cli import app  # noqa: E402
 from moeconv.command.recipe import KEYS, Expectations  # noqa: E402
 from moeconv.conversion.entries import Options  # noqa: E402
@@ -90,16 +92,5 @@ def recipes_text() -> str:
     return _TABLE.sub(lambda at: f"{at[1]}{table(at['name'])}{at[3]}", RECIPES.read_text(encoding="utf-8"))
 
 
-def main() -> int:
-    fresh = recipes_text()
-    if fresh == RECIPES.read_text(encoding="utf-8"):
-        return 0
-    if "--write" in sys.argv[1:]:
-        RECIPES.write_text(fresh, encoding="utf-8")
-        return 0
-    sys.stderr.write("docs/recipes.md is outdated: run make readme\n")
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(brought_up_to_date(RECIPES, recipes_text()))
