@@ -51,7 +51,8 @@ def main() -> int:
 def wiki_rows(pack: Path) -> list[Row]:
     """Perplexity of a token on held-out windows, and the divergence between both distributions."""
     exact, rounded = (Engine.open(pack, predict="none", kernels=kernels) for kernels in ("reference", "auto"))
-    ids = exact.encode("".join(json.loads(line)["text"] for line in _lines("wiki")[:60]))
+    text = "".join(json.loads(line)["text"] for line in _lines("wiki")[:60])
+    ids = exact.text.encoded(text, bounded=False).ids  # windows of it are what the model takes
     starts = range(0, min(len(ids) - WINDOW, WINDOWS * WINDOW), WINDOW)
     losses: list[tuple[float, float]] = []
     divergence: list[float] = []
