@@ -26,7 +26,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -54,6 +54,9 @@ test: lint  ## lint, types and all tests that take seconds
 
 test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which)
 	$(PY) -m pytest -m slow
+
+unchanged: setup  ## record in build/unchanged what a change of structure must leave alone: answers, packs, messages
+	$(PY) -m tests.unchanged record build/unchanged/$$(git rev-parse --short HEAD).json packs messages
 
 test-cuda: setup  ## the tests that need a GPU with CUDA; without one they are skipped, and say so
 	$(PY) -m pytest -m cuda

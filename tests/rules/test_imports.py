@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -164,8 +165,15 @@ def imported(nodes: Iterator[ast.AST], module: str) -> set[str]:
     return names
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     return imported(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), module_name(path))
+
+
+def modules(*where: str) -> Iterator[tuple[str, set[str]]]:
+    """Names, and what each imports."""
+    for path in sources(*where):
+        yield module_name(path), imports_of(path)
 
 
 def top_level(tree: ast.Module) -> Iterator[ast.AST]:
@@ -180,6 +188,11 @@ def top_level(tree: ast.Module) -> Iterator[ast.AST]:
             continue
         yield node
         waiting += ast.iter_child_nodes(node)
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """What a module imports when it is imported itself."""
+    return imported(top_level(ast.parse(path.read_text(encoding="utf-8"))), module_name(path))
 
 
 def within(name: str, room: str) -> bool:
@@ -201,50 +214,46 @@ def ours(names: set[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] in ("moert", "moeconv") and "." in name}
 
 
-@pytest.mark.parametrize("path", sources("moert"), ids=module_name)
-def test_moert_imports_one_way(path: Path) -> None:
-    name = module_name(path)
-    found = imports_of(path)
-    barred = {"moeconv", "torch", "transformers", "datasets"} - OTHER_PACKAGES.get(name, set())
-    assert not {other for other in found if other.split(".")[0] in barred}
-    if name != "moert":
-        assert [other for other in ours(found) if floor(other, MOERT) > floor(name, MOERT)] == []
+def test_moert_imports_one_way() -> None:
+    for name, found in modules("moert"):
+        barred = {"moeconv", "torch", "transformers", "datasets"} - OTHER_PACKAGES.get(name, set())
+        assert not {other for other in found if other.split(".")[0] in barred}, name
+        if name != "moert":
+            assert [other for other in ours(found) if floor(other, MOERT) > floor(name, MOERT)] == [], name
 
 
-@pytest.mark.parametrize("path", sources("moeconv"), ids=module_name)
-def test_moeconv_imports_one_way(path: Path) -> None:
-    name = module_name(path)
-    found = ours(imports_of(path)) - ASKS.get(name, set())
-    assert [other for other in found if within(other, "moert") and not within(other, "moert.pack")] == []
-    if name != "moeconv":
-        height, room = floor(name, MOECONV), room_of(name)
-        assert [other for other in found if floor(other, MOECONV) >= height and room_of(other) != room] == []
+def test_moeconv_imports_one_way() -> None:
+    for name, imports in modules("moeconv"):
+        found = ours(imports) - ASKS.get(name, set())
+        assert [other for other in found if within(other, "moert") and not within(other, "moert.pack")] == [], name
+        if name != "moeconv":
+            height, room = floor(name, MOECONV), room_of(name)
+            above = [other for other in found if floor(other, MOECONV) >= height and room_of(other) != room]
+            assert above == [], name
 
 
-@pytest.mark.parametrize("room", INSIDE)
-def test_rooms_of_moeconv_import_one_way_inside(room: str) -> None:
-    def height(name: str) -> tuple[int, str]:
+def test_rooms_of_moeconv_import_one_way_inside() -> None:
+    def height(name: str, room: str) -> tuple[int, str]:
         """Above how many groups it stands; and which of its group it is."""
         part = name.removeprefix(f"{room}.").split(".")[0]
         return next((at for at, group in enumerate(INSIDE[room], 1) if part in group), 0), part
 
-    for path in sources(room.replace(".", "/")):
-        name = module_name(path)
-        here, part = height(name)
-        found = [(other, *height(other)) for other in imports_of(path) if within(other, room) and other != room]
-        above = [other for other, there, its_part in found if there > here or (there == here > 0 and its_part != part)]
-        assert above == [], name
+    for room in INSIDE:
+        for name, imports in modules(room.replace(".", "/")):
+            here, part = height(name, room)
+            found = [(other, *height(other, room)) for other in imports if within(other, room) and other != room]
+            above = [other for other, at, its_part in found if at > here or (at == here > 0 and its_part != part)]
+            assert above == [], name
 
 
-@pytest.mark.parametrize("path", sources("moert", "moeconv"), ids=module_name)
-def test_forbidden_pairs(path: Path) -> None:
-    name = module_name(path)
-    barred = [room for here, room in FORBIDDEN if within(name, here)]
-    assert [other for other in imports_of(path) if any(within(other, room) for room in barred)] == []
+def test_forbidden_pairs() -> None:
+    for name, found in modules("moert", "moeconv"):
+        barred = [room for here, room in FORBIDDEN if within(name, here)]
+        assert [other for other in found if any(within(other, room) for room in barred)] == [], name
 
 
 def test_no_circles() -> None:
-    graph = {module_name(path): ours(imports_of(path)) for path in sources("moert", "moeconv")}
+    graph = {name: ours(found) for name, found in modules("moert", "moeconv")}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -258,11 +267,14 @@ def test_no_circles() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", sources("moert"), ids=module_name)
-def test_moert_needs_only_the_base_dependencies(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"moert", FOR_TYPES}
-    assert FOR_TYPES not in imported(top_level(ast.parse(path.read_text(encoding="utf-8"))), module_name(path))
-    assert roots <= RUNTIME_PACKAGES | OTHER_PACKAGES.get(module_name(path), set())
+def test_moert_needs_only_the_base_dependencies() -> None:
+    for path in sources("moert"):
+        name = module_name(path)
+        roots = (
+            {other.split(".")[0] for other in imports_of(path)} - set(sys.stdlib_module_names) - {"moert", FOR_TYPES}
+        )
+        assert FOR_TYPES not in imported_at_once(path), name
+        assert roots <= RUNTIME_PACKAGES | OTHER_PACKAGES.get(name, set()), name
 
 
 @pytest.mark.parametrize("alone", ["moert.kernels.build", "moert.chat.sandbox"])
@@ -272,23 +284,20 @@ def test_nothing_imports_what_runs_by_itself(alone: str) -> None:
     assert [name for name in importing if alone not in ASKS.get(name, set())] == []
 
 
-@pytest.mark.parametrize("path", sources(*COMMAND_LINES), ids=module_name)
-def test_command_lines_start_without_heavy_imports(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not {name.split(".")[0] for name in imported(top_level(tree), module_name(path))} & HEAVY
+def test_command_lines_and_policies_start_without_heavy_imports() -> None:
+    for path in sources(*COMMAND_LINES, *PURE):
+        assert not {name.split(".")[0] for name in imported_at_once(path)} & HEAVY, module_name(path)
 
 
-@pytest.mark.parametrize("path", sources(*PURE), ids=module_name)
-def test_format_and_policies_are_free_of_torch(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
-    assert not {name.split(".")[0] for name in imported(top_level(tree), module_name(path))} & HEAVY
+def test_format_and_policies_are_free_of_torch() -> None:
+    for name, found in modules(*PURE):
+        assert "torch" not in {other.split(".")[0] for other in found}, name
 
 
 def test_plans_are_made_without_torch() -> None:
     """Nor does anything that they import bring it."""
-    modules = [module_name(path) for path in sources("moeconv/plan")]
-    script = f"import sys, {', '.join(modules)}\nprint('torch' in sys.modules)"
+    names = [module_name(path) for path in sources("moeconv/plan")]
+    script = f"import sys, {', '.join(names)}\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -297,9 +306,8 @@ def test_torch_stays_out_of_what_is_loaded_without_it() -> None:
     """What else imports these modules does so when a device is asked for by name."""
     needing = {*TORCH, "moert.devices.triton_kernel"}
     for path in sources("moert"):
-        name, tree = module_name(path), ast.parse(path.read_text(encoding="utf-8"))
-        if name not in needing:
-            assert not needing & imported(top_level(tree), name), name
+        if module_name(path) not in needing:
+            assert not needing & imported_at_once(path), module_name(path)
 
 
 def is_module(name: str) -> bool:
@@ -337,12 +345,12 @@ def test_the_rules_see_what_they_should(tmp_path: Path) -> None:
 
 def test_programs_outside_the_packages_import_what_there_is() -> None:
     """No test imports all of the benches; what was renamed is missed here and not after minutes of one."""
-    modules = [
+    names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for folder in ("tests/bench", "recipes", "calib_data")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    assert len(modules) > 40
-    script = f"import importlib\nfor name in {modules}:\n    importlib.import_module(name)"
+    assert len(names) > 40
+    script = f"import importlib\nfor name in {names}:\n    importlib.import_module(name)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

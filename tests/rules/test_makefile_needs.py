@@ -112,28 +112,28 @@ def covers(made: set[str], need: str) -> bool:
     return any(need == folder or need.startswith(f"{folder}/") for folder in folders)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_a_target_reads_is_made_before(clone: Path, target: str) -> None:
-    made = set[str]()
-    for command in steps(clone, target):
-        missing = {need for need in needs(command) if not covers(made, need)}
-        assert not missing, f"{target}: {command} reads {missing}, which nothing has made"
-        made |= made_by(command)
+def test_what_a_target_reads_is_made_before(clone: Path) -> None:
+    for target in TARGETS:
+        made = set[str]()
+        for command in steps(clone, target):
+            missing = {need for need in needs(command) if not covers(made, need)}
+            assert not missing, f"{target}: {command} reads {missing}, which nothing has made"
+            made |= made_by(command)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_packages_and_kernels_are_there_before_anything_runs(clone: Path, target: str) -> None:
+def test_packages_and_kernels_are_there_before_anything_runs(clone: Path) -> None:
     """What runs in .venv comes after its making; what runs a model comes after the kernels are compiled."""
-    commands = steps(clone, target)
-    run = [number for number, command in enumerate(commands) if command.startswith(".venv/bin/")]
-    if run:
-        venv = next(number for number, command in enumerate(commands) if "-m venv .venv" in command)
-        assert venv < run[0]
-    of_models = [number for number in run if re.search(r"tests\.bench\.|recipes.demo", commands[number])]
-    if of_models:
-        kernels = [number for number in run if commands[number].endswith("moert/kernels/build.py")]
-        assert kernels
-        assert kernels[0] < of_models[0]
+    for target in TARGETS:
+        commands = steps(clone, target)
+        run = [number for number, command in enumerate(commands) if command.startswith(".venv/bin/")]
+        if run:
+            venv = next(number for number, command in enumerate(commands) if "-m venv .venv" in command)
+            assert venv < run[0], target
+        of_models = [number for number in run if re.search(r"tests\.bench\.|recipes.demo", commands[number])]
+        if of_models:
+            kernels = [number for number in run if commands[number].endswith("moert/kernels/build.py")]
+            assert kernels, target
+            assert kernels[0] < of_models[0], target
 
 
 def test_the_benches_are_read_as_deeply_as_needed() -> None:
