@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 _PLACE = re.compile(r"/[^\s'\",:;]*/(?=[^\s/'\",:;]+)")
+_HELD = re.compile(r"\d{7,}|\d+\.\d\d MB")
+"""What messages about memory say of how much the process of a test holds."""
 _messages: set[str] = set()
 
 
-def _note(text: str) -> None:
-    for line in text.splitlines():
-        if line.startswith(("moert: ", "moeconv: ")):
-            _messages.add(_PLACE.sub("", line))
+def _note(message: str) -> None:
+    line = _PLACE.sub("", message.replace("\n", " "))
+    _messages.add(_HELD.sub("N", line) if "memory budget" in line else line)
 
 
 def pytest_configure() -> None:
@@ -27,13 +28,15 @@ def pytest_configure() -> None:
 
     def __exit__(self: Any, kind: Any, value: Any, trace: Any) -> Any:
         if value is not None:
-            _messages.add(_PLACE.sub("", f"{kind.__name__}: {value}").replace("\n", " "))
+            _note(f"{kind.__name__}: {value}")
         return leave(self, kind, value, trace)
 
     def run(*given: Any, **named: Any) -> Any:
         done = ended(*given, **named)
         if isinstance(done.stderr, str):
-            _note(done.stderr)
+            for line in done.stderr.splitlines():
+                if line.startswith(("moert: ", "moeconv: ")):
+                    _note(line)
         return done
 
     raises.__exit__ = __exit__  # type: ignore[method-assign]
