@@ -26,7 +26,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices peers-there bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -200,7 +200,15 @@ bench-outlook: setup  ## what `moeconv plan` expects of a model's speed, beside 
 bench-devices: data build/demo/summary.json  ## experts on a simulated card, in memory and on a drive, beside one of them alone
 	$(PY) -m tests.bench.cards
 
-bench-smoke: data $(PEERS_DIR)/.built $(PEERS_DIR)/kernels/.built $(PEERS_DIR)/llama/.environment  ## every bench on very little, to see that it runs with its peers (llama.cpp if it is built)
+peers-there: setup  ## are there cmake, a compiler and a package index, which what benches compare with is made with?
+	command -v cmake
+	command -v c++
+	$(PY) -m pip download --quiet --no-deps --no-cache-dir --dest $(PEERS_DIR) termcolor
+
+# What smoke runs compare with; none: `make bench-smoke PEERS=`.
+PEERS ?= $(PEERS_DIR)/.built $(PEERS_DIR)/kernels/.built $(PEERS_DIR)/llama/.environment
+
+bench-smoke: data $(PEERS)  ## every bench on very little, to see that it runs with its peers (llama.cpp if it is built)
 	$(PY) -m tests.bench.smoke $(SMOKE)
 
 keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from

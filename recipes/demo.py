@@ -49,7 +49,7 @@ class Part:
 def parts(out: Path) -> dict[str, Part]:
     """All that can be shown, by name."""
     known = (
-        Part("g2p", "g2p", 100, 24, None, out), Part("wiki", "wiki", 20, 100, 16, out),
+        Part("g2p", "g2p", sized(100, 2), 24, None, out), Part("wiki", "wiki", sized(20, 2), sized(100, 8), 16, out),
         Part("marks", "marks", 10, 128, None, out), Part("wikids", "wiki", 20, 100, 16, out),
     )  # fmt: skip
     return {part.name: part for part in known}

@@ -16,7 +16,7 @@ from moert.pack.predictor import PREDICTOR
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import add_to_pack
 from tests.bench.devices import PROCESS_BYTES
-from tests.bench.sized import sized
+from tests.bench.sized import TRAINING, sized
 from tests.bench.stream_packs import expert_bytes
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def predicting(subject: Subject, layout: str) -> Path:
     if PREDICTOR not in Pack.open(bundled).manifest.files:
         say(f"{subject.name}: a predictor is trained")
         command = [sys.executable, "-m", "moeconv", "train-neurons", str(bundled), "--calib", subject.data]
-        command += ["--against", str(MODELS / subject.name), "--metric", subject.metric]
+        command += ["--against", str(MODELS / subject.name), "--metric", subject.metric, *TRAINING]
         subprocess.run(command, check=True, stdout=sys.stderr)
     out = pack_of(subject, layout)
     if PREDICTOR not in Pack.open(out).manifest.files:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.reader import MANIFEST, Pack, is_pack
-from tests.bench.sized import sized
+from tests.bench.sized import TRAINING, sized
 from tests.bench.stream_packs import DEMO
 
 FOLDER = Path("build/bench/hash")
@@ -67,7 +67,8 @@ def with_function(subject: Subject) -> Path:
         shutil.copy(source / MANIFEST, subject.pack)
     if HASH not in Pack.open(subject.pack).manifest.files:
         say(f"{subject.name}: a hash function is trained")
-        command = [sys.executable, "-m", "moeconv", "train-hash", str(subject.pack), "--metric", subject.metric]
+        command = [sys.executable, "-m", "moeconv", "train-hash", str(subject.pack)]
+        command += ["--metric", subject.metric, *TRAINING]
         subprocess.run(command, check=True)
     return subject.pack
 

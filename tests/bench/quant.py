@@ -33,9 +33,10 @@ from tests.bench.sized import sized
 from tests.bench.subject import DOCUMENTS, FITTING, SIZES, SPLITS, Quantized, Result, Subject
 
 NAMES = sized(("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}"), ("wiki",))
-GPTQ, OTHERS = (("gptq", 0), ("gptq", 64), ("gptq", 128)), (("channel", 0), ("group", 32), ("group", 64))
+GPTQ = (("gptq", 0), ("gptq", 64), ("gptq", 128))[: sized(3, 1)]
+OTHERS = (("channel", 0), ("group", 32), ("group", 64))[: sized(3, 2)]
 LIMITS = sized({2: 2.625, 3: 3.4375, 4: 4.5}, {4: 4.5})  # width → the effective bits of the K-quant of that width
-WIDTHS = (2, 3, 4, 8)
+WIDTHS = sized((2, 3, 4, 8), (4, 8))
 RESAMPLES = 1000
 NOTES = {
     "what peers know": "hqq and 'no data': the weights alone; 'imatrix': the mean square of each input on the text "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TypeVar
 
 _VARIABLE = "MOERT_BENCH_SMOKE"
@@ -19,3 +20,7 @@ T = TypeVar("T")
 def sized(whole: T, smoke: T) -> T:
     """Returns the second size under `--smoke`, otherwise the first."""
     return smoke if SMOKE else whole
+
+
+TRAINING: Sequence[str] = sized((), ("--samples", "64", "--epochs", "1"))
+"""Of `moeconv train-hash` and `train-neurons`, which otherwise train as they do by default."""

@@ -3,7 +3,8 @@ that it still runs with its peers in a clean clone. Exit status 1 where one does
 
 All happens in build/smoke, a folder with links to this checkout and with recipes that convert on a little text, so that
 no result and no pack of a whole run is touched. Where only the environment of llama.cpp is built and not its library,
-as in continuous integration, its programs start in their own Python and must come as far as to that library.
+as in continuous integration, its programs start in their own Python and must come as far as to that library. A bench
+whose other peers were not built is skipped, and that is said.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ FOLDER = ROOT / "build/smoke"
 LLAMA_FOLDER = ROOT / "build/peers/llama"
 SHARED = ("data", "peers")  # of build
 SMALL = {
-    "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "loss": '"95%"', "bits": "[4]", "quantizer": '"channel"',
+    "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "context": 32, "loss": '"95%"', "bits": "[4]",
+    "quantizer": '"channel"',
 }  # fmt: skip
 """What recipes say instead."""
 NO_LIBRARY = "Shared library with base name 'llama' not found"
@@ -37,6 +39,13 @@ def benches(makefile: str) -> dict[str, str]:
     """Returns target → module of all benches of a Makefile."""
     found = dict(re.findall(r"^(bench-[a-z]+):.*\n\t\$\(PY\) -m (tests\.bench\.\w+)$", makefile, re.MULTILINE))
     return {target: module for target, module in found.items() if module != "tests.bench.smoke"}
+
+
+def unbuilt(makefile: str, target: str) -> list[str]:
+    """Returns which of a bench's peers were not built, llama.cpp left out."""
+    asked = re.findall(rf"^{target}:.*$", makefile, re.MULTILINE)[0]
+    wanted = [each for each in re.findall(r"\$\(PEERS_DIR\)/(\S*\.built)", asked) if "llama" not in each]
+    return [each for each in wanted if not (LLAMA_FOLDER.parent / each).exists()]
 
 
 def prepare() -> None:
@@ -102,19 +111,22 @@ def peer_faults() -> Iterator[str]:
 def main(asked: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     without_library = not (LLAMA_FOLDER / ".built").exists()
-    found = list(peer_faults()) if without_library else []
-    targets, started = benches((ROOT / "Makefile").read_text(encoding="utf-8")), time.monotonic()
+    found = list(peer_faults()) if without_library and LLAMA_FOLDER.exists() else []
+    makefile, started = (ROOT / "Makefile").read_text(encoding="utf-8"), time.monotonic()
     prepare()
     done = ran("recipes.demo")
     if done.returncode:
         raise SystemExit(f"the demo: {done.stderr.strip()[-2000:]}")
     say("the demo", started)
     lacking = missing(reads=FOLDER)
-    for target, module in targets.items():
+    for target, module in benches(makefile).items():
         if asked and target not in asked:
             continue
         if lacking and "tests.cgroups" in (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"):
             print(f"{target}: skipped, {lacking}", flush=True)
+            continue
+        if peers := unbuilt(makefile, target):
+            print(f"{target}: skipped, its peers are not built ({', '.join(peers)})", flush=True)
             continue
         begun = time.monotonic()
         wrong = faults(module, without_library)

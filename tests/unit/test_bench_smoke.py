@@ -21,6 +21,16 @@ def test_every_bench_of_the_makefile_is_run() -> None:
     assert len(targets) > 15
 
 
+def test_a_bench_without_its_peers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "LLAMA_FOLDER", tmp_path / "llama")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert smoke.unbuilt(makefile, "bench-quant") == [".built"]
+    assert smoke.unbuilt(makefile, "bench-kernels") == ["kernels/.built"]
+    assert smoke.unbuilt(makefile, "bench-peers") == smoke.unbuilt(makefile, "bench-sweep") == []
+    (tmp_path / ".built").touch()
+    assert smoke.unbuilt(makefile, "bench-quant") == []
+
+
 def test_a_recipe_becomes_smaller_and_expects_nothing() -> None:
     said = smoke.smaller((ROOT / "recipes/wiki.toml").read_text(encoding="utf-8"))
     assert "samples = 8\nsweep_samples = 2\nheldout_samples = 8\n" in said

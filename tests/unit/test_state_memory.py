@@ -34,9 +34,9 @@ def write(out: Path, mixer: FixedState) -> Path:
     return write_pack(out, shape.spec, paths=False)
 
 
-def in_group(pack: Path, limit_bytes: int, *more: object) -> tuple[subprocess.CompletedProcess[str], int]:
+def in_group(command: str, pack: Path, limit_bytes: int, *more: object) -> tuple[subprocess.CompletedProcess[str], int]:
     """What moert says in a group of so much memory, and how many processes the system ended."""
-    asked = ["run", pack, "one small step", "--memory", limit_bytes, "--max-new-tokens", 24, *more]
+    asked = [command, pack, "--memory", limit_bytes, "--json", *more]
     with Group(memory_bytes=max(limit_bytes, 60_000_000)) as group:
         done = subprocess.run(
             [sys.executable, "-m", "moert", *map(str, asked)], capture_output=True, text=True, check=False, cwd=ROOT,
@@ -45,19 +45,37 @@ def in_group(pack: Path, limit_bytes: int, *more: object) -> tuple[subprocess.Co
         return done, group.oom_kills
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize("name", MIXED)
-def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str) -> None:
-    pack, limit = write(tmp_path / "p", MIXED[name]), 1_000_000
+def in_the_smallest(command: str, pack: Path, *more: object) -> tuple[str, int]:
+    """Returns what moert prints in a group of the smallest memory that it names, and that memory."""
+    limit = 1_000_000
     for _ in range(3):
-        done, killed = in_group(pack, limit, "--beams", BEAMS, "--json")
+        done, killed = in_group(command, pack, limit, *more)
         assert killed == 0, limit
         if done.returncode == 0:
             break
         assert "too small" in done.stderr
         limit = int(done.stderr.split("--memory ")[1].split()[0])
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["stats"]["peak_rss_bytes"] <= limit
+    return done.stdout, limit
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("name", MIXED)
+def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str) -> None:
+    pack = write(tmp_path / "p", MIXED[name])
+    said, limit = in_the_smallest("run", pack, "one small step", "--max-new-tokens", 24, "--beams", BEAMS)
+    assert json.loads(said)["stats"]["peak_rss_bytes"] <= limit
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("more", [(), ("--context", 64)], ids=["whole", "in windows"])
+@pytest.mark.parametrize("name", MIXED)
+def test_texts_are_scored_in_the_smallest_memory_that_is_named(
+    tmp_path: Path, name: str, more: tuple[object, ...]
+) -> None:
+    pack, text = write(tmp_path / "p", MIXED[name]), "one small step " * 100
+    said, _ = in_the_smallest("score", pack, text, *more)
+    assert json.loads(said)["scored_tokens"] > 200
 
 
 def test_no_more_states_are_there_than_beams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
