@@ -17,7 +17,7 @@ from moeconv.conversion.limits import end_note, module_note, notes, vocabulary_n
 from moeconv.conversion.material import Material
 from moeconv.conversion.ordering import neuron_order
 from moeconv.conversion.predicting import taught_neurons
-from moeconv.conversion.references import References, evaluated, measured_references
+from moeconv.conversion.references import References, evaluated, measured_references, value_text
 from moeconv.conversion.replacing import check_replaced
 from moeconv.conversion.residence import check_resident, fitted
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
@@ -163,7 +163,9 @@ class Conversion:
         calibration = estimate(judge.measure, accepted, used.acceptance, seed)
         account.note(bound_doubt(bound, calibration.high))
         with account.step("held-out", bench.journal):
-            found = estimate(heldout, evaluated(heldout, plan), used.heldout, seed)
+            result = evaluated(heldout, plan)
+            found = estimate(heldout, result, used.heldout, seed)
+            account.say(f"the pack on held-out text: {value_text(heldout, result)}")
             shown = side_by_side(bench, plan.assignment)
         return Outcome(
             widths=plan.assignment,

@@ -59,18 +59,19 @@ def measured_references(bench: Bench, account: Account) -> References:
         for what, measure, volume in texts:
             name, value = in_words(measure.metric.name), measure.metric.value(measure.reference.columns())
             check_reference(name, value, f"{what} text")
-            said, samples = f"{name} {value:.4f}{_per_token(measure)}", len(measure.reference.nats)
-            account.say(f"reference on {what} text: {said} on {samples} samples")
+            account.say(f"reference on {what} text: {value_text(measure, measure.reference)}")
             doubt(at_chance(measure.reference, volume.entropy, what))
     return found
 
 
-def _per_token(measure: Measure) -> str:
-    """The same a token, where the metric is a perplexity per word: it depends less on the language of a text."""
-    if measure.metric.unit != "words":
-        return ""
-    reference = measure.reference
-    return f" (per token {math.exp(sum(reference.nats) / sum(reference.tokens)):.4f})"
+def value_text(measure: Measure, found: Evaluation) -> str:
+    """Returns the metric of an evaluation as text; behind a perplexity per word that per token, which depends less on
+    the language of a text."""
+    metric = measure.metric
+    said, samples = f"{in_words(metric.name)} {metric.value(found.columns()):.4f}", f"on {len(found.nats)} samples"
+    if metric.unit != "words":
+        return f"{said} {samples}"
+    return f"{said} (per token {math.exp(sum(found.nats) / sum(found.tokens)):.4f}) {samples}"
 
 
 def evaluated(measure: Measure, plan: Plan) -> Evaluation:

@@ -73,7 +73,7 @@ def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path:
 def test_texts_are_scored_in_the_smallest_memory_that_is_named(
     tmp_path: Path, name: str, more: tuple[object, ...]
 ) -> None:
-    pack, text = write(tmp_path / "p", MIXED[name]), "one small step " * 100
+    pack, text = write(tmp_path / "p", MIXED[name]), "one small step " * 25
     said, _ = in_the_smallest("score", pack, text, *more)
     assert json.loads(said)["scored_tokens"] > 200
 
