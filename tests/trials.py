@@ -16,7 +16,8 @@ from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.trial import Trial
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
 
 

@@ -11,8 +11,8 @@ from moeconv.conversion.layouts import LAYOUTS, neurons_of
 from moeconv.conversion.settings import DEFAULT_LAYOUT, DEFAULT_QUANTIZER, Settings, check_choice
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
-from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.dense import dense_of
+from moeconv.quantizers import group_size_of
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.report.units import many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.features import features
@@ -51,13 +51,13 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     check_choice("--layout", layout, LAYOUTS)
     outline, left = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
-    quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
+    group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)
     mxfp4 = outline.description.mxfp4
-    storage = Storage(quantizer.group_size, mxfp4, neurons_of(layout, spec, mxfp4))
+    storage = Storage(group_size, mxfp4, neurons_of(layout, spec, mxfp4))
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if left is None else left
     return Checked(
-        model, spec, parameters(spec, computed), quantizer.name, layout,
+        model, spec, parameters(spec, computed), DEFAULT_QUANTIZER, layout,
         outlooks(spec, storage, denses, computed, host), [*outline.description.notes, *_absent(outline)],
         left_out, left is not None,
     )  # fmt: skip

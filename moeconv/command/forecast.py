@@ -21,8 +21,8 @@ from moeconv.plan.mixture import uniform
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters
 from moeconv.plan.pace import Drive, Processor
 from moeconv.plan.problem import Storage
-from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.dense import dense_of
+from moeconv.quantizers import group_size_of
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.report.units import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
@@ -135,8 +135,8 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     outline, _ = opened(path)
     spec, computed = outline.spec, outline.description.computed
     numbers, like = parameters(spec, computed), nearest(spec, references())
-    quantizer = QUANTIZERS[DEFAULT_QUANTIZER](Settings.group_size)
-    storage, host = Storage(quantizer.group_size, outline.description.mxfp4), host_of(dict(machine))
+    group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)
+    storage, host = Storage(group_size, outline.description.mxfp4), host_of(dict(machine))
     prospects = [
         prospect(spec, storage, mixed, dense_of(spec, bits), computed, host)
         for bits in DENSE_BITS
@@ -147,7 +147,7 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     room = machine["memory"]["free_bytes"] or place.memory_bytes  # of this machine, which converts
     tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)
     subject = Subject(spec, numbers, source, _four_bits(found))
-    plain = Storage(QUANTIZERS[TEXTLESS_QUANTIZER](None).group_size, storage.mxfp4)
+    plain = Storage(group_size_of(TEXTLESS_QUANTIZER, None), storage.mxfp4)
     textless = prospect(spec, plain, uniform(spec, plain, _ABOUT), None, computed, host).fit.pack_bytes
     efforts = {
         "without_text": without_text(replace(subject, pack_bytes=textless), tools),

@@ -14,7 +14,7 @@ from moeconv.conversion.neurons import NeuronFigures
 from moeconv.conversion.planning import Planned
 from moeconv.packing.paths import PathFigures
 from moeconv.packing.verify import Verified
-from moeconv.quantizers.dense import width_text
+from moeconv.quantizers.dense_bits import width_text
 from moeconv.report.units import size
 from moert.pack.hash import RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words

@@ -14,7 +14,8 @@ from moeconv.plan.problem import Storage
 from moeconv.plan.question import check_budget
 from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.quantizers.moments import Moments, moments_bytes
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.manifest import Dense

@@ -14,7 +14,7 @@ from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
-from moeconv.quantizers.dense import dense_bits_text
+from moeconv.quantizers.dense_bits import dense_bits_text
 from moert.pack.codec import WIDTHS
 from moert.pack.parts import ROLES
 from moert.pack.sizes import NO_MEMORY, NotASize, parse_size

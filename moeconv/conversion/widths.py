@@ -13,7 +13,7 @@ from moeconv.measure.evaluation import Evaluation
 from moeconv.promise.judging import Judge, estimate
 from moeconv.promise.standing import needed_text
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.quantizers.dense import width_text
+from moeconv.quantizers.dense_bits import width_text
 from moert.pack.manifest import LossEstimate
 
 

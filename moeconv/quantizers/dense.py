@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moeconv.errors import SettingsError, WeightsUnusable
+from moeconv.errors import WeightsUnusable
 from moeconv.quantizers.coder import check_16, dtype16_of, restored
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.quantizer import times_powers
@@ -18,37 +18,7 @@ from moert.pack.body import power_stored
 from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization
-from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Projection
-
-GROUP_SIZE = 64
-
-
-def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense | None:
-    """One width stands for all roles that the model has. Raises SettingsError for a role that it has not."""
-    if wanted is None:
-        return None
-    roles = spec.roles()
-    bits = dict.fromkeys(map(str, roles), wanted) if isinstance(wanted, int) else dict(wanted)
-    unknown = [role for role in bits if role not in roles]
-    if unknown:
-        raise SettingsError(
-            f"--dense-bits {dense_bits_text(wanted)}: this {spec.family} model has no {unknown[0]} matrices of its "
-            f"own, only {', '.join(roles)}: leave {unknown[0]} out"
-        )
-    return Dense(GroupQuantizer.name, GROUP_SIZE, {role: bits[role] for role in roles if role in bits})
-
-
-def dense_bits_text(wanted: int | Mapping[str, int]) -> str:
-    """`wanted` as it is written on the command line."""
-    if isinstance(wanted, int):
-        return str(wanted)
-    return ",".join(f"{role}={width}" for role, width in wanted.items())
-
-
-def width_text(bits: Mapping[str, int]) -> str:
-    """As a person reads it: {"attention": 4, "head": 8} → "attention 4, head 8 bits"."""
-    return ", ".join(f"{role} {width}" for role, width in bits.items()) + " bits"
 
 
 class DenseCoder:

@@ -8,22 +8,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from moeconv.slow_tokenizer import made
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.source import ShapeDiffers, Source
-from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moert.pack.bounds import check_size
 from moert.pack.errors import SizeOverflow
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tokenizer import TokenizerUnfit
+
+if TYPE_CHECKING:
+    import torch
 
 F32 = npt.NDArray[np.float32]
 
@@ -34,7 +35,7 @@ TOKENIZER_FILES = (
     "merges.txt", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
 _COMPUTED = (".rotary_emb.inv_freq",)  # what old versions of transformers stored, and compute now
-_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Checkpoint:
         first = self.description.experts(self.spec.expert_keys()[0], "up")
         if first.form is not None:
             return "BF16"
-        dtype = self.tensors.fetch(first.name, first.index).dtype
+        dtype = str(self.tensors.fetch(first.name, first.index).dtype)
         if dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self.path}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
@@ -139,6 +140,8 @@ class Checkpoint:
 
     def touch(self, key: ExpertKey) -> None:
         """Reads one expert and forgets it: the system keeps in memory what it can. Raises CheckpointError."""
+        import torch
+
         for projection in self.spec.moe.ffn.projections:
             source = self.description.experts(key, projection)
             for name in source.names:
@@ -150,7 +153,7 @@ class Checkpoint:
         for projection in self.spec.moe.ffn.projections if of_bias is not None else ():
             assert of_bias is not None
             found = self._shaped(of_bias(key, projection), self.spec.projection_shape(projection)[:1]).float()
-            if not torch.isfinite(found).all():
+            if not found.isfinite().all():
                 raise CheckpointError(
                     f"expert {key}, the bias of {projection} is not finite: the checkpoint is damaged"
                 )
@@ -159,6 +162,10 @@ class Checkpoint:
 
     def model(self, dtype: torch.dtype) -> torch.nn.Module:
         """The model as transformers runs it, in eval mode. Raises CheckpointError."""
+        import torch
+
+        from moeconv.source.archs.weights import fill_backbone
+
         saved = not isinstance(self.tensors, FileTensors) or self.tensors.as_saved
         if self.family.loads_by_names and saved and not any(source.form for source in self._sources()):
             return self.family.load(self.path, dtype)
@@ -185,14 +192,16 @@ class Checkpoint:
 
     def backbone_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor that stays unquantised, by its canonical name, in its own dtype."""
+        import torch
+
         if canonical in self.description.computed:
-            return self.description.computed[canonical]
+            return torch.from_numpy(self.description.computed[canonical])
         return self._shaped(self.description.backbone[canonical], shape)
 
     def stored_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The same as a pack stores it where it has no width: in its own dtype, or bfloat16 where it is coded."""
         tensor, source = self.backbone_tensor(canonical, shape), self.description.backbone.get(canonical)
-        return tensor if source is None or source.form is None else tensor.to(torch.bfloat16)
+        return tensor if source is None or source.form is None else tensor.bfloat16()
 
     @cached_property
     def sha256(self) -> str:
@@ -278,7 +287,7 @@ class Checkpoint:
     def _check_equal(self) -> None:
         for one, other in self.description.copies:
             both = one in self.tensors.names and other in self.tensors.names
-            if both and not torch.equal(self.tensors.fetch(one), self.tensors.fetch(other)):
+            if both and not self.tensors.fetch(one).equal(self.tensors.fetch(other)):
                 raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from moeconv.source.headers import HeaderWrong, Shape, shapes_of
 from moeconv.source.outline import INDEX, SINGLE, CheckpointError, indexed_files, json_object, line
 from moeconv.source.places import leads_out
+
+if TYPE_CHECKING:
+    import torch
 
 _CHUNK = 1 << 20
 

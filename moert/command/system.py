@@ -22,8 +22,6 @@ _ROOM = 4  # of what is free, the part of it that kernels are measured in
 
 def system_facts(root: Path = ROOT) -> dict[str, Any]:
     """Everything as plain values; null where this system does not tell. `root` is where /proc and /sys are."""
-    from moert import engine  # noqa: F401 - what it imports takes memory
-
     return {
         "processor": _processor(root),
         "cores": {
@@ -33,14 +31,23 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
             "usable": usable_cores(root),
         },
         "threads": usable_cores(root),
-        "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
+        **process_facts(root),
         "instruction_sets": _instruction_sets(),
         "memory": asdict(machine_memory(root)),
-        "process": {"held_bytes": held_bytes(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
         "transparent_huge_pages": _huge_pages(root),
         "kernel_bytes_per_s": _kernel_speeds(root),
         "drive": _drive(root),
         "devices": _devices(),
+    }
+
+
+def process_facts(root: Path = ROOT) -> dict[str, Any]:
+    """Those of them that say how much memory a pack finds taken. Nothing is measured."""
+    from moert import engine  # noqa: F401 - what it imports takes memory
+
+    return {
+        "process": {"held_bytes": held_bytes(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
+        "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
     }
 
 

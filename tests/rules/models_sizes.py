@@ -14,7 +14,7 @@ from moeconv.plan.machine import stated
 from moeconv.plan.mixture import Mixture
 from moeconv.plan.pace import Drive
 from moeconv.plan.problem import Storage
-from moeconv.quantizers.dense import dense_of
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.report.units import size
 from moeconv.source.archs import FAMILIES
 from moert.pack.model_spec import ModelSpec

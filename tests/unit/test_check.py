@@ -22,7 +22,8 @@ from moeconv.packing.emit import Label, emit
 from moeconv.plan.outlook import WIDTHS, Host, Outlook
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.manifest import BACKBONE, Manifest
@@ -103,6 +104,41 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "moeconv", *arguments], capture_output=True, text=True, check=False
     )  # fmt: skip
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from moeconv.command.check import Host, check
+from moeconv.source.checkpoint import Checkpoint
+
+folders = [str(path) for path in Path(sys.argv[1]).iterdir()]
+for folder in folders:
+    check(folder, Host(0, 0, False))
+assert "torch" not in sys.modules, "torch"
+import torch
+for folder in folders:
+    Checkpoint.open(folder).model(torch.float32)
+print(len(folders))
+"""
+
+
+def test_no_family_needs_torch_to_be_looked_at(tmp_path: Path) -> None:
+    """And all can be loaded behind that, in the same process. But for Gemma 4, whose class of settings imports what
+    transformers makes of images."""
+    families = sorted(name for name in TINY if not name.startswith("gemma4"))
+    for family in families:
+        TINY[family][0](tmp_path / family)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == (f"{len(families)}\n", 0), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", ["float99", "cuda", 16, ["bfloat16"]])
+def test_a_type_that_is_none_is_refused(dtype: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"dtype is .*, it should be one of bfloat16"):
+        check(str(written(tmp_path, {**MIXTRAL_8X7B, "dtype": dtype})), HOST)
 
 
 def test_more_memory_where_weights_are_widened(tmp_path: Path) -> None:

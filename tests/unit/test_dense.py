@@ -22,7 +22,8 @@ from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel
 from moeconv.packing.verify import verify
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.quantizers.dense import DenseCoder, dense_of, width_text
+from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.dense_bits import dense_of, width_text
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError

@@ -21,7 +21,7 @@ from moeconv.plan.outlook import Host, outlooks, parameters, quantization_of
 from moeconv.plan.pace import Drive, Processor, Work, token_s
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import moments
-from moeconv.quantizers.dense import dense_of
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.archs import FAMILIES
 from moeconv.source.outline import Outline
 from moert.pack.model_spec import ExpertKey, ModelSpec

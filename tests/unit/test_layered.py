@@ -23,7 +23,8 @@ from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.measure.trial import Trial
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 from moeconv.source.outline import CheckpointError
 

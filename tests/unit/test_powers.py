@@ -20,7 +20,8 @@ from moeconv.packing.emit import Label, emit
 from moeconv.packing.verify import error_share, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder, dense_of
+from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.devices.torch_backend import TorchBackend
 from moert.devices.torch_memory import TorchMemory

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
+import numpy as np
 
 from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
 from moeconv.source.archs.heeded import on, without_effect
+from moeconv.source.archs.ropes import frequencies, turns
+from moert.pack.codec import F32
 from moert.pack.parts import MOST_LAYERS, MOST_TURN, Act, Attention, Ffn, Rope
 from moert.pack.reading import MAX_COUNT, brief
 
@@ -33,6 +35,9 @@ Coding = Literal["fp8", "int4", "mxfp4"]
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
 _OF_LAYERS = ("layers", "_layer")
 _MOST_LABELS = 1 << 20
+_DTYPES = {"float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_OF_LOADING = ("dtype", "torch_dtype")
+"""The type that transformers computes in unless it is told another, as it always is here."""
 _MOST_COMPUTED = 1 << 28
 _ROPE_PARAMETERS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -62,7 +67,7 @@ class Config:
         """Settings that were asked for and may have few values → those."""
         _check_counts(raw)
         try:
-            self.parsed: Any = config_class.from_dict(dict(raw))
+            self.parsed: Any = config_class.from_dict({k: v for k, v in raw.items() if k not in _OF_LOADING})
         except Exception as error:
             raise ConfigInvalid(str(error) or type(error).__name__) from None
 
@@ -206,25 +211,23 @@ class Config:
             raise UnsupportedModel(f"config.json sets rope_parameters {found!r}, which does not say those of {kind}")
         return _checked_rope(found[kind])
 
-    def frequencies(self, kind: str) -> tuple[Tensor, float]:
-        """Those that transformers computes for this kind of rope [dims / 2], and its factor. Raises ConfigInvalid."""
-        from torch import device
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
+    def frequencies(self) -> tuple[F32, float]:
+        """Those of a rope of a kind other than default [dims / 2], and its factor. Raises ConfigInvalid."""
+        said, parsed = self.parsed.rope_parameters, self.parsed
         try:
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](self.parsed, device("cpu"))
-        except Exception as error:
-            raise ConfigInvalid(f"rope_parameters of the kind {kind}: {error}") from None
-        return frequencies.float(), float(factor)
+            dim = getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
+            share = said.get("partial_rotary_factor", 1.0)
+            return frequencies(said, int(dim * share), parsed.max_position_embeddings)
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+            raise ConfigInvalid(f"rope_parameters of the kind {said.get('rope_type')}: {why}") from None
 
-    def rope(self, dim: int, partial: bool = False) -> tuple[Rope, Tensor]:
+    def rope(self, dim: int, partial: bool = False) -> tuple[Rope, F32]:
         """Rotary positions of `dim` features, and their frequencies [dims / 2] as transformers computes them.
         `partial`: the family turns only a share of them if rope_parameters say so.
 
         Raises UnsupportedModel.
         """
-        import torch
-
         parameters, self.allowed["rope_type"] = self.rope_parameters(), FIXED_ROPES
         kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor")
         share = 1.0 if share is None else share
@@ -239,14 +242,13 @@ class Config:
                     f"config.json sets rope_theta {theta!r}, and {dims} of {dim} features of a head turn: "
                     "expected a number above 0 and 2 features or more"
                 )
-            exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
-            return _turning(Rope(dims), 1.0 / (float(theta) ** exponents))
+            return _turning(Rope(dims), turns(theta, dims))
         if kind not in FIXED_ROPES:
             raise UnsupportedModel(
                 f"config.json sets the rope type {kind!r}: only {', '.join(FIXED_ROPES)} can be packed"
             )
-        frequencies, factor = self.frequencies(kind)
-        return _turning(Rope(2 * len(frequencies), factor), frequencies)
+        found, factor = self.frequencies()
+        return _turning(Rope(2 * len(found), factor), found)
 
     def unread(self) -> set[str]:
         """Fields of the class that nobody has asked for, and that are not known to be without effect."""
@@ -330,14 +332,14 @@ def _with_floats(found: Any) -> Any:
     return [_with_floats(value) for value in found] if isinstance(found, list) else found
 
 
-def _turning(rope: Rope, frequencies: Tensor) -> tuple[Rope, Tensor]:
+def _turning(rope: Rope, found: F32) -> tuple[Rope, F32]:
     """Both, if a pack can have them. Raises UnsupportedModel."""
-    if not bool((frequencies.abs() <= MOST_TURN).all()):
+    if not bool((np.abs(found) <= MOST_TURN).all()):
         raise UnsupportedModel(
-            f"config.json turns heads by up to {float(frequencies.abs().max()):g} a position: at most {MOST_TURN:g} "
+            f"config.json turns heads by up to {float(np.abs(found).max()):g} a position: at most {MOST_TURN:g} "
             "can be packed"
         )
-    return rope, frequencies
+    return rope, found
 
 
 def _checked_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -364,6 +366,9 @@ def _check_counts(raw: Mapping[str, Any]) -> None:
     for name, found in raw.items():
         if name.endswith(_OF_LAYERS) and isinstance(found, (int, float)) and found > MOST_LAYERS:
             raise ConfigInvalid(f"{name} is {brief(found)}, it should be at most {MOST_LAYERS}")
+    for name in _OF_LOADING:
+        if (found := raw.get(name)) is not None and not (isinstance(found, str) and found in _DTYPES):
+            raise ConfigInvalid(f"{name} is {brief(found)}, it should be one of {', '.join(sorted(_DTYPES))}")
     labels = raw.get("num_labels", 2)
     if not isinstance(labels, int) or labels > _MOST_LABELS:
         raise ConfigInvalid(f"num_labels is {brief(labels)}, it should be a whole number up to {_MOST_LABELS}")

@@ -29,4 +29,5 @@ class KimiK2(DeepseekV3):
     """The same by another name (Kimi K2), published with experts of four bits."""
 
     model_type = "kimi_k2"
+    config_type = "deepseek_v3"
     loads_by_names = False

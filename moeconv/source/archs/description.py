@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from moeconv.source.archs.config import Config, check_computed
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.source import FP8_SCALES, INT4_CODES, Form, Source
 from moeconv.source.archs.views import View, rows
+from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
 from moert.pack.parts import Experts, Layer, Rope, stack_of
 
@@ -74,7 +74,7 @@ class Description:
     backbone: Mapping[str, Source]
     experts: Callable[[ExpertKey, str], Source]
     parameters: Mapping[str, Source]
-    computed: Mapping[str, Tensor] = field(default_factory=dict)
+    computed: Mapping[str, F32] = field(default_factory=dict)
     copies: tuple[tuple[str, str], ...] = ()
     repeated: tuple[tuple[str, str], ...] = ()
     biases: Callable[[ExpertKey, str], Source] | None = None
@@ -195,7 +195,7 @@ EXPERTS_W123 = named("block_sparse_moe.experts.{expert}.{projection}", {"gate": 
 
 def decoder(
     family: str, config: Config, tokens: Tokens, layers: Sequence[Layer], names: Names | None = None,
-    ropes: Sequence[tuple[Rope, Tensor]] | None = None, **spec_fields: object,
+    ropes: Sequence[tuple[Rope, F32]] | None = None, **spec_fields: object,
 ) -> Description:  # fmt: skip
     """The decoder that most families share, of these layers. `ropes`: None for one that turns the heads' features, as
     config.json says. `spec_fields`: of ModelSpec that are not what they usually are. Raises UnsupportedModel."""
@@ -222,13 +222,13 @@ def decoder(
     )
     spec = replace(spec, **spec_fields)  # type: ignore[arg-type]
     for _, frequencies in ropes:
-        if not frequencies.isfinite().all():
+        if not np.isfinite(frequencies).all():
             raise UnsupportedModel("config.json sets rope_parameters by which positions turn by no finite angle")
     computed = {f"rope.{place}.frequencies": frequencies for place, (_, frequencies) in enumerate(ropes)}
-    for ends, filled in ((names.ones, torch.ones), (names.zeros, torch.zeros)):
+    for ends, value in ((names.ones, 1), (names.zeros, 0)):
         shapes = {name: tensor.shape for name, tensor in spec.tensors.items() if name.endswith(ends)}
         check_computed(sum(map(math.prod, shapes.values())))
-        computed |= {name: filled(shape) for name, shape in shapes.items()}
+        computed |= {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
     stored = [name for name in spec.tensors if name not in computed]
     hub = {**_OUTSIDE, **USUAL, **names.outside, **names.inside}
     backbone = {name: _source(name, hub, names.root, names.head) for name in stored}

@@ -6,23 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
+from moeconv.source.archs.classes import config_class
 from moeconv.source.archs.config import Config, beside_text
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.tokens import special_tokens
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName, Tokens
 
-
-class Skipped(nn.Module):
-    """Stands for a layer that has been computed already."""
-
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 class Family:
@@ -30,7 +25,9 @@ class Family:
 
     model_type: str
     model_class: str
-    """In transformers; the class of its config.json is its `config_class`."""
+    """In transformers."""
+    config_type: str | None = None
+    """By which transformers knows the class of its settings; None: by `model_type`."""
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
     reads_mxfp4 = False
@@ -57,14 +54,14 @@ class Family:
         self, config: Mapping[str, Any], generation_config: Mapping[str, Any]
     ) -> tuple[Description, Config]:  # fmt: skip
         """The same, and the settings as they were asked for."""
-        asked = Config(self.own(config), self._class.config_class)
+        asked = Config(self.own(config), self._config_class)
         coding = asked.coding()
         if coding == "mxfp4" and not self.reads_mxfp4:
             raise UnsupportedModel(
                 "config.json says that its weights are coded by mxfp4, which only gpt_oss is known for"
             )
         found = self.describe(asked, special_tokens(config, generation_config))
-        outer = beside_text(config, self.beside, self._class.config_class) if self.beside else ()
+        outer = beside_text(config, self.beside, self._config_class) if self.beside else ()
         return replace(found, without_effect=(*outer, *asked.check_all_read())), asked
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,7 +77,9 @@ class Family:
 
     def empty(self, config_dir: Path) -> nn.Module:
         """The same model from its config.json alone, in float32 and eval mode, with weights still to be filled in."""
-        config = self._class.config_class.from_pretrained(config_dir, local_files_only=True)
+        import torch
+
+        config = self._config_class.from_pretrained(config_dir, local_files_only=True)
         model: nn.Module = self._class._from_config(config, dtype=torch.float32, experts_implementation="eager")
         return self.prepared(model.requires_grad_(False).eval())
 
@@ -96,6 +95,8 @@ class Family:
         """The layers of a tower that goes on from the hidden states that enter layer `start`, which are given to it as
         inputs_embeds, and of those only up to `stop`. Each keeps its place: some models look up by it what kind of
         layer it is."""
+        from moeconv.source.archs.modules import Skipped
+
         last = len(layers) if stop is None else stop
         return [layer if start <= at < last else Skipped() for at, layer in enumerate(layers)]
 
@@ -126,6 +127,10 @@ class Family:
     def spelled(self, spec: ModelSpec) -> str | None:
         """What stands in a pack for a tokenizer.json that a checkpoint has not; None: nothing can."""
         return None
+
+    @property
+    def _config_class(self) -> Any:
+        return config_class(self.config_type or self.model_type)
 
     @property
     def _class(self) -> Any:

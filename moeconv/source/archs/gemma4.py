@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from moeconv.source.archs.config import Config, count_of, number_of, text_settings
 from moeconv.source.archs.description import Description, Names, Place, decoder, joined
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
+from moeconv.source.archs.ropes import turns
+from moert.pack.codec import F32
 from moert.pack.model_spec import Head, StackName, Tokens
 from moert.pack.parts import Attention, Beside, Experts, Join, Layer, Norm, Rope, Router
 
@@ -70,6 +72,7 @@ class Gemma4(Gemma4Text):
     """The same inside a model that sees and hears."""
 
     model_type = "gemma4"
+    config_type = "gemma4_text"
     loads_by_names = False
     beside = frozenset({
         "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
@@ -103,10 +106,8 @@ def _attentions(config: Config) -> list[Attention]:
     return found
 
 
-def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]) -> list[tuple[Rope, Tensor]]:
+def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]) -> list[tuple[Rope, F32]]:
     """Of layers with a window, and of those that see all, whose last pairs do not turn. Raises UnsupportedModel."""
-    import torch
-
     ropes = []
     for kind, expected in ((_SLIDING, "default"), (_FULL, "proportional")):
         own = config.rope_parameters_of(kind)
@@ -121,9 +122,8 @@ def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]
         if not 0 < share <= 1 or theta < 0:
             raise UnsupportedModel(f"config.json sets rope_theta {theta!r} and turns {share!r} of each head for {kind}")
         turning = int(share * dim // 2)
-        exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / dim
-        frequencies = torch.zeros(dim // 2)
-        frequencies[:turning] = 1.0 / (theta**exponents) / factor
+        frequencies = np.zeros(dim // 2, np.float32)
+        frequencies[:turning] = turns(theta, 2 * turning, dim) / factor
         ropes.append((Rope(dim), frequencies))
     return ropes
 

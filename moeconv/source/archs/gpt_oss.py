@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Names, decoder
@@ -13,6 +11,9 @@ from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import in_turn, rows, transposed
 from moert.pack.model_spec import ExpertKey, Tokens
 from moert.pack.parts import Act, Experts, Ffn, Layer, Norm, Router
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _OF_PAIRS = {"gate": rows(0, None, 2), "up": rows(1, None, 2)}
 """Gate and up lie row by row, one after the other."""

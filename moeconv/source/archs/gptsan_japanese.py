@@ -10,11 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
+from moeconv.source.archs.classes import torch_later
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import UnsupportedModel
@@ -34,6 +32,9 @@ from moert.pack.parts import (
     Router,
     stack_of,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _MOST_POSITIONS = 65535
 _IDLE = ("router_ignore_padding_tokens", "d_spout", "do_sample", "top_k", "unk_token_id", "num_contexts")
@@ -99,7 +100,9 @@ class GptsanJapanese(Family):
         return Description(spec, backbone, _expert, parameters, copies=copies, left_out=_LEFT_OUT)
 
     def empty(self, config_dir: Path) -> nn.Module:
-        config = self._class.config_class.from_pretrained(config_dir, local_files_only=True)
+        config = self._config_class.from_pretrained(config_dir, local_files_only=True)
+        import torch
+
         with torch.device("meta"):
             model = self._class(config)
         model.to_empty(device="cpu").tie()
@@ -118,6 +121,12 @@ class GptsanJapanese(Family):
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         return self.experts_module(model, key.at).get_parameter(projection).detach()[key.expert]
+
+    @property
+    def _config_class(self) -> Any:
+        with torch_later():
+            from moeconv.source.gptsan_config import GptsanJapaneseConfig
+        return GptsanJapaneseConfig
 
     @property
     def _class(self) -> Any:

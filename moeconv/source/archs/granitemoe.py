@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
@@ -14,6 +13,9 @@ from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import rows
 from moert.pack.model_spec import Head, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, Join, Layer, Norm, Router
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class GraniteMoe(Family):

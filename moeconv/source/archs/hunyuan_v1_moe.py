@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, arange
-
 from moeconv.source.archs.config import FIXED_ROPES, Config
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
+from moeconv.source.archs.ropes import turns
+from moert.pack.codec import F32
 from moert.pack.model_spec import Tokens
 from moert.pack.parts import Experts, Layer, Norm, Rope, Router
 
@@ -58,11 +58,11 @@ def _top_k(config: Config) -> int:
     return int(each.pop())
 
 
-def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
+def _rope(config: Config, dim: int) -> tuple[Rope, F32]:
     """With `alpha`, positions are stretched by a larger base that does not depend on the text."""
     parameters = config.rope_parameters()
     if parameters.get("rope_type") != "dynamic" or not parameters.get("alpha"):
         return config.rope(dim)
     config.allowed["rope_type"] = (*FIXED_ROPES, "dynamic with alpha")
     base = parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2))
-    return Rope(dim), 1.0 / (base ** (arange(0, dim, 2).float() / dim))
+    return Rope(dim), turns(base, dim)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
@@ -18,6 +15,9 @@ from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import halves, in_turn, rows, transposed
 from moert.pack.model_spec import ExpertKey, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Layer, Norm, Router, Stretch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _NETWORKS = {
     "router": "feed_forward.router",
@@ -90,6 +90,7 @@ class Llama4(Llama4Text):
     """The same inside a model that sees."""
 
     model_type = "llama4"
+    config_type = "llama4_text"
     beside = frozenset(
         {"vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "tie_word_embeddings"}
     )
@@ -131,12 +132,12 @@ def _mixture(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     flat = hidden.reshape(-1, module.hidden_dim)
     logits = module.router(flat)[1]
     best, chosen = logits.topk(module.top_k, dim=1)
-    return module.shared_expert(flat) + module.experts(flat, chosen, torch.sigmoid(best.float())), logits
+    return module.shared_expert(flat) + module.experts(flat, chosen, best.float().sigmoid()), logits
 
 
 def _experts(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """One expert after the other, which get their tokens times the weights. x [tokens, d_model]"""
-    out = torch.zeros_like(x)
+    out = x.new_zeros(x.shape)
     for token, slot in enumerate(chosen[:, 0].tolist()):
         gate, up = (weights[token] * x[token] @ module.gate_up_proj[slot]).chunk(2)
         out[token] = (up * module.act_fn(gate)) @ module.down_proj[slot]

@@ -5,8 +5,7 @@ steps that the published model has not."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.deepseek import MORE_PREDICTED, sigmoid_router
@@ -15,6 +14,9 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.mamba2 import UNBOUNDED, places, unbounded_steps
 from moert.pack.model_spec import ExpertKey, StackName, Tokens
 from moert.pack.parts import Experts, Ffn, Layer, Mamba2, Narrow, Norm
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _INSIDE: Inside = {
     "mixer_norm": "norm", "ffn_norm": "norm", "router": "mixer.gate",

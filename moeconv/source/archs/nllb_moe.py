@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description
@@ -20,8 +19,12 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.tokens import checked_start
+from moert.pack.codec import F32
 from moert.pack.model_spec import STACKS, ExpertKey, Head, ModelSpec, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, PositionTable, Router, Stack, stack_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _NORM = Norm(1e-5, "layer")  # transformers has no setting for it
 _SLOWEST = 10000.0  # wavelength of positions, over 2π
@@ -110,7 +113,7 @@ class NllbMoe(Family):
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
         positions: Any = tower.embed_positions
-        positions.forward = lambda _ids, hidden, *_: torch.zeros_like(hidden)
+        positions.forward = lambda _ids, hidden, *_: hidden.new_zeros(hidden.shape)
         try:
             yield
         finally:
@@ -173,12 +176,14 @@ def _name(canonical: str) -> str:
     return f"model.{stack}.layer_norm.{last}"
 
 
-def waves(n: int, start: int, features: int) -> Tensor:
+def waves(n: int, start: int, features: int) -> F32:
     """Sines of positions from `start` on, then cosines, [n, features]: the last feature of an odd number is 0."""
     half = features // 2
-    rates = torch.exp(torch.arange(half).float() * -(math.log(_SLOWEST) / (half - 1)))
-    angles = torch.arange(start, start + n).float()[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos(), torch.zeros(n, features % 2)], dim=1)
+    exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(_SLOWEST) / (half - 1))
+    rates = np.exp(exponents.astype(np.float64)).astype(np.float32)
+    angles = (np.arange(start, start + n, dtype=np.float32)[:, None] * rates).astype(np.float64)
+    table = [np.sin(angles), np.cos(angles), np.zeros((n, features % 2))]
+    return np.concatenate(table, axis=1).astype(np.float32)
 
 
 def _weighed(share: float, _router: nn.Module, _inputs: Any, said: Any) -> Any:
@@ -188,7 +193,7 @@ def _weighed(share: float, _router: nn.Module, _inputs: Any, said: Any) -> Any:
 
 def _run(experts: nn.ModuleDict, x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
     """x [tokens, d_model] and weights [tokens, num_experts] → the sum of weights times what experts give."""
-    found = torch.zeros_like(x)
+    found = x.new_zeros(x.shape)
     for number in range(weights.shape[1]):
         tokens = weights[:, number].nonzero()[:, 0]
         found.index_add_(0, tokens, experts[f"expert_{number}"](x[tokens]) * weights[tokens, number, None])
@@ -197,4 +202,4 @@ def _run(experts: nn.ModuleDict, x: Tensor, _: Tensor, weights: Tensor) -> Tenso
 
 def _decoder_places(ids: Tensor, pad: int, past: int = 0) -> Tensor:
     """Rows of the table for ids [rows, tokens] after `past` others; that of the pad token is 0."""
-    return (torch.arange(ids.shape[1]) + past + 1) * ids.ne(pad) + pad
+    return (ids.new_ones(ids.shape[1]).cumsum(0) + past) * ids.ne(pad) + pad

@@ -7,10 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Inside, Names, OfExpert, Place, decoder
@@ -20,6 +17,9 @@ from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import rows
 from moert.pack.model_spec import ExpertKey, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, PositionTable, Router, stack_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _NORM = Norm(1e-5, "layer")  # transformers has no setting for it
 _MOST_POSITIONS = 65535
@@ -66,15 +66,21 @@ class Opt(Family):
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """The network of each layer lies behind what calls it as other families call their experts."""
+        from torch import nn
+
+        from moeconv.source.archs.modules import Alone, Network
+
         for layer in self.tower(model, "decoder").get_submodule("layers").children():
             whole: Any = layer
-            whole.fc1 = _Network(_Expert(whole.fc1, whole.activation_fn, whole.fc2))
+            whole.fc1 = Alone(Network(whole.fc1, whole.activation_fn, whole.fc2))
             whole.activation_fn, whole.fc2 = nn.Identity(), nn.Identity()
         return model
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
         """What enters a layer has its positions already."""
+        import torch
+
         positions: Any = tower.get_submodule("embed_positions")
         positions.forward = lambda *_, **__: torch.zeros(())
         try:
@@ -87,33 +93,6 @@ class Opt(Family):
 
     def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
         return self.experts_module(model, key.at).get_parameter(f"{projection}.bias").detach()
-
-
-class _Expert(nn.Module):
-    """The network of a layer."""
-
-    def __init__(self, up: nn.Module, act: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.act, self.down = up, act, down
-
-    def forward(self, x: Tensor, _chosen: Tensor, _weights: Tensor) -> Tensor:
-        """x [tokens, d_model] → the same shape"""
-        found: Tensor = self.down(self.act(self.up(x)))
-        return found
-
-
-class _Network(nn.Module):
-    """Sends all tokens to the one expert there is."""
-
-    def __init__(self, experts: _Expert) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, d_model] → the same shape"""
-        chosen = torch.zeros((len(x), 1), dtype=torch.int64)
-        found: Tensor = self.experts(x, chosen, torch.ones((len(x), 1), dtype=x.dtype))
-        return found
 
 
 def _attention(config: Config, d_model: int) -> Attention:

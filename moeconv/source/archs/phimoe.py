@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import EXPERTS_W123, Description, Names, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
+from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Tokens
 from moert.pack.parts import Experts, Layer, Norm, Rope, Router
 
@@ -39,7 +38,7 @@ class Phimoe(Family):
         )  # fmt: skip
 
 
-def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
+def _rope(config: Config, dim: int) -> tuple[Rope, F32]:
     """Of longrope, transformers uses the short factors for texts of any length; the two factors of what turns have to
     be one here. Raises UnsupportedModel."""
     parameters = config.rope_parameters()
@@ -54,5 +53,5 @@ def _rope(config: Config, dim: int) -> tuple[Rope, Tensor]:
             f"config.json sets the rope type {kind!r} with short_mscale {short!r} and long_mscale {long!r}: only "
             "default, and longrope with both alike, can be packed"
         )
-    frequencies, _ = config.frequencies(kind)
+    frequencies, _ = config.frequencies()
     return Rope(2 * len(frequencies), float(short)), frequencies

@@ -48,6 +48,7 @@ class Qwen35Moe(Qwen35MoeText):
     """The same inside a model that sees."""
 
     model_type = "qwen3_5_moe"
+    config_type = "qwen3_5_moe_text"
     beside = frozenset(
         {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
     )

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description
@@ -19,6 +16,10 @@ from moeconv.source.archs.source import Source
 from moeconv.source.archs.tokens import checked_start
 from moert.pack.model_spec import STACKS, ExpertKey, Head, ModelSpec, StackName, Tokens
 from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Layer, Norm, Router, Stack, stack_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 _PROJECTIONS = {"up": "wi", "down": "wo"}
 _GATED = {"gate": "wi_0", "up": "wi_1", "down": "wo"}
@@ -106,7 +107,7 @@ class SwitchTransformers(Family):
         class Gated(T5DenseGatedActDense):
             wi = property(lambda self: self.wi_0)  # asked for when weights are drawn that are never used
 
-        config = self._class.config_class.from_pretrained(path, local_files_only=True)
+        config = self._config_class.from_pretrained(path, local_files_only=True)
         before = switch.SwitchTransformersDenseActDense
         if getattr(config, "is_gated_act", False):
             switch.SwitchTransformersDenseActDense = Gated  # type: ignore[assignment, misc]

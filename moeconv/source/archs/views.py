@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-View = Callable[[Tensor], Tensor]
+View: TypeAlias = "Callable[[Tensor], Tensor]"
 """Of more dimensions than the pack's tensor, maybe, with the same numbers in the same order."""
 
 
