@@ -23,6 +23,7 @@ from moert.pack.model_spec import ModelSpec
 DENSE_BITS = (None, 8)
 """Widths of what lies outside the experts that are looked at; None: as in the source."""
 
+_NAMED = 3  # files at most that are not here
 _HEADING = (
     ("experts", "the rest", "pack", "an expert", "a token", "smallest", "for all"),
     ("", "", "", "", "reads", "--memory", "experts"),
@@ -58,7 +59,7 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if left is None else left
     return Checked(
         model, spec, parameters(spec, computed), DEFAULT_QUANTIZER, layout,
-        outlooks(spec, storage, denses, computed, host), [*outline.description.notes, *_absent(outline)],
+        outlooks(spec, storage, denses, computed, host), [*outline.description.notes, *absent_notes(outline)],
         left_out, left is not None,
     )  # fmt: skip
 
@@ -78,12 +79,17 @@ def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
     return checkpoint, checkpoint.left_out
 
 
-def _absent(outline: Checkpoint | Outline) -> list[str]:
+def absent_notes(outline: Checkpoint | Outline) -> list[str]:
     """A note on weights of which only the names were looked at, if there are any."""
     tensors = outline.tensors if isinstance(outline, Checkpoint) else None
-    if not isinstance(tensors, FileTensors) or not tensors.absent:
+    if not isinstance(tensors, FileTensors) or not (absent := tensors.absent):
         return []
-    return [f"{tensors.absent} files of weights are not here: of their tensors the names were checked, by the index"]
+    more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
+    count = f"{len(absent)} of {len(set(tensors.files.values()))}"
+    return [
+        f"{count} files of weights are not here ({', '.join(absent[:_NAMED])}{more}): of their tensors the names were "
+        "checked, by the index"
+    ]
 
 
 def as_json(found: Checked) -> dict[str, Any]:

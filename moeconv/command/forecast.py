@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moeconv.command.check import DENSE_BITS, located, opened
+from moeconv.command.check import DENSE_BITS, absent_notes, located, opened
 from moeconv.command.options import bytes_of
 from moeconv.conversion.host import facts, host_of
 from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings
@@ -58,7 +58,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Expected:
-    """`like`: the model whose hit rates were taken."""
+    """`like`: the model whose hit rates were taken; `notes`: on files that are not there."""
 
     model: str
     spec: ModelSpec
@@ -68,6 +68,7 @@ class Expected:
     like: Reference
     forecasts: Sequence[Forecast]
     efforts: Mapping[str, Effort]
+    notes: Sequence[str]
 
 
 def is_model(what: str, given: Collection[str]) -> bool:
@@ -153,7 +154,7 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
         "without_text": without_text(replace(subject, pack_bytes=textless), tools),
         "with_text": with_text(subject, tools),
     }
-    return Expected(model, spec, numbers, source, place, like, found, efforts)
+    return Expected(model, spec, numbers, source, place, like, found, efforts, absent_notes(outline))
 
 
 def _four_bits(found: Sequence[Forecast]) -> int:
@@ -197,6 +198,7 @@ def as_json(found: Expected) -> dict[str, Any]:
         "new_tokens": NEW_TOKENS,
         "hit_rates_of": {"model": like.name, "kind": like.kind, "experts": like.experts, "top_k": like.top_k},
         "packs": [asdict(each) for each in found.forecasts],
+        "notes": list(found.notes),
         "converting": {name: asdict(effort) for name, effort in found.efforts.items()},
     }
 
@@ -211,6 +213,7 @@ def lines(found: Expected) -> Iterator[str]:
     yield f"  memory      {size(place.memory_bytes)}, a prompt of {PROMPT_TOKENS} tokens and {NEW_TOKENS} more"
     yield f"  drive       {size(place.drive.bytes_per_s)}/s, {place.drive_from}"
     yield f"  kernels     {_kernels(place.processor)}"
+    yield from (f"  note        {note}" for note in found.notes)
     if like.rates:
         yield (
             f"  like        {like.name}, whose routing was recorded: {like.kind}, {like.experts} experts a layer, "

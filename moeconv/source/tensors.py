@@ -53,9 +53,9 @@ class FileTensors:
         self._open: dict[Path, Any] = {}
 
     @property
-    def absent(self) -> int:
-        """How many files with tensors are not there."""
-        return sum(not file.is_file() for file in set(self.files.values()))
+    def absent(self) -> list[str]:
+        """Names of the files with tensors that are not there."""
+        return sorted(str(file.relative_to(self.path)) for file in set(self.files.values()) if not file.is_file())
 
     @property
     def names(self) -> Collection[str]:
@@ -133,12 +133,11 @@ def _indexed(path: Path, index: Mapping[str, Any], names_only: bool) -> _Listed:
     held: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         held.setdefault(file, []).append(name)
-    none = not any((path / file).is_file() for file in held)
     for file, own in sorted(held.items()):
         if leads_out(path, path / file):
             raise CheckpointError(f"{path / INDEX} names the file {file[:80]!r}, which does not lie inside {path}")
         if not (path / file).is_file():
-            if names_only and none:
+            if names_only:
                 continue
             raise CheckpointError(f"{path / file} is named in {INDEX} but missing: fetch the checkpoint again")
         found = _shapes(path / file)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_of, tiny_olmoe, tiny_switch
+from tiny import EOS, tiny_of, tiny_olmoe, tiny_switch
 
+from moeconv.command import cli
 from moeconv.command.check import check
 from moeconv.plan.outlook import Host
 from moeconv.source.checkpoint import Checkpoint
@@ -213,12 +214,51 @@ def test_a_hub_model_is_fetched_once_and_checked_by_its_index(
     found = check("some/model", host)
     index = {"model.safetensors.index.json"} if shards else set()
     assert set(fetched) == {"config.json", "generation_config.json", *index}
-    absent = [f"{shards} files of weights are not here: of their tensors the names were checked, by the index"]
+    absent = [absent_note(shards, sorted(weights))]
     assert (found.notes, found.certain) == ((absent, True) if shards else ([], False))
     checkpoint = Checkpoint.open("some/model")
     assert set(fetched) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                             *index, *weights}  # fmt: skip
     assert checkpoint.sha256 == Checkpoint.open(source).sha256
+
+
+def absent_note(files: int, absent: list[str]) -> str:
+    return (
+        f"{len(absent)} of {files} files of weights are not here ({', '.join(absent)}): of their tensors the names "
+        "were checked, by the index"
+    )
+
+
+def test_where_some_shards_are_missing_all_else_is_checked(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard(source, 3)
+    host = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
+    whole = check(str(source), host)
+    (source / "model-1.safetensors").unlink()
+    found, note = check(str(source), host), absent_note(3, ["model-1.safetensors"])
+    assert (found.outlooks, found.notes, found.certain) == (whole.outlooks, [note], True)
+    assert cli._exit_code(["plan", str(source), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [note]
+    assert cli._exit_code(["plan", str(source)]) == 0
+    assert f"  note        {note}\n" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="is named in model"):
+        Checkpoint.open(source)
+    (source / "model-2.safetensors").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors is damaged"):
+        check(str(source), host)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("</s>", [3]), ("</s>", 3), ({"content": "</s>"}, [3, 5])])
+def test_another_end_token_of_the_tokenizer_is_a_note(
+    source: Path, name: Any, ends: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
+    for stated, is_noted in ((ends, True), (EOS, False), ([3, EOS], False)):
+        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+        out = tmp_path / f"{stated}.pack"
+        assert cli._exit_code(["quantize", str(source), "--bits", "16", "--out", str(out)]) == 0
+        said = ", ".join(map(str, stated if isinstance(stated, list) else [stated]))
+        note = f"the tokenizer's end token is '</s>' ({EOS}), the model's by generation_config.json or config.json "
+        assert (note + said in capsys.readouterr().err) == is_noted
 
 
 def test_an_index_alone_is_looked_at(source: Path) -> None:
