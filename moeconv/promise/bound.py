@@ -16,8 +16,9 @@ Documents are few, so their quantile is taken a little further out (`widening`).
 
 A plan that does less harm has no larger bound. Each draw grows with the harm to any sample; gains make up for none of
 that which is counted once more; and this is no less than one middling sample lost (of values that are better when
-higher), which is all that a plan has that harms nothing: the rule of three over documents, one sample of each. Where
-other plans did harm on the same text, what the mildest of them did to a document is counted instead (`Terms.harm`).
+higher). Of a plan that harms nothing, what the mildest of other plans on the same text did to a document is counted
+(`Terms.harm`). Where none did any harm, nothing says how much of a document is lost at once, so that a middling one is
+lost whole: the rule of three over documents (`Terms.unseen`).
 
 Needs a metric whose value stays when all sums are scaled, as that of every ratio does.
 """
@@ -65,8 +66,8 @@ class Terms:
     """What a bound is to hold for: as much text as `heldout` samples, with this confidence; None bounds the expected
     loss alone. `groups` [n] says which of the samples judged on are of one document; `heldout` then counts documents,
     as `Evidence.heldout_number` does. `alike`: as many documents as that say as much as one that is like no other
-    (`evidence.alike`). `harm`: a document that another plan
-    harmed (`worst_harm`), which is counted once more of a plan that harms none."""
+    (`evidence.alike`). `harm`: a document that another plan harmed (`worst_harm`), which is counted once more of a
+    plan that harms none; `unseen`: no plan harmed any."""
 
     confidence: float
     heldout: float | None
@@ -75,6 +76,7 @@ class Terms:
     draws: int = DRAWS
     alike: float = 1.0
     harm: F64 | None = None
+    unseen: bool = False
 
     def number(self, samples: int) -> float:
         """How many samples are judged on, or documents of one size, like no other, that are worth as much."""
@@ -110,6 +112,8 @@ def upper_bounds(metric: Metric, reference: F64, scores: F64, terms: Terms) -> F
     unharmed = _alone(metric, both).max(axis=0) <= 0
     if terms.harm is not None:
         worst[:, unharmed] = terms.harm
+    if terms.unseen:
+        least = np.where(unharmed, _one_lost(metric, _summed(reference, terms.groups)), least)
     losses, again = _resampled(metric, both, ratio, (terms.seed, terms.draws), worst)
     losses = np.maximum(losses, again[:, None] * least)
     found = np.where(np.isnan(losses), np.inf, losses)
@@ -251,8 +255,8 @@ def _worst(metric: Metric, both: F64) -> F64:
 
 
 def _one_lost(metric: Metric, reference: F64) -> F64:
-    """Returns the loss where one sample scores nothing, the middle one of those that score anything: [plans]; 0 of
-    values that are better when lower, which know no worst."""
+    """Returns the loss where one sample (document) scores nothing, the middle of those that score anything: [plans]; 0
+    of values that are better when lower, which know no worst."""
     if not metric.higher_is_better:
         return np.zeros(reference.shape[1])
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():

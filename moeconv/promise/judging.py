@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moeconv.errors import SettingsError
 from moeconv.measure.assignments import Measure
@@ -86,9 +87,12 @@ class Judge:
             self._counted = used.of_rows(effects(metric, reference, columns)) if used.runs and self.stated else used
         if scores not in self._harms:
             self._harms[scores] = worst_harm(self.measure.metric, reference, columns, self.counted.acceptance)
-        if self._harms[scores] is not None or not any(harm is not None for harm in self._harms.values()):
-            return self._bound(scores, columns, None)
-        return min(self._bound(scores, columns, harm) for harm in self._harms.values() if harm is not None)
+        if self._harms[scores] is not None:
+            return self._bound(scores, columns)
+        harms = [harm for harm in self._harms.values() if harm is not None]
+        if not harms:
+            return self._bound(scores, columns, unseen=True)
+        return min(self._bound(scores, columns, harm) for harm in harms)
 
     def holds(self, evaluation: Evaluation) -> bool:
         bound = self.bound(evaluation)
@@ -110,18 +114,18 @@ class Judge:
         )  # fmt: skip
         return None if found.enough else found
 
-    def _bound(self, scores: object, columns: F64, harm: F64 | None) -> float:
-        """Returns the bound of these scores, once more counted `harm`, a document of another plan."""
-        name = scores, None if harm is None else tuple(harm.tolist())
+    def _bound(self, scores: object, columns: F64, harm: F64 | None = None, unseen: bool = False) -> float:
+        """Returns the bound of these scores; `harm` and `unseen` as in Terms."""
+        name = scores, unseen if harm is None else tuple(harm.tolist())
         if name not in self._bounds:
             assert self.confidence is not None
-            terms = self._terms(self.confidence, harm)
+            terms = replace(self._terms(self.confidence), harm=harm, unseen=unseen)
             self._bounds[name] = upper_bound(self.measure.metric, self.measure.reference.columns(), columns, terms)
         return self._bounds[name]
 
-    def _terms(self, confidence: float, harm: F64 | None = None) -> Terms:
+    def _terms(self, confidence: float) -> Terms:
         counted = self.counted
-        return Terms(confidence, counted.heldout_number, self.seed, counted.acceptance, alike=counted.alike, harm=harm)
+        return Terms(confidence, counted.heldout_number, self.seed, counted.acceptance, alike=counted.alike)
 
 
 def bound_text(bound: float, stated: float | None) -> str:
