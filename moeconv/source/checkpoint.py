@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from moeconv.slow_tokenizer import made
 from moeconv.source.archs import Description, Family
-from moeconv.source.archs.source import ShapeDiffers, Source
+from moeconv.source.archs.errors import ShapeDiffers
+from moeconv.source.archs.source import Source
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moert.pack.bounds import check_size

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.source.archs.source import ShapeDiffers, Source
+from moeconv.source.archs.errors import ShapeDiffers
+from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import View, halves, in_turn, of_heads, rows, transposed
 
 STORED = {

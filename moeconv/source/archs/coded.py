@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from moeconv.source.archs.source import Form, ShapeDiffers
+from moeconv.source.archs.errors import ShapeDiffers
 
 _FP8_BLOCK = 128
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the eight others are their negatives
@@ -50,7 +50,7 @@ def _int4_groups(codes: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
     return values * scale.float().repeat_interleave(inputs // groups, -1)
 
 
-DECODERS: Mapping[Form, Callable[..., Tensor]] = {
+DECODERS: Mapping[str, Callable[..., Tensor]] = {
     "fp8 blocks": _fp8_blocks, "mxfp4": _mxfp4, "int4 groups": _int4_groups,
 }  # fmt: skip
-"""Called with the tensors that `Source.names` has."""
+"""By `Source.form`; called with the tensors that `Source.names` has."""

@@ -18,6 +18,10 @@ class ConfigInvalid(ConversionError):
     """Settings that transformers can't take, or that mean nothing. The message is a part of a line."""
 
 
+class ShapeDiffers(ValueError):
+    """A tensor has another shape than config.json implies; the message is a part of a sentence."""
+
+
 class ModelFailed(ConversionError):
     """Transformers can't build or run the model."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from moeconv.source.archs.errors import ShapeDiffers
 from moeconv.source.archs.views import View
 
 if TYPE_CHECKING:
@@ -76,7 +77,3 @@ class Source:
 
     def _viewed(self, tensor: Tensor) -> Tensor:
         return tensor if self.view is None else self.view(tensor)
-
-
-class ShapeDiffers(ValueError):
-    """A tensor has another shape than config.json implies; the message is a part of a sentence."""
