@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 from moert.budget.admission import Admission, Notify
-from moert.budget.budget import Budget
-from moert.budget.opening import room_within
+from moert.budget.opening import budget_of, room_within
 from moert.budget.routing import EXACT_ROUTING, HASH_ROUTING, preference_for, preference_note, share_text
 from moert.devices.device import Device
 from moert.errors import SettingInvalid, memory_shortage
@@ -79,7 +78,7 @@ class Engine:
         self.backend = backend
         self._foreseeing, self._neurons, self.device = foreseeing, settings.neurons, device
         beside = 0 if foreseeing is None else foreseeing.nbytes
-        self.budget = Budget.of(pack.manifest, backend.widens, thread_bytes(backend.threads), beside_bytes=beside)
+        self.budget = budget_of(pack, backend.widens, thread_bytes(backend.threads), beside)
         named = predictor_of(pack, settings.neurons)
         warned = [] if named is None else [fidelity(named)]
         self.counters, self.times = ExpertCounters(), RequestTimes()

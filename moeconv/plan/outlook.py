@@ -80,13 +80,13 @@ def outlooks(
 
 @dataclass(frozen=True)
 class Fit:
-    """One pack in memory: what it needs, and what the process holds beside the experts and will hold. `backbone_bytes`:
-    of the file of everything outside the experts."""
+    """One pack in memory: what it needs, what the process holds without it, and what a request takes.
+    `backbone_bytes`: of the file of everything outside the experts."""
 
     backbone_bytes: int
     budget: Budget
     held_bytes: int
-    coming_bytes: int
+    request_bytes: int
 
     @classmethod
     def of(
@@ -96,7 +96,8 @@ class Fit:
         """Of each expert at its `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS more."""
         backbone, files = backbone_bytes(spec, quantization, computed), expert_files(spec, quantization, widths)
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
-        return cls(backbone, budget, host.held_bytes, _coming_bytes(spec, budget, host))
+        request = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
+        return cls(backbone, budget, host.held_bytes, request)
 
     @property
     def pack_bytes(self) -> int:
@@ -105,20 +106,22 @@ class Fit:
     @property
     def smallest_memory(self) -> int:
         """The least --memory that moert takes."""
-        return self.budget.smallest_bytes(self.held_bytes, self.coming_bytes)
+        return self.budget.smallest_memory(self.held_bytes, self.request_bytes)
 
     @property
     def whole_memory(self) -> int:
         """What all experts stay in memory with."""
         others = self.budget.expert_bytes - self.budget.layer_bytes
-        return self.budget.smallest_bytes(self.held_bytes, self.coming_bytes + math.ceil(others / self.budget.filled))
+        experts = math.ceil(others / self.budget.filled)
+        return self.budget.smallest_memory(self.held_bytes, self.request_bytes + experts)
 
     def room_share(self, memory_bytes: int) -> float:
         """Of the experts' bytes what stays in memory, at least what a layer demands. Raises ValueError where moert
         could not run, with the least that it can run in."""
-        if not self.budget.fits(memory_bytes, self.held_bytes, self.coming_bytes):
+        if not self.budget.fits(memory_bytes, self.held_bytes, self.request_bytes):
             raise ValueError(f"{self.smallest_memory // 10**6}MB")
-        return self.budget.left_bytes(memory_bytes, self.held_bytes, self.coming_bytes) / self.budget.expert_bytes
+        coming = self.budget.loaded_bytes + FIRST_BYTES + self.request_bytes
+        return self.budget.left_bytes(memory_bytes, self.held_bytes, coming) / self.budget.expert_bytes
 
 
 def room_share(
@@ -154,11 +157,6 @@ def quantization_of(storage: Storage, dense: Dense | None) -> Quantization:
 
 def dense_bits_of(dense: Dense | None) -> int:
     return 16 if dense is None else max(dense.bits.values())
-
-
-def _coming_bytes(spec: ModelSpec, budget: Budget, host: Host) -> int:
-    """What the process will hold beside the experts and what it holds before it starts."""
-    return budget.loading_bytes + FIRST_BYTES + Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
 
 
 def expert_files(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moert.errors import BudgetTooSmall, InvalidMemory
+from moert.pack.bounds import NOTHING, Taken
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.sizes import NO_MEMORY, NotASize, parse_size
@@ -25,6 +26,10 @@ _MARGIN_BYTES = 14 << 20  # for what malloc and large pages keep (9 MB measured)
 _MARGIN_PART = 128  # and this part of the limit; page tables alone take a 512th
 _STARTING_BYTES = 4 << 20  # libraries, threads and buffers that come with the weights (2 MB measured)
 _SLACK_BYTES = 4 << 20  # between two starts of the same command
+BARE_BYTES = 54_000_000
+"""What a process of moert is taken to hold before it opens a pack, if it holds no more: 41 to 49 MB on x86 (VmRSS of a
+program in Python, `moert run` and `moert info`), and _SLACK_BYTES, so that all of them have one answer."""
+_ENTRY_BYTES = 2 << 10  # that are kept of each expert in the manifest, and of its place (1.8 kB measured)
 _FREE_PART = 10  # of what is free, what `auto` leaves to others
 
 
@@ -106,7 +111,7 @@ class Budget:
     backbone: everything but the experts. scratch: one expert unpacked, where weights are computed with in float32.
     layer: the most that one token can demand of one layer (its top_k largest experts). token: that, over all layers of
     the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it. thread: their
-    stacks.
+    stacks. opened: what is kept of the pack before its weights are loaded. `tokenizer`: what reading it takes.
 
     `filled`: the least part of its pages that an expert fills, less than 1 where pages are larger than the pack's.
     """
@@ -117,6 +122,8 @@ class Budget:
     token_bytes: int
     expert_bytes: int
     thread_bytes: int = 0
+    opened_bytes: int = 0
+    tokenizer: Taken = NOTHING
     filled: float = 1.0
     token_beside: str = ""
     """What a token asks for beside `token_bytes`, in words."""
@@ -127,12 +134,12 @@ class Budget:
         beside_bytes: int = 0,
     ) -> Budget:  # fmt: skip
         """`widened`: weights are computed with in float32; otherwise they stay as they are stored. `thread_bytes`: of
-        all threads. `page_bytes`: of this machine's memory. `beside_bytes`: what is loaded beside the backbone."""
+        all threads. `page_bytes`: of this machine's memory. `beside_bytes`: what is read before the backbone."""
         files: dict[LayerKey, list[int]] = {}
         for entry in manifest.experts:
             files.setdefault(entry.key.at, []).append(entry.file_bytes)
         found = cls.sized(manifest.model, _stored_bytes(manifest), files, widened, thread_bytes, page_bytes)
-        return replace(found, backbone_bytes=found.backbone_bytes + beside_bytes)
+        return replace(found, opened_bytes=found.opened_bytes + beside_bytes)
 
     @classmethod
     def sized(
@@ -150,6 +157,7 @@ class Budget:
             token_bytes=sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder"),
             expert_bytes=sum(everything),
             thread_bytes=thread_bytes,
+            opened_bytes=_ENTRY_BYTES * len(everything),
             filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in everything), default=1.0),
         )
 
@@ -170,6 +178,11 @@ class Budget:
         """Bytes that the process holds once the weights are loaded, beside what it held before."""
         return self.backbone_bytes + _STARTING_BYTES
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes that the process holds of a pack that is open, and whose tokenizer was read."""
+        return self.opened_bytes + self.loading_bytes + self.tokenizer.kept_bytes
+
     def left_bytes(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> int:
         """For experts, negative if there is not enough: a process that holds `held_bytes` without them will hold
         `coming_bytes` more."""
@@ -187,23 +200,31 @@ class Budget:
         lacking = -self.left_bytes(0, held_bytes, coming_bytes) + layer + _SLACK_BYTES
         return -(-lacking * _MARGIN_PART // (_MARGIN_PART - 1) // 10**6) * 10**6
 
-    def fits(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> bool:
-        return self.left_bytes(limit_bytes, held_bytes, coming_bytes) >= self.layer_bytes
+    def smallest_memory(self, held_bytes: int, request_bytes: int) -> int:
+        """Returns the smallest --memory [bytes, whole megabytes] that a request runs in, which `request_bytes` are for
+        keys, values and activations of: the one answer of `moert info`, of refusals and of Python. `held_bytes`: of the
+        process, before it opens the pack."""
+        held = max(held_bytes, BARE_BYTES - _SLACK_BYTES) + self.opened_bytes
+        request = self.tokenizer.kept_bytes + FIRST_BYTES + request_bytes
+        return self.smallest_bytes(held, self.loading_bytes + max(self.tokenizer.peak_bytes, request))
+
+    def fits(self, limit_bytes: int, held_bytes: int, request_bytes: int) -> bool:
+        """Whether it runs in this limit: in its smallest one, of which a control group counts whole pages alone, and in
+        a little less where that depends on the start."""
+        return limit_bytes + mmap.PAGESIZE > self.smallest_memory(held_bytes - _SLACK_BYTES, request_bytes)
 
     def too_small(
-        self, limit: str, held_bytes: int, loading_bytes: int, request_bytes: int, who_needs: str, fewer_tokens: int = 0
+        self, limit: str, held_bytes: int, request_bytes: int, who_needs: str, fewer_tokens: int = 0
     ) -> BudgetTooSmall:
-        """Why a process that holds `held_bytes` can't run a request in this limit, and what it could run in.
-
-        It has `loading_bytes` still to load, and `request_bytes` are for keys, values and activations; its first
-        request is still to come. It could run with `fewer_tokens`, unless these are 0.
-        """
-        smallest = self.smallest_bytes(held_bytes, loading_bytes + request_bytes + FIRST_BYTES)
-        rest = smallest - held_bytes - loading_bytes - request_bytes - self.layer_bytes
-        weights = f"{size(loading_bytes)} for all weights but the experts, " if loading_bytes else ""
+        """Returns why such a request does not run in this limit, and what it would run in. It could run with
+        `fewer_tokens`, unless these are 0."""
+        smallest, held = self.smallest_memory(held_bytes, request_bytes), max(held_bytes, BARE_BYTES)
+        rest = smallest - held - self.loaded_bytes - request_bytes - self.layer_bytes
+        tokenizer = f"{size(self.tokenizer.kept_bytes)} for the tokenizer, " if self.tokenizer.kept_bytes else ""
         return BudgetTooSmall(
             f"{limit} is too small: {who_needs} {said('memory', smallest)} ({size(smallest)}): "
-            f"{size(held_bytes)} that the process holds already, {weights}{size(request_bytes)} for keys, values and "
+            f"{size(held)} for the process without the pack, {size(self.opened_bytes + self.loading_bytes)} for all "
+            f"weights but the experts, {tokenizer}{size(request_bytes)} for keys, values and "
             f"activations, {size(self.layer_bytes)} for one token's experts of a layer, {size(rest)} spare"
             + (f"; {said('max_new_tokens', fewer_tokens)} would fit" if fewer_tokens else ""),
             smallest,

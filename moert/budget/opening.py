@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from moert.budget.budget import AUTO_MEMORY, CacheLimit, MemoryLimit, spare_bytes
+from dataclasses import replace
+
+from moert.budget.budget import AUTO_MEMORY, Budget, CacheLimit, MemoryLimit, spare_bytes
 from moert.errors import BudgetTooSmall
 from moert.machine.memory import held_bytes, most_bytes
-from moert.pack.bounds import COVERED_BYTES, TEXT_BYTES, Room
+from moert.pack.bounds import COVERED_BYTES, NOTHING, TEXT_BYTES, TOKENIZER, Room, Taken, bound_of, tokenizer_takes
+from moert.pack.reader import Pack
 from moert.stats import size
 from moert.wording import said
 
 Limit = MemoryLimit | CacheLimit | None
 _ANY = 1 << 40  # letters, where nobody knows how much memory there is
+_PART = 1 << 20
 
 
 def room_within(limit: Limit) -> Room:
@@ -29,11 +33,27 @@ def room_within(limit: Limit) -> Room:
             smallest = -(-needed // 10**6) * 10**6
             raise BudgetTooSmall(
                 f"{called} is too small to read {name} of the pack, which may take {size(nbytes)} beside "
-                f"{size(held)} that the process holds: give {said('memory', smallest)} ({size(smallest)})",
+                f"{size(held)} that the process holds: give at least {said('memory', smallest)} ({size(smallest)})",
                 smallest,
             )
 
     return room
+
+
+def budget_of(pack: Pack, widened: bool, thread_bytes: int, beside_bytes: int) -> Budget:
+    """Returns the Budget of a pack, its tokenizer included; see Budget.of. Raises FileMissing or FileTruncated."""
+    budget = Budget.of(pack.manifest, widened, thread_bytes, beside_bytes=beside_bytes)
+    return replace(budget, tokenizer=_tokenizer(pack))
+
+
+def _tokenizer(pack: Pack) -> Taken:
+    """Returns what its tokenizer takes; nothing where it is too large to be read at all."""
+    entry = pack.manifest.files.get(TOKENIZER)
+    if entry is None or entry.nbytes > bound_of(TOKENIZER).most_bytes:
+        return NOTHING
+    with pack.opened(TOKENIZER) as file:
+        starts = range(0, file.nbytes, _PART)
+        return tokenizer_takes(file.read(min(_PART, file.nbytes - at), at) for at in starts)
 
 
 def letters_within(limit: Limit) -> tuple[int, str]:

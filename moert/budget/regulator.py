@@ -52,6 +52,7 @@ class Regulator:
         self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
         self._footprint, self._budget, self._cache = footprint, budget, cache
         self._measure = measure
+        self._held_at_first = self._others_bytes(()) - budget.opened_bytes
         self._idle_at_first: int | None = None
         self.kept_bytes: Callable[[], int] = lambda: 0
         """Keys and values that conversations keep while none of their requests runs."""
@@ -67,21 +68,19 @@ class Regulator:
         if self.cache_bytes is not None:
             self._budget.check_cache(self.cache_bytes)
         if self.limit_bytes is not None:
-            held, loading = self._measure(), self._budget.loading_bytes
-            if not self._budget.fits(self.limit_bytes, held, loading + FIRST_BYTES + self._footprint.request([_LEAST])):
+            held = self._held_at_first
+            if not self._budget.fits(self.limit_bytes, held, self._footprint.request([_LEAST])):
                 typical = self._footprint.request([TYPICAL])
                 tokens = f"{TYPICAL.prompt_tokens} prompt tokens, {TYPICAL.max_new_tokens} new ones"
-                raise self._budget.too_small(
-                    self._limit_name, held, loading, typical, f"a usual request ({tokens}) needs"
-                )
+                raise self._budget.too_small(self._limit_name, held, typical, f"a usual request ({tokens}) needs")
 
     def check(self, loads: Loads, beside: Loads = ()) -> None:
         """Raises BudgetTooSmall if these can't run to their ends, when those `beside` have ended."""
         if self.limit_bytes is not None:
-            held, needed = self._idle_bytes((*loads, *beside)), self._footprint.request(loads)
-            if not self._budget.fits(self.limit_bytes, held, needed + FIRST_BYTES):
+            held, needed = self._without_pack_bytes((*loads, *beside)), self._footprint.request(loads)
+            if not self._budget.fits(self.limit_bytes, held, needed):
                 fewer = self._fitting_tokens(loads, held)
-                raise self._budget.too_small(self._limit_name, held, 0, needed, "this request needs", fewer)
+                raise self._budget.too_small(self._limit_name, held, needed, "this request needs", fewer)
 
     def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
         """Returns the most new tokens with which each of these could run, less than they may write now; 0 for none."""
@@ -90,7 +89,7 @@ class Regulator:
         def too_many(count: int) -> bool:
             new = [max(load.written, min(count, load.max_new_tokens)) for load in loads]
             shorter = [replace(load, max_new_tokens=few) for load, few in zip(loads, new, strict=True)]
-            return not self._budget.fits(limit, held_bytes, self._footprint.request(shorter) + FIRST_BYTES)
+            return not self._budget.fits(limit, held_bytes, self._footprint.request(shorter))
 
         return bisect_left(range(1, most), True, key=too_many)
 
@@ -117,7 +116,7 @@ class Regulator:
 
     def smallest_memory(self, loads: Loads) -> int:
         """The smallest --memory, in bytes, that these run in."""
-        return self._budget.smallest_bytes(self._idle_bytes(loads), self._footprint.request(loads) + FIRST_BYTES)
+        return self._budget.smallest_memory(self._without_pack_bytes(loads), self._footprint.request(loads))
 
     def before(self, loads: Loads) -> tuple[int, str | None]:
         """Makes room for those that begin now. Gives the least bytes that experts will have until all have ended, and a
@@ -146,7 +145,7 @@ class Regulator:
             return
         memory.return_freed()
         held = self._others_bytes(())
-        if not self._budget.fits(self.limit_bytes, held, nbytes):
+        if self._budget.left_bytes(self.limit_bytes, held, nbytes) < self._budget.layer_bytes:
             smallest = self._budget.smallest_bytes(held, nbytes)
             raise BudgetTooSmall(
                 f"{self._limit_name} is too small to {purpose} beside the model: give {said('memory', smallest)} "
@@ -170,13 +169,18 @@ class Regulator:
         if self.limit_bytes is None:
             room = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
         else:
-            coming = self._budget.loading_bytes + FIRST_BYTES + self._footprint.request([TYPICAL])
+            kept = self._budget.tokenizer.kept_bytes
+            coming = self._budget.loading_bytes + kept + FIRST_BYTES + self._footprint.request([TYPICAL])
             room = self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming)
         return room / self._budget.expert_bytes
 
     def _others_bytes(self, loads: Loads) -> int:
         """What the process holds beside the expert cache, and beside the keys and values of these."""
         return self._measure() - self._cache.held_bytes - sum(load.held_bytes for load in loads)
+
+    def _without_pack_bytes(self, loads: Loads) -> int:
+        """What the process holds, or did before the weights were loaded, without the pack and these requests."""
+        return max(self._held_at_first, self._idle_bytes(loads) - self._budget.loaded_bytes)
 
     def _idle_bytes(self, loads: Loads) -> int:
         """The same before the first request or between two.

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from moert.budget.budget import FIRST_BYTES, Budget
+from moert.budget.budget import Budget
+from moert.budget.opening import budget_of
 from moert.budget.regulator import TYPICAL
 from moert.budget.routing import share_text
 from moert.errors import TokenizerMissing
@@ -32,6 +33,7 @@ from moert.stats import size
 
 def describe(pack: Pack) -> dict[str, Any]:
     """Everything as plain values; bytes are bytes, losses fractions."""
+    held = _held_by_code()
     manifest, spec = pack.manifest, pack.manifest.model
     budget = Budget.of(manifest)
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
@@ -77,7 +79,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "has_chat": _chat_fault(pack) is None,
         "end_tokens": _end_tokens(pack),
         "smallest_memory": {
-            "bytes": _smallest_memory(pack, function),
+            "bytes": _smallest_memory(pack, function, held),
             "prompt_tokens": TYPICAL.prompt_tokens,
             "new_tokens": TYPICAL.max_new_tokens,
         },
@@ -97,7 +99,7 @@ def description_lines(pack: Pack) -> list[str]:
     files = "" if experts["files"] == experts["all"] else f" in {experts['files']} files"
     smallest_text = (
         f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
-        f"{smallest['new_tokens']} new ones, for the whole process"
+        f"{smallest['new_tokens']} new ones, for the whole process; longer texts, beams and conversations take more"
     )
     return [
         f"pack             {facts['pack']} (by {facts['creator']})",
@@ -172,17 +174,24 @@ def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _smallest_memory(pack: Pack, function: HashFunction | None) -> int:
-    """Of the whole process, as it is once all code is loaded, and with the weights to come."""
+def _held_by_code() -> int:
+    """Returns what the process holds [bytes] once all code is loaded."""
     from moert import engine  # noqa: F401 - what it imports takes memory
 
+    return held_bytes()
+
+
+def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> int:
+    """Returns the smallest --memory [bytes] of a usual request, as an engine with the default settings has it. `held`:
+    what a process holds that has opened the pack."""
     widened = library.missing() is not None
     nbytes, foreseeing = 0, None
     if function is not None and reading_ahead_pays(pack):
         nbytes, foreseeing = network_bytes(pack.manifest.files[HASH].nbytes), partial(recalled_bytes, function)
-    budget = Budget.of(pack.manifest, widened, thread_bytes(usable_cores()), beside_bytes=nbytes)
-    needed = Footprint(pack.manifest.model, widened, foreseeing=foreseeing).request([TYPICAL])
-    return budget.smallest_bytes(held_bytes(), budget.loading_bytes + needed + FIRST_BYTES)
+    budget = budget_of(pack, widened, thread_bytes(usable_cores()), nbytes)
+    prefers = bool(pack.manifest.preferences)
+    footprint = Footprint(pack.manifest.model, widened, prefers=prefers, foreseeing=foreseeing)
+    return budget.smallest_memory(held - budget.opened_bytes, footprint.request([TYPICAL]))
 
 
 def _function(pack: Pack) -> HashFunction | None:

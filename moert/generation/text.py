@@ -17,11 +17,11 @@ from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInv
 from moert.generation.detokenize import Detokenizer
 from moert.kernels.backend import I64
 from moert.machine.memory import return_freed
-from moert.pack.bounds import COVERED_BYTES, TEXT_BYTES
+from moert.pack.bounds import COVERED_BYTES, TEXT_BYTES, TOKENIZER
 from moert.pack.fence import Unfinished, fenced, locked
 from moert.pack.reader import Pack
 from moert.pack.shown import in_one_line
-from moert.pack.tokenizer import BYTES, TOKENIZER, Growth, TokenizerUnfit, check_tokenizer
+from moert.pack.tokenizer import BYTES, Growth, TokenizerUnfit, check_tokenizer
 
 Aside = Callable[[int], AbstractContextManager[object]]
 """Makes room for so many bytes while what is in the with block runs. Raises BudgetTooSmall."""

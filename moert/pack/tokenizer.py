@@ -13,12 +13,11 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moert.pack.bounds import bound_of
+from moert.pack.bounds import TOKENIZER, bound_of
 from moert.pack.charsmap import charsmap_growth
 from moert.pack.documents import parsed
 from moert.pack.skim import skim
 
-TOKENIZER = "tokenizer.json"
 _MOST_TIMES, _MOST_PLUS = 2048.0, 1 << 16  # text → tokens; BERT 8, T5 and NLLB 44 to 88, ALBERT 1452
 _MOST_DECODED = 32.0  # tokens → text; byte-level 3, others 1
 _CALM = 8.0  # growth that any text may have

@@ -193,8 +193,8 @@ def readers(function: HashFunction, backend: Backend) -> dict[StackName, Reader]
 
 
 def network_bytes(file_bytes: int) -> int:
-    """Upper bound of what the networks of a file of so many bytes take, once widened to float32."""
-    return 2 * file_bytes
+    """Upper bound of what the networks of a file of so many bytes take: as they lie there, and widened to float32."""
+    return 3 * file_bytes
 
 
 def recalled_bytes(function: HashFunction, prompt_tokens: int, new_tokens: int) -> int:

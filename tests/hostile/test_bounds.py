@@ -282,7 +282,7 @@ def test_the_room_is_that_of_the_budget() -> None:
     room = room_within(MemoryLimit(held + (60 << 20)))
     room(20 << 20, "paths.safetensors")
     with pytest.raises(
-        BudgetTooSmall, match=r"too small to read paths.safetensors of the pack.*give memory="
+        BudgetTooSmall, match=r"too small to read paths.safetensors of the pack.*give at least memory="
     ) as caught:
         room(100 << 20, "paths.safetensors")
     assert "\n" not in str(caught.value)

@@ -19,8 +19,9 @@ from tiny_packs import DECODER, write_pack
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.measure.scorers.build import load_tokenizer
 from moert.generation.text import Text
+from moert.pack.bounds import TOKENIZER
 from moert.pack.reader import Pack
-from moert.pack.tokenizer import TOKENIZER, TokenizerUnfit, check_tokenizer
+from moert.pack.tokenizer import TokenizerUnfit, check_tokenizer
 from moert.pack.writer import add_to_pack
 from tests.charsmaps import charsmap
 

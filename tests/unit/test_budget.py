@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moert.budget.budget import AUTO_MEMORY, FIRST_BYTES, Budget, CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.budget.budget import (
+    AUTO_MEMORY,
+    BARE_BYTES,
+    FIRST_BYTES,
+    Budget,
+    CacheLimit,
+    MemoryLimit,
+    parse_cache,
+    parse_memory,
+)
 from moert.errors import BudgetTooSmall, InvalidMemory
+from moert.pack.bounds import Taken
 from moert.pack.reader import Pack
+from moert.stats import size
 
 MB = 10**6
 BUDGET = Budget(backbone_bytes=50 * MB, scratch_bytes=0, layer_bytes=8 * MB, token_bytes=30 * MB, expert_bytes=200 * MB)
@@ -78,10 +90,28 @@ def test_experts_get_what_is_left_but_never_less_than_a_layer_or_more_than_there
 
 @pytest.mark.parametrize("held", [3, 250 * MB, 10**12 + 1])
 def test_the_smallest_limit_fits_though_the_next_process_is_a_little_larger(held: int) -> None:
-    smallest = BUDGET.smallest_bytes(held, 40 * MB)
+    smallest = BUDGET.smallest_memory(held, 40 * MB)
     assert smallest % MB == 0
     assert BUDGET.fits(smallest, held + MB, 40 * MB)
     assert not BUDGET.fits(smallest - 8 * MB - smallest // 64, held, 40 * MB)
+    assert BUDGET.left_bytes(smallest, held + BUDGET.loaded_bytes, FIRST_BYTES + 40 * MB) >= BUDGET.layer_bytes
+
+
+@pytest.mark.parametrize("held", [3, 40 * MB, 49 * MB])
+def test_of_a_process_of_the_usual_size_there_is_one_smallest_limit(held: int) -> None:
+    smallest = BUDGET.smallest_memory(0, 40 * MB)
+    assert BUDGET.smallest_memory(held, 40 * MB) == smallest
+    assert BUDGET.fits(smallest, held, 40 * MB)
+    assert not BUDGET.fits(smallest - MB, held, 40 * MB)
+    assert BUDGET.fits(smallest - mmap.PAGESIZE + 1, held, 40 * MB)  # as a control group has it
+
+
+def test_a_tokenizer_counts_while_it_is_read_or_with_the_request() -> None:
+    plain = BUDGET.smallest_memory(0, 40 * MB)
+    kept, read = (replace(BUDGET, tokenizer=Taken(*each)) for each in ((30 * MB, 20 * MB), (200 * MB, 20 * MB)))
+    assert kept.smallest_memory(0, 40 * MB) - plain in range(20 * MB, 22 * MB)
+    assert kept.smallest_memory(0, 80 * MB) - kept.smallest_memory(0, 40 * MB) in range(40 * MB, 42 * MB)
+    assert read.smallest_memory(0, 40 * MB) == read.smallest_memory(0, 80 * MB) > plain + 140 * MB
 
 
 def test_threads_and_pages_that_experts_do_not_fill_are_counted(pack_dir: Path) -> None:
@@ -92,20 +122,22 @@ def test_threads_and_pages_that_experts_do_not_fill_are_counted(pack_dir: Path) 
     assert coarse.filled < 0.5
     assert coarse.left_bytes(10**9, 0, 0) == int(coarse.filled * exact.left_bytes(10**9, 0, 0))
     large = replace(coarse, layer_bytes=30 * MB)
-    smallest = large.smallest_bytes(10**8, 0)
+    smallest = large.smallest_memory(10**8, 0)
     assert large.fits(smallest, 10**8, 0)
-    assert smallest >= replace(large, filled=1.0).smallest_bytes(10**8, 0) + 30 * MB
+    assert smallest >= replace(large, filled=1.0).smallest_memory(10**8, 0) + 30 * MB
     threads = Budget.of(manifest, thread_bytes=40 * MB)
     assert exact.left_bytes(10**9, 0, 0) - threads.left_bytes(10**9, 0, 0) == 40 * MB
 
 
 def test_a_refusal_names_its_parts() -> None:
-    error = BUDGET.too_small("so much", 250 * MB, 50 * MB, 40 * MB, "this request needs")
-    assert error.smallest_bytes == BUDGET.smallest_bytes(250 * MB, 90 * MB + FIRST_BYTES)
+    error = replace(BUDGET, tokenizer=Taken(9 * MB, 7 * MB)).too_small("so much", 250 * MB, 40 * MB, "this needs")
+    loaded = BUDGET.loaded_bytes + 7 * MB
+    assert error.smallest_bytes == BUDGET.smallest_bytes(250 * MB, loaded + 40 * MB + FIRST_BYTES)
     assert f"memory={error.smallest_bytes} " in str(error)
-    for part in ("250.00 MB that", "50.00 MB for all weights", "40.00 MB for keys", "8.00 MB for one token's"):
+    for part in ("250.00 MB for the process", "54.19 MB for all weights", "7.00 MB for the tok", "40.00 MB for keys"):
         assert part in str(error)
-    assert str(error).startswith("so much is too small: this request needs")
+    assert str(error).startswith("so much is too small: this needs")
+    assert f"{size(BARE_BYTES)} for the process without the pack" in str(BUDGET.too_small("so much", 1, 1, "this"))
     with pytest.raises(BudgetTooSmall, match=f"cache={8 * MB}, "):
         BUDGET.check_cache(8 * MB - 1)
     BUDGET.check_cache(8 * MB)

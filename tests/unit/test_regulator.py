@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tiny_packs import SWITCH
 
-from moert.budget.budget import FIRST_BYTES, Budget
+from moert.budget.budget import BARE_BYTES, FIRST_BYTES, Budget
 from moert.budget.regulator import Regulator
 from moert.errors import BudgetTooSmall
 from moert.models.activations import activation_bytes
@@ -34,6 +34,14 @@ class Process:
 
 
 def regulator(process: Process, limit_bytes: int | None = None, cache_bytes: int | None = None) -> Regulator:
+    """Of a process that has loaded its weights since."""
+    process.others_bytes -= BUDGET.loaded_bytes
+    made = opening(process, limit_bytes, cache_bytes)
+    process.others_bytes += BUDGET.loaded_bytes
+    return made
+
+
+def opening(process: Process, limit_bytes: int | None = None, cache_bytes: int | None = None) -> Regulator:
     return Regulator(Footprint(OLMOE, False), BUDGET, process, limit_bytes, cache_bytes, process.measure)
 
 
@@ -131,10 +139,10 @@ def test_what_a_first_request_brings_has_room_until_it_is_there() -> None:
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     process = Process(250 * MB)
     with pytest.raises(BudgetTooSmall, match=r"128 prompt tokens, 128 new ones\) needs .* 54\.19 MB for all weights"):
-        regulator(process, 320 * MB).check_open()
-    regulator(process, 390 * MB).check_open()
+        opening(process, 320 * MB).check_open()
+    opening(process, 390 * MB).check_open()
     with pytest.raises(BudgetTooSmall, match="cache=8000000"):
-        regulator(process, cache_bytes=8 * MB - 1).check_open()
+        opening(process, cache_bytes=8 * MB - 1).check_open()
 
 
 def test_a_small_cache_is_warned_of_with_what_would_do() -> None:
@@ -179,8 +187,20 @@ def test_longer_requests_need_more(spec, widened) -> None:
 
 def test_plenty_is_not_tight() -> None:
     process = Process(250 * MB)
-    assert regulator(process, 400 * MB).tight
-    assert regulator(process, 545 * MB).tight  # once the weights are loaded
-    assert not regulator(process, 620 * MB).tight
-    assert not regulator(process).tight
-    assert not regulator(process, cache_bytes=8 * MB).tight
+    assert opening(process, 400 * MB).tight
+    assert opening(process, 545 * MB).tight  # once the weights are loaded
+    assert not opening(process, 620 * MB).tight
+    assert not opening(process).tight
+    assert not opening(process, cache_bytes=8 * MB).tight
+
+
+def test_what_the_process_takes_beside_the_pack_counts_and_what_was_foreseen_does_not_twice() -> None:
+    process = Process(30 * MB)
+    foreseen, asked = opening(process).smallest_memory(loads(100)), opening(process)
+    process.others_bytes += BUDGET.loaded_bytes + 10 * MB
+    assert asked.smallest_memory(loads(100)) == foreseen  # no more than BARE_BYTES
+    process = Process(30 * MB)
+    asked = opening(process)
+    process.others_bytes += BUDGET.loaded_bytes + 100 * MB
+    more = asked.smallest_memory(loads(100)) - foreseen
+    assert 0 <= more - (130 * MB - BARE_BYTES) <= 6 * MB
