@@ -177,6 +177,8 @@ OF_SHARDED: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 CHECKED = ("a milliard experts", "wide features", "tensors that overlap", "an index that climbs out")
 """moeconv check reads as plan does, but asks what the machine has first, which takes a while."""
+CONVERTED = ("a part that is missing",)
+"""Of which only a conversion complains: plan looks at names, and notes what is not there."""
 CASES = {**{name: (False, *case) for name, case in OF_SINGLE.items()},
          **{name: (True, *case) for name, case in OF_SHARDED.items()}}  # fmt: skip
 
@@ -191,8 +193,8 @@ def made(case: str, single: Path, sharded: Path, to: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_lie_is_one_line(case: str, single: Path, sharded: Path, tmp_path: Path, limited: Limited) -> None:
     folder, says = made(case, single, sharded, tmp_path)
-    checked = (("check",),) if case in CHECKED else ()
-    for words in (*checked, ("plan",), ("quantize", "--bits", "16", "--out", tmp_path / "p")):
+    looked = (("check",), ("plan",)) if case in CHECKED else () if case in CONVERTED else (("plan",),)
+    for words in (*looked, ("quantize", "--bits", "16", "--out", tmp_path / "p")):
         said = limited.moeconv(words[0], folder, *words[1:]).complaint
         assert re.search(says, said), (words[0], said)
     assert not (tmp_path / "p").exists()
