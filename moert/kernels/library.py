@@ -12,7 +12,7 @@ from pathlib import Path
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
 
-ABI = 18
+ABI = 19
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -47,7 +47,7 @@ _FUNCTIONS = {
     "moert_keep": (c_int, [_POOL, _DATA, c_int, _DATA, c_int, _DATA]),
     "moert_normalise": (None, [_POOL, _DATA, c_int, c_int, _DATA, _DATA]),
     "moert_scores": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
-    "moert_choose": (c_int, [_DATA, _DATA, c_int, _DATA, _DATA]),
+    "moert_choose": (c_int, [_POOL, _DATA, _DATA, c_int, _DATA, _DATA]),
     "moert_prefer": (c_int, [_DATA, _DATA, c_float, c_int, c_int, _DATA, _DATA, _DATA]),
     "moert_gate": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, c_float, _DATA]),
     "moert_convolve": (None, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),

@@ -39,7 +39,8 @@ from moert.pack.neurons import NeuronLayout
 from moert.pack.parts import Act, Ffn, Latent
 
 _LONG_S = 0.05  # another thread makes what takes longer
-_MEASURED = 1 << 24  # products from which on a call says how fast they are
+_MANY = 1 << 24  # products that may take so long
+_SLOW = 1e9  # products a second, of a function that was not called with as many yet
 _Item = TypeVar("_Item", bound=np.generic)
 _W = TypeVar("_W")
 
@@ -55,7 +56,7 @@ class NativeBackend:
         self._pool = self._call.moert_pool_open(isa, threads)
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
-        self._products_s = 1e9  # of the last long call; few at first
+        self._speeds: dict[str, float] = {}  # products a second, by function: about the fewest of its last long calls
         self._arena = Arena()
         self._staying: set[int] = set()  # addresses in it that were given away, to be filled
         self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
@@ -75,18 +76,20 @@ class NativeBackend:
         self._staying.add(_at(room))
         return room
 
-    def _compute(self, products: int, name: str, *arguments: Any) -> int:
-        """What a function of the library gives that makes so many products; Ctrl-C is heard where it takes long."""
-        call, started = getattr(self._call, name), time.perf_counter()
-        if products / self._products_s < _LONG_S:
-            failed: int = call(self._pool, *arguments)
+    def _compute(self, products: int, name: str, *arguments: Any) -> Any:
+        """Calls a function of the library that makes so many products; Ctrl-C is heard where it takes long."""
+        call = getattr(self._call, name)
+        if products < _MANY:
+            return call(self._pool, *arguments)
+        speed, started = self._speeds.get(name, _SLOW), time.perf_counter()
+        if products < _LONG_S * speed:
+            failed = call(self._pool, *arguments)
         else:
             try:
                 failed = heard(lambda: call(self._pool, *arguments), lambda: self._call.moert_pool_stop(self._pool, 1))
             finally:
                 self._call.moert_pool_stop(self._pool, 0)
-        if products > _MEASURED:
-            self._products_s = products / (time.perf_counter() - started)
+        self._speeds[name] = min(products / (time.perf_counter() - started), 1.25 * speed)
         return failed
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> NativeMatrix:
@@ -112,7 +115,7 @@ class NativeBackend:
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> F32:
         out = np.empty((len(ids), matrix.cols), np.float32)
         places = (c_int64 * len(ids))(*ids)
-        check(self._call.moert_rows(self._pool, matrix.struct, len(ids), places, _at(out)))
+        check(self._compute(out.size, "moert_rows", matrix.struct, len(ids), places, _at(out)))
         return out
 
     def linear(self, x: F32, matrix: NativeMatrix) -> F32:
@@ -128,7 +131,7 @@ class NativeBackend:
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
         out = np.empty_like(x)
-        self._call.moert_normalise(self._pool, self._place(norm, "norm", filled.norm), *x.shape, _at(x), _at(out))
+        self._compute(2 * x.size, "moert_normalise", self._place(norm, "norm", filled.norm), *x.shape, _at(x), _at(out))
         return out
 
     def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
@@ -151,20 +154,23 @@ class NativeBackend:
 
     def keep(self, weights: AttentionWeights[NativeMatrix], encoded: F32, kept: KeptKeys, start: int) -> None:
         block = self._place(weights, "keep", filled.with_keys)
-        keys = addressof(keys_of(kept))
-        check(self._call.moert_keep(self._pool, block, len(encoded), _at(encoded), start, keys))
+        keys, products = addressof(keys_of(kept)), encoded.size * weights.part.kv_features
+        check(self._compute(products, "moert_keep", block, len(encoded), _at(encoded), start, keys))
 
     def scores(self, x: F32, router: RouterWeights[NativeMatrix]) -> tuple[F32, F32]:
         hidden, scores = np.empty_like(x), np.empty((len(x), router.matrix.rows), np.float32)
         place = self._place(router, "router", filled.router)
-        check(self._call.moert_scores(self._pool, place, len(x), _at(x), _at(hidden), _at(scores)))
+        check(
+            self._compute(x.size * router.matrix.rows, "moert_scores", place, len(x), _at(x), _at(hidden), _at(scores))
+        )
         return hidden, scores
 
     def choose(self, scores: F32, router: RouterWeights[NativeMatrix]) -> tuple[I64, F32]:
         shape = len(scores), router.part.top_k
         chosen, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
         place = self._place(router, "router", filled.router)
-        check(self._call.moert_choose(place, _at(scores), len(scores), _at(chosen), _at(weights)))
+        products = scores.size * router.part.top_k
+        check(self._compute(products, "moert_choose", place, _at(scores), len(scores), _at(chosen), _at(weights)))
         return chosen, weights
 
     def prefer(
@@ -179,7 +185,7 @@ class NativeBackend:
 
     def gate(self, hidden: F32, matrix: NativeMatrix, factor: float) -> F32:
         out = np.empty(len(hidden), np.float32)
-        check(self._call.moert_gate(self._pool, matrix.struct, len(hidden), _at(hidden), factor, _at(out)))
+        check(self._compute(hidden.size, "moert_gate", matrix.struct, len(hidden), _at(hidden), factor, _at(out)))
         return out
 
     def head(self, x: F32, norm: NormWeights, factor: float, softcap: float | None, matrix: NativeMatrix) -> F32:
@@ -218,15 +224,19 @@ class NativeBackend:
     def parts(self, experts: Sequence[NativeExpert], x: F32, out: F32, spec: Ffn) -> None:
         count = len(experts)
         starts, first = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
+        products = count * len(spec.projections) * spec.d_ff * x.shape[1]
         check(
-            self._call.moert_parts(
-                self._pool, self._act(spec), count, _addresses(experts), _at(starts), _at(first), _at(x), 1, _at(out)
+            self._compute(
+                products, "moert_parts", self._act(spec), count, _addresses(experts), _at(starts), _at(first), _at(x),
+                1, _at(out),
             )
         )  # fmt: skip
 
     def add_parts(self, parts: F32, weights: F32, out: F32, tokens: npt.NDArray[np.int32] | None = None) -> None:
         rows = np.zeros(len(parts), np.int32) if tokens is None else tokens
-        self._call.moert_add_parts(self._pool, _at(parts), _at(weights), _at(rows), *parts.shape, _at(out))
+        self._compute(
+            parts.size, "moert_add_parts", _at(parts), _at(weights), _at(rows), *parts.shape, _at(out)
+        )  # fmt: skip
 
     def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
         x, offsets = np.ascontiguousarray(x), np.ascontiguousarray(offsets)
@@ -234,8 +244,9 @@ class NativeBackend:
         assert len(offsets) == layout.n_blocks
         assert x.shape[1] == layout.d_model
         check(
-            self._call.moert_fire(
-                self._pool, self._neurons(layout), self._act(spec), _at(base), _at(offsets), _at(x), len(x), _at(hidden)
+            self._compute(
+                2 * x.size * layout.d_ff, "moert_fire", self._neurons(layout), self._act(spec), _at(base), _at(offsets),
+                _at(x), len(x), _at(hidden),
             )
         )  # fmt: skip
         return hidden
@@ -245,8 +256,9 @@ class NativeBackend:
         out, biases = np.empty((len(hidden), layout.d_model), np.float32), None if bias is None else _at(bias)
         assert len(offsets) == layout.n_blocks
         assert hidden.shape[1] == layout.d_ff
-        failed = self._call.moert_project(
-            self._pool, self._neurons(layout), _at(base), _at(offsets), _at(hidden), len(hidden), biases, _at(out)
+        failed = self._compute(
+            hidden.size * layout.d_model, "moert_project", self._neurons(layout), _at(base), _at(offsets), _at(hidden),
+            len(hidden), biases, _at(out),
         )  # fmt: skip
         if failed > 0:
             raise ValueError("a neuron that fired is not there")
@@ -257,21 +269,21 @@ class NativeBackend:
         x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
         out, (k, channels) = np.empty_like(x), taps.shape
         struct = structs.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
-        self._call.moert_convolve(self._pool, addressof(struct), len(x), _at(x), _in_place(state), _at(out))
+        self._compute(x.size * (k + 2), "moert_convolve", addressof(struct), len(x), _at(x), _in_place(state), _at(out))
         return out
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
         out, (tokens, heads, dv), (_, key_heads, dk) = np.empty_like(given[2]), v.shape, k.shape
         struct = structs.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
-        check(self._call.moert_delta_rule(self._pool, addressof(struct)))
+        check(self._compute(3 * v.size * dk, "moert_delta_rule", addressof(struct)))
         return out
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
         out, (tokens, heads, p), (_, groups, n) = np.empty_like(given[0]), x.shape, b.shape
         struct = structs.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
-        check(self._call.moert_scan_tokens(self._pool, addressof(struct)))
+        check(self._compute(2 * x.size * n, "moert_scan_tokens", addressof(struct)))
         return out
 
     def lstm(self, inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
@@ -279,32 +291,33 @@ class NativeBackend:
         out, sizes = np.empty((len(inputs), len(recurrent)), np.float32), (len(counts), len(recurrent), backward)
         assert (len(inputs), *state.shape) == (sum(counts), len(counts), 2, len(recurrent))
         struct = structs.Lstm(*map(_at, given), addressof(lengths), _in_place(state), _at(out), *sizes)
-        check(self._call.moert_lstm_tokens(self._pool, addressof(struct)))
+        check(self._compute(inputs.size * len(recurrent), "moert_lstm_tokens", addressof(struct)))
         return out
 
     def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
         given = [np.ascontiguousarray(each) for each in (queries, keys, values, spans)]
         out = np.empty(queries.shape, np.float32)
         struct = structs.Sparse(*map(_at, given), _at(out), *queries.shape)
-        check(self._call.moert_attend_sparsely(self._pool, addressof(struct)))
+        products = 2 * queries.shape[1] * int(np.diff(given[3]).sum(dtype=np.int64))
+        check(self._compute(products, "moert_attend_sparsely", addressof(struct)))
         return out
 
     def softplus(self, x: F32, bias: F32) -> F32:
         x = np.ascontiguousarray(x)
         out = np.empty_like(x)
-        self._call.moert_softplus(self._pool, *x.shape, _at(x), _at(bias), _at(out))
+        self._compute(8 * x.size, "moert_softplus", *x.shape, _at(x), _at(bias), _at(out))
         return out
 
     def sigmoid(self, x: F32) -> F32:
         x = np.ascontiguousarray(x)
         out = np.empty_like(x)
-        self._call.moert_sigmoid(self._pool, x.size, _at(x), _at(out))
+        self._compute(4 * x.size, "moert_sigmoid", x.size, _at(x), _at(out))
         return out
 
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
         x, gate = np.ascontiguousarray(x), np.ascontiguousarray(gate)
         out, place = np.empty_like(x), None if norm is None else self._place(norm, "norm", filled.norm)
-        self._call.moert_gated(self._pool, place, groups, last, *x.shape, _at(x), _at(gate), _at(out))
+        self._compute(4 * x.size, "moert_gated", place, groups, last, *x.shape, _at(x), _at(gate), _at(out))
         return out
 
     def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:

@@ -164,7 +164,7 @@ class Kernels:
         def run() -> None:
             for router in routers:
                 check(scores(pool, byref(router), 1, *places))
-                check(choose(byref(router), *choice))
+                check(choose(pool, byref(router), *choice))
 
         alive = ones, x, hidden, probabilities, weights, chosen
         return Case(name, run, len(routers), sum(map(nbytes_of, matrices)), alive=alive)

@@ -188,7 +188,7 @@ static void check_choice(const moert_router *r, const float *p, const liking *l,
     check(engines, "weights", weights, &expected, top_k);
 }
 
-/* No engine has a part in it. `steps`: how many different scores there are, so that some are equal. */
+/* The instruction set has no part in it. `steps`: how many different scores there are, so that some are equal. */
 static void one_choose(const moert_router *r, int tokens, int steps) {
     int count = r->matrix.rows, sparse = r->score == MOERT_SPARSEMIXER;
     size_t bytes = (size_t)(tokens * count) * sizeof(float);
@@ -200,7 +200,7 @@ static void one_choose(const moert_router *r, int tokens, int steps) {
     for (int i = 0; i < tokens * count; i++) p[i] = (float)(draw(steps) - sparse * (steps / 2)) / (float)steps;
     for (int i = 0; i < tokens * count && !sparse; i++) p[i] += 0.001f; /* a sum of 0 does not happen */
     fill(weights, tokens * r->top_k);
-    require(engines, !moert_choose(r, p, tokens, chosen, weights), "no memory");
+    require(engines, !moert_choose(engines->pool, r, p, tokens, chosen, weights), "no memory");
     for (int t = 0; t < tokens; t++) check_choice(r, p + t * count, &nothing, chosen + t * r->top_k, weights + t * r->top_k);
     free(p), free(weights), free(chosen);
 }

@@ -1,22 +1,29 @@
-"""Ctrl-C ends a native call that takes long within a second."""
+"""Ctrl-C ends a native call that takes long within a second, and the threads that made it go on with others."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from moert.generation.sampling import ordered
 from moert.kernels import open_backend
-from moert.kernels.backend import AttentionWeights, Floats, NormWeights, Positions
+from moert.kernels.backend import I64, AttentionWeights, Floats, NormWeights, Positions, RouterWeights
+from moert.kernels.filled import NativeMatrix
+from moert.kernels.native import NativeBackend
 from moert.models.kv import Kept
-from moert.pack.parts import Attention
+from moert.pack.codec import F32, U8
+from moert.pack.neurons import MatrixPlace, NeuronLayout
+from moert.pack.parts import Act, Attention, Ffn, Latent, Norm, Router
+
+Work = Callable[[], object]
 
 
-def interrupted(work: object, after_s: float = 0.4) -> float:
+def interrupted(work: Work, after_s: float = 0.4) -> float:
     """Seconds from Ctrl-C to the end of what it ends."""
     sent = [0.0]
 
@@ -27,23 +34,142 @@ def interrupted(work: object, after_s: float = 0.4) -> float:
     timer = threading.Timer(after_s, send)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        work()  # type: ignore[operator]
+        work()
     return time.monotonic() - sent[0]
 
 
-def test_attention_over_200000_tokens_hears_ctrl_c_and_the_pool_goes_on() -> None:
+LONG: dict[str, Callable[[NativeBackend], Work]] = {}
+
+
+def long(make: Callable[[NativeBackend], Work]) -> Callable[[NativeBackend], Work]:
+    """A call that takes some seconds."""
+    LONG[make.__name__] = make
+    return make
+
+
+def ones(*shape: int) -> F32:
+    return np.ones(shape, np.float32)
+
+
+def square(backend: NativeBackend, rows: int, cols: int) -> NativeMatrix:
+    return backend.matrix(Floats("F32", np.full((rows, cols), 1 / cols, np.float32)))
+
+
+def neurons(d_model: int, d_ff: int) -> tuple[NeuronLayout, U8, I64, Ffn]:
+    """All of them in one block."""
+    place, weights = MatrixPlace(16, 0, "F16", (0,), None), np.ones(d_model * d_ff, np.float16).view(np.uint8)
+    layout = NeuronLayout(
+        d_model, d_ff, d_ff, 1, {"up": place}, place, len(weights), len(weights), 0, 0, 0, 0, None
+    )  # fmt: skip
+    return layout, weights, np.zeros(1, np.int64), Ffn(d_ff, Act("relu"), gated=False)
+
+
+@long
+def attention(backend: NativeBackend) -> Work:
+    part = Attention(4, 4, 64, 0.125, None, None, rope=None, buckets=None)
+    matrices = dict.fromkeys("qkvo", square(backend, 256, 256))
+    weights = AttentionWeights(part, True, False, 0, {"before": NormWeights(ones(256), None, 1e-5)}, matrices)
+    kept, tokens = Kept(part, 200_000), 200_000
+    start = kept.extend(tokens)
+    return lambda: backend.attend(weights, ones(tokens, 256), kept, start, Positions())
+
+
+@long
+def latent_attention(backend: NativeBackend) -> Work:
+    part = Latent(4, None, 64, 64, 32, 64, 0.125, Norm(1e-5), rope=None)
+    shapes = {"q": (256, 256), "q_turn": (128, 256), "kv_a": (64, 256), "k_turn": (32, 256), "keys": (256, 64)}
+    shapes |= {"values": (256, 64), "o": (256, 256)}
+    matrices = {name: square(backend, *shape) for name, shape in shapes.items()}
+    norms = {"before": NormWeights(ones(256), None, 1e-5), "kv": NormWeights(ones(64), None, 1e-5)}
+    weights = AttentionWeights(part, True, True, 0, norms, matrices)
+    kept, tokens = Kept(part, 100_000), 100_000
+    start = kept.extend(tokens)
+    return lambda: backend.attend(weights, ones(tokens, 256), kept, start, Positions())
+
+
+@long
+def products(backend: NativeBackend) -> Work:
+    matrix = square(backend, 8192, 4096)
+    return lambda: backend.linear(ones(8192, 4096), matrix)
+
+
+@long
+def scores_of_experts(backend: NativeBackend) -> Work:
+    router = Router(8, True, None)
+    norm, matrix = NormWeights(ones(4096), None, 1e-5), square(backend, 8192, 4096)
+    weights = RouterWeights(router, 1.0, norm, None, matrix, None, None)
+    return lambda: backend.scores(ones(8192, 4096), weights)
+
+
+@long
+def choosing_experts(backend: NativeBackend) -> Work:
+    norm, matrix = NormWeights(ones(1), None, 1e-5), square(backend, 2048, 1)
+    weights = RouterWeights(Router(128, True, None), 1.0, norm, None, matrix, None, None)
+    return lambda: backend.choose(ones(40_000, 2048), weights)
+
+
+@long
+def neurons_that_fire(backend: NativeBackend) -> Work:
+    layout, base, offsets, spec = neurons(2048, 8192)
+    return lambda: backend.fire(layout, base, offsets, ones(8192, 2048), spec)
+
+
+@long
+def columns_of_neurons(backend: NativeBackend) -> Work:
+    layout, base, offsets, _ = neurons(256, 8192)
+    return lambda: backend.project(layout, base, offsets, ones(20_000, 8192), None)
+
+
+@long
+def columns_of_some_neurons(backend: NativeBackend) -> Work:
+    layout, base, offsets, _ = neurons(256, 8192)
+    hidden = np.zeros((60_000, 8192), np.float32)
+    for first in range(4):
+        hidden[first::4, first::4] = 1
+    return lambda: backend.project(layout, base, offsets, hidden, None)
+
+
+@long
+def convolution(backend: NativeBackend) -> Work:
+    return lambda: backend.conv(ones(100_000, 256), ones(2048, 256), None, ones(2047, 256), True)
+
+
+@long
+def delta_rule(backend: NativeBackend) -> Work:
+    tokens, heads, size = 20_000, 8, 256
+    keys, gates = ones(tokens, heads, size), ones(tokens, heads)
+    return lambda: backend.delta(keys, keys, keys, -gates, gates, ones(heads, size, size))
+
+
+@long
+def scan(backend: NativeBackend) -> Work:
+    tokens, heads, size, n = 200_000, 8, 16, 256
+    x, steps, groups = ones(tokens, heads, size), ones(tokens, heads), ones(tokens, 1, n)
+    return lambda: backend.scan(x, steps, -ones(heads, 1), groups, groups, ones(heads), ones(heads, size, n))
+
+
+@long
+def lstm(backend: NativeBackend) -> Work:
+    tokens, width = 20_000, 512
+    recurrent = np.full((width, 4 * width), 1 / width, np.float32)
+    return lambda: backend.lstm(ones(tokens, 4 * width), recurrent, ones(1, 2, width), [tokens])
+
+
+@long
+def sparse_attention(backend: NativeBackend) -> Work:
+    rows = np.random.default_rng(0).normal(size=(40_000, 64)).astype(np.float32)
+    spans = np.tile(np.array([0, len(rows)], np.int32), (len(rows), 1))
+    return lambda: backend.attend_sparsely(rows, rows, rows, spans)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_call_hears_ctrl_c_and_the_pool_goes_on(name: str) -> None:
     backend = open_backend("auto", 2)
+    assert isinstance(backend, NativeBackend)
     try:
-        part = Attention(4, 4, 64, 0.125, None, None, rope=None, buckets=None)
-        norm = NormWeights(np.ones(256, np.float32), None, 1e-5)
-        square = backend.matrix(Floats("F32", np.eye(256, dtype=np.float32)))
-        weights = AttentionWeights(part, True, False, 0, {"before": norm}, dict.fromkeys("qkvo", square))
-        tokens = 200_000
-        kept = Kept(part, tokens)
-        x = np.ones((tokens, 256), np.float32)
-        start = kept.extend(tokens)
-        assert interrupted(lambda: backend.attend(weights, x, kept, start, Positions()), 2) < 1
-        assert np.array_equal(backend.linear(x[:2], square), x[:2])
+        assert interrupted(LONG[name](backend), 1) < 1
+        unit = backend.matrix(Floats("F32", np.eye(256, dtype=np.float32)))
+        assert np.array_equal(backend.linear(ones(2, 256), unit), ones(2, 256))
     finally:
         backend.close()
 

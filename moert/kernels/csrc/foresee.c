@@ -42,7 +42,7 @@ int moert_lstm_tokens(moert_pool *pool, const moert_lstm *lstm) {
     lstm_row *rows = pool_lists(pool, (size_t)lstm->sequences * sizeof *rows);
     lstm_job job = {pool_operations(pool), lstm, rows, 0, 0};
     if (!rows) return -1;
-    for (int step = 0; (job.count = step_rows(lstm, step, rows)); step++) {
+    for (int step = 0; !pool_stopped(pool) && (job.count = step_rows(lstm, step, rows)); step++) {
         job.parts = pieces(job.count, SEQUENCES);
         run_items(pool, lstm_item, &job, blocks * job.parts, 16LL * lstm->width * lstm->width * job.count);
     }

@@ -188,6 +188,9 @@ typedef void (*work)(const void *job, int item, void *own);
 const operations *pool_operations(const moert_pool *pool);
 int pool_threads(const moert_pool *pool);
 
+/* Whether it was stopped (moert_pool_stop): items that may take longer than 0.1 s look, and what is left undone is garbage. */
+int pool_stopped(const moert_pool *pool);
+
 /* Runs items 0 .. n - 1 on all threads, or on the calling one alone, and returns when all are done. */
 void pool_run(moert_pool *pool, work run, const void *job, int n, int alone);
 

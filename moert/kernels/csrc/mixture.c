@@ -1,10 +1,11 @@
 /* The experts of a layer, all in one call: gate and up of every expert, then down of every expert, then the sum. */
 #include "expansion.h"
 
-#define SUM_COLS 512 /* outputs that make one item of the sum */
+#define SUM_COLS 512   /* outputs that make one item of the sum */
+#define SUM_ROWS 16384 /* rows between two looks at whether the pool is stopped */
 
 typedef struct {
-    const operations *isa;
+    const moert_pool *pool;
     const float *parts, *weights; /* [rows, cols], [rows] */
     const int32_t *tokens;
     float *out;
@@ -15,9 +16,10 @@ static void sum_item(const void *job, int item, void *own) {
     const weighted_sum *s = job;
     (void)own;
     const int first = item * SUM_COLS, n = s->cols - first < SUM_COLS ? s->cols - first : SUM_COLS;
-    for (int r = 0; r < s->rows; r++)
-        s->isa->add(s->weights[r], s->parts + (int64_t)r * s->cols + first,
-                    s->out + (int64_t)s->tokens[r] * s->cols + first, n);
+    const operations *isa = pool_operations(s->pool);
+    for (int r = 0; r < s->rows && !(r % SUM_ROWS == 0 && pool_stopped(s->pool)); r++)
+        isa->add(s->weights[r], s->parts + (int64_t)r * s->cols + first,
+                 s->out + (int64_t)s->tokens[r] * s->cols + first, n);
 }
 
 /* What is listed for each expert. */
@@ -92,7 +94,7 @@ static int make_parts(moert_pool *pool, const moert_act *act, int experts, const
 
 static void add_parts(moert_pool *pool, const float *parts, const float *weights, const int32_t *tokens, int rows,
                       int cols, float *out) {
-    const weighted_sum sum = {pool_operations(pool), parts, weights, tokens, out, rows, cols};
+    const weighted_sum sum = {pool, parts, weights, tokens, out, rows, cols};
     run_items(pool, sum_item, &sum, (cols + SUM_COLS - 1) / SUM_COLS, (int64_t)rows * cols);
 }
 

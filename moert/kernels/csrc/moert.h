@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 18
+#define MOERT_ABI 19
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -277,7 +277,8 @@ int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const
 
 /* From scores [tokens, experts]: experts [tokens, top_k], ascending by number, the first of equal ones, with their
  * weights. */
-int moert_choose(const moert_router *router, const float *scores, int tokens, int64_t *chosen, float *weights);
+int moert_choose(moert_pool *pool, const moert_router *router, const float *scores, int tokens, int64_t *chosen,
+                 float *weights);
 
 /* The same for one token, which prefers the experts in `recent` [k], the latest first and -1 behind the last: `bonus` is
  * added to what they are chosen by, once the `sure` best are taken. Those that are chosen come first in `recent` then. */

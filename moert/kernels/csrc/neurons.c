@@ -41,6 +41,7 @@ int moert_fire(moert_pool *pool, const moert_neurons *neurons, const moert_act *
 }
 
 typedef struct {
+    const moert_pool *pool;
     const operations *isa;
     moert_matrix down;
     const float *hidden, *bias;
@@ -113,10 +114,10 @@ static void sum_part(const projection *p, int from, int count, int first, int n,
         p->isa->column(&p->down, p->neurons[from + k], first, n, p->neurons[ahead], columns + k * set.stride);
     }
     if (p->lists)
-        for (int t = 0; t < p->tokens; t++)
+        for (int t = 0; t < p->tokens && !pool_stopped(p->pool); t++)
             at[t] += p->isa->sum_some(&set, p->lists + at[t], n, p->y + (int64_t)t * cols + first);
     else
-        for (int t = 0; t < p->tokens; t += SUM_TOKENS) {
+        for (int t = 0; t < p->tokens && !pool_stopped(p->pool); t += SUM_TOKENS) {
             const int tokens = p->tokens - t < SUM_TOKENS ? p->tokens - t : SUM_TOKENS;
             for (int i = 0; i < tokens; i++) ask_for(p->hidden + (int64_t)(t + i) * rows + p->neurons[next], p->each);
             p->isa->sum_all(&set, tokens, p->hidden + (int64_t)t * rows, rows, n, p->y + (int64_t)t * cols + first, cols);
@@ -171,13 +172,14 @@ static int make_lists(projection *p, moert_pool *pool) {
 int moert_project(moert_pool *pool, const moert_neurons *neurons, const void *base, const int64_t *at, const float *hidden,
                   int tokens, const float *bias, float *y) {
     const size_t n = (size_t)neurons->d_ff, start_bytes = aligned(((size_t)tokens + 1) * sizeof(int64_t));
-    projection p = {.isa = pool_operations(pool), .down = in_blocks(&neurons->down, neurons, base, at), .hidden = hidden};
+    projection p = {.pool = pool, .isa = pool_operations(pool), .down = in_blocks(&neurons->down, neurons, base, at), .hidden = hidden};
     char *room = pool_lists(pool, start_bytes + aligned(n * sizeof(int32_t)) + LOOK_PARTS * n);
     if (!room) return -1;
     if (!tokens) return 0;
     p.bias = bias, p.y = y, p.tokens = tokens, p.starts = (int64_t *)room;
     p.neurons = (int32_t *)(room + start_bytes), p.any = (uint8_t *)p.neurons + aligned(n * sizeof(int32_t));
     run_items(pool, look_item, &p, pieces(tokens, part_tokens(&p)), (int64_t)tokens * neurons->d_ff);
+    if (pool_stopped(pool)) return 0; /* nobody has looked */
     if (find_fired(&p)) return 1;
     divide(&p, pool);
     if (make_lists(&p, pool) || pool_own(pool, columns_bytes(&p) + (size_t)tokens * sizeof(int64_t))) return -1;

@@ -39,8 +39,10 @@ struct moert_pool {
     pthread_cond_t wake, finished;
 };
 
+int pool_stopped(const moert_pool *pool) { return atomic_load_explicit(&pool->stopped, memory_order_relaxed); }
+
 static void run_item(moert_pool *pool, work run, const void *job, int item, int thread) {
-    if (!atomic_load_explicit(&pool->stopped, memory_order_relaxed)) run(job, item, pool->own.at + (size_t)thread * pool->own_bytes);
+    if (!pool_stopped(pool)) run(job, item, pool->own.at + (size_t)thread * pool->own_bytes);
 }
 
 /* Takes items of the present job until none is left. */

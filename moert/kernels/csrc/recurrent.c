@@ -6,6 +6,10 @@
 #define CHANNELS 512       /* of a convolution that make an item */
 #define NUMBERS (4 << 10)  /* about as many make an item elsewhere */
 #define TOKENS_AT_ONCE 64  /* whose keys are held */
+#define PRODUCTS (8 << 20) /* about as many are made between two looks at whether the pool is stopped */
+
+/* Tokens that are read at once, of which each makes so many products. */
+static int tokens_at_once(int64_t each) { return each < PRODUCTS ? (int)(PRODUCTS / (each ? each : 1)) : 1; }
 
 static int rows_an_item(int n) { return n < NUMBERS ? NUMBERS / (n ? n : 1) : 1; }
 
@@ -25,9 +29,13 @@ static void conv_item(const void *job, int item, void *own) {
 }
 
 void moert_convolve(moert_pool *pool, const moert_taps *with, int tokens, const float *x, float *state, float *y) {
-    const conv_job job = {pool_operations(pool), with, x, state, y, tokens};
-    if (tokens < 1) return;
-    run_items(pool, conv_item, &job, pieces(with->channels, CHANNELS), 8LL * with->channels * with->k * tokens);
+    const int64_t channels = with->channels, each = channels * with->k;
+    const int most = tokens_at_once(each);
+    for (int first = 0; first < tokens; first += most) {
+        const conv_job job = {pool_operations(pool), with, x + first * channels, state, y + first * channels,
+                              piece(tokens - first, most, 0)};
+        run_items(pool, conv_item, &job, pieces(channels, CHANNELS), 8 * each * job.tokens);
+    }
 }
 
 typedef struct {
@@ -101,9 +109,17 @@ static void scan_item(const void *job, int item, void *own) {
 int moert_scan_tokens(moert_pool *pool, const moert_scan *scan) {
     const int64_t size = (int64_t)scan->p * scan->n;
     const int shared = scan->heads / scan->groups, span = size < NUMBERS ? (int)(NUMBERS / size) : 1;
-    const scan_job job = {pool_operations(pool), scan, shared, span < shared ? span : shared, pieces(shared, span)};
+    const int most = tokens_at_once(scan->heads * size);
+    moert_scan some = *scan;
+    const scan_job job = {pool_operations(pool), &some, shared, span < shared ? span : shared, pieces(shared, span)};
     if (pool_own(pool, scan_room(scan, job.span) * sizeof(float))) return -1;
-    run_items(pool, scan_item, &job, scan->groups * job.parts, 8LL * scan->tokens * scan->heads * size);
+    for (int64_t first = 0; first < scan->tokens; first += most) {
+        some.x = scan->x + first * scan->heads * scan->p, some.y = scan->y + first * scan->heads * scan->p;
+        some.dt = scan->dt + first * scan->heads;
+        some.b = scan->b + first * scan->groups * scan->n, some.c = scan->c + first * scan->groups * scan->n;
+        some.tokens = piece(scan->tokens - first, most, 0);
+        run_items(pool, scan_item, &job, scan->groups * job.parts, 8LL * some.tokens * scan->heads * size);
+    }
     return 0;
 }
 

@@ -17,16 +17,28 @@ static void sigmoids(float *scores, int n) {
     for (int i = 0; i < n; i++) scores[i] = 1 / (1 + expf(-scores[i]));
 }
 
+typedef struct {
+    const moert_router *router;
+    float *scores;
+} weigh_job;
+
+static void weigh_item(const void *job, int token, void *own) {
+    const weigh_job *j = job;
+    const int n = j->router->matrix.rows;
+    float *scores = j->scores + (int64_t)token * n;
+    (void)own;
+    if (j->router->score == MOERT_SOFTMAX) softmax(scores, n);
+    else sigmoids(scores, n);
+}
+
 int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const float *x, float *hidden, float *scores) {
     const moert_matrix *matrix = &router->matrix;
     const int n = matrix->rows;
     moert_normalise(pool, router->own.weight ? &router->own : &router->norm, tokens, matrix->cols, x, hidden);
     if (moert_linear(pool, 1, &matrix, hidden, tokens, &scores)) return -1;
     if (router->own.weight) moert_normalise(pool, &router->norm, tokens, matrix->cols, x, hidden);
-    for (int token = 0; token < tokens; token++, scores += n) {
-        if (router->score == MOERT_SOFTMAX) softmax(scores, n);
-        else if (router->score == MOERT_SIGMOID) sigmoids(scores, n);
-    }
+    if (router->score == MOERT_SOFTMAX || router->score == MOERT_SIGMOID)
+        run_items(pool, weigh_item, &(weigh_job){router, scores}, tokens, 32LL * tokens * n);
     return 0;
 }
 
@@ -147,16 +159,26 @@ static void choose(const moert_router *r, const float *scores, float *room, cons
     }
 }
 
-static float *room_of(const moert_router *r) {
-    return malloc((size_t)(2 * r->matrix.rows + r->groups) * sizeof(float));
+static size_t room_bytes(const moert_router *r) { return (size_t)(2 * r->matrix.rows + r->groups) * sizeof(float); }
+
+typedef struct {
+    const moert_router *router;
+    const float *scores;
+    int64_t *chosen;
+    float *weights;
+} choose_job;
+
+static void choose_item(const void *job, int token, void *own) {
+    const choose_job *j = job;
+    const moert_router *r = j->router;
+    const int64_t at = (int64_t)token * r->top_k;
+    choose(r, j->scores + (int64_t)token * r->matrix.rows, own, NULL, j->chosen + at, j->weights + at);
 }
 
-int moert_choose(const moert_router *r, const float *scores, int tokens, int64_t *chosen, float *weights) {
-    float *room = room_of(r);
-    if (!room) return -1;
-    for (int token = 0; token < tokens; token++, scores += r->matrix.rows, chosen += r->top_k, weights += r->top_k)
-        choose(r, scores, room, NULL, chosen, weights);
-    free(room);
+int moert_choose(moert_pool *pool, const moert_router *r, const float *scores, int tokens, int64_t *chosen, float *weights) {
+    const choose_job job = {r, scores, chosen, weights};
+    if (pool_own(pool, room_bytes(r))) return -1;
+    run_items(pool, choose_item, &job, tokens, 8LL * tokens * r->matrix.rows * r->top_k);
     return 0;
 }
 
@@ -175,7 +197,7 @@ static void remember(int top_k, const int64_t *chosen, int k, int32_t *recent, i
 int moert_prefer(const moert_router *r, const float *scores, float bonus, int sure, int k, int32_t *recent, int64_t *chosen,
                  float *weights) {
     const preference p = {bonus, sure, k, recent};
-    float *room = room_of(r);
+    float *room = malloc(room_bytes(r));
     int32_t *before = malloc((size_t)k * sizeof *before);
     if (room && before) {
         choose(r, scores, room, &p, chosen, weights);
