@@ -81,7 +81,7 @@ class Bench:
     def coder(self) -> ExpertCoder:
         if not self.memory.layered:
             return self.coding.experts(self.moments)
-        kept = KeptCodes(self.journal.path.parent / "codes", self.journal.subject)
+        kept = KeptCodes(self.journal.path.parent / "codes", self.journal.subject, self.journal)
         return ExpertCoder(self.coding.checkpoint, self.coding.quantizer, None, kept, self.coding.neurons)
 
     @cached_property

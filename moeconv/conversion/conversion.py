@@ -119,13 +119,11 @@ class Conversion:
         dense = dense_alone(bench, judge, account)
         widths = widths_worth_probing(bench, judge, account)
         sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)
-        work.save(INPUTS, sweep.inputs.to_json())
-        bench.journal.seal(work.path / INPUTS)  # now: what ends from here on leaves it to be planned from
+        work.save(INPUTS, sweep.inputs.to_json(), bench.journal)  # what ends from here on leaves it to be planned from
         choice = Choice(bench, sweep.inputs, widths, judge, account)
         plan, routings = fitted(bench, references, choice, choice.plan(), account)
         residences = tuple(one.residence for one in routings)
-        work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]})
-        bench.journal.seal(work.path / RESIDENCES)
+        work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]}, bench.journal)
         outcome = replace(
             self._outcome(bench, references, plan, looks),
             preferences=tuple(one.preference for one in routings),

@@ -31,8 +31,7 @@ def neuron_order(bench: Bench, work: WorkDir, account: Account) -> NeuronOrder |
             return found
         counts = bench.firing_counts()
         found = by_frequency(counts)
-        work.save_bytes(path.name, found.to_bytes())
-        bench.journal.seal(path)
+        work.save_bytes(path.name, found.to_bytes(), bench.journal)
     first = covered(counts, _FEW)
     account.say(f"neurons lie by how often they fire: of an expert's, the first {_FEW:.0%} do {first:.0%} of it")
     return found

@@ -80,8 +80,7 @@ class School:
         ]
         with transformers_model(trial.checkpoint.path):
             found = train(folder, (scorers[0], scorers[1]))
-        self.work.save_bytes(path.name, write(found))
-        self.bench.journal.seal(path)
+        self.work.save_bytes(path.name, write(found), self.bench.journal)
         shutil.rmtree(folder, ignore_errors=True)
         return found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,26 @@ from typing import Any
 import torch
 
 from moeconv.errors import ConversionError
+from moeconv.measure.journal import digest_of, identity
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.files import write_atomically
 
 _DONE = "examples.json"
 _MOST_BYTES = 1 << 26
+_SEAL_BYTES = 32  # of a checkpoint, before all else: the sha256 of the rest
 
 
 def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `fill` said of the examples that it put into the empty folder. They are taken if they are `about` the same,
-    and their files as long as they were; otherwise they are made anew. Raises ConversionError for what the disk
-    refuses."""
+    and all of it is as it was; otherwise they are made anew. Raises ConversionError for what the disk refuses."""
     try:
         found = _said(folder)
-        if found is None or found.get("about") != about or found.get("file_bytes") != _file_bytes(folder):
+        if found is None or found.get("about") != about or found.pop("seal", None) != _seal(folder, found):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             found = {"about": about, **fill()}
-            found["file_bytes"] = _file_bytes(folder)
-            write_atomically(folder / _DONE, json.dumps(found).encode())
+            sealed = {**found, "seal": _seal(folder, found)}
+            write_atomically(folder / _DONE, json.dumps(sealed).encode())
     except OSError as error:
         raise ConversionError(
             f"can't use {folder}: {error.strerror or error}; free it or give another --work"
@@ -60,16 +62,20 @@ def _said(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _file_bytes(folder: Path) -> dict[str, int]:
-    """Bytes of each file of examples."""
-    return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != _DONE}
+def _seal(folder: Path, said: Mapping[str, Any]) -> str:
+    """Returns the hash of what was said and of each file of examples."""
+    files = {path.name: digest_of(path) for path in folder.iterdir() if path.name != _DONE}
+    return identity(json.dumps(said, sort_keys=True), sorted(files.items()))
 
 
 def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
     """What `save_checkpoint` wrote; None where there is none, or one about another training. Raises ConversionError for
     one that can't be read."""
     try:
-        found: dict[str, Any] = torch.load(path, weights_only=True)
+        body = path.read_bytes()
+        if hashlib.sha256(body[_SEAL_BYTES:]).digest() != body[:_SEAL_BYTES]:
+            raise ValueError("it was changed since it was made")
+        found: dict[str, Any] = torch.load(io.BytesIO(body[_SEAL_BYTES:]), weights_only=True)
         return found if found["about"] == about else None
     except FileNotFoundError:
         return None
@@ -80,9 +86,10 @@ def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
 
 def save_checkpoint(path: Path, about: str, state: dict[str, Any]) -> None:
     """Raises ConversionError for what the disk refuses."""
-    body = io.BytesIO()
-    torch.save({"about": about, **state}, body)
+    stream = io.BytesIO()
+    torch.save({"about": about, **state}, stream)
+    body = stream.getvalue()
     try:
-        write_atomically(path, body.getvalue())
+        write_atomically(path, hashlib.sha256(body).digest() + body)
     except OSError as error:
         raise ConversionError(f"can't write {path}: {error.strerror}; free some space and run again") from None

@@ -90,6 +90,7 @@ class LayerCoding:
             model.shelf.expect(list(experts))
             for key, missing in experts.items():
                 code_expert(model.coder, self.kept, key, missing, model.shelf.weights(key), seen)
+                self.kept.finish(key, missing)
                 yield 1
             model.shelf.clear()
 
@@ -103,7 +104,10 @@ class LayerCoding:
                     due = [(key, tuple(widths)) for key, widths in experts.items()]
                     parts = (due[start : start + EXPERTS_A_TASK] for start in range(0, len(due), EXPERTS_A_TASK))
                     tasks = [CodingTask(at, tuple(part), folder) for part in parts]
-                    yield from (count for _, count in run(shared.job, tasks))
+                    for task, count in run(shared.job, tasks):
+                        for key, widths in task.experts:
+                            self.kept.finish(key, widths)
+                        yield count
                     shutil.rmtree(asked, ignore_errors=True)
         finally:
             shutil.rmtree(asked, ignore_errors=True)

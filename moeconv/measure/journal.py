@@ -13,6 +13,7 @@ from typing import Any
 
 from moeconv.errors import ConversionError
 from moeconv.strict_json import NotJson, parse
+from moert.pack.files import write_atomically
 
 _PIECE = 1 << 20
 
@@ -33,6 +34,7 @@ class Journal:
         self.path = path
         self.subject = subject
         self._known: dict[str, dict[str, Any]] = {}
+        self._sealed: set[str] = set()  # names of files
         self._earlier: set[str] = set()  # names that were on disk at the start
         self._reused: set[str] = set()  # those of them that this run asked for
         self._cut_at: int | None = None  # where a half line begins
@@ -93,23 +95,41 @@ class Journal:
                     raise
         except OSError as error:
             raise ConversionError(f"can't write {self.path}: {error.strerror}; free some space and run again") from None
-        self._known.update(records)
+        self._knows(records)
 
     def seal(self, *paths: Path) -> None:
         """Notes what is in finished files of the work directory."""
-        seals = {_seal_of(path): {"file": path.name} for path in paths}
-        if new := {name: seal for name, seal in seals.items() if name not in self._known}:
-            self.add_all(new)
+        self._seal({self._name(path): digest_of(path) for path in paths})
+
+    def write(self, path: Path, body: bytes) -> None:
+        """Writes a file of the work directory, sealed before it is there, so that one that was there before stays a
+        sealed one where this run is killed. Raises OSError."""
+        self._seal({self._name(path): hashlib.sha256(body).hexdigest()})
+        write_atomically(path, body)
 
     def sealed(self, path: Path) -> bool:
         """Whether a file is there and finished. Raises ConversionError if something else is in it than was sealed."""
-        if not path.is_file() or all(entry.get("file") != path.name for entry in self.entries()):
+        name = self._name(path)
+        if name not in self._sealed or not path.is_file():
             return False
-        if _seal_of(path) not in self._known:
+        if identity("file", name, digest_of(path)) not in self._known:
             raise ConversionError(
                 f"{path} was changed since it was made: delete it, and it is made again, or give another --work"
             )
         return True
+
+    def _seal(self, digests: Mapping[str, str]) -> None:
+        seals = {identity("file", name, digest): {"file": name} for name, digest in digests.items()}
+        if new := {seal: entry for seal, entry in seals.items() if seal not in self._known}:
+            self.add_all(new)
+
+    def _name(self, path: Path) -> str:
+        """Of a file, within the work directory."""
+        return Path(os.path.relpath(path, self.path.parent)).as_posix()
+
+    def _knows(self, records: Mapping[str, dict[str, Any]]) -> None:
+        self._known.update(records)
+        self._sealed.update(name for entry in records.values() if isinstance(name := entry.get("file"), str))
 
     def _read(self) -> None:
         try:
@@ -132,19 +152,20 @@ class Journal:
                     "another --work"
                 )
             self._known[name] = record
+        self._knows(self._known)
         self._earlier = set(self._known)
         if len(whole) < len(body):
             self._cut_at = len(whole)
 
 
-def _seal_of(path: Path) -> str:
-    """The name of what is in a file. Raises ConversionError."""
+def digest_of(path: Path) -> str:
+    """Returns the sha256 of a file of a work directory. Raises ConversionError."""
     try:
         digest = hashlib.sha256()
         with path.open("rb") as stream:
             while piece := stream.read(_PIECE):
                 digest.update(piece)
-        return identity("file", path.name, digest.hexdigest())
+        return digest.hexdigest()
     except OSError as error:
         raise ConversionError(f"can't read {path}: {error.strerror}; give another --work") from None
 

@@ -61,14 +61,14 @@ class WorkDir:
     def journal(self, subject: str) -> Journal:
         return Journal(self.path / "journal.jsonl", subject)
 
-    def save(self, name: str, artifact: Any) -> None:
-        """Writes an artefact as JSON, whole or not at all."""
-        self.save_bytes(name, (json.dumps(to_json(artifact), indent=1) + "\n").encode())
+    def save(self, name: str, artifact: Any, journal: Journal | None = None) -> None:
+        """Writes an artefact as JSON, whole or not at all; with a journal it is sealed."""
+        self.save_bytes(name, (json.dumps(to_json(artifact), indent=1) + "\n").encode(), journal)
 
-    def save_bytes(self, name: str, body: bytes) -> None:
-        """Writes a file, whole or not at all."""
+    def save_bytes(self, name: str, body: bytes, journal: Journal | None = None) -> None:
+        """Writes a file, whole or not at all; with a journal it is sealed."""
         with self._writing():
-            write_atomically(self.path / name, body)
+            (journal.write if journal is not None else write_atomically)(self.path / name, body)
 
     def load(self, name: str) -> dict[str, Any] | None:
         """An artefact as it was saved; None where there is none. Raises ConversionError for one that is damaged."""
@@ -111,6 +111,7 @@ def finished_work(path: Path) -> tuple[dict[str, Any], Journal, list[dict[str, A
             "`moeconv quantize` again"
         )
     fitted, journal = (inner.load(RESIDENCES) or {}).get("residences", []), inner.journal(inner.path.name)
-    for name in (INPUTS, RESIDENCES):
-        journal.sealed(inner.path / name)
+    for file in filter(Path.exists, (inner.path / INPUTS, inner.path / RESIDENCES)):
+        if not journal.sealed(file):
+            raise ConversionError(f"{file} is not what a sweep wrote there: run `moeconv quantize` again")
     return inputs, journal, fitted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError
@@ -16,22 +18,40 @@ from moert.pack.model_spec import ExpertKey
 _PARTS = ("qweight", "scale", "minimum")
 
 
-class KeptCodes:
-    """A file for each expert and width in `folder`. `about` names all that the codes were decided by. Raises
-    ConversionError, in one line, for what the disk refuses."""
+class Seals(Protocol):
+    """A moeconv.measure.journal.Journal."""
 
-    def __init__(self, folder: Path, about: str) -> None:
-        self.folder, self.about = folder, about
+    def seal(self, *paths: Path) -> None: ...
+
+    def sealed(self, path: Path) -> bool: ...
+
+
+class KeptCodes:
+    """A file for each expert and width in `folder`. `about` names all that the codes were decided by. Files that others
+    have put there are finished when they are `finish`ed. Raises ConversionError, in one line, for what the disk
+    refuses, and for a file that was changed since."""
+
+    def __init__(self, folder: Path, about: str, seals: Seals | None = None) -> None:
+        """`seals`: None for one who only puts codes there."""
+        self.folder, self.about, self._seals = folder, about, seals
         self._last: tuple[Path, dict[str, QuantizedMatrix]] | None = None
+        self._finished: set[Path] = set()
 
     def has(self, key: ExpertKey, bits: int) -> bool:
-        return self._file(key, bits).is_file()
+        return self._has(self._file(key, bits))
+
+    def finish(self, key: ExpertKey, widths: Sequence[int]) -> None:
+        """Notes that an expert's codes at these widths are there."""
+        files = [self._file(key, bits) for bits in widths]
+        if self._seals is not None:
+            self._seals.seal(*files)
+        self._finished.update(files)
 
     def get(self, key: ExpertKey, projection: str, bits: int) -> QuantizedMatrix | None:
         file = self._file(key, bits)
         if self._last is not None and self._last[0] == file:
             return self._last[1][projection]
-        if not file.is_file():
+        if not self.has(key, bits):
             return None
         try:
             tensors = load_file(file)
@@ -53,8 +73,13 @@ class KeptCodes:
 
     def rows(self, key: ExpertKey) -> int | None:
         """Tokens that the expert saw; None where it was not coded."""
-        file = next(iter(sorted(self.folder.glob(f"{key.at}/E{key.expert:03d}-*.safetensors"))), None)
-        return None if file is None else int(load_file(file)["seen.rows"][0])
+        there = sorted(self.folder.glob(f"{key.at}/E{key.expert:03d}-*.safetensors"))
+        return next((int(load_file(file)["seen.rows"][0]) for file in there if self._has(file)), None)
+
+    def _has(self, file: Path) -> bool:
+        if file not in self._finished and self._seals is not None and self._seals.sealed(file):
+            self._finished.add(file)
+        return file in self._finished
 
     def _write(self, file: Path, body: bytes) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,4 +125,43 @@ def test_a_file_is_finished_when_it_is_sealed_and_one_that_was_changed_is_refuse
     assert not journal.sealed(file)
     file.write_bytes(b"others")
     journal.seal(file)
+    assert Journal(journal.path, "this").sealed(file)
+
+
+def test_files_of_one_name_in_two_folders_have_seals_of_their_own(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", "this")
+    files = [tmp_path / folder / "E000-4" for folder in ("D00", "D01")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    journal.seal(files[0])
+    assert [journal.sealed(file) for file in files] == [True, False]
+    journal.seal(files[1])
+    shutil.copy(files[0], files[1])
+    with pytest.raises(ConversionError, match="was changed"):
+        journal.sealed(files[1])
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_a_run_killed_while_it_writes_a_file_again_leaves_a_sealed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, after: bool
+) -> None:
+    real = getattr(os, at)
+
+    def killed(*given: Any) -> None:
+        if after:
+            real(*given)
+        raise KeyboardInterrupt
+
+    journal, file = Journal(tmp_path / "journal.jsonl", "this"), tmp_path / "planning.json"
+    journal.write(file, b"before")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            journal.write(file, b"after")
+    assert file.read_bytes() == (b"after" if after and at == "replace" else b"before")
+    assert Journal(journal.path, "this").sealed(file)
+    journal.write(file, b"after")
+    assert file.read_bytes() == b"after"
     assert Journal(journal.path, "this").sealed(file)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.kept import filled
+from moeconv.foresight.kept import filled, load_checkpoint, save_checkpoint
 
 WHOLE = b"0123456789"
 
@@ -42,6 +43,11 @@ def test_they_are_taken_again_if_they_are_about_the_same(tmp_path: Path) -> None
     [
         lambda folder: (folder / "x").write_bytes(WHOLE[:-1]),
         lambda folder: (folder / "x").write_bytes(b""),
+        lambda folder: (folder / "x").write_bytes(b"1" + WHOLE[1:]),
+        lambda folder: (folder / "z").write_bytes(b""),
+        lambda folder: (folder / "examples.json").write_text(
+            (folder / "examples.json").read_text().replace('"decoder": 5', '"decoder": 4')
+        ),
         lambda folder: (folder / "y").unlink(),
         lambda folder: (folder / "examples.json").unlink(),
         *(lambda folder, text=text: (folder / "examples.json").write_text(text) for text in ("", "[]", "{}", "{", "3")),
@@ -52,6 +58,22 @@ def test_damaged_ones_are_made_anew(tmp_path: Path, damage: Callable[[Path], obj
     damage(tmp_path / "to-learn")
     assert filling(tmp_path / "to-learn") == whole
     assert (tmp_path / "to-learn" / "x").read_bytes() == WHOLE
+
+
+def test_a_checkpoint_that_was_changed_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    state = {"weights": torch.arange(1000.0)}
+    save_checkpoint(path, "a", state)
+    found = load_checkpoint(path, "a")
+    assert found is not None
+    assert torch.equal(found["weights"], state["weights"])
+    assert load_checkpoint(path, "b") is None
+    whole = path.read_bytes()
+    for at in range(0, len(whole), len(whole) // 50):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ConversionError, match=r"it was changed since it was made\): delete it, and training") as e:
+            load_checkpoint(path, "a")
+        assert "\n" not in str(e.value)
 
 
 def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:

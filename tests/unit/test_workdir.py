@@ -50,8 +50,9 @@ def test_an_artefact_that_is_no_object_is_damaged(tmp_path: Path) -> None:
 
 def test_finished_work_is_found_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with WorkDir(tmp_path / "one") as work:
-        work.save(INPUTS, {"name": "one"})
-        work.journal("one").add("n", {"value": 1})
+        journal = work.journal("one")
+        work.save(INPUTS, {"name": "one"}, journal)
+        journal.add("n", {"value": 1})
     monkeypatch.chdir(tmp_path / "one")
     for path in (".", "..", "../one"):
         found, journal, _ = finished_work(Path(path))
