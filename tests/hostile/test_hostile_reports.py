@@ -254,12 +254,17 @@ INPUTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def write_sealed(path: Path, body: bytes) -> None:
+    """As a sweep does."""
+    Journal(path.with_name("journal.jsonl"), path.parent.name).write(path, body)
+
+
 def test_mutations_of_what_a_sweep_leaves(tmp_path: Path) -> None:
     rng, every = random.Random(0), list(places(INPUTS))
     assert Inputs.from_json(INPUTS).table.costs
     read = 0
     for number in range(600):
-        (tmp_path / "planning.json").write_bytes(mutated(INPUTS, every[number % len(every)], rng))
+        write_sealed(tmp_path / "planning.json", mutated(INPUTS, every[number % len(every)], rng))
         try:
             _finished(tmp_path)
             read += 1
@@ -269,11 +274,11 @@ def test_mutations_of_what_a_sweep_leaves(tmp_path: Path) -> None:
 
 
 def test_mutations_of_residences(tmp_path: Path, whole: dict[str, Any]) -> None:
-    (tmp_path / "planning.json").write_text(json.dumps(INPUTS))
+    write_sealed(tmp_path / "planning.json", json.dumps(INPUTS).encode())
     document = {"residences": whole["residences"]}
     rng, every = random.Random(0), list(places(document))
     for number in range(300):
-        (tmp_path / "residences.json").write_bytes(mutated(document, every[number % len(every)], rng))
+        write_sealed(tmp_path / "residences.json", mutated(document, every[number % len(every)], rng))
         try:
             _finished(tmp_path)
         except ConversionError as error:
