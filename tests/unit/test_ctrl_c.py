@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def attention(backend: NativeBackend) -> Work:
     weights = AttentionWeights(part, True, False, 0, {"before": NormWeights(ones(256), None, 1e-5)}, matrices)
     kept, tokens = Kept(part, 200_000), 200_000
     start = kept.extend(tokens)
-    return lambda: backend.attend(weights, ones(tokens, 256), kept, start, Positions())
+    return partial(backend.attend, weights, ones(tokens, 256), kept, start, Positions())
 
 
 @long
@@ -84,13 +85,13 @@ def latent_attention(backend: NativeBackend) -> Work:
     weights = AttentionWeights(part, True, True, 0, norms, matrices)
     kept, tokens = Kept(part, 100_000), 100_000
     start = kept.extend(tokens)
-    return lambda: backend.attend(weights, ones(tokens, 256), kept, start, Positions())
+    return partial(backend.attend, weights, ones(tokens, 256), kept, start, Positions())
 
 
 @long
 def products(backend: NativeBackend) -> Work:
     matrix = square(backend, 8192, 4096)
-    return lambda: backend.linear(ones(8192, 4096), matrix)
+    return partial(backend.linear, ones(8192, 4096), matrix)
 
 
 @long
@@ -98,68 +99,68 @@ def scores_of_experts(backend: NativeBackend) -> Work:
     router = Router(8, True, None)
     norm, matrix = NormWeights(ones(4096), None, 1e-5), square(backend, 8192, 4096)
     weights = RouterWeights(router, 1.0, norm, None, matrix, None, None)
-    return lambda: backend.scores(ones(8192, 4096), weights)
+    return partial(backend.scores, ones(8192, 4096), weights)
 
 
 @long
 def choosing_experts(backend: NativeBackend) -> Work:
     norm, matrix = NormWeights(ones(1), None, 1e-5), square(backend, 2048, 1)
     weights = RouterWeights(Router(128, True, None), 1.0, norm, None, matrix, None, None)
-    return lambda: backend.choose(ones(40_000, 2048), weights)
+    return partial(backend.choose, ones(40_000, 2048), weights)
 
 
 @long
 def neurons_that_fire(backend: NativeBackend) -> Work:
     layout, base, offsets, spec = neurons(2048, 8192)
-    return lambda: backend.fire(layout, base, offsets, ones(8192, 2048), spec)
+    return partial(backend.fire, layout, base, offsets, ones(8192, 2048), spec)
 
 
 @long
 def columns_of_neurons(backend: NativeBackend) -> Work:
     layout, base, offsets, _ = neurons(256, 8192)
-    return lambda: backend.project(layout, base, offsets, ones(20_000, 8192), None)
+    return partial(backend.project, layout, base, offsets, ones(20_000, 8192), None)
 
 
 @long
 def columns_of_some_neurons(backend: NativeBackend) -> Work:
-    layout, base, offsets, _ = neurons(256, 8192)
-    hidden = np.zeros((60_000, 8192), np.float32)
+    layout, base, offsets, _ = neurons(1024, 8192)
+    hidden = np.zeros((20_000, 8192), np.float32)
     for first in range(4):
         hidden[first::4, first::4] = 1
-    return lambda: backend.project(layout, base, offsets, hidden, None)
+    return partial(backend.project, layout, base, offsets, hidden, None)
 
 
 @long
 def convolution(backend: NativeBackend) -> Work:
-    return lambda: backend.conv(ones(100_000, 256), ones(2048, 256), None, ones(2047, 256), True)
+    return partial(backend.conv, ones(100_000, 256), ones(2048, 256), None, ones(2047, 256), True)
 
 
 @long
 def delta_rule(backend: NativeBackend) -> Work:
     tokens, heads, size = 20_000, 8, 256
     keys, gates = ones(tokens, heads, size), ones(tokens, heads)
-    return lambda: backend.delta(keys, keys, keys, -gates, gates, ones(heads, size, size))
+    return partial(backend.delta, keys, keys, keys, -gates, gates, ones(heads, size, size))
 
 
 @long
 def scan(backend: NativeBackend) -> Work:
     tokens, heads, size, n = 200_000, 8, 16, 256
     x, steps, groups = ones(tokens, heads, size), ones(tokens, heads), ones(tokens, 1, n)
-    return lambda: backend.scan(x, steps, -ones(heads, 1), groups, groups, ones(heads), ones(heads, size, n))
+    return partial(backend.scan, x, steps, -ones(heads, 1), groups, groups, ones(heads), ones(heads, size, n))
 
 
 @long
 def lstm(backend: NativeBackend) -> Work:
     tokens, width = 20_000, 512
     recurrent = np.full((width, 4 * width), 1 / width, np.float32)
-    return lambda: backend.lstm(ones(tokens, 4 * width), recurrent, ones(1, 2, width), [tokens])
+    return partial(backend.lstm, ones(tokens, 4 * width), recurrent, ones(1, 2, width), [tokens])
 
 
 @long
 def sparse_attention(backend: NativeBackend) -> Work:
     rows = np.random.default_rng(0).normal(size=(40_000, 64)).astype(np.float32)
     spans = np.tile(np.array([0, len(rows)], np.int32), (len(rows), 1))
-    return lambda: backend.attend_sparsely(rows, rows, rows, spans)
+    return partial(backend.attend_sparsely, rows, rows, rows, spans)
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -167,7 +168,7 @@ def test_a_long_call_hears_ctrl_c_and_the_pool_goes_on(name: str) -> None:
     backend = open_backend("auto", 2)
     assert isinstance(backend, NativeBackend)
     try:
-        assert interrupted(LONG[name](backend), 1) < 1
+        assert interrupted(LONG[name](backend)) < 1
         unit = backend.matrix(Floats("F32", np.eye(256, dtype=np.float32)))
         assert np.array_equal(backend.linear(ones(2, 256), unit), ones(2, 256))
     finally:

@@ -91,8 +91,9 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 def test_the_latest_finished_work_is_found(tmp_path: Path) -> None:
     for place, name in enumerate(("one", "two")):
         with WorkDir(tmp_path / name) as work:
-            work.save(INPUTS, {"name": name})
-            work.journal(name).add("n", {"value": name})
+            journal = work.journal(name)
+            work.save(INPUTS, {"name": name}, journal)
+            journal.add("n", {"value": name})
         os.utime(tmp_path / name / INPUTS, (1000 - place, 1000 - place))
     (tmp_path / "three").mkdir()
     found, journal, _ = finished_work(tmp_path)
