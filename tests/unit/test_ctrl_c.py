@@ -111,8 +111,8 @@ def choosing_experts(backend: NativeBackend) -> Work:
 
 @long
 def neurons_that_fire(backend: NativeBackend) -> Work:
-    layout, base, offsets, spec = neurons(2048, 8192)
-    return partial(backend.fire, layout, base, offsets, ones(8192, 2048), spec)
+    layout, base, offsets, spec = neurons(2048, 32768)
+    return partial(backend.fire, layout, base, offsets, ones(2048, 2048), spec)
 
 
 @long

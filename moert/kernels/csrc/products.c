@@ -7,6 +7,7 @@
 #define ITEMS_A_THREAD 4            /* at least, where there is enough: so that threads end together */
 #define ALONE_BYTES (128 << 10)     /* below this, waking others costs more than they save */
 #define MANY_ROWS_AN_ITEM 32        /* for many tokens, when arithmetic counts and not bytes */
+#define MOST_TOKENS 2048            /* of a product at one time, so that an item is soon done */
 
 void input_begin(input *in, const operations *isa, const float *values, int tokens, int cols) {
     *in = (input){.isa = isa, .values = values, .tokens = tokens, .cols = cols};
@@ -225,12 +226,12 @@ void run_items(moert_pool *pool, work run, const void *job, int n, int64_t amoun
     pool_run(pool, run, job, n, amount < ALONE_BYTES);
 }
 
-int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrices, const float *x, int tokens,
-                 float *const *outputs) {
+/* Tokens first .. first + tokens - 1 of moert_linear. */
+static int linear_some(moert_pool *pool, int count, const moert_matrix *const *matrices, const float *x, int64_t first,
+                       int tokens, float *const *outputs) {
     input in;
     columns all;
-    if (!count) return 0;
-    input_begin(&in, pool_operations(pool), x, tokens, matrices[0]->cols);
+    input_begin(&in, pool_operations(pool), x + first * matrices[0]->cols, tokens, matrices[0]->cols);
     columns_begin(&all, &in, NULL, tokens);
     for (int i = 0; i < count; i++)
         if (input_wants(&in, &all, matrices[i])) return -1;
@@ -239,8 +240,17 @@ int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrice
     if (!room) return -1;
     input_make(&in, &all, 1, pool, room + list_bytes, NULL, tokens);
     product *list = (product *)room;
-    for (int i = 0; i < count; i++) list[i] = (product){&all, matrices[i], outputs[i], matrices[i]->rows, 0, 0};
+    for (int i = 0; i < count; i++)
+        list[i] = (product){&all, matrices[i], outputs[i] + first * matrices[i]->rows, matrices[i]->rows, 0, 0};
     return run_products(pool, list, count);
+}
+
+int moert_linear(moert_pool *pool, int count, const moert_matrix *const *matrices, const float *x, int tokens,
+                 float *const *outputs) {
+    int failed = 0;
+    for (int64_t first = 0; count && first < tokens && !failed; first += MOST_TOKENS)
+        failed = linear_some(pool, count, matrices, x, first, piece(tokens - first, MOST_TOKENS, 0), outputs);
+    return failed;
 }
 
 typedef struct {
