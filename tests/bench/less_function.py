@@ -17,11 +17,12 @@ from moert.generation.settings import GenerationSettings
 from moert.models.model import Model
 from moert.models.recent import Recent
 from moert.models.router import PreferringRouter
-from tests.bench.less_packs import text_of
+from tests.bench.less_packs import SHARES, text_of
 from tests.bench.result import Row, row_of_runs
 from tests.bench.sized import sized
 
-ROUTINGS = ("exact", "50%", "25%")
+LEAST = f"{min(SHARES):.0%}"
+ROUTINGS = ("exact", *(f"{share:.0%}" for share in sorted(SHARES, reverse=True)))
 WORDS = sized(1000, 8)
 TEXTS, TEXT_TOKENS, TEXT_WORDS = sized((8, 125, 8), (1, 8, 8))  # that are written freely, a thousand tokens together
 SHORT = {"max_new_tokens": 24, "ignore_eos": True}
@@ -48,7 +49,7 @@ def same_rows(name: str, pack: Path) -> list[Row]:
     prompts = texts(name, 8)
 
     def answers(batch: bool = False, **changes: object) -> list[list[int]]:
-        with Engine.open(pack, routing="25%", **changes) as engine:
+        with Engine.open(pack, routing=LEAST, **changes) as engine:
             if batch:
                 return [each.result.tokens for each in engine.generate_many(prompts, **SHORT)]
             return [engine.generate(prompt, **SHORT).result.tokens for prompt in prompts]
@@ -66,7 +67,7 @@ def same_rows(name: str, pack: Path) -> list[Row]:
 
 def decision_rows(name: str, pack: Path) -> list[Row]:
     """Microseconds of a layer's decision for one token above exact routing, in turns."""
-    with Engine.open(pack, routing="25%", threads=1) as engine:
+    with Engine.open(pack, routing=LEAST, threads=1) as engine:
         model: Model = engine.model
         at, router = next((at, each) for at, each in model.routers.items() if isinstance(each, PreferringRouter))
         assert model.preference is not None

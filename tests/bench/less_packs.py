@@ -32,7 +32,7 @@ PLAIN = {name: Path(f"build/demo/{name}.pack") for name in ("wiki", "g2p")} | {
     name: Path(f"build/references/{name}.pack") for name in sized(("wikids", "marks"), ())
 }
 """Packs of --loss 5% alone, as `make demo` and `make report` left them with their work directories."""
-SHARES = (0.25, 0.5)
+SHARES = sized((0.25, 0.5), (0.5,))
 BEYOND = sized((0.005, 0.01), (0.01,))
 """What routing may lose beyond the widths."""
 
