@@ -110,6 +110,7 @@ def peer_faults() -> Iterator[str]:
 
 def main(asked: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the demo has it: threads that wait take no core
     without_library = not (LLAMA_FOLDER / ".built").exists()
     found = list(peer_faults()) if without_library and LLAMA_FOLDER.exists() else []
     makefile, started = (ROOT / "Makefile").read_text(encoding="utf-8"), time.monotonic()
