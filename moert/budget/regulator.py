@@ -179,8 +179,11 @@ class Regulator:
         return self._measure() - self._cache.held_bytes - sum(load.held_bytes for load in loads)
 
     def _without_pack_bytes(self, loads: Loads) -> int:
-        """What the process holds, or did before the weights were loaded, without the pack and these requests."""
-        return max(self._held_at_first, self._idle_bytes(loads) - self._budget.loaded_bytes)
+        """What the process holds without the pack and these requests, or did before the weights were loaded, but for
+        what it has freed since."""
+        idle = self._idle_bytes(loads)
+        self._held_at_first = min(self._held_at_first, idle)
+        return max(self._held_at_first, idle - self._budget.loaded_bytes)
 
     def _idle_bytes(self, loads: Loads) -> int:
         """The same before the first request or between two.

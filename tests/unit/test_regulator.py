@@ -204,3 +204,7 @@ def test_what_the_process_takes_beside_the_pack_counts_and_what_was_foreseen_doe
     process.others_bytes += BUDGET.loaded_bytes + 100 * MB
     more = asked.smallest_memory(loads(100)) - foreseen
     assert 0 <= more - (130 * MB - BARE_BYTES) <= 6 * MB
+    process.others_bytes = 200 * MB
+    asked = opening(process)
+    process.others_bytes = 40 * MB  # what was there before was freed
+    assert asked.smallest_memory(loads(100)) == foreseen
