@@ -47,7 +47,7 @@ def script(path: Path, body: str) -> Path:
 FAST, SLOW = "3 passed, 2 skipped in 61.20s (0:01:01)", "7 passed, 3 deselected in 100.00s (0:01:40)"
 
 
-@pytest.mark.parametrize("fails", ["", "test", "test-slow", "recipes-ci"])
+@pytest.mark.parametrize("fails", ["", "test", "test-slow", "bench-smoke", "recipes-ci"])
 def test_what_is_merged_has_passed_all_tests_and_says_so_at_its_end(tmp_path: Path, fails: str) -> None:
     """.ci/run with a make that only prints."""
     for name in ("chromium", "aarch64-linux-gnu-gcc", "qemu-aarch64"):
