@@ -17,6 +17,7 @@ from moert.experts.drive.io import IoSettings
 from moert.experts.drive.store import ExpertStore
 from moert.kernels import REFERENCE, open_backend
 from moert.kernels.backend import I64, Backend, Expert
+from moert.kernels.pages import KvBits
 from moert.models.backbone import load_backbone
 from moert.models.model import Model
 from moert.pack.codec import F32
@@ -69,11 +70,11 @@ def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
     return Pack.open(out)
 
 
-def open_model(pack: Pack, backend: Backend | None = None) -> tuple[Model, MemoryRunner]:
+def open_model(pack: Pack, backend: Backend | None = None, kv: KvBits = 16) -> tuple[Model, MemoryRunner]:
     """On the reference, unless another backend is given."""
     chosen = open_backend(REFERENCE) if backend is None else backend
     runner = MemoryRunner(pack, chosen)
-    return Model(pack.manifest.model, load_backbone(pack), runner, chosen), runner
+    return Model(pack.manifest.model, load_backbone(pack), runner, chosen, kv), runner
 
 
 def greedy(model: Model, ids: list[int], max_new_tokens: int) -> list[int]:
