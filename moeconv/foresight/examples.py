@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moeconv.foresight.halves import half
 from moeconv.foresight.kept import believed, filled
 from moeconv.measure.scorers import Routed, Subject
 from moeconv.progress import Bar
@@ -171,7 +172,7 @@ def _part(routers: Routers, ids: Tensor, routed: Routed, stack: StackName) -> Pa
     chosen = torch.stack([routed.experts[at] for at in places], dim=1)
     return Part(
         ids.flatten()[real].numpy().astype(np.int32),
-        largest.values.numpy().astype(np.float16),
+        half(largest.values),
         largest.indices.numpy().astype(np.uint16),
         chosen.numpy().astype(np.int16),
     )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moeconv.foresight.halves import half
 from moeconv.foresight.kept import believed, filled
 from moeconv.measure.firing import Reads, heard
 from moeconv.measure.scorers import Subject
@@ -22,7 +23,6 @@ from moert.pack.model_spec import LayerKey, ModelSpec
 
 LARGEST = 255
 _FORMATS = {"x": np.float16, "chosen": np.int16, "weights": np.uint8}
-_MOST_F16 = 65504.0
 
 
 class Rows(NamedTuple):
@@ -104,12 +104,12 @@ def _collect(folder: Path, subject: Subject, scorer: Reads, bar: Bar) -> dict[st
             there = (call.chosen >= 0).any(dim=1)
             x, chosen = call.x[there], call.chosen[there]
             parts = {
-                "x": x.clamp(-_MOST_F16, _MOST_F16).half(),
-                "chosen": chosen.short(),
-                "weights": _weights(subject, place, x, chosen),
+                "x": half(x),
+                "chosen": chosen.short().numpy(),
+                "weights": _weights(subject, place, x, chosen).numpy(),
             }
             for name, part in parts.items():
-                part.numpy().tofile(files[place, name])
+                part.tofile(files[place, name])
             shape = shapes.setdefault(str(place), [0, x.shape[1], chosen.shape[1], spec.moe.ffn.d_ff])
             shape[0] += len(x)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeconv.foresight.firings import LayerFirings
+from moeconv.foresight.halves import half
 from moeconv.source.experts import Biases, Weights
 from moert.pack.predictor import F16, LayerPredictor
 
@@ -44,8 +45,7 @@ class LayerNetwork(nn.Module):
 
     def stored(self) -> tuple[F16, F16, npt.NDArray[np.float32]]:
         """compress, heads and bias as a LayerPredictor has them."""
-        compress, heads = (part.detach().numpy().astype(np.float16) for part in (self.compress, self.heads))
-        return compress, heads, self.bias.detach().numpy().copy()
+        return half(self.compress), half(self.heads), self.bias.detach().numpy().copy()
 
 
 def _single(values: F16) -> Tensor:

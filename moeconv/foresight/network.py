@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moeconv.foresight.halves import half
 from moeconv.foresight.sparsemax import sparsemax
 from moert.pack.hash import ATTENTION, DIRECTIONS, F16, F32, LSTM_LAYERS, HashFunction, Lstm, StackHash
 from moert.pack.model_spec import STACKS, ModelSpec, StackName
@@ -181,10 +182,6 @@ def _shape(name: StackName, stack: StackHash) -> Shape:
     return Shape(stack.compress.shape[1], stack.width, layers, experts, len(stack.lstm[0]) > 1, bool(stack.encoded))
 
 
-def _half(tensor: Tensor) -> F16:
-    return tensor.detach().numpy().astype(np.float16)
-
-
 def _stored(network: StackNetwork, scale: float, hits: F32) -> StackHash:
     shape, heads = network.shape, network.heads
     lstm = tuple(
@@ -192,22 +189,22 @@ def _stored(network: StackNetwork, scale: float, hits: F32) -> StackHash:
         for layer in network.lstm
     )
     return StackHash(
-        _half(network.compress.weight * scale), _half(network.compress.bias), lstm, _matrices(network.own),
+        half(network.compress.weight * scale), half(network.compress.bias), lstm, _matrices(network.own),
         {} if network.encoded is None else _matrices(network.encoded),
-        _half(heads.weight).reshape(shape.layers, shape.experts, shape.width),
-        _half(heads.bias).reshape(shape.layers, shape.experts), hits,
+        half(heads.weight).reshape(shape.layers, shape.experts, shape.width),
+        half(heads.bias).reshape(shape.layers, shape.experts), hits,
     )  # fmt: skip
 
 
 def _matrices(attention: Attention) -> dict[str, F16]:
-    return {name: _half(getattr(attention, name).weight) for name in ATTENTION}
+    return {name: half(getattr(attention, name).weight) for name in ATTENTION}
 
 
 def _direction(layer: nn.Module, way: str) -> Lstm:
     end = _SUFFIXES[way]
     bias = getattr(layer, f"bias_ih{end}") + getattr(layer, f"bias_hh{end}")
-    recurrent = np.ascontiguousarray(_half(getattr(layer, f"weight_hh{end}")).T)
-    return Lstm(_half(getattr(layer, f"weight_ih{end}")), _half(bias), recurrent)
+    recurrent = np.ascontiguousarray(half(getattr(layer, f"weight_hh{end}")).T)
+    return Lstm(half(getattr(layer, f"weight_ih{end}")), half(bias), recurrent)
 
 
 def _fill(network: StackNetwork, stack: StackHash) -> None:

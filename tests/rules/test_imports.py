@@ -70,7 +70,7 @@ INSIDE = {
     "moeconv.promise": [("bound",), ("judging",), ("standing",)],
     "moeconv.packing": [("backbone", "packed"), ("emit", "paths", "verify", "layers")],
     "moeconv.foresight": [
-        ("sparsemax", "kept"), ("network", "examples", "firings"), ("batches", "following", "lowrank"),
+        ("sparsemax", "kept", "halves"), ("network", "examples", "firings"), ("batches", "following", "lowrank"),
         ("training", "naming"), ("neurons",),
     ],
     "moeconv.conversion": [
