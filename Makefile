@@ -26,7 +26,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include tests/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -178,6 +178,9 @@ bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activa
 
 bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
 	$(PY) -m tests.bench.stream
+
+bench-ahead: setup build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
+	$(PY) -m tests.bench.ahead
 
 bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/references/summary.json  ## routing that prefers what was used lately, beside exact routing
 	$(PY) -m tests.bench.less

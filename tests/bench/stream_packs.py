@@ -53,8 +53,9 @@ def layer_bytes(pack: Path) -> int:
 # The model of OLMoE's shape -------------------------------------------------------------------------------------------
 
 
-def shaped() -> Packs:
-    """Several gigabytes of random weights, routed as the wiki model routes text."""
+def shaped(baselines: bool = True) -> Packs:
+    """Several gigabytes of random weights, routed as the wiki model routes text; without `baselines` the mixed widths
+    alone."""
     wiki, folder = DEMO / "wiki.pack", SHAPED
     FOLDER.mkdir(parents=True, exist_ok=True)
     routes = FOLDER / "routing.npz"
@@ -65,8 +66,9 @@ def shaped() -> Packs:
             np.savez(stream, heldout=heldout, guesses=guesses, calibration=calibration)
     packs = Packs("olmoe-shaped", folder / "mixed.pack", folder / "4bits.pack", folder / "16bits.pack", routes, None, 0)
     write_pack(packs.mixed, as_converted(Pack.open(wiki).manifest, OLMOE), DENSE)
-    write_pack(packs.int4, 4, DENSE)
-    write_pack(packs.half, 16, DENSE)
+    if baselines:
+        write_pack(packs.int4, 4, DENSE)
+        write_pack(packs.half, 16, DENSE)
     with np.load(routes) as recorded:
         add_paths(packs.mixed, recorded["calibration"])
     return packs
