@@ -50,7 +50,7 @@ demo: setup  ## convert the g2p and wiki models at 5% loss, run them in little m
 	$(PY) -m recipes.demo
 
 test: lint  ## lint, types and all tests that take seconds
-	$(PY) -m pytest -m "not slow" $(AT_ONCE)
+	$(PY) -m pytest -m "not slow" --durations=30 $(AT_ONCE)
 
 test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which)
 	$(PY) -m pytest -m slow
