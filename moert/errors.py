@@ -14,7 +14,7 @@ class RunError(Error):
 
 
 class BudgetTooSmall(RunError):
-    """--memory or --cache can't hold what the model needs at least; `smallest_bytes` works."""
+    """--memory or --cache can't hold what is needed at least, which `smallest_bytes` says."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)

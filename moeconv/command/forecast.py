@@ -171,7 +171,7 @@ def source_bytes(path: Path, outline: Checkpoint | Outline, numbers: Parameters)
         about = (json_object(path / _INDEX) or {}).get("metadata")
         stated = about.get("total_size") if isinstance(about, dict) else None
         known = stated if type(stated) is int and 0 <= stated <= MAX_BYTES else 0
-        if lying or known:
+        if known or (lying and not absent_notes(outline)):
             return max(lying, known)
     spec = outline.spec
     experts = len(spec.expert_keys()) * spec.weights_per_expert()

@@ -9,8 +9,9 @@ from moeconv.conversion.settings import DEFAULT_CONTEXT, Settings
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import is_module
 from moeconv.measure.tokenizer import Tokenizer
-from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import json_object
+from moert.pack.bounds import TOKENIZER
 from moert.pack.model_spec import ModelSpec
 
 _MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up

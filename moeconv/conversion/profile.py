@@ -21,8 +21,8 @@ from moeconv.packing.paths import LEAST_BYTES, MOST_SHARE, PathFigures, bounded,
 from moeconv.progress import Progress, unseen
 from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
-from moeconv.source.checkpoint import TOKENIZER
 from moeconv.source.skeleton import by_layers
+from moert.pack.bounds import TOKENIZER
 from moert.pack.files import beside
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack

@@ -21,7 +21,7 @@ from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.tokenizer import Tokenizer
 from moeconv.measure.workdir import LOCK
-from moeconv.source.checkpoint import TOKENIZER
+from moert.pack.bounds import TOKENIZER
 from moert.pack.files import beside
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.reader import Pack

@@ -113,5 +113,8 @@ def finished_work(path: Path) -> tuple[dict[str, Any], Journal, list[dict[str, A
     fitted, journal = (inner.load(RESIDENCES) or {}).get("residences", []), inner.journal(inner.path.name)
     for file in filter(Path.exists, (inner.path / INPUTS, inner.path / RESIDENCES)):
         if not journal.sealed(file):
-            raise ConversionError(f"{file} is not what a sweep wrote there: run `moeconv quantize` again")
+            raise ConversionError(
+                f"{file} has no seal of the sweep that wrote it (an older version, a run that was killed, or another "
+                "program): run `moeconv quantize` again, which measures nothing twice"
+            )
     return inputs, journal, fitted

@@ -15,7 +15,8 @@ from moeconv.progress import Bar
 from moeconv.quantizers.coder import ExpertCoder, Wanted, batches
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.ahead import read_ahead
-from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.checkpoint import Checkpoint
+from moert.pack.bounds import TOKENIZER
 from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS
 from moert.pack.errors import WriteFailed

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeconv.plan.problem import Storage
 from moert.budget.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
+from moert.pack.bounds import vocabulary_takes
 from moert.pack.dense import stored_tensors
 from moert.pack.layout import DTYPE_BYTES, choose_page_bytes, expert_layout
 from moert.pack.manifest import Dense, Quantization
@@ -96,6 +97,7 @@ class Fit:
         """Of each expert at its `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS more."""
         backbone, files = backbone_bytes(spec, quantization, computed), expert_files(spec, quantization, widths)
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
+        budget = replace(budget, tokenizer=vocabulary_takes(spec.vocab_size))
         request = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
         return cls(backbone, budget, host.held_bytes, request)
 

@@ -19,7 +19,7 @@ from moeconv.source.archs.errors import ShapeDiffers
 from moeconv.source.archs.source import Source
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
-from moert.pack.bounds import check_size
+from moert.pack.bounds import TOKENIZER, check_size
 from moert.pack.errors import SizeOverflow
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tokenizer import TokenizerUnfit
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 
-TOKENIZER = "tokenizer.json"
 _PAGE = 4096  # bytes that come into memory together
 TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

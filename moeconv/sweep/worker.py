@@ -27,10 +27,11 @@ from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.quantizers.moments import Moments
-from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.probes import Prober
 from moeconv.sweep.probes.generated import Seq2SeqProber
 from moeconv.sweep.probes.text import TextProber
+from moert.pack.bounds import TOKENIZER
 from moert.pack.manifest import Dense
 from moert.pack.neurons import Neurons
 

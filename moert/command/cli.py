@@ -11,7 +11,7 @@ import typer
 
 from moert import __version__
 from moert.command import console
-from moert.command.engine_options import UNSAID, EngineOptions, with_engine_options
+from moert.command.engine_options import UNSAID, SaidOptions, with_engine_options
 from moert.command.figures import figures
 from moert.command.info import info
 from moert.command.options import (
@@ -106,7 +106,7 @@ def run(
             "reference) and come in order, when their batch is done.",
         ),
     ] = 1,
-    engine_options: EngineOptions = UNSAID,
+    engine_options: SaidOptions = UNSAID,
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -186,7 +186,7 @@ def chat(
     system: SystemOption = None,
     template: TemplateOption = None,
     thinking: ThinkingOption = Thinking.show,
-    engine_options: EngineOptions = UNSAID,
+    engine_options: SaidOptions = UNSAID,
     max_new_tokens: MaxNewTokensOption = 1024,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -231,7 +231,7 @@ def bench(
         str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
     ] = None,
     input_path: InputOption = None,
-    engine_options: EngineOptions = UNSAID,
+    engine_options: SaidOptions = UNSAID,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
     ] = 32,

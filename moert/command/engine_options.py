@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class SaidOptions:
     """The options, as they were said."""
 
     memory: MemoryOption = None
@@ -68,13 +68,13 @@ class EngineOptions:
         )  # fmt: skip
 
 
-UNSAID = EngineOptions()
+UNSAID = SaidOptions()
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the command with the fields of EngineOptions as options of its own, in the place of its parameter
+    """Returns the command with the fields of SaidOptions as options of its own, in the place of its parameter
     `engine_options`."""
-    options = signature(EngineOptions, eval_str=True).parameters
+    options = signature(SaidOptions, eval_str=True).parameters
     listed = list[Parameter]()
     own = signature(command, eval_str=True)
     for parameter in own.parameters.values():
@@ -83,7 +83,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def taking(**given: object) -> None:
         said = {name: given.pop(name) for name in options}
-        command(**given, engine_options=EngineOptions(**said))  # type: ignore[arg-type]
+        command(**given, engine_options=SaidOptions(**said))  # type: ignore[arg-type]
 
     taking.__signature__ = own.replace(parameters=listed)  # type: ignore[attr-defined]
     return taking

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moert.command.engine_options import UNSAID, EngineOptions, with_engine_options
+from moert.command.engine_options import UNSAID, SaidOptions, with_engine_options
 from moert.command.options import (
     PackArgument,
     longest_text,
@@ -49,7 +49,7 @@ def score(
             show_default=False,
         ),
     ] = None,
-    engine_options: EngineOptions = UNSAID,
+    engine_options: SaidOptions = UNSAID,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each text, and with --input one for all of them.")
     ] = False,

@@ -34,6 +34,7 @@ TOKENIZER = "tokenizer.json"
 _TREE = re.compile(b'"(Unigram|unk_id)"')  # older files do not name it
 _WORDS = re.compile(rb'\[\s*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 _NODE_BYTES, _NAME_BYTES, _TOKENIZER_MARK_BYTES = 330, 400, 170  # see tokenizer_takes
+_MOST_DEPTH = 256  # letters that words may share: of more each counts as a node
 _MOST_WORDS, _MOST_BYTES = 1 << 19, 1 << 25  # that are kept to count nodes: of more each letter counts as one
 COVERED_BYTES = 8 << 20
 """What the margin of every budget has room for: of so little nobody is told."""
@@ -129,20 +130,27 @@ def tokenizer_takes(parts: Iterable[bytes]) -> Taken:
 
     Measured on vocabularies of 2,000 to 250,000 tokens: beside the file and its small parts 70 to 140 bytes for each
     mark at the peak, and 290 to 365 for each name at the end; of Unigram, which keeps a tree of all tokens, 300 for
-    each token and for each node.
+    each token and for each node. In parts, tokens before the part with the model's type are not counted.
     """
     nbytes = count = names = whole = 0
     words, tree = list[bytes](), False
     for part in parts:
         nbytes, count, names = nbytes + len(part), count + marks(part), names + part.count(b":")
         tree = tree or _TREE.search(part) is not None
-        found = _WORDS.findall(part) if tree else []
+        few = part.count(b"[") <= _MOST_WORDS
+        found = _WORDS.findall(part) if tree and few else []
+        whole += len(part) if tree and not few else 0
         if len(words) + len(found) <= _MOST_WORDS and nbytes <= _MOST_BYTES:
             words += found
         else:
             whole += sum(map(len, found)) + len(found)
-    kept = _NODE_BYTES * (whole + len(words) + _nodes(words)) if tree else _NAME_BYTES * names
+    kept = max(_NAME_BYTES * names, _NODE_BYTES * (whole + len(words) + _nodes(words)) if tree else 0)
     return Taken(3 * nbytes + max(kept, 0 if tree else _TOKENIZER_MARK_BYTES * count), kept)
+
+
+def vocabulary_takes(tokens: int) -> Taken:
+    """Returns what a tokenizer.json with so many tokens takes, about, where it can't be looked at."""
+    return Taken(_NAME_BYTES * tokens, _NAME_BYTES * tokens)
 
 
 def _nodes(words: list[bytes]) -> int:
@@ -151,7 +159,7 @@ def _nodes(words: list[bytes]) -> int:
     text, lengths = np.frombuffer(b"".join(words), np.uint8), np.array([*map(len, words)], np.int64)
     starts, alike, depth = np.cumsum(lengths) - lengths, np.arange(1, len(words)), 0
     nodes = len(text)
-    while len(alike):
+    while len(alike) and depth < _MOST_DEPTH:
         alike = alike[np.minimum(lengths[alike - 1], lengths[alike]) > depth]
         alike = alike[text[starts[alike - 1] + depth] == text[starts[alike] + depth]]
         nodes, depth = nodes - len(alike), depth + 1

@@ -20,6 +20,7 @@ T = TypeVar("T")
 _WORKER = "left behind when its work takes too long"
 _STDERR = 2
 _LONGEST = 200  # letters of a reason
+_LOOK_S = 0.05  # between two looks at whether abandoned work has ended
 _owned = ContextVar("stderr is ours", default=False)
 
 
@@ -101,25 +102,33 @@ def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
     of them raises, `stop` ends the work soon, and it is waited for."""
     if threading.current_thread() is not threading.main_thread():  # nobody else is sent signals
         return work()
-    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    found: list[tuple[T | None, BaseException | None]] = []
+    abandoned, running, done = (threading.Event() for _ in range(3))
 
     def run() -> None:
+        running.set()
         try:
-            found.put((work(), None))
+            if not abandoned.is_set():
+                found.append((work(), None))
         except BaseException as error:
-            found.put((None, error))
+            found.append((None, error))
+        finally:
+            done.set()
 
-    worker = threading.Thread(target=run, daemon=True)
     try:
-        worker.start()
-        value, error = found.get()
+        threading.Thread(target=run, daemon=True).start()
+        done.wait()
     except BaseException:
-        while worker.is_alive():
-            stop()
-            with suppress(KeyboardInterrupt):
-                worker.join()
+        waits = True
+        while waits:  # whatever else comes; up to Python 3.12 a thread that a signal finds in join() seems dead
+            with suppress(KeyboardInterrupt, SystemExit):
+                abandoned.set()
+                while running.is_set() and not done.is_set():
+                    stop()
+                    done.wait(_LOOK_S)
+                waits = False
         raise
-    worker.join()
+    ((value, error),) = found
     if error is not None:
         raise error
     return value  # type: ignore[return-value]

@@ -26,8 +26,9 @@ from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
-from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call
+from moert.pack.bounds import TOKENIZER
 from moert.pack.model_spec import LayerKey
 
 TEXTS = ["a few words", "zigzag", "the quick brown fox", "one small step"] * 4

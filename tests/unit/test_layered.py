@@ -25,8 +25,9 @@ from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.quantizers.dense_bits import dense_of
-from moeconv.source.checkpoint import TOKENIZER, Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moert.pack.bounds import TOKENIZER
 
 TinyModel = Callable[[str, str], Path]
 WHOLE = {"switch_transformers", "nllb-moe", "gptsan-japanese"}

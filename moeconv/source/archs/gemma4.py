@@ -123,7 +123,8 @@ def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]
             raise UnsupportedModel(f"config.json sets rope_theta {theta!r} and turns {share!r} of each head for {kind}")
         turning = int(share * dim // 2)
         frequencies = np.zeros(dim // 2, np.float32)
-        frequencies[:turning] = turns(theta, 2 * turning, dim) / factor
+        with np.errstate(all="ignore"):  # what is no finite angle is refused later
+            frequencies[:turning] = turns(theta, 2 * turning, dim) / factor
         ropes.append((Rope(dim), frequencies))
     return ropes
 

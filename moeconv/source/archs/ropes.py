@@ -25,7 +25,7 @@ def turns(theta: float, dims: int, of: int | None = None) -> F32:
 
 def frequencies(parameters: Parameters, dims: int, longest: int) -> tuple[F32, float]:
     """Returns frequencies [dims / 2] of a kind of KINDS, and the factor of what they turn; `longest`: the positions of
-    the model. Raises KeyError, TypeError or ArithmeticError for parameters that a kind can't take."""
+    the model. Raises KeyError, TypeError, ValueError or ArithmeticError for parameters that a kind can't take."""
     plain = turns(parameters["rope_theta"], dims)
     with np.errstate(all="ignore"):
         found, factor = KINDS[parameters["rope_type"]](parameters, plain, longest)
