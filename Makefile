@@ -179,7 +179,7 @@ bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activa
 bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
 	$(PY) -m tests.bench.stream
 
-bench-ahead: setup build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
+bench-ahead: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
 	$(PY) -m tests.bench.ahead
 
 bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/references/summary.json  ## routing that prefers what was used lately, beside exact routing
