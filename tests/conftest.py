@@ -22,6 +22,8 @@ SLOW_S = 1800.0  # that a slow test may take; for all others pyproject.toml says
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE") if hasattr(signal, name)]
 _CACHE = tempfile.TemporaryDirectory(prefix="moert-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # drives are remembered there
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # where the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 

@@ -106,6 +106,7 @@ def code() -> None:
 
 def interrupt(kernels: str) -> None:
     """Sends Ctrl-C into a product that takes long, and computes another with the same threads."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else, in the background, nothing happens
     backend = open_backend(kernels, 2)
     try:
         square, x = backend.matrix(Floats("F32", np.eye(512, dtype=np.float32))), np.ones((4096, 512), np.float32)
