@@ -140,7 +140,7 @@ def indexed_files(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
     found = index.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{path / INDEX} lacks its weight_map: fetch the checkpoint again")
-    if strange := next((file for file in found.values() if not is_plain(file)), None):
+    if (strange := next((file for file in found.values() if not is_plain(file)), None)) is not None:
         raise CheckpointError(f"{path / INDEX} names the file {strange[:80]!r}, which does not lie inside {path}")
     return found
 

@@ -141,7 +141,7 @@ def _indexed(path: Path, index: Mapping[str, Any], names_only: bool) -> _Listed:
                 continue
             raise CheckpointError(f"{path / file} is named in {INDEX} but missing: fetch the checkpoint again")
         found = _shapes(path / file)
-        if strange := next((name for name in own if name not in found), None):
+        if (strange := next((name for name in own if name not in found), None)) is not None:
             raise CheckpointError(
                 f"{path / INDEX} says that {file} holds {strange[:120]!r}, and it does not: fetch the checkpoint again"
             )

@@ -137,6 +137,7 @@ OF_SINGLE: dict[str, tuple[Change, str]] = {
     "a milliard labels": (edited(CONFIG, num_labels=10**9), "num_labels is 1000000000"),
     "wider features": (edited(CONFIG, hidden_size=1 << 24), "dim should be between 1 and 65535"),
     "wide heads": (edited(CONFIG, num_attention_heads=1, head_dim=10**9), "head_dim|implies|heads"),
+    "a setting without a name": (edited(CONFIG, **{"": 3}), "sets a setting without a name 3, which is not known"),
     "no heads": (edited(CONFIG, num_attention_heads=0), "num_attention_heads"),
     "text for a number": (edited(CONFIG, num_experts_per_tok="two"), "num_experts_per_tok"),
     "a list for a number": (edited(CONFIG, vocab_size=[96]), "vocab_size"),
@@ -173,6 +174,8 @@ OF_SHARDED: dict[str, tuple[Change, str]] = {
         lambda folder: (folder / INDEX).write_text((folder / INDEX).read_text().replace(PARTS[1], PARTS[0])),
         "and it does not",
     ),
+    "an index of a tensor without a name": (edited(INDEX, weight_map={"": PARTS[0]}), "holds '', and it does not"),
+    "an index of a file without a name": (edited(INDEX, weight_map={"a": ""}), "names the file '', which does not lie"),
     "a deep index": (written(INDEX, "[" * 100_000), "can't be read as JSON"),
 }  # fmt: skip
 CHECKED = ("a milliard experts", "wide features", "tensors that overlap", "an index that climbs out")

@@ -267,9 +267,10 @@ def unread(settings: Mapping[str, Any], read: Set[str], config_class: Any, where
     of config.json they stand. Raises UnsupportedModel for one that may have an effect."""
     names = [name for name in sorted(set(settings) - read) if on(settings, name)]
     idle = without_effect(names, config_class)
-    if strange := next((name for name in names if name not in idle), None):
+    if (strange := next((name for name in names if name not in idle), None)) is not None:
+        named = strange or "a setting without a name"
         raise UnsupportedModel(
-            f"config.json sets {strange} {settings[strange]!r}{where}, which is not known for this family: it may "
+            f"config.json sets {named} {settings[strange]!r}{where}, which is not known for this family: it may "
             "change what the model computes, and a pack could not say so"
         )
     return idle
