@@ -38,7 +38,7 @@ WINDOWS, CONTEXT = sized(64, 4), 256
 FITTED = (
     "--loss", "5%", "--quantizer", "gptq", "--signal", "fisher", "--memory", "4GB", "--calib", str(TEXT),
     "--context", str(CONTEXT), "--samples", str(WINDOWS * 3 // 4), "--sweep-samples", str(WINDOWS // 4),
-    "--heldout-samples", str(WINDOWS // 4),
+    "--heldout-samples", str(WINDOWS // 4), "--confidence", "none",
 )  # fmt: skip
 PARTS = ("plain", "fitted", "cut", "mixtral", "growth")
 SMALL_PARTS = ("plain", "fitted", "growth")

@@ -23,6 +23,7 @@ from tests.cgroups import missing
 
 ROOT = Path(__file__).absolute().parents[2]
 FOLDER = ROOT / "build/smoke"
+PACK = ROOT / "tests/golden/tiny.pack"
 LLAMA_FOLDER = ROOT / "build/peers/llama"
 SHARED = ("data", "peers")  # of build
 SMALL = {
@@ -101,7 +102,7 @@ def faults(module: str, without_library: bool) -> list[str]:
 
 def peer_faults() -> Iterator[str]:
     """Starts llama.cpp's programs in its own Python, which must lack nothing but the library."""
-    for arguments in (["make"], ["built"], ["like", "any.pack", "Q2_K", "any.gguf"], ["any.gguf"]):
+    for arguments in (["make"], ["built"], ["like", str(PACK), "Q2_K", "any.gguf"], ["any.gguf"]):
         done = subprocess.run(
             [str(LLAMA_FOLDER / "bin/python"), "-m", "tests.bench.llama", *arguments], capture_output=True, text=True
         )
