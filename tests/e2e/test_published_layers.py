@@ -98,7 +98,7 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
     rng, found = np.random.default_rng(1), dict[str, Stored]()
     for name, (_, shape, role) in spec.tensors.items():
         if name.startswith("rope.") or (name.endswith(".positions.weight") and name in description.computed):
-            found[name] = Floats("F32", description.computed[name].numpy())
+            found[name] = Floats("F32", description.computed[name])
         elif name in description.computed:  # norms without weights, whose layers have other numbers here
             found[name] = Floats("F32", np.ones(shape, np.float32))
         elif role is not None:

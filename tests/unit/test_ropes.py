@@ -56,7 +56,7 @@ def test_every_kind_is_that_of_transformers(rope: tuple[dict[str, Any], int]) ->
     theirs, factor = ROPE_INIT_FUNCTIONS[said["rope_type"]](config, torch.device("cpu"))
     found, own = frequencies(said, dims, LONGEST)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, theirs, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(found, theirs, rtol=3e-6, atol=0)  # some float32 steps, in another order
     assert own == pytest.approx(factor, rel=1e-12)
 
 
