@@ -32,14 +32,19 @@ def parts(result: Result) -> Sequence[Part]:
 def conversion(name: str, result: Result) -> Line:
     widths = re.compile(rf"{name}: matrices at (\d+) bits")
     counts = [f"{{{found[0]}}}×{found[1]}" for found in map(widths.fullmatch, result.by_name) if found]
-    lost, promised = result.by_name.get(f"{name}: held-out loss"), result.by_name.get(f"{name}: promised")
-    above = ", above the promise" if lost and promised and lost.value > promised.value else ""
+    lost = f"{{{name}: held-out loss|interval.1%}}{above_promise(name, result)}"
     return (
         name, f"{{{name}: target|%}}", f"{{{name}: pack@unit}}", f"{{{name}: reference|.4g}}",
-        f"{{{name}: pack|.4g}}", f"under {{{name}: promised|.1%}}", f"{{{name}: held-out loss|interval.1%}}{above}",
+        f"{{{name}: pack|.4g}}", f"under {{{name}: promised|.1%}}", lost,
         ", ".join(counts), f"{{{name}: expert bytes|.2f}} MB", f"{{{name}: expert bytes of FP16|%}}",
         f"{{{name}: expert bytes of INT4|%}}",
     )  # fmt: skip
+
+
+def above_promise(name: str, result: Result) -> str:
+    """Returns what is said behind a held-out loss that is larger than its bound."""
+    lost, promised = result.by_name.get(f"{name}: held-out loss"), result.by_name.get(f"{name}: promised")
+    return ", above the promise" if lost and promised and lost.value > promised.value else ""
 
 
 def run(what: str, name: str, share: int) -> Line:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.bench.result import Result
 from tests.bench.tables import Line, Part
-from tests.bench.tables.demo import MODELS, SHARES
+from tests.bench.tables.demo import MODELS, SHARES, above_promise
 from tests.bench.tables.stream import BESIDE_LLAMA, DEVICES
 
 LLAMA = "llama.cpp Q2_K"
@@ -23,7 +23,10 @@ def two_models(result: Result) -> Sequence[Part]:
         ("", *(f"{name}: {ABOUT[name]}" for name in MODELS)),
         line("loss asked for", "{NAME: target|%} of {NAME: pack@unit}"),
         line("promised for further text, at 95%", "under {NAME: promised|.1%}"),
-        line("measured on text kept apart (95% interval)", "{NAME: held-out loss|interval.1%}"),
+        (
+            "measured on text kept apart (95% interval)",
+            *(f"{{{name}: held-out loss|interval.1%}}{above_promise(name, result)}" for name in MODELS),
+        ),
         line(
             "all experts, with their scales",
             "{NAME: expert bytes|.2f} MB, {NAME: expert bytes of FP16|%} of 16 bits",
