@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tests.bench.tables import (
     Block,
+    ahead,
     demo,
     devices,
     flash,
@@ -45,6 +46,7 @@ BLOCKS: Mapping[str, Block] = {
     "rounding": Block("rounding", rounding.parts),
     "stream": Block("stream", stream.shaped),
     "stream-trained": Block("stream", stream.trained),
+    "ahead": Block("ahead", ahead.parts),
     "less": Block("less", less.parts),
     "sweep": Block("sweep", sweep.parts),
     "gradients": Block("gradients", gradients.parts),
