@@ -36,6 +36,7 @@ from moert.pack.parser import parse_manifest
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
 from moert.pack.trace import MOST_ENTRIES, TRACE, Trace
+from tests.alone import alone
 from tests.cgroups import Group, missing
 
 ROOT = Path(cli.__file__).parent.parent
@@ -278,6 +279,10 @@ def test_room_is_asked_for_before_anything_is_read(pack: Path, monkeypatch: pyte
 
 
 def test_the_room_is_that_of_the_budget() -> None:
+    alone(_room)
+
+
+def _room() -> None:
     held = held_bytes()
     room = room_within(MemoryLimit(held + (60 << 20)))
     room(20 << 20, "paths.safetensors")

@@ -143,6 +143,10 @@ def test_what_is_reckoned_for_tokens_is_enough(kind: str, text: str) -> None:
 
 
 def test_room_for_tokens_is_made_and_asked_for(unbounded: Path) -> None:
+    alone(_room_for_tokens, unbounded)
+
+
+def _room_for_tokens(unbounded: Path) -> None:
     with Engine.open(unbounded, memory=held_bytes() + (90 << 20)) as engine:
         engine.generate("a", max_new_tokens=1)
         assert len(engine.encode("a" * 40_000)) == 40_000
