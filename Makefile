@@ -23,7 +23,7 @@ FUZZ_S ?= 600
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
-include tests/bench/peers.mk
+include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
@@ -62,7 +62,7 @@ test-cuda: setup  ## the tests that need a GPU with CUDA; without one they are s
 	$(PY) -m pytest -m cuda
 
 check-gpu: setup  ## on a GPU, 8 minutes: test-cuda, a pack there beside the processor, and measured what bench-devices simulates
-	$(PY) -m tests.bench.card
+	$(PY) -m recipes.bench.card
 
 test-anywhere: setup  ## the tests in three orders, as an ordinary user, holding 2 GB, on one core (an hour; PROOFS=core: one)
 	$(PY) -m tests.anywhere $(PROOFS)
@@ -141,67 +141,67 @@ report: setup  ## baselines and routing of the reference models, and a demo of t
 	$(PY) -m recipes.demo marks wikids --name references
 
 bench-sweep: data  ## the exact sweep beside full evaluations: the same result, at what share of the cost
-	$(PY) -m tests.bench.sweep
+	$(PY) -m recipes.bench.sweep
 
 bench-gradients: data  ## the sweep by gradients beside the exact one, and the plans that come of both
-	$(PY) -m tests.bench.gradients
+	$(PY) -m recipes.bench.gradients
 
 bench-plans: data  ## plans by the sweep beside plans by usage and at random, of as many bytes (5 minutes)
-	$(PY) -m tests.bench.plans
+	$(PY) -m recipes.bench.plans
 
 bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
-	$(PY) -m tests.bench.quant
+	$(PY) -m recipes.bench.quant
 
 bench-mixed: data  ## attention, or all outside the experts, at some bits by experts at others: size and perplexity
-	$(PY) -m tests.bench.mixed
+	$(PY) -m recipes.bench.mixed
 
 bench-hash: data build/demo/summary.json build/references/summary.json  ## knowing the experts beforehand: hits, recall, eviction, speed on imitated drives (half an hour)
-	$(PY) -m tests.bench.hashed
+	$(PY) -m recipes.bench.hashed
 
 bench-beforehand: data build/demo/summary.json  ## working on the next batch while one runs, beside not doing so (10 minutes, and 10 of training)
-	$(PY) -m tests.bench.beforehand
+	$(PY) -m recipes.bench.beforehand
 
 bench-flash: data build/demo/summary.json  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)
-	$(PY) -m tests.bench.flash
+	$(PY) -m recipes.bench.flash
 
 bench-promise: data  ## whole conversions over 20 random splits: how often the held-out loss met the target
-	$(PY) -m tests.bench.promise
+	$(PY) -m recipes.bench.promise
 
 bench-kernels: setup $(PEERS_DIR)/kernels/.built  ## the native kernels beside the bandwidth of memory, torch and onnxruntime
-	$(PY) -m tests.bench.kernels
+	$(PY) -m recipes.bench.kernels
 
 bench-peers: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## the runtime beside llama.cpp and transformers
-	$(PY) -m tests.bench.speed
+	$(PY) -m recipes.bench.speed
 
 bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activations add to a pack's loss
-	$(PY) -m tests.bench.rounding
+	$(PY) -m recipes.bench.rounding
 
 bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
-	$(PY) -m tests.bench.stream
+	$(PY) -m recipes.bench.stream
 
 bench-ahead: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
-	$(PY) -m tests.bench.ahead
+	$(PY) -m recipes.bench.ahead
 
 bench-less: data $(PEERS_DIR)/llama/.built build/demo/summary.json build/references/summary.json  ## routing that prefers what was used lately, beside exact routing
-	$(PY) -m tests.bench.less
+	$(PY) -m recipes.bench.less
 
 bench-size: data  ## conversions of models of published sizes in little memory, beside what disk and cores allow (an hour, 40 GB)
-	$(PY) -m tests.bench.size
+	$(PY) -m recipes.bench.size
 
 bench-workers: data  ## a conversion with two Ray workers beside one (half an hour, 2 GB)
-	$(PY) -m tests.bench.workers
+	$(PY) -m recipes.bench.workers
 
 bench-large: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## whole models of published sizes in little memory, beside llama.cpp (an hour, 30 GB)
-	$(PY) -m tests.bench.large
+	$(PY) -m recipes.bench.large
 
 bench-many: setup  ## packs of thousands of experts until the first token
-	$(PY) -m tests.bench.many
+	$(PY) -m recipes.bench.many
 
 bench-outlook: setup  ## what `moeconv plan` expects of a model's speed, beside what was measured
-	$(PY) -m tests.bench.outlook
+	$(PY) -m recipes.bench.outlook
 
 bench-devices: data build/demo/summary.json  ## experts on a simulated card, in memory and on a drive, beside one of them alone
-	$(PY) -m tests.bench.cards
+	$(PY) -m recipes.bench.cards
 
 peers-there: setup  ## are there cmake, a compiler and a package index, which what benches compare with is made with?
 	command -v cmake
@@ -214,13 +214,13 @@ PEERS ?= $(PEERS_DIR)/.built $(PEERS_DIR)/kernels/.built $(PEERS_DIR)/llama/.env
 peers: setup $(PEERS)  ## make what benches compare with (of llama.cpp the environment)
 
 bench-smoke: data $(PEERS)  ## every bench on very little, to see that it runs with its peers (llama.cpp if it is built)
-	$(PY) -m tests.bench.smoke $(SMOKE)
+	$(PY) -m recipes.bench.smoke $(SMOKE)
 
 keep-results: setup  ## keep build/bench/*.json of a clean commit in docs/results, where tables come from
-	$(PY) -m tests.bench.kept
+	$(PY) -m recipes.bench.kept
 
 tables: setup  ## write the tables of README.md and docs/, and the picture, anew from docs/results
-	$(PY) -m tests.bench.blocks
+	$(PY) -m recipes.bench.blocks
 
 golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its own, and keep what it gives in tests/golden
 	$(PY) -m pip install --quiet --disable-pip-version-check --target build/transformers-4.57.6 transformers==4.57.6

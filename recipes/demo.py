@@ -1,6 +1,6 @@
 """`make demo`: convert the g2p and wiki models at a 5% loss target and run the packs in little memory.
 
-Writes build/demo/summary.json, and build/bench/demo.json as benches do (tests/bench/result.py). `make report` has the
+Writes build/demo/summary.json, and build/bench/demo.json as benches do (recipes/bench/result.py). `make report` has the
 other reference models in the same way, under another name.
 """
 
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moert.pack.files import write_atomically
-from tests.bench.blocks import rendered
-from tests.bench.result import Result, Row, context, row_of_runs, write
-from tests.bench.sized import sized
-from tests.bench.tables import demo as table
-from tests.bench.tables.demo import EVICTIONS, SHARES
+from recipes.bench.blocks import rendered
+from recipes.bench.result import Result, Row, context, row_of_runs, write
+from recipes.bench.sized import sized
+from recipes.bench.tables import demo as table
+from recipes.bench.tables.demo import EVICTIONS, SHARES
 
 if TYPE_CHECKING:
     from moeconv.artifacts import ConversionReport

@@ -1,5 +1,6 @@
 """How often experts are found in memory, by the reference model that a model is most like. Pure but for reading
-hit_rates.json, which `python -m tests.bench.hit_rates` makes of the traces of recipes/models, by moert's own replay."""
+hit_rates.json, which `python -m recipes.bench.hit_rates` makes of the traces of recipes/models, by moert's own
+replay."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from moeconv.plan.outlook import Host
 from moeconv.plan.pace import Processor
 
 DATA = "machine.json"
-SOURCE = "python -m tests.bench.outlook_machine"
+SOURCE = "python -m recipes.bench.outlook_machine"
 DEFAULT_DRIVE = 500e6
 """Bytes a second where nothing is known of a drive: a SATA SSD."""
 

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recipes.bench.result import Row, context, write
 from recipes.train import loop
-from tests.bench.result import Row, context, write
 
 MODELS = ("g2p", "wiki", "marks", "wikids")
 TABLES = ("baselines", "routing")

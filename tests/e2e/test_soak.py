@@ -15,8 +15,8 @@ from moert.errors import BudgetTooSmall
 from moert.generation.settings import GenerationSettings
 from moert.machine.memory import held_bytes, return_freed
 from moert.stats import RunStats
+from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.alone import alone
-from tests.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.shapes import every
 
 REQUESTS = [(1, 300), (7, 150), (40, 40), (120, 20), (130, 260), (64, 1), (100, 200), (3, 29)]

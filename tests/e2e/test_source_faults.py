@@ -19,7 +19,7 @@ from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError
 from moeconv.source.archs.errors import ModelFailed
 from moert.pack.reader import Pack
-from tests.bench.shaped import OLMOE
+from recipes.bench.shaped import OLMOE
 
 
 def changed(model: Path, to: Path, **config: Any) -> Path:

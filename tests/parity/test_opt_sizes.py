@@ -18,8 +18,8 @@ from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import opaque
 from moert.models.model import Model
 from moert.pack.reader import Pack
-from tests.bench.shapes import write_weights
-from tests.bench.virtual import VirtualTensors
+from recipes.bench.shapes import write_weights
+from recipes.bench.virtual import VirtualTensors
 from tests.kept_keys import WideKeys
 from tests.published import PUBLISHED
 

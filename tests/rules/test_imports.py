@@ -347,7 +347,7 @@ def test_programs_outside_the_packages_import_what_there_is() -> None:
     """No test imports all of the benches; what was renamed is missed here and not after minutes of one."""
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in ("tests/bench", "recipes", "calib_data")
+        for folder in ("recipes", "calib_data")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     assert len(names) > 40

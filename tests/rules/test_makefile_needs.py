@@ -61,7 +61,7 @@ def imported(path: Path) -> Iterator[Path]:
             names = [alias.name for alias in node.names]
         for name in names:
             found = ROOT / f"{name.replace('.', '/')}.py"
-            if name.startswith("tests.bench.") and found.is_file():
+            if name.startswith("recipes.bench.") and found.is_file():
                 yield found
 
 
@@ -129,7 +129,7 @@ def test_packages_and_kernels_are_there_before_anything_runs(clone: Path) -> Non
         if run:
             venv = next(number for number, command in enumerate(commands) if "-m venv .venv" in command)
             assert venv < run[0], target
-        of_models = [number for number in run if re.search(r"tests\.bench\.|recipes.demo", commands[number])]
+        of_models = [number for number in run if re.search(r"recipes\.bench\.|recipes.demo", commands[number])]
         if of_models:
             kernels = [number for number in run if commands[number].endswith("moert/kernels/build.py")]
             assert kernels, target
@@ -137,8 +137,8 @@ def test_packages_and_kernels_are_there_before_anything_runs(clone: Path) -> Non
 
 
 def test_the_benches_are_read_as_deeply_as_needed() -> None:
-    assert needs(".venv/bin/python -m tests.bench.quant") >= {"build/data/marks", "build/data/g2p", "build/peers"}
-    assert needs(".venv/bin/python -m tests.bench.speed") >= {"build/demo", "build/peers/llama"}
+    assert needs(".venv/bin/python -m recipes.bench.quant") >= {"build/data/marks", "build/data/g2p", "build/peers"}
+    assert needs(".venv/bin/python -m recipes.bench.speed") >= {"build/demo", "build/peers/llama"}
     assert needs(".venv/bin/moeconv recipe run recipes/g2p.toml") == {"build/data/g2p"}
     assert needs(".venv/bin/python calib_data/marks.py") == set()
     assert {"bench-quant", "bench-peers", "recipes", "report"} <= {*TARGETS}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import picture
-from tests.bench.blocks import BLOCKS, MISSED, RESULTS, ROOT, block_names, documents, kept, regenerated, waiting
-from tests.bench.kept import MOST_BYTES, refusal
+from recipes.bench import picture
+from recipes.bench.blocks import BLOCKS, MISSED, RESULTS, ROOT, block_names, documents, kept, regenerated, waiting
+from recipes.bench.kept import MOST_BYTES, refusal
 
 KEPT = kept()
 # Blocks whose benches have not run since tables are made from files: `make keep-results` and `make tables`, then take
@@ -72,7 +72,7 @@ def test_figures_stand_in_blocks_only(path: Path) -> None:
     text = " ".join(text.split())
     for said in SAID:
         text = text.replace(said, "")
-    assert FIGURE.findall(text) == [], "a figure in a sentence belongs into a block: tests/bench/tables"
+    assert FIGURE.findall(text) == [], "a figure in a sentence belongs into a block: recipes/bench/tables"
 
 
 def test_what_may_be_said_is_said() -> None:

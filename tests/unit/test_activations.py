@@ -30,7 +30,7 @@ from moert.pack.parts import (
     ShortConv,
     stack_of,
 )
-from tests.bench.shaped import OLMOE_SHAPE, write_pack
+from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.shapes import every
 
 MEASURE = """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from recipes.bench.figures import filled
+from recipes.bench.result import Result
+from recipes.bench.tables import demo as table
 from recipes.demo import AS_IT_IS, result_rows
-from tests.bench.figures import filled
-from tests.bench.result import Result
-from tests.bench.tables import demo as table
 
 RUN = {"cache_bytes": 1_550_000, "tokens_per_s": 973.2, "peak_rss_bytes": 274e6, "belady_hit_rate": 0.7371}
 

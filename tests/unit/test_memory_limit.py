@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
-from tests.bench.shaped import OLMOE_SHAPE, write_pack
+from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.cgroups import Group, missing
 from tests.shapes import every
 

@@ -26,7 +26,7 @@ from moeconv.promise.bound import (
     worst_harm,
 )
 from moeconv.promise.evidence import Evidence
-from tests.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage, windows
+from recipes.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage, windows
 
 Rng = np.random.Generator
 Source = Callable[[Rng, int, int, float], tuple[F64, F64]]  # rng, n, plans, loss -> reference, scores [n, plans, 2]

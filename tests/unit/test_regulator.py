@@ -14,7 +14,7 @@ from moert.errors import BudgetTooSmall
 from moert.models.activations import activation_bytes
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import BLOCK_TOKENS
-from tests.bench.shaped import OLMOE
+from recipes.bench.shaped import OLMOE
 
 MB = 10**6
 BUDGET = Budget(backbone_bytes=50 * MB, scratch_bytes=0, layer_bytes=8 * MB, token_bytes=30 * MB, expert_bytes=200 * MB)

@@ -1,0 +1,196 @@
+"""What `make bench-kernels` times: calls of the native kernels over more weights than any cache holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_int32, c_void_p
+from dataclasses import dataclass
+from itertools import cycle
+from types import TracebackType
+
+import numpy as np
+
+from moert.kernels.filled import keys_of
+from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.structs import ACTIVATIONS, SCORES, Act, Attention, Ffn, Heads, Norm, Positions, Router
+from moert.models.kv import Kept
+from moert.pack.codec import F32
+from moert.pack.parts import Attention as Parts
+from recipes.bench.kernel_weights import Material, Shape, nbytes_of
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One pass: `run` makes `calls` calls that read `nbytes` of weights and multiply `macs` times."""
+
+    name: str
+    run: Callable[[], object]
+    calls: int
+    nbytes: int
+    macs: int = 0
+    alive: object = None  # what `run` refers to by address alone
+
+
+@dataclass(frozen=True)
+class Olmoe:
+    """The sizes of OLMoE-1B-7B that matter here."""
+
+    d_model: int = 2048
+    d_ff: int = 1024
+    heads: int = 16
+    experts: int = 64
+    top_k: int = 8
+    vocab: int = 50304
+    context: int = 128
+    eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bits of an expert's projections."""
+
+    gate: int
+    up: int
+    down: int
+
+
+def vector(*shape: int) -> F32:
+    return np.random.default_rng(1).standard_normal(shape, np.float32)
+
+
+def kept_of(part: Parts, tokens: int) -> Kept:
+    """Keys and values of so many tokens: small numbers."""
+    kept = Kept(part, tokens)
+    kept.extend(tokens)
+    for page in kept.pages:
+        page.keys[...] = page.values[...] = 0.01  # type: ignore[attr-defined]
+    return kept
+
+
+class Kernels:
+    """The kernels of one instruction set (by default the best) on some threads; each method makes a case."""
+
+    def __init__(self, library: Library, material: Material, threads: int, isa: str | None = None) -> None:
+        self._call, self._material = library.functions, material
+        self._pool = self._call.moert_pool_open(library.choose(isa), threads)
+        if not self._pool:
+            raise NativeFailed(f"no memory for {threads} threads")
+
+    def __enter__(self) -> Kernels:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.moert_pool_close(self._pool)
+
+    def linear(
+        self, name: str, shapes: Sequence[Shape], bits: int, group: int, tokens: int = 1, most: int | None = None
+    ) -> Case:
+        """A matrix a call."""
+        matrices = self._material.matrices(shapes, bits, group, most)
+        x, y = vector(tokens, max(cols for _, cols in shapes)), vector(tokens, max(rows for rows, _ in shapes))
+        pointers = (c_void_p * len(matrices))(*map(addressof, matrices))
+        output, linear, pool = (c_void_p * 1)(y.ctypes.data), self._call.moert_linear, self._pool
+        calls = [addressof(pointers) + 8 * i for i in range(len(matrices))]
+        x_at, y_at = x.ctypes.data, addressof(output)
+
+        def run() -> None:
+            for at in calls:
+                check(linear(pool, 1, at, x_at, tokens, y_at))
+
+        macs = sum(matrix.rows * matrix.cols for matrix in matrices) * tokens
+        alive = x, y, output, pointers, matrices
+        return Case(name, run, len(matrices), sum(map(nbytes_of, matrices)), macs, alive)
+
+    def mixture(self, name: str, size: Olmoe, widths: Sequence[Widths], group: int) -> Case:
+        """One token through `top_k` experts a call; the experts have the widths in turn."""
+        experts, nbytes = self._experts(size, widths, group)
+        calls = len(experts) // size.top_k
+        table = (c_void_p * len(experts))(*map(addressof, experts))
+        starts, token = (c_int32 * (size.top_k + 1))(*range(size.top_k + 1)), (c_int32 * size.top_k)()
+        weights, x, out = np.full(size.top_k, 1 / size.top_k, np.float32), vector(size.d_model), vector(size.d_model)
+        mixture, pool, act = self._call.moert_mixture, self._pool, Act(ACTIVATIONS["silu"], math.inf, 1)
+        places = [addressof(starts), addressof(token), weights.ctypes.data, x.ctypes.data, 1, out.ctypes.data]
+
+        def run() -> None:
+            for call in range(calls):
+                at = addressof(table) + 8 * call * size.top_k
+                check(mixture(pool, byref(act), size.top_k, at, *places))
+
+        alive = experts, starts, token, weights, x, out
+        return Case(name, run, calls, sum(nbytes[: calls * size.top_k]), alive=alive)
+
+    def attend(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
+        """One token through an attention block of its own a call, each with its own keys and values."""
+        width, dim = size.d_model, size.d_model // size.heads
+        matrices = self._material.matrices([(width, width)], bits, group)
+        ones, turn, x = np.ones(width, np.float32), vector(2, dim // 2), vector(width)
+        heads = Heads(n=size.heads, kv=size.heads, dim=dim, value_dim=dim, causal=1, scale=dim**-0.5)
+        blocks, norm = [], Norm(ones.ctypes.data, None, size.eps)
+        for first in range(0, len(matrices) - 3, 4):
+            block = Attention(heads=heads, norm=norm, q_norm=norm, k_norm=norm, rope_dims=dim, clip=math.inf, add=1)
+            block.q, block.k, block.v, block.o = matrices[first : first + 4]
+            blocks.append(block)
+        part = Parts(size.heads, size.heads, dim, dim**-0.5, "whole", None, rope=None, buckets=None)
+        cache = [kept_of(part, size.context) for _ in blocks]
+        keys = [keys_of(kept) for kept in cache]
+        each = [(byref(block), byref(kept)) for block, kept in zip(blocks, keys, strict=True)]
+        attend, pool, last = self._call.moert_attend, self._pool, size.context - 1
+        place = Positions(turns=turn.ctypes.data)
+
+        def run() -> None:
+            hidden = x.copy()
+            at, where = hidden.ctypes.data, byref(place)
+            for block, kept in each:
+                check(attend(pool, block, 1, at, kept, last, size.context, where))
+
+        nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + len(blocks) * 4 * width * size.context
+        return Case(name, run, len(blocks), nbytes, alive=(ones, turn, *cache))
+
+    def route(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
+        """One token and another router a call: probabilities, and the largest of them."""
+        matrices = self._material.matrices([(size.experts, size.d_model)], bits, group)
+        ones, x, hidden = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.d_model)
+        probabilities, weights = vector(size.experts), vector(size.top_k)
+        chosen = np.empty(size.top_k, np.int64)
+        scores, choose, pool = self._call.moert_scores, self._call.moert_choose, self._pool
+        norm, softmax = Norm(ones.ctypes.data, None, size.eps), SCORES["softmax"]
+        routers = [Router(norm=norm, matrix=each, score=softmax, top_k=size.top_k, factor=1) for each in matrices]
+        places = x.ctypes.data, hidden.ctypes.data, probabilities.ctypes.data
+        choice = probabilities.ctypes.data, 1, chosen.ctypes.data, weights.ctypes.data
+
+        def run() -> None:
+            for router in routers:
+                check(scores(pool, byref(router), 1, *places))
+                check(choose(pool, byref(router), *choice))
+
+        alive = ones, x, hidden, probabilities, weights, chosen
+        return Case(name, run, len(routers), sum(map(nbytes_of, matrices)), alive=alive)
+
+    def head(self, name: str, size: Olmoe, bits: int, group: int) -> Case:
+        """One token and another head a call."""
+        heads = self._material.matrices([(size.vocab, size.d_model)], bits, group)
+        ones, x, y = np.ones(size.d_model, np.float32), vector(size.d_model), vector(size.vocab)
+        head, pool, norm = self._call.moert_head, self._pool, Norm(ones.ctypes.data, None, size.eps)
+
+        def run() -> None:
+            for matrix in heads:
+                check(head(pool, byref(norm), 1.0, 0.0, byref(matrix), 1, x.ctypes.data, y.ctypes.data))
+
+        return Case(name, run, len(heads), sum(map(nbytes_of, heads)), alive=(ones, x, y))
+
+    def _experts(self, size: Olmoe, widths: Sequence[Widths], group: int) -> tuple[list[Ffn], list[int]]:
+        """As many experts as there is room for, and what each reads."""
+        self._material.restart()
+        inward, outward = (size.d_ff, size.d_model), (size.d_model, size.d_ff)
+        experts, nbytes = [], []
+        for each in cycle(widths):
+            shaped = ((inward, each.gate), (inward, each.up), (outward, each.down))
+            parts = [self._material.matrix(shape, bits, group) for shape, bits in shaped]
+            if None in parts:
+                break
+            experts.append(Ffn(*parts))
+            nbytes.append(sum(map(nbytes_of, filter(None, parts))))
+        return experts, nbytes

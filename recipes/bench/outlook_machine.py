@@ -1,0 +1,94 @@
+"""`python -m recipes.bench.outlook_machine`: the machine that docs/models.md states, and what a layer and a miss cost,
+out of figures that lie in docs/results. Writes moeconv/plan/machine.json; measures nothing but what moert holds.
+
+- Kernels: what KERNELS has of a linear map with one token, groups of 64.
+- A layer: less.json's runs of wiki and wikids with all experts in memory, less what their weights take by these
+  kernels.
+- A miss: how much longer a token took there on the imitated drive of 500 MB/s with less room, for each expert that was
+  missing. Experts of 16 kB are read in less than that, so it is all cost of a miss.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean, median
+
+from moeconv.conversion.host import facts
+from moeconv.plan.forecast import prospect
+from moeconv.plan.machine import DATA, SOURCE, Machine
+from moeconv.plan.mixture import mixture
+from moeconv.plan.outlook import Host
+from moeconv.plan.pace import KERNEL_BITS, Drive, Processor, Work, token_s
+from moeconv.plan.problem import Storage
+from moeconv.source.outline import CONFIG, Outline
+from moert.pack.files import write_atomically
+from recipes.bench.result import Result, read
+
+OUT = Path("moeconv/plan") / DATA
+RESULTS = Path("docs/results")
+KERNELS = "kernels-amx.json"
+REFERENCES = ("wiki", "wikids")
+SHARES = ("25%", "50%")
+SSD = Drive(500e6, 500e6)
+BITS_PER_WEIGHT = {"wiki": 2.24, "wikids": 2.31}
+"""What their recipes' conversions gave: expert bytes in docs/results/demo.json and references.json, over the
+weights."""
+
+
+def work_of(name: str, bits_per_weight: float, host: Host) -> Work:
+    """Of a model in recipes/models, converted as its recipe does."""
+    outline, storage = Outline.read(Path("recipes/models") / name / CONFIG), Storage()
+    mixed = mixture(outline.spec, storage, (2, 3, 4), bits_per_weight)
+    assert mixed is not None
+    return prospect(outline.spec, storage, mixed, None, outline.description.computed, host).work
+
+
+def layer_s(work: Work, processor: Processor, token: float) -> float:
+    """Of a token that took so long with all experts in memory, what each layer took beside its weights."""
+    bare = replace(processor, layer_s=0.0)
+    return (token - token_s(work, bare, SSD, 1.0)) / work.layers
+
+
+def miss_s(work: Work, less: Result, name: str, share: str) -> float:
+    where = f"{name}, ssd"
+    whole, streamed = (
+        1 / less.by_name[f"{where}: {what}: decode"].value for what in ("moert, all in memory", f"exact {share}")
+    )
+    missed = 1 - less.by_name[f"{where}: exact {share}: hits"].value / 100
+    return (streamed - whole) / (missed * work.expert_layers * work.top_k)
+
+
+def machine(kernels: Result, less: Result, host: Host) -> Machine:
+    """Out of the rows of both files."""
+    speeds = {bits: 1e9 * kernels.by_name[_row(bits)].value for bits in KERNEL_BITS}
+    bare = Processor(speeds, 0.0, 0.0)
+    works = {name: work_of(name, BITS_PER_WEIGHT[name], host) for name in REFERENCES}
+    whole = {name: 1 / less.by_name[f"{name}, ssd: moert, all in memory: decode"].value for name in REFERENCES}
+    hardware = kernels.context["hardware"]
+    return Machine(
+        f"{hardware['processor']}, {hardware['cores']} cores, {hardware['isa']}",
+        replace(
+            bare,
+            layer_s=mean(layer_s(works[name], bare, whole[name]) for name in REFERENCES),
+            miss_s=median(miss_s(works[name], less, name, share) for name in REFERENCES for share in SHARES),
+        ),
+        host,
+    )
+
+
+def _row(bits: int) -> str:
+    return "linear, 16 bits" if bits == 16 else f"linear, {bits} bits, groups of 64"
+
+
+def main() -> None:
+    process = facts()["process"]
+    host = Host(process["held_bytes"], process["thread_bytes"], widened=False)
+    found = machine(read(RESULTS / KERNELS), read(RESULTS / "less.json"), host)
+    write_atomically(OUT, (json.dumps({"made_by": SOURCE, **asdict(found)}, indent=1) + "\n").encode())
+    print(f"written to {OUT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""`make bench-quant`: our quantisers beside hqq and llama.cpp's K- and i-quants, at equal effective bits a weight.
+
+All experts of a reference model are quantised alike; what is lost is the rise of the perplexity, and the divergence, on
+text that no quantiser saw. Writes build/bench/quant.json.
+
+No reference model has rows that are whole blocks of 256 weights throughout. Where they are not, llama.cpp would fall
+back to formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits
+(scales of 16 or 32 weights stay within a row, what these are stored in units of spans rows). Beside that, g2p with
+those matrices alone quantised whose rows fit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moeconv.quantizers import QUANTIZERS, Inputs
+from moert.pack.codec import F32, dequantize
+from recipes.bench import quant_speed
+from recipes.bench.apart import Apart, Failure
+from recipes.bench.likelihood import Likelihoods
+from recipes.bench.peers import I_QUANTS, K_QUANTS, Coded, gguf, hqq, hqq_group_size, import_peers
+from recipes.bench.result import Row, context, table, write
+from recipes.bench.sized import sized
+from recipes.bench.subject import DOCUMENTS, FITTING, SIZES, SPLITS, Quantized, Result, Subject
+
+NAMES = sized(("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}"), ("wiki",))
+GPTQ = (("gptq", 0), ("gptq", 64), ("gptq", 128))[: sized(3, 1)]
+OTHERS = (("channel", 0), ("group", 32), ("group", 64))[: sized(3, 2)]
+LIMITS = sized({2: 2.625, 3: 3.4375, 4: 4.5}, {4: 4.5})  # width → the effective bits of the K-quant of that width
+WIDTHS = sized((2, 3, 4, 8), (4, 8))
+RESAMPLES = 1000
+NOTES = {
+    "what peers know": "hqq and 'no data': the weights alone; 'imatrix': the mean square of each input on the text "
+    "that ours sees; ours (gptq): the products of all inputs there",
+    "rows": "no multiple of 256 but in 'fitting rows' (g2p's down matrices alone): rows are joined to fill blocks of "
+    "llama.cpp's formats, where it would fall back to formats of more bits",
+    "ours": "the best at the peer's bits or fewer, chosen on the calibration split; bits are filled by giving every "
+    "so many-th expert one width up",
+}
+
+
+def ours(quantizer: str, group_size: int, bits: int, weights: F32, inputs: Inputs) -> Coded:
+    """One of the project's quantisers; the matrices of all experts of a layer in one call."""
+    made = QUANTIZERS[quantizer](group_size)
+    if made.wants == "squares":
+        inputs = Inputs(inputs.rows, squares(inputs), inputs.counted)
+    matrices = made.quantize(weights, bits, None if made.wants == "nothing" else inputs)
+    nbytes = [m.qweight.nbytes + m.scale.nbytes + m.minimum.nbytes for m in matrices]
+    return Coded(np.stack([dequantize(matrix) for matrix in matrices]), sum(nbytes) / len(nbytes))
+
+
+def squares(inputs: Inputs) -> F32:
+    """The mean square of each input [n, in], of inputs with products."""
+    return np.ascontiguousarray(np.diagonal(inputs.moment, axis1=1, axis2=2))
+
+
+def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
+    """By name, each peer at about 2.5, 3.3 and 4.5 bits a weight, and the i-quants between them."""
+    found: dict[str, Callable[[], Quantized]] = {}
+
+    def add(name: str, function: Callable[[F32, Inputs], Coded]) -> None:
+        found[name] = lambda: subject.quantize("peer", name, function)
+
+    for bits, limit in LIMITS.items():
+        size = hqq_group_size(subject.sizes, bits, limit)
+        for axis in (1, 0):
+            add(f"hqq {bits} bits, axis {axis}", lambda w, _, a=axis, b=bits, s=size: apart.call(hqq, w, b, s, a))
+    for name in sized([*K_QUANTS], ["Q4_K"]):
+        add(f"{name}, no data", lambda w, _, n=name: apart.call(gguf, w, n, None))
+    for name in sized([*K_QUANTS, *I_QUANTS], ["Q4_K"]):
+        add(f"{name}, imatrix", lambda w, i, n=name: apart.call(gguf, w, n, squares(i)))
+    return found
+
+
+def candidates(subject: Subject, limit: float) -> Iterator[Callable[[], Quantized]]:
+    """Each of our quantisers with as many effective bits as `limit` allows: a width for all experts, and with gptq,
+    where room is left, the next width for some. Where even 2 bits are too many, these."""
+    others = OTHERS if limit in LIMITS.values() else ()
+    for quantizer, group_size in (*GPTQ, *others):
+        at = partial(_coded, subject, quantizer, group_size)
+        fitting = [bits for bits in WIDTHS if at(bits).bits <= limit + 1e-9]
+        if not fitting:
+            if group_size == 0:
+                yield partial(at, WIDTHS[0])
+            continue
+        low = at(fitting[-1])
+        yield partial(at, fitting[-1])
+        if quantizer == "gptq" and limit - low.bits > 0.02:
+            high = at(WIDTHS[len(fitting)])
+            share = (limit - low.bits) / (high.bits - low.bits)
+            name = f"{low.name}, {share:.1%} of experts at {WIDTHS[len(fitting)]}"
+            yield partial(subject.mix, name, low, high, limit)
+
+
+def _coded(subject: Subject, quantizer: str, group_size: int, bits: int) -> Quantized:
+    groups = f"groups of {group_size}" if group_size else "channels"
+    name = f"{quantizer} {bits} bits, {groups}"
+    return subject.quantize("ours", name, partial(ours, quantizer, group_size, bits))
+
+
+class Comparison:
+    """All settings on one subject."""
+
+    def __init__(self, name: str) -> None:
+        self.subject = Subject(name)
+        self.results: dict[str, Result] = {}
+        self.failures: list[str] = []
+        self.started = time.perf_counter()
+
+    def run(self) -> None:
+        with Apart() as apart:
+            chosen = peers(self.subject, apart)
+            expected = len(chosen) + 55
+            for name, quantized in chosen.items():
+                try:
+                    self._measure(quantized(), expected)
+                except Failure as failure:
+                    self.failures.append(f"{self.subject.name}, {name}: {failure}")
+                    print(self.failures[-1], file=sys.stderr, flush=True)
+        limits = sorted({round(result.bits, 6) for result in self.results.values()})
+        for number, limit in enumerate(limits):
+            for quantize in candidates(self.subject, limit):
+                self._measure(quantize(), len(self.results) + 1 + 5 * (len(limits) - number - 1))
+
+    def _measure(self, quantized: Quantized, expected: int) -> None:
+        if quantized.name in self.results:
+            return
+        result = self.results[quantized.name] = self.subject.measure(quantized)
+        left = (time.perf_counter() - self.started) / len(self.results) * (expected - len(self.results))
+        whole = {split: judged.nll for split, judged in self.subject.unquantised.items()}
+        print(f"{summary(result, whole)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+
+def compare(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
+    """Nats a token of one unquantised model, what all settings make of it, and which peers failed."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    import_peers()
+    comparison = Comparison(name)
+    comparison.run()
+    whole = {split: judged.nll for split, judged in comparison.subject.unquantised.items()}
+    return whole, list(comparison.results.values()), comparison.failures
+
+
+def rows_of(name: str, whole: dict[str, float], results: Sequence[Result]) -> list[Row]:
+    """Effective bits, weight error and losses of every setting."""
+    rows = [Row(f"{name}, unquantised: perplexity, {split}", float(np.exp(whole[split])), "") for split in SPLITS]
+    for result in results:
+        about = f"{name}, {result.name}"
+        rows.append(Row(f"{about}: effective bits", result.bits, "bits a weight"))
+        rows.append(Row(f"{about}: weight error", 100 * result.error, "%"))
+        for split in SPLITS:
+            rows.append(Row(f"{about}: loss, {split}", loss(result, whole, split), "% of perplexity"))
+            rows.append(Row(f"{about}: divergence, {split}", result.judged[split].kl, "nats a token"))
+    return rows
+
+
+def loss(result: Result, whole: dict[str, float], split: str) -> float:
+    """Rise of the perplexity in per cent."""
+    return 100 * float(np.expm1(result.judged[split].nll - whole[split]))
+
+
+def duels(results: Sequence[Result]) -> tuple[list[Row], dict[str, str]]:
+    """Each peer against the best of ours that needs no more bits, which is chosen on the calibration split alone; and
+    which that is.
+
+    Both by the divergence from the unquantised model and by the perplexity; the former is by far the quieter. Where
+    none of ours needs so few bits, against the narrowest of ours, without an aim.
+    """
+    rows, chosen = [], {}
+    narrowest = min(result.bits for result in results if result.method == "ours")
+    for peer in [result for result in results if result.method != "ours"]:
+        limit = max(peer.bits, narrowest)
+        allowed = [r for r in results if r.method == "ours" and r.bits <= limit + 1e-6]
+        best = min(allowed, key=lambda result: result.judged["calibration"].kl)
+        about = f"{peer.model} against {peer.name}"
+        chosen[about] = best.name
+        rows.append(Row(f"{about}: bits of the peer", peer.bits, "bits a weight"))
+        rows.append(Row(f"{about}: bits of ours", best.bits, "bits a weight").at_most(peer.bits + 1e-6))
+        for split in SPLITS:
+            duel = _duel(f"{about}, {split}", best.judged[split], peer.judged[split])
+            limits = (1, 0) if best.bits <= peer.bits + 1e-6 else (None, None)
+            rows += [row if aim is None else row.at_most(aim) for row, aim in zip(duel, limits, strict=True)]
+    return rows, chosen
+
+
+def _duel(about: str, mine: Likelihoods, theirs: Likelihoods) -> tuple[Row, Row]:
+    n = len(mine.tokens)
+    ratios = _resampled(mine, mine.kls) / _resampled(theirs, theirs.kls)
+    rises = 100 * np.expm1(_resampled(mine, mine.nats - theirs.nats))
+    rise = 100 * float(np.expm1(mine.nll - theirs.nll))
+    return (
+        Row(f"{about}: divergence", mine.kl / theirs.kl, "of the peer's").within(*_interval(ratios), n),
+        Row(f"{about}: perplexity", rise, "% above the peer's").within(*_interval(rises), n),
+    )
+
+
+def _resampled(judged: Likelihoods, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Means a token over RESAMPLES draws of documents, which are the same draws in each call."""
+    count = len(judged.tokens)
+    chosen = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    means: npt.NDArray[np.float64] = sums[chosen].sum(1) / judged.tokens[chosen].sum(1)
+    return means
+
+
+def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """95% of them."""
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def overview(name: str, whole: dict[str, float], results: Sequence[Result]) -> str:
+    """A line for each setting, in order of effective bits."""
+    perplexities = ", ".join(f"{np.exp(whole[split]):.3f} ({split})" for split in SPLITS)
+    lines = [
+        f"{name}: perplexity {perplexities}",
+        f"{'':58} {'bits':5} {'error %':7} {'loss %, and held-out':17} {'KL, and held-out':17}",
+    ]
+    for result in sorted(results, key=lambda r: (round(r.bits, 2), r.judged["calibration"].kl)):
+        lines.append(summary(result, whole))
+    return "\n".join(lines)
+
+
+def summary(result: Result, whole: dict[str, float]) -> str:
+    """A line of the overview."""
+    losses = " ".join(f"{loss(result, whole, split):8.2f}" for split in SPLITS)
+    divergences = " ".join(f"{result.judged[split].kl:8.4f}" for split in SPLITS)
+    name = f"{result.model}, {result.name}"
+    return f"{name:58} {result.bits:.3f} {100 * result.error:7.2f} {losses} {divergences}"
+
+
+def gather(names: Sequence[str]) -> tuple[list[Row], list[Row], dict[str, str], list[str]]:
+    """Figures, comparisons, which of ours was compared, what failed; two subjects at a time, each in a process."""
+
+    def alone(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
+        with Apart() as apart:
+            try:
+                return apart.call(compare, name)
+            except Failure as failure:
+                return {}, [], [f"{name}: {failure}"]
+
+    with ThreadPoolExecutor(min(len(names), len(os.sched_getaffinity(0)))) as pool:
+        found = dict(zip(names, pool.map(alone, names), strict=True))
+    rows: list[Row] = []
+    aims: list[Row] = []
+    chosen: dict[str, str] = {}
+    for name, (whole, results, _) in found.items():
+        if not results:
+            continue
+        print(overview(name, whole, results), end="\n\n")
+        rows += rows_of(name, whole, results)
+        duelled, best = duels(results)
+        aims, chosen = aims + duelled, chosen | best
+    return rows, aims, chosen, [failure for *_, failures in found.values() for failure in failures]
+
+
+def main() -> None:
+    started = time.perf_counter()
+    names = sys.argv[1:] or NAMES
+    import_peers()
+    rows, aims, chosen, failures = gather(names)
+    try:
+        aims += quant_speed.rows()
+    except Exception as error:  # the figures before it took long
+        failures.append(f"speed: {error}")
+    settings = {"samples": SIZES, "resampled": DOCUMENTS, "resamples": RESAMPLES, **NOTES, "chosen of ours": chosen,
+                "failed": failures, "seconds": round(time.perf_counter() - started)}  # fmt: skip
+    path = write("quant", context(settings, ["hqq", "gguf"]), [*rows, *aims])
+    print(table(aims))
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`make bench-smoke`: every bench of the Makefile once with `--smoke`, so little that the figures mean nothing, to see
+that it still runs with its peers in a clean clone. Exit status 1 where one does not.
+
+All happens in build/smoke, a folder with links to this checkout and with recipes that convert on a little text, so that
+no result and no pack of a whole run is touched. Where only the environment of llama.cpp is built and not its library,
+as in continuous integration, its programs start in their own Python and must come as far as to that library. A bench
+whose other peers were not built is skipped, and that is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.cgroups import missing
+
+ROOT = Path(__file__).absolute().parents[2]
+FOLDER = ROOT / "build/smoke"
+PACK = ROOT / "tests/golden/tiny.pack"
+LLAMA_FOLDER = ROOT / "build/peers/llama"
+SHARED = ("data", "peers")  # of build
+SMALL = {
+    "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "context": 32, "loss": '"95%"', "bits": "[4]",
+    "quantizer": '"channel"',
+}  # fmt: skip
+"""What recipes say instead."""
+NO_LIBRARY = "Shared library with base name 'llama' not found"
+PEER = re.compile(r"llama|Q[24]_K")
+MOST_S = 600
+"""Of one bench: several times what it takes on two quiet cores."""
+
+
+def benches(makefile: str) -> dict[str, str]:
+    """Returns target → module of all benches of a Makefile."""
+    found = dict(re.findall(r"^(bench-[a-z]+):.*\n\t\$\(PY\) -m (recipes\.bench\.\w+)$", makefile, re.MULTILINE))
+    return {target: module for target, module in found.items() if module != "recipes.bench.smoke"}
+
+
+def unbuilt(makefile: str, target: str) -> list[str]:
+    """Returns which of a bench's peers were not built, llama.cpp left out."""
+    asked = re.findall(rf"^{target}:.*$", makefile, re.MULTILINE)[0]
+    wanted = [each for each in re.findall(r"\$\(PEERS_DIR\)/(\S*\.built)", asked) if "llama" not in each]
+    return [each for each in wanted if not (LLAMA_FOLDER.parent / each).exists()]
+
+
+def prepare() -> None:
+    """Makes the folder anew."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    (FOLDER / "build").mkdir(parents=True)
+    (FOLDER / "recipes").mkdir()
+    for path in [each for each in ROOT.iterdir() if each.name not in ("build", "recipes", ".venv")]:
+        (FOLDER / path.name).symlink_to(path)
+    for name in SHARED:
+        (FOLDER / "build" / name).symlink_to(ROOT / "build" / name)
+    for path in (ROOT / "recipes").iterdir():
+        if path.suffix == ".toml":
+            (FOLDER / "recipes" / path.name).write_text(smaller(path.read_text(encoding="utf-8")), encoding="utf-8")
+        else:
+            (FOLDER / "recipes" / path.name).symlink_to(path)
+
+
+def smaller(recipe: str) -> str:
+    """Returns a recipe with SMALL in the place of its own values, and without what it expects."""
+    recipe = recipe.partition("[expect]")[0]
+    for name, value in SMALL.items():
+        recipe = re.sub(rf"^{name} = .*$", f"{name} = {value}", recipe, flags=re.MULTILINE)
+    return recipe
+
+
+def ran(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a module of the checkout in the folder."""
+    command = [sys.executable, "-m", module, *arguments, "--smoke"]
+    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=MOST_S)
+
+
+def faults(module: str, without_library: bool) -> list[str]:
+    """Runs a bench and returns what was wrong with it, in lines."""
+    before = set((FOLDER / "build/bench").glob("*.json"))
+    try:
+        done = ran(module)
+    except subprocess.TimeoutExpired:
+        return [f"still runs after {MOST_S} s"]
+    results = set((FOLDER / "build/bench").glob("*.json")) - before
+    failed = [
+        each for path in results for each in json.loads(path.read_text())["context"]["settings"].get("failed", [])
+    ]
+    if not results:
+        return [f"exit status {done.returncode}, no result: {done.stderr.strip()[-2000:]}"]
+    if without_library:
+        failed = [each for each in failed if not PEER.search(each)]
+    elif done.returncode:
+        failed.append(f"exit status {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return failed
+
+
+def peer_faults() -> Iterator[str]:
+    """Starts llama.cpp's programs in its own Python, which must lack nothing but the library."""
+    for arguments in (["make"], ["built"], ["like", str(PACK), "Q2_K", "any.gguf"], ["any.gguf"]):
+        done = subprocess.run(
+            [str(LLAMA_FOLDER / "bin/python"), "-m", "recipes.bench.llama", *arguments], capture_output=True, text=True
+        )
+        if NO_LIBRARY not in done.stderr:
+            yield f"recipes.bench.llama {' '.join(arguments)}: {done.stderr.strip()[-1000:]}"
+
+
+def main(asked: Sequence[str]) -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the demo has it: threads that wait take no core
+    without_library = not (LLAMA_FOLDER / ".built").exists()
+    found = list(peer_faults()) if without_library and LLAMA_FOLDER.exists() else []
+    makefile, started = (ROOT / "Makefile").read_text(encoding="utf-8"), time.monotonic()
+    prepare()
+    done = ran("recipes.demo")
+    if done.returncode:
+        raise SystemExit(f"the demo: {done.stderr.strip()[-2000:]}")
+    say("the demo", started)
+    lacking = missing(reads=FOLDER)
+    for target, module in benches(makefile).items():
+        if asked and target not in asked:
+            continue
+        if lacking and "tests.cgroups" in (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"):
+            print(f"{target}: skipped, {lacking}", flush=True)
+            continue
+        if peers := unbuilt(makefile, target):
+            print(f"{target}: skipped, its peers are not built ({', '.join(peers)})", flush=True)
+            continue
+        begun = time.monotonic()
+        wrong = faults(module, without_library)
+        say(f"{target}: {'; '.join(wrong) or 'runs'}", begun)
+        found += [f"{target}: {line}" for line in wrong]
+    say(f"all; llama.cpp {'as far as to its library, which is not built' if without_library else 'too'}", started)
+    for line in found:
+        print(f"make bench-smoke: {line}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def say(what: str, since: float) -> None:
+    print(f"{what} ({time.monotonic() - since:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

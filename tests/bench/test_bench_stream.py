@@ -1,0 +1,368 @@
+"""The bench on imitated devices: settings of the baselines, sessions, bounds and rows. Nothing here is timed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moert.generation.session import Session
+from moert.pack.codec import QuantizedMatrix
+from moert.pack.reader import Pack
+from recipes.bench import contenders, stream, stream_packs, stream_rows
+from recipes.bench import race as races
+from recipes.bench.contenders import Contender
+from recipes.bench.race import Device, Entry, Outcome, forget, of_llama, race
+from recipes.bench.result import Row
+from recipes.bench.routing import WINDOW
+from recipes.bench.runner import Runner
+from recipes.bench.shaped import OLMOE_SHAPE, write_pack
+from recipes.bench.stream_packs import Packs
+from recipes.bench.streamed import Clock, Segment, Setting, Streamed, beginnings
+from tests import cgroups, tiny_packs
+from tests.shapes import every
+
+NO_GUESSES = np.zeros((3, 3, 8), np.float16)
+SMALL = OLMOE_SHAPE.but(
+    vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, scale=32**-0.5, decoder=every(2), num_experts=4,
+    top_k=2, d_ff=128,
+).spec  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_packs.write_pack(tmp_path_factory.mktemp("packs") / "tiny.pack", tiny_packs.DECODER)
+
+
+# Packs and settings ---------------------------------------------------------------------------------------------------
+
+
+def test_widths_of_a_conversion_repeat_for_more_experts(pack: Path) -> None:
+    source = Pack.open(pack).manifest
+    spec = tiny_packs.DECODER_SHAPE.but(num_experts=16).spec
+    widths = stream_packs.as_converted(source, spec)
+    assert set(widths) == set(spec.expert_keys())
+    for key, bits in widths.items():
+        entry = next(each for each in source.experts if each.key == key._replace(expert=key.expert % 8))
+        assert bits == max(entry.bits.values())
+
+
+def test_shaped_packs_take_a_width_for_each_expert_and_paths(tmp_path: Path) -> None:
+    widths = {key: 16 if key.expert == 0 else 2 for key in SMALL.expert_keys()}
+    write_pack(tmp_path / "mixed.pack", widths, {"embed": 16, "head": 16, "attention": 16, "router": 16}, SMALL)
+    routing = np.random.default_rng(0).integers(0, 4, (2 * WINDOW, 2, 2)).astype(np.uint8)
+    stream_packs.add_paths(tmp_path / "mixed.pack", routing)
+    found = Pack.open(tmp_path / "mixed.pack")
+    for entry in found.manifest.experts:
+        parts = found.projections(entry.key, found.read_expert(entry.key))
+        assert all(isinstance(part, QuantizedMatrix) != (entry.key.expert == 0) for part in parts.values())
+    assert {"paths.safetensors", "trace.safetensors"} <= set(found.manifest.files)
+    before = (tmp_path / "mixed.pack/manifest.json").read_bytes()
+    stream_packs.add_paths(tmp_path / "mixed.pack", routing)
+    assert (tmp_path / "mixed.pack/manifest.json").read_bytes() == before
+
+
+def packs_of(pack: Path) -> Packs:
+    return Packs("tiny", pack, pack, pack, None, None, 7)
+
+
+@pytest.mark.parametrize("contender", contenders.BUDGETED, ids=lambda each: each.name)
+def test_a_budget_is_a_share_of_the_mixed_experts_but_never_below_a_layers_demand(
+    contender: Contender, pack: Path
+) -> None:
+    packs, nbytes = packs_of(pack), stream_packs.expert_bytes(pack)
+    assert contender.setting(packs, 0.5).cache_bytes == nbytes // 2
+    assert contender.setting(packs, 0.0001).cache_bytes == stream_packs.layer_bytes(pack)
+    with pytest.raises(ValueError, match="needs a budget"):
+        contender.setting(packs, None)
+
+
+def test_baselines_are_what_the_paper_says(pack: Path) -> None:
+    packs, layer = replace(packs_of(pack), half=Path("half")), stream_packs.layer_bytes(pack)
+    found = contenders.IO_QEXP.setting(packs, None)
+    assert (found.cache_bytes, found.predict, found.new_tokens) == (layer, "none", 7)
+    assert contenders.IO_FREE.setting(packs, None).cache_bytes is None
+    assert contenders.IO_FREE.setting(packs, None).pack == "half"
+    assert contenders.PRELOAD.setting(packs, None).cache_bytes == 2 * layer
+    equal = {each.name: each.setting(packs, 0.5) for each in (contenders.STI, contenders.INT4_LRU, contenders.INT4_LFU)}
+    assert {(each.pack, each.cache_bytes) for each in equal.values()} == {
+        (str(packs.int4), contenders.MOERT.setting(packs, 0.5).cache_bytes)
+    }
+    assert [each.eviction for each in equal.values()] == ["lifo", "lru", "lfu"]
+    assert {each.predictor for each in (contenders.IO_EXP, contenders.IO_QEXP, contenders.STI)} == {"none"}
+
+
+def test_layer_bytes_are_the_largest_demand_of_one_token(pack: Path) -> None:
+    sizes: dict[int, list[int]] = {}
+    for entry in Pack.open(pack).manifest.experts:
+        sizes.setdefault(entry.key.layer, []).append(entry.file_bytes)
+    assert stream_packs.layer_bytes(pack) == max(sum(sorted(each, reverse=True)[:2]) for each in sizes.values())
+
+
+# The session ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_stops_after_its_time_but_not_before_its_tokens() -> None:
+    clock = Clock(0.0, 3)
+    for expected in (False, False, True):
+        clock.tokens += 1
+        assert clock.over == expected
+    assert not Clock(1000.0, 0).over
+
+
+def test_a_session_writes_reads_and_knows_what_it_could_not_avoid(pack: Path, tmp_path: Path) -> None:
+    routing = tmp_path / "routing.npz"
+    np.savez(routing, heldout=np.array([[[0, 1]] * 3, [[2, 3]] * 3], np.uint8), guesses=NO_GUESSES)
+    layer = stream_packs.layer_bytes(pack)
+    session = Streamed(Setting(str(pack), 2 * layer, "lru", "none", "buffered", str(routing), None, 3))
+    first, second = (Segment(**session.run(0.0, 5)) for _ in range(2))
+    prompt = Segment(**session.read(4))
+    assert (first.tokens, second.tokens, prompt.tokens) == (5, 5, 4)
+    assert first.requests == 5 * 3 * 2
+    assert first.bytes_read > 0
+    unavoidable = session.unavoidable()
+    assert len(unavoidable) == 2  # the first warms up
+    assert 0 < unavoidable[0] <= second.bytes_read
+    assert unavoidable[1] <= prompt.bytes_read
+    assert second.in_flight == 0, "nothing is read ahead"
+    assert session.facts()["cache_bytes"] == 2 * layer
+
+
+def test_a_session_goes_on_from_prompts_in_turn(pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[5, 6, 7]\n[8]\n")
+    session = Streamed(Setting(str(pack), None, "lru", "none", "buffered", None, str(prompts), 2))
+    seen: list[list[int]] = []
+    add = Session.add
+    monkeypatch.setattr(Session, "add", lambda self, ids, **more: (seen.append(ids), add(self, ids, **more))[1])
+    session.run(0.0, 6)
+    assert seen[:3] == [[5, 6, 7], [8], [5, 6, 7]]
+
+
+def test_texts_begin_differently() -> None:
+    found = list(itertools.islice(beginnings(50304), 1000))
+    assert len(set(found)) == 1000
+    assert all(0 <= token < 50304 for token in found)
+
+
+def test_a_given_text_is_written_whatever_the_model_likes(tmp_path: Path) -> None:
+    pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
+    streamed, requests = Streamed(Setting(str(pack), None, texts=str(lines(tmp_path, [3, 5, 4, 5, 6])))), list[Any]()
+    add = Session.add
+
+    def watched(self: Session, *arguments: Any, **changes: Any) -> Any:
+        requests.append(add(self, *arguments, **changes))
+        return requests[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "add", watched)
+        streamed.run(0.0, 4)
+    assert [each.answer.result.tokens for each in requests] == [[5, 4, 5, 6]]
+
+
+def test_settings_pass_through_the_command_line() -> None:
+    setting = Setting("a.pack", 5, routing="r.npz")
+    command = setting.command()
+    assert Setting(**json.loads(command[-1])) == setting
+
+
+# Races and rows -------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_enters_its_group_before_it_starts(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    program = f"import json\nassert open({str(note)!r}).read() == 'in'\ninput()\nprint(json.dumps(1))"
+    with Runner([sys.executable, "-c", program], enter=lambda: note.write_text("in")) as runner:
+        assert runner.ask("anything") == 1
+
+
+def lines(folder: Path, *texts: list[int]) -> Path:
+    (folder / "texts.jsonl").write_text("".join(f"{ids}\n" for ids in texts))
+    return folder / "texts.jsonl"
+
+
+def test_llama_writes_the_given_text_as_far_as_its_pace_allows(tmp_path: Path) -> None:
+    class Paced:
+        counts: list[int] = []  # noqa: RUF012
+        pid = os.getpid()
+
+        def ask(self, name: str, ids: list[int], count: int, written: list[int]) -> Any:
+            assert (ids, written) == ([7], list(range(64)))
+            self.counts.append(count)
+            return [0] * count, 0.0, 0.1 * count
+
+    texts = lines(tmp_path, [7, *range(64)])
+    entry, runner = of_llama("llama.cpp", Path("python"), Path("model.gguf"), None, texts), Paced()
+    entry.warm(runner)  # type: ignore[arg-type]
+    segment = entry.turn(runner, 1.0)  # type: ignore[arg-type]
+    assert runner.counts == [8, 2, 10]  # its memory is filled first
+    assert segment.speed == pytest.approx(10)
+
+
+def test_forgetting_leaves_files_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/file").write_bytes(b"abc")
+    forget(tmp_path)
+    forget(tmp_path / "inner/file")
+    assert (tmp_path / "inner/file").read_bytes() == b"abc"
+
+
+def test_a_prompt_of_llama_is_timed_to_its_first_token(tmp_path: Path) -> None:
+    class Timed:
+        def ask(self, name: str, ids: list[int], count: int) -> Any:
+            assert (len(ids), count) == (8, 1)
+            return [0], 4.0, 5.0
+
+    found = Outcome()
+    texts = lines(tmp_path, [1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    of_llama("llama.cpp", Path("python"), Path("model.gguf"), None, texts, 8).end(Timed(), found)  # type: ignore[arg-type]
+    assert found.prompt is not None
+    assert (found.prompt.speed, found.prompt.seconds) == (2.0, 4.0)
+
+
+def program(answers: str) -> list[str]:
+    return [sys.executable, "-c", f"import json, sys\nfor line in sys.stdin: print({answers}, flush=True)"]
+
+
+def test_a_program_that_dies_costs_its_own_outcome_only(tmp_path: Path) -> None:
+    def entry(name: str, answers: str) -> Entry:
+        return Entry(
+            name, program(answers), tmp_path, None, warm=lambda runner: None,
+            turn=lambda runner, seconds: Segment(runner.ask("turn"), 1.0, 0, 0, 0),
+            end=lambda runner, outcome: None,
+        )  # fmt: skip
+
+    found = race(Device("any", None), [entry("dies", "sys.exit(3)"), entry("lives", "7")], 0.0, 2)
+    assert [segment.tokens for segment in found["lives"].segments] == [7, 7]
+    assert found["lives"].ended is None
+    assert "ended with status 3" in str(found["dies"].ended)
+    failed: list[str] = []
+    assert list(stream.alive("m", found, failed)) == ["lives"]
+    assert failed == ["m: dies"]
+
+
+def test_a_start_looks_at_the_drive_and_remembers_nothing(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lacking := cgroups.missing():
+        pytest.skip(lacking)
+    seen: list[dict[str, str]] = []
+
+    class Watched(Runner):
+        def __init__(self, command: list[str], environment: dict[str, str], enter: Any) -> None:
+            assert json.loads(command[-1])["io"] is None
+            seen.append(environment)
+            super().__init__(program("1"), environment, enter)
+
+    monkeypatch.setattr(races, "Runner", Watched)
+    assert races.start(Device("any", None), Setting(str(pack), 1, io=None), 10**9) > 0
+    assert not Path(seen[0]["XDG_CACHE_HOME"]).exists(), "an empty folder for this start only"
+
+
+def test_rows_of_those_that_are_left_need_nobody_else() -> None:
+    left = {"moert 50%": outcome(8, 10), "INT4, LRU 50%": outcome(4, 5)}
+    rows = stream_rows.against_rows("m", Device("ssd", 1), left, (0.25, 0.5))
+    assert [(row.name, row.value, row.aim) for row in rows] == [("m: moert 50% to INT4, LRU", 2, "≥ 1")]
+    assert [row.name for row in stream_rows.llama_rows("m", {"llama.cpp": Outcome(outcome(2).segments)})]
+
+
+def test_beside_llama_the_share_of_the_experts_is_what_the_process_has(tmp_path: Path) -> None:
+    found = outcome(2)
+    found.facts = {**found.facts, "cache_bytes": 19, "expert_bytes": 25}
+    rows = {row.name: row.value for row in stream_rows.llama_rows("m", {"moert": found})}
+    assert rows["m: moert: room for experts"] == 76
+    assert rows["m: moert: read for a token"] == 50 / 10 / 1e6
+
+
+def test_hits_in_memory_and_those_still_being_read_are_told_apart() -> None:
+    found = Outcome([Segment(10, 1.0, 50, requests=20, hits=15, in_flight=5)] * 2, prompt=Segment(128, 4.0, 0, 0, 0))
+    rows = {row.name: row.value for row in stream_rows.speed_rows("m", {"moert 50%": found})}
+    assert rows["m: moert 50%: hits in memory"] == 50
+    assert rows["m: moert 50%: hits still being read"] == 25
+    assert rows["m: moert 50%: prompt of 128 tokens"] == 32
+    assert rows["m: moert 50%: first token after a prompt of 128 tokens"] == 4
+
+
+def outcome(*speeds: float, peak: int = 100, model: int = 10) -> Outcome:
+    segments = [Segment(tokens=10, seconds=10 / speed, bytes_read=50, requests=20, hits=5) for speed in speeds]
+    facts = {"peak_bytes": peak, "cache_bytes": model - 4, "backbone_bytes": 4}
+    return Outcome(segments, [30] * len(segments), None, facts)
+
+
+def test_ratios_are_taken_round_by_round_and_have_the_devices_aims() -> None:
+    baselines = {"IO-EXP": outcome(2, 1), "IO-QEXP": outcome(4, 4), "STI-like 50%": outcome(4, 2)}
+    outcomes = {"moert 50%": outcome(8, 10), **baselines}
+    rows = {row.name: row for row in stream_rows.against_rows("m", Device("ssd", 1), outcomes, (0.5,))}
+    assert rows["m: moert 50% to IO-EXP"].value == pytest.approx(7)  # of 4 and 10
+    assert rows["m: moert 50% to IO-EXP"].aim == "≥ 4"
+    assert rows["m: moert 50% to STI-like"].met
+    free = stream_rows.against_rows("m", Device("nvme", None), outcomes, (0.5,))
+    assert [row.aim for row in free] == [None, "≥ 1.8", "≥ 2.5"]
+
+
+def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
+    *_, engine, whole = stream_rows.bound_rows("m", outcome(2), outcome(100), bytes_per_s=10)
+    assert whole.value == pytest.approx(3 / 5)  # 30 bytes at 10 a second; it took 5 s
+    assert engine.value == pytest.approx(5 / 5)  # it read 50
+    computing = stream_rows.bound_rows("m", outcome(2), outcome(2.5), bytes_per_s=1000)
+    assert computing[-1].value == pytest.approx(4 / 5)
+    assert computing[-1].aim == "≥ 0.8"
+    assert computing[-1].met
+
+
+def test_memory_counts_the_whole_process_for_the_aim() -> None:
+    outcomes = {"moert 25%": outcome(4, peak=200), "moert 50%": outcome(9, peak=300)}
+    outcomes["IO-FREE"] = outcome(10, peak=1000, model=100)
+    rows = stream_rows.memory_rows("m", outcomes, (0.25, 0.5))
+    assert rows[-1].value == pytest.approx(0.4)  # the faster one needs too much
+    assert not rows[-1].met
+    assert next(row.value for row in rows if row.name == "m: moert 50% to IO-FREE: bytes of the model") == 10
+
+
+def test_beside_llama_there_is_one_aim() -> None:
+    rows = stream_rows.llama_rows("m", {"moert 50%": outcome(9, 12), "llama.cpp": Outcome(outcome(2, 3).segments)})
+    assert [row.aim for row in rows if row.aim] == ["≥ 4"]
+    assert rows[-1].value == pytest.approx(4.25)
+
+
+def test_a_part_that_fails_does_not_lose_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part_rows(name: str, device: Device, *rest: object) -> list[Row]:
+        if (name, device.name) == ("wiki", "ssd"):
+            raise RuntimeError("it ended with status -9")
+        return [Row(f"row of {name}, {device.name}", 1, "x")]
+
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr(stream, "DEMO", tmp_path)
+    monkeypatch.setattr(stream, "missing", lambda reads: None)
+    monkeypatch.setattr(stream, "part_rows", part_rows)
+    monkeypatch.setattr(sys, "argv", ["stream", "--parts", "g2p", "wiki", "llama"])
+    with pytest.raises(SystemExit, match="failed: wiki, ssd"):
+        stream.main()
+    out, progress = capsys.readouterr()
+    assert all(f"row of {name}" in out for name in ("g2p, board", "wiki, board", "wiki, nvme", "llama, ssd"))
+    assert "[9/9] llama, nvme; about " in progress
+    assert "written" not in out  # not all parts ran
+
+
+def test_without_groups_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "missing", lambda reads: "control groups can only be made as root")
+    monkeypatch.setattr(sys, "argv", ["stream"])
+    with pytest.raises(SystemExit, match="only be made as root") as ended:
+        stream.main()
+    assert "\n" not in str(ended.value)
+
+
+def test_a_place_on_no_disk_has_no_limit_and_leaves_no_group() -> None:
+    if lacking := cgroups.missing(reads=Path(__file__)):
+        pytest.skip(lacking)
+    assert "on no disk" in str(cgroups.missing(reads=Path("/proc")))
+    with pytest.raises(OSError, match="No such device"), cgroups.Group(10**9, 10**6, Path("/proc")):
+        pass
+    assert not list(cgroups.MOUNT.glob(f"**/moert-test-{os.getpid()}-*"))
