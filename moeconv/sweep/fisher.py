@@ -21,7 +21,7 @@ from torch import Tensor
 from moeconv.artifacts import Bits
 from moeconv.measure.journal import Journal, identity
 from moeconv.measure.layered import LayeredModel
-from moeconv.measure.passage import Passage
+from moeconv.measure.passage import Leaving, Passage
 from moeconv.measure.scorers.head import Head
 from moeconv.measure.scorers.text import Texts
 from moeconv.progress import Bar
@@ -186,9 +186,9 @@ class Gradients:
                 scored = self.texts.scored[row]
                 gradients = drawn(head, finals[row][scored], self.draws, chance_of(self.seed, row))
                 for draw, gradient in enumerate(gradients):
-                    place = fresh[draw * len(self.ids) + row]
-                    place.zero_()
-                    place[scored] = gradient
+                    left = torch.zeros(1, *finals.shape[1:])
+                    left[0, scored] = gradient
+                    fresh[torch.tensor([draw * len(self.ids) + row])] = left
 
     def _part(self, gradients: Tensor, batch: Tensor) -> Tensor:
         """[draws, rows of the batch, tokens, d_model]"""
@@ -216,7 +216,7 @@ class _Layer:
         }
         return {**self.totals.found(), **spent}
 
-    def back(self, states: Passage, batch: Tensor, above: Tensor, fresh: Tensor) -> None:
+    def back(self, states: Passage, batch: Tensor, above: Tensor, fresh: Leaving) -> None:
         """`above` [draws, rows, tokens, d_model] are the gradients at what leaves the layer; those at what enters it go
         to `fresh`."""
         of, draws = self.of, self.of.draws

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moeconv.artifacts import Bits, uniform
 from moeconv.measure.journal import Journal, identity
 from moeconv.measure.layered import LayeredModel
-from moeconv.measure.passage import Passage
+from moeconv.measure.passage import Leaving, Passage
 from moeconv.measure.scorers.build import spread
 from moeconv.measure.scorers.text import Texts
 from moeconv.progress import Bar
@@ -86,7 +85,7 @@ class LayerScales:
         here = len(self.patterns) if any(one.layer == at for one in self.at_work) else 0
         return [(before + number) * len(self.places) for number in range(here)]
 
-    def _go_on(self, moving: Passage, at: int, left: Tensor) -> None:
+    def _go_on(self, moving: Passage, at: int, left: Leaving) -> None:
         """What set out at layers before goes through this one, whose experts are as they were."""
         rows = sum(one.layer < at for one in self.at_work) * len(self.patterns) * len(self.places)
         if not rows:
@@ -98,7 +97,7 @@ class LayerScales:
                 hidden, final = self.model.step(moving, at, ids, real, batch)
                 left[batch] = final if at + 1 == self.n_layers else hidden
 
-    def _set_out(self, states: Passage, at: int, left: Tensor) -> None:
+    def _set_out(self, states: Passage, at: int, left: Leaving) -> None:
         """The layer with all of its experts at each pattern of widths."""
         for start, bits in zip(self._variants(at), self.patterns, strict=False):
             widths = uniform(self.model.spec, ORIGINAL) | {

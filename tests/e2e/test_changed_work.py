@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from moeconv.conversion import room
 from moeconv.errors import ConversionError
+from moeconv.promise.looks import LOOKS
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for
 
@@ -117,6 +118,42 @@ def test_codes_that_were_there_before_a_kill_are_made_again(
     for file in place.glob("work/*/codes/*/*.safetensors"):
         file.write_bytes(b"half of it")
     assert again(sources, place, memory) == bytes_of(by_layers)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_changed_states_of_a_killed_run_are_refused_and_made_again(
+    sources: dict[str, Path], by_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """Its journal has measured nothing yet."""
+    place, memory = shutil.copytree(by_layers, tmp_path / "place"), tight(monkeypatch)
+    (journal,) = place.glob("work/*/journal.jsonl")
+    journal.unlink()
+    kept = list(place.glob(f"work/*/passes/kept/*/{layer:03}.states"))
+    for states in kept:
+        numbers = np.fromfile(states, np.float32)
+        numbers[:8] *= 2
+        states.write_bytes(numbers.tobytes())
+    refused = 0
+    while True:
+        try:
+            assert again(sources, place, memory) == bytes_of(by_layers)
+            break
+        except ConversionError as error:
+            (named,) = (states for states in kept if str(error).startswith(f"{states} {CHANGED}"))
+            named.unlink()
+            refused += 1
+    assert 1 <= refused <= len(kept)
+
+
+def test_changed_looks_are_refused_and_counted_anew(sources: dict[str, Path], in_memory: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(in_memory, tmp_path / "place")
+    looks = place / "work" / LOOKS
+    looks.write_text(looks.read_text().replace('"conversion": "', '"conversion": "0'))
+    with pytest.raises(ConversionError, match=r"looks\.jsonl:1 was changed since it was made"):
+        again(sources, place)
+    looks.unlink()
+    assert again(sources, place) == bytes_of(in_memory)
+    assert looks.read_bytes() == (in_memory / "work" / LOOKS).read_bytes()
 
 
 def test_what_no_later_run_reads_changes_nothing(sources: dict[str, Path], in_memory: Path, tmp_path: Path) -> None:

@@ -310,11 +310,18 @@ def test_mutations_of_a_journal(tmp_path: Path) -> None:
     assert 0 < read < 500
 
 
-def test_looks_that_are_none_are_left_out(tmp_path: Path) -> None:
-    lines = ["[" * 50_000, "{}", "[]", "7", '{"conversion": 1, "texts": []}', '{"conversion": "a", "texts": [[]]}',
-             '{"conversion": "b", "texts": ["t"]}', '{"conversion": "c", "texts": 3}']  # fmt: skip
-    (tmp_path / "looks.jsonl").write_text("\n".join(lines) + "\n")
-    assert look(tmp_path, "d", ["t"]) == 2
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 50_000, "{}", "[]", "7", '{"conversion": 1, "texts": []}', '{"conversion": "c", "texts": 3}',
+     '{"conversion": "a", "texts": [[]]}', '{"conversion": "b", "texts": ["t"]}', "\xff", '{"seal": {}}'],
+)  # fmt: skip
+def test_looks_that_are_none_are_refused(tmp_path: Path, line: str) -> None:
+    look(tmp_path, "a", ["t"])
+    with (tmp_path / "looks.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConversionError, match=r"looks\.jsonl:2 was changed") as caught:
+        look(tmp_path, "d", ["t"])
+    check_line(str(caught.value))
 
 
 def test_recipes_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,7 @@ MOECONV = [
 ASKS = {
     "moeconv.quantizers.rounding": {"moert.kernels.coding"},
     "moeconv.conversion.room": {"moert.machine.memory"},
+    "moeconv.measure.passage": {"moert.kernels.checksum"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
     "moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.artifacts import SensitivityTable, Summary
+from moeconv.errors import ConversionError
 from moeconv.measure.assignments import Measure
 from moeconv.measure.evaluation import Evaluation
 from moeconv.measure.metrics import METRICS
@@ -167,14 +170,42 @@ def test_looks_at_one_text_are_counted_once_each(tmp_path) -> None:
     assert len((root / LOOKS).read_text().splitlines()) == 4
 
 
-def test_a_line_cut_short_is_left_out(tmp_path) -> None:
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     look(tmp_path, "a", ["text"])
     path = tmp_path / LOOKS
     path.write_bytes(path.read_bytes() + b'{"conversion": "b", "te')
     assert look(tmp_path, "c", ["text"]) == 2
     assert look(tmp_path, "d", ["text"]) == 3
-    path.write_bytes(path.read_bytes() + b'3\n"x"\n{"conversion": 1}\n\xff\n')
-    assert look(tmp_path, "d", ["text"]) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: lines[1:],
+        lambda lines: [lines[0], lines[2]],
+        lambda lines: [lines[1], lines[0], lines[2]],
+        lambda lines: [lines[0], lines[0], *lines[1:]],
+        lambda lines: [lines[0].replace(b"text", b"test"), *lines[1:]],
+        lambda lines: [*lines, b'{"conversion": "x", "texts": ["text"]}\n'],
+        lambda lines: [*lines, b"3\n"],
+    ],
+)
+def test_looks_that_were_changed_are_refused(
+    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]]
+) -> None:  # fmt: skip
+    for name in "abc":
+        look(tmp_path, name, ["text"])
+    path = tmp_path / LOOKS
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    before = path.read_bytes()
+    with pytest.raises(
+        ConversionError, match=r"looks\.jsonl:\d was changed since it was made.*delete the file"
+    ) as caught:
+        look(tmp_path, "d", ["text"])
+    assert "\n" not in str(caught.value)
+    assert path.read_bytes() == before
+    path.unlink()
+    assert look(tmp_path, "d", ["text"]) == 1
 
 
 def test_what_is_said_is_one_true_line() -> None:

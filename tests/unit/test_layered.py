@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import TINY
 from trials import running
 
@@ -18,6 +20,7 @@ from moeconv.errors import ConversionError
 from moeconv.measure.layered import LayeredModel
 from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import find_metric
+from moeconv.measure.passage import Passage
 from moeconv.measure.passes import Room
 from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.measure.trial import Trial
@@ -86,13 +89,11 @@ def test_what_can_not_be_run_by_its_layers_says_so(family: str, tiny_model: Tiny
         layered_of(tiny_model(family, next(iter(TINY[family][1]))), tmp_path)
 
 
-def test_a_killed_pass_goes_on_at_its_layer(
-    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_model("olmoe", "plain")
-    whole = scorer_of(layered_of(path, tmp_path / "whole"))
-    expected = whole.score(as_reference=True).nats
-    stopped, at_work = scorer_of(layered_of(path, tmp_path / "stopped")), []
+@pytest.fixture
+def stopped(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, list[int]]:
+    """A model, the folder of its pass that was killed at layer 1, and the layers that were at work since."""
+    path, folder, at_work = tiny_model("olmoe", "plain"), tmp_path / "stopped", list[int]()
+    scorer = scorer_of(layered_of(path, folder))
 
     class Killed(Exception):
         pass
@@ -107,11 +108,56 @@ def test_a_killed_pass_goes_on_at_its_layer(
 
     monkeypatch.setattr(LayeredModel, "ready", watched)
     with pytest.raises(Killed):
-        stopped.score(as_reference=True)
-    again = scorer_of(layered_of(path, tmp_path / "stopped"))
-    assert (again.score(as_reference=True).nats == expected).all()
-    assert at_work[: at_work.index(1) + 1] == [0, 1]
-    assert at_work[at_work.index(1) + 1] == 1, "layer 0 is not run again"
+        scorer.score(as_reference=True)
+    return path, folder, at_work
+
+
+def test_a_killed_pass_goes_on_at_its_layer(stopped: tuple[Path, Path, list[int]], tmp_path: Path) -> None:
+    path, folder, at_work = stopped
+    assert at_work == [0, 1]
+    again = scorer_of(layered_of(path, folder)).score(as_reference=True).nats
+    assert at_work[2] == 1, "layer 0 is not run again"
+    expected = scorer_of(layered_of(path, tmp_path / "whole")).score(as_reference=True).nats
+    assert (again == expected).all()
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "sum"])
+def test_states_that_were_changed_are_refused_and_made_again(
+    stopped: tuple[Path, Path, list[int]], tmp_path: Path, place: str
+) -> None:
+    path, folder, _ = stopped
+    (states,) = folder.rglob("*.states")
+    body = bytearray(states.read_bytes())
+    body[{"first": 0, "middle": len(body) // 2, "sum": -1}[place]] ^= 1
+    states.write_bytes(body)
+    with pytest.raises(ConversionError, match=rf"{states.name} was changed since it was made: delete it") as caught:
+        scorer_of(layered_of(path, folder)).score(as_reference=True)
+    assert "\n" not in str(caught.value)
+    states.unlink()
+    again = scorer_of(layered_of(path, folder)).score(as_reference=True).nats
+    assert (again == scorer_of(layered_of(path, tmp_path / "whole")).score(as_reference=True).nats).all()
+
+
+def test_a_file_of_states_counts_at_its_own_place_alone(tmp_path: Path) -> None:
+    passage, values = Passage(tmp_path / "a", (3, 2, 4), keeps=True), torch.randn(3, 2, 4)
+    for layer in (1, 2, 3):
+        with passage.leaving(layer) as left:
+            left[torch.tensor([2, 0])] = values[[2, 0]]  # the other row stays zero
+    for layer in (1, 2, 3):
+        found = Passage(tmp_path / "a", (3, 2, 4), keeps=True).entering(layer)
+        assert (found == values * torch.tensor([1, 0, 1])[:, None, None]).all()
+    (tmp_path / "b").mkdir()
+    for source, target in (("a/003", "a/002"), ("a/001", "b/001")):
+        shutil.copy(tmp_path / f"{source}.states", tmp_path / f"{target}.states")
+        with pytest.raises(ConversionError, match="was changed since"):
+            Passage((tmp_path / target).parent, (3, 2, 4)).entering(int(target[-1]))
+    assert Passage(tmp_path / "a", (3, 2, 4), keeps=True).reached == 3
+    (tmp_path / "a/002.states").unlink()
+    assert Passage(tmp_path / "a", (3, 2, 4), keeps=True).reached == 1, "all before it have to be there"
+    assert Passage(tmp_path / "a", (3, 2, 4)).reached == 3
+    with (tmp_path / "a/003.states").open("rb+") as file:
+        file.truncate(3 * 2 * 4 * 4)
+    assert Passage(tmp_path / "a", (3, 2, 4)).reached == 1, "states without checksums are none"
 
 
 def test_a_full_disk_is_one_line(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
