@@ -1,13 +1,151 @@
-"""Tables and sentences of the text from result files: made-up results, made-up text."""
+"""Results of benches, what of them is kept, and the tables, sentences and the picture that are made of them."""
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 
-from recipes.bench import blocks, figures, kept
-from recipes.bench.result import Result, Row, read, write
+from recipes.bench import blocks, figures, kept, picture, stream
+from recipes.bench.blocks import rendered
+from recipes.bench.race import Device, Entry, Outcome
+from recipes.bench.result import Result, Row, context, read, row_of_runs, write
+from recipes.bench.result import table as table_of
+from recipes.bench.stream_packs import Packs
+from recipes.bench.streamed import Segment
 from recipes.bench.tables import Block
+from recipes.bench.tables import stream as tables
 from recipes.bench.tables.catalogue import BLOCKS
+from tests import tiny_packs
+
+# The form in which benches hand over their figures.
+
+
+def test_aims_say_whether_they_are_met():
+    row = Row("bytes", 0.6, "share")
+    assert (row.at_most(0.6).aim, row.at_most(0.6).met, row.at_most(0.5).met) == ("≤ 0.6", True, False)
+    assert (row.at_least(0.6).aim, row.at_least(0.6).met, row.at_least(0.7).met) == ("≥ 0.6", True, False)
+    assert not row.at_least(math.nextafter(0.6, 1)).met, "an aim is met at its limit and not near it"
+    assert not row.at_most(math.nextafter(0.6, 0)).met
+
+
+def test_repeated_runs_give_their_median_and_the_distance_of_the_quartiles():
+    row = row_of_runs("time", [4.0, 1.0, 2.0, 3.0, 100.0], "s")
+    assert (row.value, row.spread, row.runs) == (3.0, 2.0, 5)
+    assert row_of_runs("time", [4.0], "s").spread is None
+    with pytest.raises(ValueError, match="time: no runs"):
+        row_of_runs("time", [], "s")
+
+
+def test_an_aim_and_an_interval_keep_what_was_measured():
+    row = row_of_runs("time", [1.0, 2.0, 3.0], "s").within(1.1, 2.9, 3).at_most(5)
+    assert (row.name, row.value, row.unit, row.spread, row.runs) == ("time", 2.0, "s", 1.0, 3)
+    assert (row.low, row.high, row.n, row.met) == (1.1, 2.9, 3, True)
+
+
+def test_the_file_has_the_context_and_what_is_known_of_every_row(tmp_path):
+    rows = [Row("a", 1.5, "s", 0.1, 3).at_most(1), Row("b", 2.0, "bytes")]
+    path = write("some", context({"seed": 0}, ["safetensors"]), rows, tmp_path / "new")
+    assert path == tmp_path / "new" / "some.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert set(found) == {"context", "rows"}
+    where = found["context"]
+    assert set(where) == {"commit", "changed", "date", "seconds", "hardware", "versions", "settings"}
+    assert set(where["hardware"]) == {"processor", "cores", "memory_gib", "isa"}
+    assert where["settings"] == {"seed": 0}
+    assert {"python", "numpy", "torch", "safetensors"} <= set(where["versions"])
+    assert found["rows"][0] == {
+        "name": "a", "value": 1.5, "unit": "s", "spread": 0.1, "runs": 3, "aim": "≤ 1", "met": False,
+    }  # fmt: skip
+    assert found["rows"][1] == {"name": "b", "value": 2.0, "unit": "bytes", "runs": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["some.json"]
+
+
+def test_what_was_written_is_read_again(tmp_path):
+    rows = [Row("a", 1.5, "s").within(1, 2, 9).at_least(1), Row("b", 2.0, "bytes")]
+    result = read(write("some", {"commit": "abc"}, rows, tmp_path))
+    assert result == Result({"commit": "abc"}, rows)
+    assert result.by_name["b"] == rows[1]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"context": {}, "rows": [{"nam": 1}]}', '{"context": {}, "rows": 1}'])
+def test_what_is_no_result_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"some\.json is no result file"):
+        read(path)
+
+
+def test_two_rows_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two rows are called 'a'"):
+        _ = Result({}, [Row("b", 1, ""), Row("a", 1, ""), Row("a", 2, "")]).by_name
+
+
+def git(*command):
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *author, *command], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    git("init")
+    (tmp_path / "code.py").write_text("1")
+    (tmp_path / "README.md").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    return tmp_path
+
+
+def test_a_checkout_without_changes_is_named_by_its_commit(checkout):
+    where = context({})
+    assert not where["changed"]
+    assert len(where["commit"]) == 12
+    (checkout / "README.md").write_text("2")
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "some.json").write_text("2")
+    assert context({}) | {"date": 0, "seconds": 0} == where | {"date": 0, "seconds": 0}
+
+
+@pytest.mark.parametrize("file", ["code.py", "new.py"])
+def test_changed_and_new_files_are_told(checkout, file):
+    clean = context({})["commit"]
+    (checkout / file).write_text("2")
+    assert (context({})["commit"], context({})["changed"]) == (f"{clean}+", True)
+
+
+def test_a_row_that_came_to_no_number_costs_no_other(tmp_path, capsys):
+    path = write("some", context({}), [Row("a", float("nan"), "s"), Row("b", 2.0, "s")], tmp_path)
+    found = read(path)
+    assert ([row.name for row in found.rows], found.context["no number"]) == (["b"], ["a"])
+    assert capsys.readouterr().err == "no number: a\n"
+
+
+def test_a_context_that_json_cannot_hold_is_refused_and_leaves_the_old_file(tmp_path):
+    write("some", context({}), [Row("a", 1.0, "s")], tmp_path)
+    with pytest.raises(ValueError, match="JSON"):
+        write("some", context({"wrong": float("nan")}), [Row("a", 2.0, "s")], tmp_path)
+    assert json.loads((tmp_path / "some.json").read_text())["rows"][0]["value"] == 1.0
+
+
+def test_the_table_has_a_line_for_each_row_and_counts_the_aims():
+    rows = [Row("a", 1.5, "s").at_most(1), Row("long name", 1234567.0, "bytes").at_least(1), Row("c", 0.012345, "s")]
+    lines = table_of(rows).splitlines()
+    assert len(lines) == 5
+    assert lines[1].endswith("NO")
+    assert lines[2].split() == ["long", "name", "1,234,567", "bytes", "1", "≥", "1", "yes"]
+    assert "0.01235" in lines[3] or "0.01234" in lines[3]
+    assert lines[-1] == "1 of 2 aims met"
+
+
+# Tables and sentences of the text from result files: made-up results, made-up text.
 
 WHERE = {
     "commit": "0123456789ab",
@@ -268,10 +406,10 @@ def test_every_definition_is_filled_and_square(name):
     result = complete(BLOCKS[name].parts, [Row(row, 2.5, "") for row in SEEN.get(name, [])], SETTINGS)
     made = blocks.rendered(BLOCKS[name].parts(result), result)
     assert not set("{}") & set(made)
-    for table in made.split("\n\n"):
-        if table.startswith("|"):
-            assert len({line.count("|") for line in table.splitlines()}) == 1
-            assert len(table.splitlines()) > 2
+    for part in made.split("\n\n"):
+        if part.startswith("|"):
+            assert len({line.count("|") for line in part.splitlines()}) == 1
+            assert len(part.splitlines()) > 2
     assert "*Commit 0123456" in made
 
 
@@ -295,3 +433,122 @@ def test_a_peer_that_failed_on_one_model_leaves_the_others():
         ["Q2_K", "0.50, 0.50 to 2.60 bits", "failed"],
         ["Q4_K", "failed", "0.50, 0.50 to 4.50 bits"],
     ]
+
+
+# The tables of `make bench-stream` find every row in what the bench makes of its races; nothing is run here.
+
+OF_A_RACE = {"commit": "0123456789ab", "date": "2026-01-02", "settings": {"failed": []},
+         "hardware": {"processor": "Some CPU", "cores": 2, "memory_gib": 24, "isa": "avx2"}}  # fmt: skip
+PARTS = ("g2p", "wiki", "olmoe-shaped", "llama")
+
+
+def raced(device: Device, entries: list[Entry], seconds: float, rounds: int) -> dict[str, Outcome]:
+    facts = {"peak_bytes": 100, "cache_bytes": 6, "backbone_bytes": 4}
+    segments = [Segment(10, 1.0, 50, 20, 5, 2)] * rounds
+    return {entry.name: Outcome(segments, [30] * rounds, Segment(128, 4.0, 0, 0, 0), facts) for entry in entries}
+
+
+@pytest.fixture
+def imitated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("[1, 2]\n")
+    packs = Packs("olmoe-shaped", pack, pack, pack, pack, None, 7)
+    monkeypatch.setattr(stream, "shaped", lambda: packs)
+    monkeypatch.setattr(stream, "reference", lambda name: replace(packs, name=name, routing=None))
+    monkeypatch.setattr(stream, "race", raced)
+    monkeypatch.setattr(stream, "texts", lambda spec: texts)
+    monkeypatch.setattr(stream, "disk_bytes_per_s", lambda packs: 1e9)
+    monkeypatch.setattr(stream.races, "start", lambda *arguments: 2.5)
+    monkeypatch.setattr(stream.subprocess, "run", lambda *arguments, **options: None)
+
+
+def rows_of(parts: tuple[str, ...]) -> list[Row]:
+    steps = [(part, device) for part in parts for device in stream.DEVICES]
+    rows, failed = stream.all_rows(steps, stream.Sizes())
+    assert failed == []
+    return rows
+
+
+@pytest.mark.usefixtures("imitated")
+def test_the_tables_find_their_rows() -> None:
+    result = Result(OF_A_RACE, rows_of(PARTS))
+    shaped, trained = (rendered(parts(result), result) for parts in (tables.shaped, tables.trained))
+    assert "failed" not in shaped + trained
+    assert "| unthrottled | 75% | 10 |" in shaped
+    assert "| wiki | unthrottled | 75% | 10 |" in trained
+    assert "| 500 MB/s | 300 MB | 10 | 10 | 1.0 | 4.0 | 4.0 | | 15% | 5e-06 | 5e-06 |" in shaped
+    assert "| g2p | 2.5 s | 2.5 s | 2.5 s |" in trained
+
+
+@pytest.mark.usefixtures("imitated")
+def test_what_failed_is_told_in_the_table() -> None:
+    result = Result({**OF_A_RACE, "settings": {"failed": ["llama, board"]}}, rows_of(PARTS[:-1]))
+    assert "| 100 MB/s | ? MB | failed | failed | failed | failed | failed | | | | |" in rendered(
+        tables.shaped(result), result
+    )
+
+
+@pytest.mark.usefixtures("imitated")
+def test_a_program_that_ended_is_among_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*arguments: object) -> dict[str, Outcome]:
+        outcomes = raced(*arguments)  # type: ignore[arg-type]
+        return outcomes | {"STI-like 50%": Outcome(ended="it ended with status -9")}
+
+    monkeypatch.setattr(stream, "race", ended)
+    rows, failed = stream.all_rows([("g2p", "ssd")], stream.Sizes())
+    assert failed == ["g2p, ssd: STI-like 50%"]
+    assert "g2p, ssd: moert 50% to STI-like" not in {row.name for row in rows}
+    assert "g2p, ssd: moert 50% to IO-EXP" in {row.name for row in rows}
+
+
+# The picture of speed by memory, from made-up results.
+
+OF_A_PICTURE = {
+    "commit": "0123456789ab",
+    "date": "2026-01-02T03:04:05+00:00",
+    "hardware": {"processor": "Some <CPU>", "cores": 2, "memory_gib": 24, "isa": "avx2"},
+    "settings": {"failed": ["llama, nvme"]},
+}
+
+
+def process(name: str, speed: float, mb: float) -> list[Row]:
+    return [Row(f"{name}: decode", speed, "tokens/s"), Row(f"{name}: peak memory of the process", mb, "MB")]
+
+
+def made() -> Result:
+    rows = [Row("olmoe-shaped, board: moert 25% to IO-EXP", 1.0, "× its speed").at_least(6), Row("other", 1.0, "s")]
+    for device in ("board", "ssd", "nvme"):
+        for at, side in enumerate(("moert 25%", "moert 50%", "moert 75%", "moert, all in memory"), 1):
+            rows += process(f"olmoe-shaped, {device}: {side}", 3.0 * at, 300.0 * at)
+        if device != "nvme":
+            rows += process(f"olmoe-shaped (own routers), {device}, 857 MB: moert", 5.0, 857.0)
+            rows += process(f"olmoe-shaped (own routers), {device}, 857 MB: llama.cpp Q2_K", 0.5, 850.0)
+    return Result(OF_A_PICTURE, rows)
+
+
+def texts(drawn: str) -> list[str]:
+    return [each.text or "" for each in ElementTree.fromstring(drawn).iter() if each.tag.endswith("text")]
+
+
+def test_it_is_the_same_each_time_and_says_where_it_is_from() -> None:
+    drawn = picture.drawn({"stream": made()})
+    assert drawn == picture.drawn({"stream": made(), "other": made()})
+    assert drawn is not None
+    assert any("Commit 0123456, 2026-01-02, Some <CPU>, 2 cores" in text for text in texts(drawn))
+    assert picture.drawn({"other": made()}) is None
+
+
+def test_what_failed_is_named() -> None:
+    drawn = picture.drawn({"stream": made()}) or ""
+    assert texts(drawn).count("llama.cpp Q2_K: failed") == 1
+    assert texts(drawn).count("0.5") == 2
+
+
+def test_all_rows_that_it_shows_are_kept() -> None:
+    result = made()
+    needed = picture.needed(result)
+    assert "other" not in needed
+    assert len(needed) == 2 * (3 * 4 + 2 * 2)
+    less = Result(OF_A_PICTURE, [row for row in result.rows if row.name in needed or row.met is False])
+    assert picture.drawn({"stream": less}) == picture.drawn({"stream": result})

@@ -1,8 +1,8 @@
-"""make bench-flash: what is recorded and replayed, curves and orders of it, and what its tables show."""
+"""Single neurons, the hash function and two devices: what is replayed, counted and shown."""
 
 from __future__ import annotations
 
-import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,40 +10,35 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_hash import add_hash
 from random_predictor import add_predictor, random_predictor
 from tiny_packs import PROMPTS, SPECS, write_pack
 
 from moert.experts.demand import Demand
 from moert.experts.neurons.keeping import KEEPING, replay
 from moert.experts.neurons.naming import PREDICTED
-from moert.experts.policy.belady import replay_belady
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import Neurons
 from moert.pack.order import NeuronOrder
 from moert.pack.predictor import PredictedLoss
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench.blocks import rendered
+from recipes.bench.cards import offloading, ours, processor, split
+from recipes.bench.cards_rig import Setup
+from recipes.bench.cards_rig import replay as replay_on_cards
+from recipes.bench.cards_routing import EXPERTS, LAYERS, TOP_K, Routes
 from recipes.bench.flash_bytes import Written, opened, write
 from recipes.bench.flash_curves import (
     ROOMS,
     best_hits,
-    hit_rates,
     hit_rows,
     kept_hits,
     visits_of,
     window_loads,
     window_rows,
 )
-from recipes.bench.flash_firings import SHIFT, Firings, Recorder, Replay, enforced
-from recipes.bench.flash_order import (
-    IN_THE_PACK,
-    ORDERS,
-    as_trained,
-    closest_friends,
-    order_rows,
-    together,
-    touched,
-)
+from recipes.bench.flash_firings import Firings, Recorder, Replay
+from recipes.bench.flash_order import IN_THE_PACK, as_trained, order_rows
 from recipes.bench.flash_packs import SUBJECTS, Subject
 from recipes.bench.flash_rows import (
     Asked,
@@ -57,14 +52,19 @@ from recipes.bench.flash_rows import (
     steps_rows,
     today_rows,
 )
+from recipes.bench.hash_evictions import BELADY, Compared, Found, Perfect, eviction_rows
+from recipes.bench.hash_evictions import hit_rates as hash_hit_rates
+from recipes.bench.hash_race import BEST, DEFAULT, NONE, ON_DEMAND, called, race_rows
 from recipes.bench.race import Outcome
 from recipes.bench.result import Result, Row, context
 from recipes.bench.shaped import DENSE
 from recipes.bench.shaped import write_pack as write_shaped
-from recipes.bench.streamed import Segment, Setting, Streamed
-from recipes.bench.tables import flash
-from recipes.bench.timed import Meter, Spent
+from recipes.bench.streamed import Segment
+from recipes.bench.tables import devices, flash, hashed
+from recipes.bench.timed import Spent
 from tests.shapes import Shape, every
+
+# make bench-flash: what is recorded and replayed, curves and orders of it, and what its tables show.
 
 NEW_TOKENS = 6
 LOST = PredictedLoss(0.02, 0.01, 0.03)
@@ -105,22 +105,6 @@ def made_up(visits: int = 160, layers: int = 2, experts: int = 2, d_ff: int = 20
 # Recorded and replayed ------------------------------------------------------------------------------------------------
 
 
-def test_what_fires_is_recorded_token_by_token(pack: Path, texts: list[list[int]], tmp_path: Path) -> None:
-    with opened(pack) as engine:
-        recorder = Recorder(engine)
-        recorder.on = True
-        written = write(engine, texts, NEW_TOKENS)
-        found = recorder.firings()
-    spec = SPECS["switch"]
-    assert found.n_layers == len(spec.moe_layers("decoder"))
-    assert found.visits == written.tokens + len(texts), "the first token of each answer comes with the prompt"
-    assert 0 < found.share < 1
-    found.save(tmp_path / "firings.npz")
-    again = Firings.load(tmp_path / "firings.npz")
-    assert again.share == found.share
-    assert (again.experts == found.experts).all()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_of_another_shape_fires_as_recorded(layout: str, tmp_path: Path) -> None:
     firings = made_up()
@@ -153,38 +137,6 @@ def test_what_a_predictor_names_is_replayed_too(predicted: Path) -> None:
         assert (found.fired(place) == expected.pattern(at, expected.begin(at, found.visits))).all()
 
 
-def test_copies_beside_are_of_other_tokens() -> None:
-    firings = made_up(d_ff=20)
-    at = LayerKey("decoder", 0)
-    replayed = Replay(firings, [at], 2, 50)
-    pattern, fired = replayed.pattern(at, np.array([3])), firings.fired(0)
-    assert pattern.shape == (1, 50)
-    assert (pattern[0, :20] == fired[3]).all()
-    assert (pattern[0, 20:40] == fired[(3 + SHIFT) % firings.visits]).all()
-    assert (pattern[0, 40:] == fired[(3 + 2 * SHIFT) % firings.visits][:10]).all()
-    assert replayed.begin(at, 3).tolist() == [0, 1, 2]
-    assert replayed.begin(at, 2).tolist() == [3, 4]
-
-
-def test_only_what_differs_is_changed() -> None:
-    fired = np.array([[0, 2, 0, 3]], np.float32)
-    found = enforced(fired, np.array([[True, True, False, False]]))
-    assert (found != 0).tolist() == [[True, True, False, False]]
-    assert found[0, 1] == 2
-    assert found.dtype == np.float32
-
-
-def test_a_session_replays_what_a_file_says(pack: Path, tmp_path: Path) -> None:
-    firings = made_up()
-    firings.save(tmp_path / "firings.npz")
-    session = Streamed(Setting(str(pack), None, predict="none", firings=str(tmp_path / "firings.npz")))
-    session.run(0.0, 40)
-    counted = session._engine._streaming.firing
-    assert counted is not None
-    assert counted.counters.fired / counted.counters.neurons == pytest.approx(firings.share, abs=0.05)
-    session._engine.close()
-
-
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
@@ -198,26 +150,6 @@ def test_the_same_tokens_are_read_in_any_room(pack: Path, texts: list[list[int]]
     assert (little.neurons, little.fired, little.blocks) == (alone.neurons, alone.fired, alone.blocks)
     assert alone.holds_rows
     assert little.bytes_read > 0
-
-
-def test_whole_packs_have_no_blocks(tmp_path: Path) -> None:
-    whole = write_pack(tmp_path / "m.pack", SPECS["switch"], paths=False, bits=(4,))
-    with opened(whole) as engine:
-        found = write(engine, [[5, 6, 7]], 3)
-    assert (found.neurons, found.blocks, found.holds_rows) == (0, 0, False)
-    assert found.requests == found.tokens * len(SPECS["switch"].moe_layers("decoder"))
-
-
-@pytest.mark.parametrize("neurons", ["exact", "predicted"])
-def test_time_of_neurons_is_divided_too(pack: Path, texts: list[list[int]], neurons: str, tmp_path: Path) -> None:
-    path = add_predictor(Path(shutil.copytree(pack, tmp_path / "m.pack")))
-    with opened(path, cache="60%", threads=1, neurons=neurons) as engine:
-        if engine.backend.name == "reference":
-            pytest.skip("no compiler: the meter counts calls of the native kernels")
-        meter = Meter(engine)
-        spent = meter.during(lambda: write(engine, texts, NEW_TOKENS))
-    assert min(spent.kernels, spent.waiting, spent.deciding) > 0
-    assert spent.whole >= spent.kernels + spent.waiting + spent.deciding
 
 
 def test_packs_of_a_shape_have_the_same_weights_by_neurons(tmp_path: Path) -> None:
@@ -251,13 +183,6 @@ def test_windows_load_what_did_not_fire_lately(asked: list[tuple[int, set[int]]]
     assert found.kept == pytest.approx(kept / len(named))
 
 
-def test_blocks_are_asked_for_where_a_neuron_fires() -> None:
-    fired = np.array([[1, 0, 0, 0, 1], [0, 0, 1, 1, 0]], np.bool_)
-    visits, n_blocks = visits_of(np.array([0, 2]), fired, 2)
-    assert n_blocks == 3
-    assert [visit.tolist() for visit in visits] == [[0, 2], [2 * 3 + 1]]
-
-
 @pytest.mark.parametrize("name", KEEPING)
 def test_hits_are_those_of_the_runtime_and_at_most_the_best(name: str) -> None:
     firings = made_up()
@@ -271,24 +196,6 @@ def test_hits_are_those_of_the_runtime_and_at_most_the_best(name: str) -> None:
         found = kept_hits(visits, n_blocks, n_slots, KEEPING[name])
         assert found.asked == best.asked
         assert found.hits <= best.hits
-
-
-@given(st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=1), max_size=12), st.integers(1, 3))
-def test_the_best_of_single_demands_is_what_evicting_by_the_future_hits(asked: list[set[int]], slots: int) -> None:
-    """Where a token asks for one block, a policy that has to keep it loses nothing by that but a slot."""
-    at = LayerKey("decoder", 0)
-    visits = [np.array(sorted(each)) for each in asked]
-    trace = [Demand(at, tuple(visit.tolist())) for visit in visits]
-    kept = replay_belady(trace, dict.fromkeys(map(at.expert, range(5)), 1), slots).hits
-    more = replay_belady(trace, dict.fromkeys(map(at.expert, range(5)), 1), slots + 1).hits
-    assert kept <= best_hits(visits, 5, slots).hits <= more
-
-
-def test_more_room_hits_more() -> None:
-    rates = [hit_rates(made_up(), 2, room) for room in (0.25, 0.5, 1.0)]
-    for way in rates[0]:
-        values = [rate[way] for rate in rates]
-        assert values == sorted(values)
 
 
 # Orders ---------------------------------------------------------------------------------------------------------------
@@ -317,26 +224,6 @@ def test_orders_of_a_pack_are_judged_on_the_same_firings_as_others() -> None:
     }
     lying = {row.name: row.value for row in order_rows("opt", recorded)}
     assert rows[f"opt, blocks of 4: {IN_THE_PACK}"] == lying["opt, blocks of 4: as given"]
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_an_order_has_each_neuron_once(name: str, size: int) -> None:
-    fired = made_up().fired(0)
-    order = ORDERS[name](fired, size)
-    assert sorted(order.tolist()) == list(range(fired.shape[1]))
-    assert 0 < touched(fired, order, size) <= 1
-
-
-def test_neurons_that_fire_together_are_put_together() -> None:
-    rng = np.random.default_rng(3)
-    groups = rng.random((200, 6)) < 0.3
-    fired = np.repeat(groups, 4, axis=1)[:, (order := rng.permutation(24))]
-    assert touched(fired, together(fired, 4), 4) == pytest.approx(groups.mean())
-    assert touched(fired, np.arange(24), 4) > groups.mean()
-    friends = closest_friends(fired)
-    assert (friends != np.arange(24)).all()
-    assert (order[friends] // 4 == order // 4).all()
 
 
 # Rows and tables ------------------------------------------------------------------------------------------------------
@@ -406,12 +293,6 @@ def test_aims_stand_where_they_belong() -> None:
     assert rows["g2p, ssd: neurons 50%: peak memory of the process"].met is False
 
 
-def test_what_reads_nothing_is_no_number(tmp_path: Path) -> None:
-    asked, nothing = Asked(0.1, 1e6, 7e4), Written(tokens=10)
-    rows = read_rows(subject("opt"), 0.75, asked, nothing, nothing, 0)
-    assert not all(np.isfinite(row.value) for row in rows)
-
-
 def test_tables_show_part_of_a_run() -> None:
     result = Result(context({}), all_rows())
     text = "\n".join(rendered(parts(result), result) for parts in (flash.nbytes, flash.speeds, flash.curves))
@@ -423,3 +304,119 @@ def test_tables_show_part_of_a_run() -> None:
     assert f"| opt, blocks of 2 | {ROOMS[0]:.0%} |" in text
     for parts in (flash.nbytes, flash.speeds):
         rendered(parts(Result(context({}), [])), Result(context({}), []))
+
+
+# make bench-hash: what it counts, and what its tables show of part of a run.
+
+TEXTS = [[3, 5, 7, 9, 11], [4, 6, 8]]
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hashed")
+    return {name: add_hash(write_pack(root / f"{name}.pack", SPECS[name])) for name in ("decoder", "switch")}
+
+
+def test_hits_of_both_stacks_are_all_hits(packs: dict[str, Path]) -> None:
+    compared = hash_hit_rates(packs["switch"], TEXTS, NEW_TOKENS, 0.5)
+    found = compared.found
+    asked = {policy: each.asked for policy, each in found.items()}
+    assert asked["auto"] == asked["foreseen"] == asked[BELADY]
+    assert found[BELADY].rate() >= max(found["auto"].rate(), found["foreseen"].rate(), compared.perfect)
+
+
+def counted(hits: int) -> Found:
+    found = Found()
+    found.asked, found.hits = Counter({"decoder": 100}), Counter({"decoder": hits})
+    return found
+
+
+def test_what_is_won_is_a_share_of_what_is_lacking() -> None:
+    compared = Compared({"auto": counted(40), "foreseen": counted(55), BELADY: counted(60)}, 0.57)
+    rows = list(eviction_rows("m", 0.5, compared))
+    won = next(row for row in rows if "won" in row.name)
+    assert (won.value, won.met) == (pytest.approx(75), True)
+
+
+def test_who_foresees_without_error_knows_the_present_pass_alone() -> None:
+    layers = [LayerKey("decoder", layer) for layer in range(3)]
+    trace = [Demand(at, (number,)) for number in range(2) for at in layers]
+    perfect, told = Perfect(trace, 4), []
+    for _ in perfect:
+        coming, likely = perfect.coming()
+        told.append([(at.layer, row.nonzero()[0].tolist()) for at, row in zip(coming, likely, strict=True)])
+    assert told == [[(1, [0]), (2, [0])], [(2, [0])], [], [(1, [1]), (2, [1])], [(2, [1])], []]
+
+
+def test_a_part_of_a_run_can_be_shown() -> None:
+    outcomes = {
+        called(side, 0.5): Outcome([Segment(10, seconds, 0, 0, 0)])
+        for side, seconds in ((ON_DEMAND, 4.0), (BEST, 1.0), (NONE, 2.0), (DEFAULT, 2.1))
+    }
+    rows = [Row("m: hash function", 1.0, "MB"), *race_rows("m, ssd", outcomes, [0.5])]
+    result = Result(context({}), rows)
+    assert {row.name: row.met for row in rows if row.aim} == {
+        "m, ssd: hash, foreseen 50% to on demand": True, "m, ssd: auto 50% to none": False,
+    }  # fmt: skip
+    for parts in (hashed.names, hashed.routing, hashed.hits, hashed.speeds, hashed.beforehand):
+        assert rendered(parts(result), result)
+    assert "0.95" in rendered(hashed.speeds(result), result)
+
+
+# The bench of two devices: what its routing, its rig and its tables make of small examples. Nothing here is timed.
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def routes() -> Routes:
+    """Of experts of which some are popular, and of guesses that are always right."""
+    rng = np.random.default_rng(0)
+    scores = rng.random((TOKENS, LAYERS, EXPERTS)) + np.linspace(0, 0.7, EXPERTS)
+    chosen = np.sort(np.argsort(-scores, -1)[..., :TOP_K], -1).astype(np.uint8)
+    guesses = np.zeros(scores.shape, np.float16)
+    np.put_along_axis(guesses, chosen.astype(np.int64), np.float16(0.5), -1)
+    return Routes(chosen, guesses)
+
+
+@pytest.mark.parametrize("setup", [ours("t4"), processor("t4"), offloading("t4"), split("t4")])
+def test_the_same_run_gives_the_same_figures(routes: Routes, setup: Setup) -> None:
+    first, second = (replay_on_cards(setup, routes.chosen, routes, 1, 4, 2) for _ in range(2))
+    assert first == second
+    counters = first.counters
+    assert counters.asked == 4 * LAYERS * TOP_K == counters.held + counters.copied + counters.on_host
+    assert len(first.passes) == 4
+    assert first.error < 0.1
+
+
+def test_where_experts_are_computed(routes: Routes) -> None:
+    counters = {
+        name: replay_on_cards(setup("t4"), routes.chosen, routes, 1, 3, 1).counters
+        for name, setup in {"processor": processor, "offloading": offloading, "split": split}.items()
+    }
+    assert counters["processor"].on_host == counters["processor"].asked
+    assert counters["offloading"].on_host == 0
+    assert counters["split"].copied == 0
+
+
+def test_memory_for_half_of_the_experts_takes_longer(routes: Routes) -> None:
+    whole = replay_on_cards(processor("t4"), routes.chosen, routes, 1, 3, 3)
+    setup = Setup("t4", 1, "layers", "resident", "host", guesses=False, memory_bytes=100 * 10**8)
+    half = replay_on_cards(setup, routes.chosen, routes, 1, 3, 3)
+    assert half.mean_s > 1.2 * whole.mean_s
+
+
+def test_tables() -> None:
+    names = ["two devices", "all on the processor", "LRU offloading", "layers split"]
+    rows = [Row(f"t4, one request: {name}", 1.0, "tokens/s") for name in names]
+    rows.append(Row(f"t4, one request: {devices.OTHERS[-1]}", 1.2, "tokens/s"))
+    rows.append(Row("t4, one request: by the best of the others", 1.5, "×").at_least(1.3))
+    rows.append(Row("deciding a layer, 2 of 8 experts", 1.0, "µs").at_most(20))
+    rows.append(Row("hits on the card with room for 10%: lru", 19.0, "%"))
+    rows += [Row(f"t4, experts at 2 bits: {name}", 1.0, "tokens/s") for name in ("their method", "two devices")]
+    raced, aimed, hits, published = devices.parts(Result({}, rows))
+    assert raced[1][0] == "t4, one request"
+    assert raced[1][-1] == "0.83 ×", "a best of the others that was measured once is among them"
+    assert [line[0] for line in aimed[1:]] == ["deciding a layer, 2 of 8 experts"]
+    assert hits[1] == ("10%", "{hits on the card with room for 10%: lru}%")
+    assert published[1][0] == "t4, experts at 2 bits"

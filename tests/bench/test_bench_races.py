@@ -1,8 +1,7 @@
-"""The bench on imitated devices: settings of the baselines, sessions, bounds and rows. Nothing here is timed."""
+"""Races on imitated devices: equal room and equal text for everyone, recorded routing, rows. Nothing is timed."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -13,21 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moert.engine import Engine
+from moert.experts.demand import Demand
 from moert.generation.session import Session
-from moert.pack.codec import QuantizedMatrix
-from moert.pack.reader import Pack
-from recipes.bench import contenders, stream, stream_packs, stream_rows
+from moert.pack.codec import F32
+from moert.pack.reader import Pack, projection_weights
+from recipes.bench import contenders, readahead, stream, stream_packs, stream_rows
 from recipes.bench import race as races
+from recipes.bench import routing as recorded
 from recipes.bench.contenders import Contender
-from recipes.bench.race import Device, Entry, Outcome, forget, of_llama, race
+from recipes.bench.large_rows import prompt_rows, spent_rows
+from recipes.bench.race import Device, Entry, Outcome, of_llama, race
+from recipes.bench.readahead import USUAL_KB, read_ahead
 from recipes.bench.result import Row
-from recipes.bench.routing import WINDOW
+from recipes.bench.routing import WINDOW, Replaced, ReplayedRouting, like, record
 from recipes.bench.runner import Runner
-from recipes.bench.shaped import OLMOE_SHAPE, write_pack
+from recipes.bench.shaped import DENSE, OLMOE_SHAPE, write_pack
 from recipes.bench.stream_packs import Packs
-from recipes.bench.streamed import Clock, Segment, Setting, Streamed, beginnings
+from recipes.bench.streamed import Segment, Setting, Streamed
+from recipes.bench.timed import Meter, Spent
 from tests import cgroups, tiny_packs
 from tests.shapes import every
+
+# The bench on imitated devices: settings of the baselines, sessions, bounds and rows. Nothing here is timed.
 
 NO_GUESSES = np.zeros((3, 3, 8), np.float16)
 SMALL = OLMOE_SHAPE.but(
@@ -42,31 +49,6 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Packs and settings ---------------------------------------------------------------------------------------------------
-
-
-def test_widths_of_a_conversion_repeat_for_more_experts(pack: Path) -> None:
-    source = Pack.open(pack).manifest
-    spec = tiny_packs.DECODER_SHAPE.but(num_experts=16).spec
-    widths = stream_packs.as_converted(source, spec)
-    assert set(widths) == set(spec.expert_keys())
-    for key, bits in widths.items():
-        entry = next(each for each in source.experts if each.key == key._replace(expert=key.expert % 8))
-        assert bits == max(entry.bits.values())
-
-
-def test_shaped_packs_take_a_width_for_each_expert_and_paths(tmp_path: Path) -> None:
-    widths = {key: 16 if key.expert == 0 else 2 for key in SMALL.expert_keys()}
-    write_pack(tmp_path / "mixed.pack", widths, {"embed": 16, "head": 16, "attention": 16, "router": 16}, SMALL)
-    routing = np.random.default_rng(0).integers(0, 4, (2 * WINDOW, 2, 2)).astype(np.uint8)
-    stream_packs.add_paths(tmp_path / "mixed.pack", routing)
-    found = Pack.open(tmp_path / "mixed.pack")
-    for entry in found.manifest.experts:
-        parts = found.projections(entry.key, found.read_expert(entry.key))
-        assert all(isinstance(part, QuantizedMatrix) != (entry.key.expert == 0) for part in parts.values())
-    assert {"paths.safetensors", "trace.safetensors"} <= set(found.manifest.files)
-    before = (tmp_path / "mixed.pack/manifest.json").read_bytes()
-    stream_packs.add_paths(tmp_path / "mixed.pack", routing)
-    assert (tmp_path / "mixed.pack/manifest.json").read_bytes() == before
 
 
 def packs_of(pack: Path) -> Packs:
@@ -109,14 +91,6 @@ def test_layer_bytes_are_the_largest_demand_of_one_token(pack: Path) -> None:
 # The session ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_stops_after_its_time_but_not_before_its_tokens() -> None:
-    clock = Clock(0.0, 3)
-    for expected in (False, False, True):
-        clock.tokens += 1
-        assert clock.over == expected
-    assert not Clock(1000.0, 0).over
-
-
 def test_a_session_writes_reads_and_knows_what_it_could_not_avoid(pack: Path, tmp_path: Path) -> None:
     routing = tmp_path / "routing.npz"
     np.savez(routing, heldout=np.array([[[0, 1]] * 3, [[2, 3]] * 3], np.uint8), guesses=NO_GUESSES)
@@ -146,12 +120,6 @@ def test_a_session_goes_on_from_prompts_in_turn(pack: Path, tmp_path: Path, monk
     assert seen[:3] == [[5, 6, 7], [8], [5, 6, 7]]
 
 
-def test_texts_begin_differently() -> None:
-    found = list(itertools.islice(beginnings(50304), 1000))
-    assert len(set(found)) == 1000
-    assert all(0 <= token < 50304 for token in found)
-
-
 def test_a_given_text_is_written_whatever_the_model_likes(tmp_path: Path) -> None:
     pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
     streamed, requests = Streamed(Setting(str(pack), None, texts=str(lines(tmp_path, [3, 5, 4, 5, 6])))), list[Any]()
@@ -165,12 +133,6 @@ def test_a_given_text_is_written_whatever_the_model_likes(tmp_path: Path) -> Non
         patched.setattr(Session, "add", watched)
         streamed.run(0.0, 4)
     assert [each.answer.result.tokens for each in requests] == [[5, 4, 5, 6]]
-
-
-def test_settings_pass_through_the_command_line() -> None:
-    setting = Setting("a.pack", 5, routing="r.npz")
-    command = setting.command()
-    assert Setting(**json.loads(command[-1])) == setting
 
 
 # Races and rows -------------------------------------------------------------------------------------------------------
@@ -204,14 +166,6 @@ def test_llama_writes_the_given_text_as_far_as_its_pace_allows(tmp_path: Path) -
     segment = entry.turn(runner, 1.0)  # type: ignore[arg-type]
     assert runner.counts == [8, 2, 10]  # its memory is filled first
     assert segment.speed == pytest.approx(10)
-
-
-def test_forgetting_leaves_files_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner/file").write_bytes(b"abc")
-    forget(tmp_path)
-    forget(tmp_path / "inner/file")
-    assert (tmp_path / "inner/file").read_bytes() == b"abc"
 
 
 def test_a_prompt_of_llama_is_timed_to_its_first_token(tmp_path: Path) -> None:
@@ -264,28 +218,12 @@ def test_a_start_looks_at_the_drive_and_remembers_nothing(pack: Path, monkeypatc
     assert not Path(seen[0]["XDG_CACHE_HOME"]).exists(), "an empty folder for this start only"
 
 
-def test_rows_of_those_that_are_left_need_nobody_else() -> None:
-    left = {"moert 50%": outcome(8, 10), "INT4, LRU 50%": outcome(4, 5)}
-    rows = stream_rows.against_rows("m", Device("ssd", 1), left, (0.25, 0.5))
-    assert [(row.name, row.value, row.aim) for row in rows] == [("m: moert 50% to INT4, LRU", 2, "≥ 1")]
-    assert [row.name for row in stream_rows.llama_rows("m", {"llama.cpp": Outcome(outcome(2).segments)})]
-
-
 def test_beside_llama_the_share_of_the_experts_is_what_the_process_has(tmp_path: Path) -> None:
     found = outcome(2)
     found.facts = {**found.facts, "cache_bytes": 19, "expert_bytes": 25}
     rows = {row.name: row.value for row in stream_rows.llama_rows("m", {"moert": found})}
     assert rows["m: moert: room for experts"] == 76
     assert rows["m: moert: read for a token"] == 50 / 10 / 1e6
-
-
-def test_hits_in_memory_and_those_still_being_read_are_told_apart() -> None:
-    found = Outcome([Segment(10, 1.0, 50, requests=20, hits=15, in_flight=5)] * 2, prompt=Segment(128, 4.0, 0, 0, 0))
-    rows = {row.name: row.value for row in stream_rows.speed_rows("m", {"moert 50%": found})}
-    assert rows["m: moert 50%: hits in memory"] == 50
-    assert rows["m: moert 50%: hits still being read"] == 25
-    assert rows["m: moert 50%: prompt of 128 tokens"] == 32
-    assert rows["m: moert 50%: first token after a prompt of 128 tokens"] == 4
 
 
 def outcome(*speeds: float, peak: int = 100, model: int = 10) -> Outcome:
@@ -305,16 +243,6 @@ def test_ratios_are_taken_round_by_round_and_have_the_devices_aims() -> None:
     assert [row.aim for row in free] == [None, "≥ 1.8", "≥ 2.5"]
 
 
-def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
-    *_, engine, whole = stream_rows.bound_rows("m", outcome(2), outcome(100), bytes_per_s=10)
-    assert whole.value == pytest.approx(3 / 5)  # 30 bytes at 10 a second; it took 5 s
-    assert engine.value == pytest.approx(5 / 5)  # it read 50
-    computing = stream_rows.bound_rows("m", outcome(2), outcome(2.5), bytes_per_s=1000)
-    assert computing[-1].value == pytest.approx(4 / 5)
-    assert computing[-1].aim == "≥ 0.8"
-    assert computing[-1].met
-
-
 def test_memory_counts_the_whole_process_for_the_aim() -> None:
     outcomes = {"moert 25%": outcome(4, peak=200), "moert 50%": outcome(9, peak=300)}
     outcomes["IO-FREE"] = outcome(10, peak=1000, model=100)
@@ -322,12 +250,6 @@ def test_memory_counts_the_whole_process_for_the_aim() -> None:
     assert rows[-1].value == pytest.approx(0.4)  # the faster one needs too much
     assert not rows[-1].met
     assert next(row.value for row in rows if row.name == "m: moert 50% to IO-FREE: bytes of the model") == 10
-
-
-def test_beside_llama_there_is_one_aim() -> None:
-    rows = stream_rows.llama_rows("m", {"moert 50%": outcome(9, 12), "llama.cpp": Outcome(outcome(2, 3).segments)})
-    assert [row.aim for row in rows if row.aim] == ["≥ 4"]
-    assert rows[-1].value == pytest.approx(4.25)
 
 
 def test_a_part_that_fails_does_not_lose_the_others(
@@ -366,3 +288,159 @@ def test_a_place_on_no_disk_has_no_limit_and_leaves_no_group() -> None:
     with pytest.raises(OSError, match="No such device"), cgroups.Group(10**9, 10**6, Path("/proc")):
         pass
     assert not list(cgroups.MOUNT.glob(f"**/moert-test-{os.getpid()}-*"))
+
+
+# The bench of whole models: experts that are alike, where time goes, rows. Nothing here is timed.
+
+THREE_LAYERS = OLMOE_SHAPE.but(
+    vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, scale=32**-0.5, decoder=every(3), num_experts=4,
+    top_k=2, d_ff=128,
+).spec  # fmt: skip
+
+
+def test_experts_alike_have_the_first_layers_numbers(tmp_path: Path) -> None:
+    widths = {key: 3 if key.expert == 0 else 2 for key in THREE_LAYERS.expert_keys()}
+    write_pack(tmp_path / "alike.pack", widths, DENSE, THREE_LAYERS, alike=True)
+    write_pack(tmp_path / "own.pack", widths, DENSE, THREE_LAYERS)
+    alike, own = (Pack.open(tmp_path / name) for name in ("alike.pack", "own.pack"))
+    for key in THREE_LAYERS.expert_keys():
+        first = THREE_LAYERS.moe_layers()[0].expert(key.expert)
+        copied, original = (pack.projections(at, pack.read_expert(at)) for pack, at in ((alike, key), (own, first)))
+        for name, matrix in copied.items():
+            assert (projection_weights(matrix) == projection_weights(original[name])).all()
+
+
+def test_a_prompt_is_compared_with_the_longer_of_reading_and_computing() -> None:
+    mine, resident = Outcome(prompt=Segment(8, 6.0, 0, 0, 0)), Outcome(prompt=Segment(8, 2.0, 0, 0, 0))
+    rows = prompt_rows("here", mine, resident, reading_s=5.0)
+    assert [row.value for row in rows] == [5.0, 2.0, 1.2]
+    assert rows[-1].met
+    assert not prompt_rows("here", Outcome(), resident, 5.0)
+
+
+def test_shares_of_a_token() -> None:
+    rows = spent_rows("here", Outcome(spent=Spent(whole=10.0, kernels=6.0, waiting=3.5, deciding=0.2)))
+    assert [(row.value, row.met) for row in rows] == [(60.0, None), (35.0, None), (5.0, True), (2.0, True)]
+
+
+def test_a_meter_divides_the_time_and_changes_no_token(tmp_path: Path) -> None:
+    pack = tiny_packs.write_pack(tmp_path / "tiny.pack", tiny_packs.DECODER)
+    with Engine.open(pack, threads=1, cache="40%") as engine:
+        if engine.backend.name == "reference":
+            pytest.skip("no compiler: the meter counts calls of the native kernels")
+        plain = tiny_packs.run_greedy(engine, [5, 6], 4)
+    with Engine.open(pack, threads=1, cache="40%") as engine:
+        meter, found = Meter(engine), []
+        spent = meter.during(lambda: found.append(tiny_packs.run_greedy(engine, [5, 6], 4)))
+    assert all(np.array_equal(one, other) for one, other in zip(found[0], plain, strict=True))
+    assert min(spent.kernels, spent.deciding) > 0
+    assert spent.python >= spent.deciding
+    assert spent.whole >= spent.kernels + spent.waiting
+
+
+# Routing recorded from one model and replayed in another.
+
+
+@pytest.fixture(scope="module")
+def test_replayed_routing_decides_prompts_and_tokens_and_goes_round(pack: Path) -> None:
+    trace: list[Demand] = []
+    routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3, [[4, 5]] * 3], np.uint8)  # three tokens, three layers
+    with Engine.open(pack, predict="none", threads=1, trace=trace) as engine:
+        ReplayedRouting(routing, NO_GUESSES).replace(engine.model.routers, engine.spec.moe_layers())
+        tiny_packs.run_greedy(engine, [5, 6], 4)
+    passes = [[step.experts for step in trace[at : at + 3]] for at in range(0, len(trace), 3)]
+    assert passes == [[(0, 1, 2, 3)] * 3, [(4, 5)] * 3, [(0, 1)] * 3, [(2, 3)] * 3]
+
+
+def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> None:
+    routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3], np.uint8)
+    guesses = np.zeros((2, 3, 8), np.float16)
+    guesses[0, :, 6], guesses[1, :, 7] = 1, 1
+    with Engine.open(pack, predict="gate", threads=1) as engine:
+        routers = engine.model.routers
+        ReplayedRouting(routing, guesses).replace(routers, engine.spec.moe_layers())
+        seen: list[list[float]] = []
+
+        class Spied(Replaced):
+            def guess(self, x: F32) -> F32:
+                found = self.router.guess(x)
+                seen.append(found[6:].tolist())
+                return found
+
+        for at, router in list(routers.items()):
+            routers[at] = Spied(at, router)
+        engine.cache.resize(0)
+        tiny_packs.run_greedy(engine, [5, 6], 2)
+    assert seen[0] == [0.5, 0.5]  # the prompt has both tokens
+    assert seen[-1] == [1.0, 0.0]  # and the recording has begun anew
+
+
+def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:
+    trace: list[Demand] = []
+    with Engine.open(pack, predict="none", threads=1, trace=trace) as engine:
+        engine.reserve(3, 1)
+        engine.model.prefill([5, 6, 7])
+    routing, guesses = record(pack, [[5, 6, 7]])
+    assert [set(routing[:, place].ravel().tolist()) for place in range(3)] == [set(step.experts) for step in trace]
+    assert guesses.shape == (3, 3, 8)
+    assert not guesses[:, 0].any()
+    assert np.allclose(guesses[:, 1:].sum(2), 1, atol=0.01)
+
+
+def test_routing_for_more_layers_experts_and_choices(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trained model has 3 layers of 8 experts; streams differ, and each has half of the experts."""
+    monkeypatch.setattr(recorded, "text_of", lambda split: "")
+    windows = [[number + 1] * WINDOW for number in range(4)]
+    monkeypatch.setattr(recorded, "windows_of", lambda text, tokenizer, count: windows[:count])
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", lambda path: None)
+    spec = tiny_packs.DECODER_SHAPE.but(decoder=(True,) * 5, num_experts=16, top_k=6).spec
+    routing, guesses = like(pack, "heldout", 1, spec)
+    assert routing.shape == (WINDOW, 5, 6)
+    assert guesses.shape == (WINDOW, 5, 16)
+    first, second = (record(pack, [windows[at]], top_k=3)[0] for at in (0, 1))  # the lower half of the experts
+    assert (routing[:, :3, :3] == np.sort(first, -1)).all()
+    assert (routing[:, 3:, :3] == np.sort(second, -1)[:, :2]).all()
+    upper = np.sort(record(pack, [windows[2]], top_k=3)[0], -1) + 8
+    assert (routing[:, :3, 3:] == upper).all()
+    with pytest.raises(ValueError, match="no multiple"):
+        like(pack, "heldout", 1, spec=tiny_packs.DECODER_SHAPE.but(num_experts=12).spec)
+
+
+# The drive's read-ahead while programs race: the usual one, and afterwards as it was.
+
+
+def test_the_usual_read_ahead_holds_inside_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readahead, "disk_of", lambda path: "8:0")
+    setting = tmp_path / "8:0/queue/read_ahead_kb"
+    setting.parent.mkdir(parents=True)
+    setting.write_text("8192\n")
+    with read_ahead(tmp_path, root=tmp_path) as holds:
+        assert holds == USUAL_KB
+        assert setting.read_text() == f"{USUAL_KB}\n"
+    assert setting.read_text() == "8192\n"
+    with pytest.raises(KeyboardInterrupt), read_ahead(tmp_path, root=tmp_path):
+        raise KeyboardInterrupt
+    assert setting.read_text() == "8192\n"
+
+
+def test_what_can_not_be_changed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(self: Path, text: str) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(readahead, "disk_of", lambda path: "8:0")
+    setting = tmp_path / "8:0/queue/read_ahead_kb"
+    setting.parent.mkdir(parents=True)
+    setting.write_text("8192\n")
+    monkeypatch.setattr(Path, "write_text", refused)
+    with read_ahead(tmp_path, root=tmp_path) as holds:
+        assert holds == 8192
+    assert "stays at 8192 (Read-only file system)" in capsys.readouterr().err
+
+
+def test_what_lies_on_no_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readahead, "disk_of", lambda path: "0:42")
+    with read_ahead(tmp_path, root=tmp_path) as holds:
+        assert holds is None
+        assert not list(tmp_path.iterdir())
