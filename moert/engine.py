@@ -20,7 +20,7 @@ from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
 from moert.experts.neurons.firing import Firing
 from moert.experts.neurons.naming import PREDICTED, check_neurons, fidelity, predictor_of
-from moert.experts.policy.names import FORESEEN, hash_for, predictor_for
+from moert.experts.policy.names import Policies, hash_for, predictor_for
 from moert.experts.streaming import Streaming
 from moert.generation.answer import Answer, Interrupted
 from moert.generation.generation import room
@@ -44,7 +44,6 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.predict import TAKE_HASH
 from moert.predict.foreseeing import Foreseeing
-from moert.predict.predictor import Predictor
 from moert.predict.worth import Worth
 from moert.settings import EngineOptions, EngineSettings
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats
@@ -67,12 +66,15 @@ class Engine:
     """
 
     def __init__(
-        self, pack: Pack, backend: Backend, settings: EngineSettings, predictor: Predictor | None, weighed: bool = True,
+        self, pack: Pack, backend: Backend, settings: EngineSettings, policies: Policies | None = None,
         foreseeing: Foreseeing | None = None, device: Device | None = None,
     ) -> None:  # fmt: skip
-        """`predictor`: any that fits the model, in place of the one that the settings name; not `weighed`, all is read
-        that it names, whatever that is worth. `foreseeing`: the pack's hash function at work, for what asks it.
-        `device`: a second one, open. See `open` for the rest."""
+        """`foreseeing`: the pack's hash function at work, for what asks it. `device`: a second one, open. See `open`
+        for the rest. Raises PathsMissing."""
+        own = policies or Policies()
+        looking = settings.predict in TAKE_HASH and own.predictor is None
+        foresight = foreseeing.foresight if foreseeing is not None and looking else None
+        predictor = own.predictor or predictor_for(pack, settings.predict, foresight)
         self.pack = pack
         self.spec = pack.manifest.model
         self.backend = backend
@@ -84,8 +86,8 @@ class Engine:
         self.counters, self.times = ExpertCounters(), RequestTimes()
         self._turns = Turns()
         self._streaming = Streaming(
-            pack, backend, self.counters, settings.eviction, settings.reading, settings.keep_neurons, named,
-            device, settings.on_device,
+            pack, backend, self.counters, own.eviction or settings.eviction, settings.reading, settings.keep_neurons,
+            named, device, settings.on_device,
         )  # fmt: skip
         if isinstance(firing := self._streaming.firing, Firing):
             self.budget = self.budget.with_rows_of_experts(firing.token_bytes, firing.all_bytes)
@@ -107,8 +109,7 @@ class Engine:
         self._regulator.check_open()
         self.ahead = None
         if predictor is not None:
-            price = Worth() if weighed else None
-            foresight = foreseeing.foresight if foreseeing is not None and settings.predict in TAKE_HASH else None
+            price = Worth() if own.weighed else None
             self.ahead = Lookahead(
                 self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
             )
@@ -125,7 +126,10 @@ class Engine:
         self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv, self.preference)
         del weights
         if foreseeing is not None:
-            self._foresee(foreseeing, settings)
+            if predictor is None or foresight is None:
+                foreseeing.foresight.needed = lambda: False
+            self.model.foresee(foreseeing.foresight, foreseeing.routes_to)
+            self.runner.listeners.append(lambda demand: foreseeing.foresight.passed(demand.at, demand.experts))
             self._admission.notes += foreseeing.notes()
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
@@ -140,11 +144,13 @@ class Engine:
         *,
         trace: list[Demand] | None = None,
         notify: Notify | None = None,
+        policies: Policies | None = None,
         **changes: Unpack[EngineOptions],
     ) -> Engine:
         """`changes`: settings by name, for those that `settings` (or the default ones) should not have.
 
         `trace` collects what every layer demands. `notify` gets notes and warnings, which otherwise go to stderr.
+        `policies`: the program's own, in place of those that the settings name.
         Raises PackError, SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid,
         BudgetTooSmall or OutOfMemory.
         """
@@ -157,7 +163,7 @@ class Engine:
         check_neurons(pack, chosen.neurons)
         routes = chosen.routing == HASH_ROUTING
         noted: list[str] = []
-        function = hash_for(pack, chosen.predict, chosen.eviction, routes, noted.append)
+        function = hash_for(pack, chosen.predict, routes, noted.append)
         with memory_shortage(), ExitStack() as opened:
             count, cut = threads_of(chosen.threads)
             backend = open_backend(chosen.kernels, count)
@@ -171,8 +177,7 @@ class Engine:
             if foreseeing is not None and others is None and usable_cores() > 1:
                 foreseeing.work_beforehand(open_backend(chosen.kernels, 1))
                 opened.callback(foreseeing.close)
-            predictor = predictor_for(pack, chosen.predict, None if foreseeing is None else foreseeing.foresight)
-            engine = cls(pack, backend, chosen, predictor, foreseeing=foreseeing, device=device)
+            engine = cls(pack, backend, chosen, policies, foreseeing, device)
             opened.pop_all()  # the engine closes it from now on
         if notify is not None:
             engine._admission.notify = notify
@@ -181,21 +186,6 @@ class Engine:
         slow = missing_note() if chosen.kernels == AUTO_KERNELS else None
         engine._admission.notes += [*noted, *(note for note in (slow, cut) if note is not None)]
         return engine
-
-    def _foresee(self, foreseeing: Foreseeing, settings: EngineSettings) -> None:
-        """Who tells the hash function of passes, and who asks it."""
-        foresight, all_experts, cache = foreseeing.foresight, len(self._streaming.nbytes), self.cache
-        keeps = settings.eviction == FORESEEN
-        looks = foresight.needed if self.ahead is not None and settings.predict in TAKE_HASH else None
-
-        def needed() -> bool:
-            looked = looks is not None and looks()
-            return looked or (keeps and cache.n_resident < all_experts)
-
-        foresight.needed = needed
-        self.model.foresee(foresight, foreseeing.routes_to)
-        self._streaming.foresight = foresight
-        self.runner.listeners.append(lambda demand: foresight.passed(demand.at, demand.experts))
 
     @property
     def cache(self) -> ExpertCache:

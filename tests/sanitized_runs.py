@@ -71,7 +71,7 @@ def choices(pack: Path) -> Iterator[dict[str, Any]]:
     else:
         yield {"device": "sim:t4", "cache": "50%"}
     if pack.name.startswith("hash"):
-        yield {"predict": "hash", "cache": "40%", "eviction": "foreseen"}
+        yield {"predict": "hash", "cache": "40%"}
         yield {"routing": "hash"}
 
 

@@ -44,7 +44,7 @@ def bench(
         engine = settings.engine
         pack = Pack.open(path, room_within(engine.limit))
         check_predictor(pack, engine.predict)
-        check_hash(pack, engine.eviction, engine.routing == HASH_ROUTING)
+        check_hash(pack, engine.routing == HASH_ROUTING)
         check_neurons(pack, engine.neurons)
     measured = []
     for path in packs:

@@ -12,7 +12,7 @@ from moert.budget.opening import budget_of
 from moert.budget.regulator import TYPICAL
 from moert.budget.routing import share_text
 from moert.errors import TokenizerMissing
-from moert.experts.policy.names import DEFAULT_EVICTION, hash_for, reading_ahead_pays
+from moert.experts.policy.names import hash_for, reading_ahead_pays
 from moert.generation.text import Text
 from moert.kernels import library
 from moert.machine.cores import usable_cores
@@ -199,7 +199,7 @@ def _function(pack: Pack) -> HashFunction | None:
     if HASH not in pack.manifest.files:
         return None
     try:
-        return hash_for(pack, "hash", DEFAULT_EVICTION, routes=False, notify=lambda note: None)
+        return hash_for(pack, "hash", routes=False, notify=lambda note: None)
     except (HeaderInvalid, FormatTooNew):
         return None
 

@@ -23,9 +23,6 @@ class Eviction(str, Enum):
     lru = "lru"
     layer_lru = "layer-lru"
     lfu = "lfu"
-    fifo = "fifo"
-    lifo = "lifo"
-    foreseen = "foreseen"
 
 
 class Predict(str, Enum):
@@ -33,7 +30,6 @@ class Predict(str, Enum):
     gate = "gate"
     hash = "hash"
     transitions = "transitions"
-    popularity = "popularity"
     none = "none"
 
 
@@ -110,8 +106,7 @@ EvictionOption = Annotated[
     typer.Option(
         help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
         "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
-        "least), fifo (read first), lifo (read last), foreseen (expected, but what the pack's hash function foresees "
-        "of the present pass stays); auto: what does best on the pack's recorded trace with this room for experts."
+        "least); auto: what does best on the pack's recorded trace with this room for experts."
     ),
 ]
 KeepNeuronsOption = Annotated[
@@ -134,7 +129,7 @@ PredictOption = Annotated[
     typer.Option(
         help="What names the experts to read ahead: gate (the next layer's router, asked early), hash (the pack's hash "
         "function, which names those of all layers before the first has run; moeconv train-hash adds it), transitions "
-        "or popularity (the pack's path tables), none; auto: gate and hash together, or gate where there is no hash "
+        "(the pack's path tables), none; auto: gate and hash together, or gate where there is no hash "
         "function, and none where experts are so small that reading ahead loses. Only what pays is read."
     ),
 ]

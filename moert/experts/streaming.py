@@ -19,7 +19,7 @@ from moert.experts.neurons.keeping import DEFAULT_KEEPING
 from moert.experts.neurons.naming import Naming
 from moert.experts.neurons.predicted import PredictedExperts
 from moert.experts.policy.belady import Recorder, headroom
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.eviction import EVICTION, EvictionPolicy
 from moert.experts.policy.names import eviction_for
 from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
 from moert.experts.tiers.executor import TieredExperts
@@ -28,7 +28,6 @@ from moert.experts.tiers.opening import Asked, DeviceTier
 from moert.kernels.backend import Backend
 from moert.pack.predictor import NeuronPredictor
 from moert.pack.reader import Pack
-from moert.predict.foresight import Foresight
 from moert.stats import PAGE_CACHE, ExpertCounters
 
 
@@ -36,18 +35,17 @@ class Streaming:
     """The cache of a pack's experts, and what reads into it."""
 
     def __init__(
-        self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str, io: IoSettings | None,
-        keep_neurons: str = DEFAULT_KEEPING, predictor: NeuronPredictor | None = None,
+        self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str | EvictionPolicy,
+        io: IoSettings | None, keep_neurons: str = DEFAULT_KEEPING, predictor: NeuronPredictor | None = None,
         device: Device | None = None, asked: Asked | None = None,
     ) -> None:  # fmt: skip
-        """`io`: None to find out what is best; `keep_neurons`: a name of moert.experts.neurons.keeping; `predictor`:
-        only neurons that it names count; `device`: a second place for experts, used as it is `asked`. Raises
-        PackError."""
-        self.eviction = eviction
+        """`eviction`: a name, or a policy of the program's own. `io`: None to find out what is best; `keep_neurons`: a
+        name of moert.experts.neurons.keeping; `predictor`: only neurons that it names count; `device`: a second place
+        for experts, used as it is `asked`. Raises PackError."""
+        self._own = None if isinstance(eviction, str) else eviction
+        self.eviction = eviction if isinstance(eviction, str) else type(eviction).__name__
         """Of the name that was asked for, until experts have to go."""
         self.recorder = Recorder()
-        self.foresight: Foresight | None = None
-        """What a policy may ask of the pass that runs."""
         self.capacity_bytes = 0
         """Room for experts."""
         self._pack, self._backend, self._begun = pack, backend, False
@@ -133,7 +131,10 @@ class Streaming:
         cached_bytes = room_bytes if self.firing is None else self.firing.shares(room_bytes).rows_bytes
         if not cached_bytes:
             return  # of no expert anything is kept that could be evicted with it
-        choice = eviction_for(self._pack, self.eviction, self.nbytes, cached_bytes, notify, self.foresight)
+        if self._own is not None:
+            self.cache.use(self._own)
+            return
+        choice = eviction_for(self._pack, self.eviction, self.nbytes, cached_bytes, notify)
         self.eviction = choice.name
         self.cache.use(choice.policy)
 

@@ -9,7 +9,6 @@ from moert.pack.paths import TransitionTable
 from moert.predict.foresight import Foresight
 from moert.predict.gate import GateAhead
 from moert.predict.hash import HashAhead, HashAndGate
-from moert.predict.popularity import Popularity
 from moert.predict.predictor import Predictor
 from moert.predict.transitions import Transitions
 
@@ -29,12 +28,11 @@ PREDICTORS: Mapping[str, Callable[[Known], Predictor | None]] = {
     "gate": lambda known: GateAhead(),
     "hash": lambda known: HashAhead(_foresight(known)),
     "transitions": lambda known: Transitions(_tables(known)),
-    "popularity": lambda known: Popularity(_tables(known)),
     "none": lambda known: None,
 }
-"""Name → predictor; None where nothing is to be predicted. Oracle and Shuffled are not here: they are for measuring."""
+"""Name → predictor; None where nothing is to be predicted."""
 
-NEED_TABLES = frozenset({"transitions", "popularity"})
+NEED_TABLES = frozenset({"transitions"})
 NEED_HASH = frozenset({"hash"})
 TAKE_HASH = frozenset({AUTO_PREDICTOR, *NEED_HASH})
 """These look several layers ahead where there is a hash function."""
@@ -42,11 +40,11 @@ TAKE_HASH = frozenset({AUTO_PREDICTOR, *NEED_HASH})
 
 def _tables(known: Known) -> TransitionTable:
     if known.tables is None:
-        raise ValueError(f"{' and '.join(sorted(NEED_TABLES))} need path tables")
+        raise ValueError(f"{' and '.join(sorted(NEED_TABLES))} needs path tables")
     return known.tables
 
 
 def _foresight(known: Known) -> Foresight:
     if known.foresight is None:
-        raise ValueError(f"{' and '.join(sorted(NEED_HASH))} need a hash function")
+        raise ValueError(f"{' and '.join(sorted(NEED_HASH))} needs a hash function")
     return known.foresight

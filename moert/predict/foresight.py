@@ -163,11 +163,6 @@ class Foresight:
             self._ranked[at] = ranked(likely)
         return self._ranked[at]
 
-    def coming(self) -> tuple[Sequence[LayerKey], F64]:
-        """The layers that the present pass has still to reach, and `likely` of each, [layers, num_experts]."""
-        said, start = self._said, self._next
-        return ([], np.zeros((0, 0))) if said is None else (self._layers[said.stack][start:], said.demanded[start:])
-
     def _row(self, said: _Said, table: F64 | None, at: LayerKey) -> F64 | None:
         place = self._places.get(at)
         if table is None or place is None or at.stack != said.stack or place < self._next:

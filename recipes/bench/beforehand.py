@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from moert.engine import Engine
+from recipes.bench.controls import opened
 from recipes.bench.hash_kept import routings
 from recipes.bench.hash_packs import FOLDER, SUBJECTS, Subject, inputs, with_function
 from recipes.bench.result import Row, context, row_of_runs, table, write
@@ -30,8 +31,8 @@ def beforehand_rows(subject: Subject) -> Iterator[Row]:
     texts = inputs(subject, "middle" if subject.is_text else None, BATCH * BATCHES)
     batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     for what, routing in routings(subject).items():
-        with Engine.open(
-            subject.pack, cache="50%", predict="hash", eviction="foreseen", routing=routing, threads=THREADS,
+        with opened(
+            str(subject.pack), "foreseen", "hash", cache="50%", routing=routing, threads=THREADS,
             notify=lambda line: None,
         ) as engine:  # fmt: skip
             _taken(engine, batches, subject.new_tokens, ahead=True)

@@ -13,7 +13,7 @@ import numpy as np
 from moert.engine import Engine
 from moert.experts.demand import Demand
 from moert.experts.policy.belady import reads_of_belady
-from moert.experts.policy.eviction import EVICTION, Foreseen
+from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import succession_of
 from moert.experts.policy.replay import replay
 from moert.experts.policy.selection import demands_of
@@ -23,6 +23,7 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, StackName
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE, Trace
+from recipes.bench.controls import Foreseen
 from recipes.bench.hash_watch import opened, read, watch
 from recipes.bench.result import Row
 

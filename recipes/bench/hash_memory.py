@@ -12,6 +12,7 @@ from moert.engine import Engine
 from moert.experts.demand import Demand
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
+from recipes.bench.controls import opened
 from recipes.bench.hash_kept import routings
 from recipes.bench.hash_packs import LENGTHS, Subject, inputs
 from recipes.bench.hash_watch import foresight_of, read
@@ -49,8 +50,8 @@ def _share(asked: set[ExpertKey], nbytes: dict[ExpertKey, int]) -> float:
 def saved_speed_row(subject: Subject) -> Row:
     """Short inputs with room for a fifth of the experts, foreseen, beside all of them in memory, in turns."""
     texts = inputs(subject, LENGTHS[0], AT_ONCE)
-    little: dict[str, Any] = {"cache": f"{100 - SAVED_AIM:g}%", "predict": "auto", "eviction": "foreseen"}
-    with _open(subject.pack, **little) as saving, _open(subject.pack) as whole:
+    little: dict[str, Any] = {"cache": f"{100 - SAVED_AIM:g}%", "threads": THREADS, "routing": "exact"}
+    with opened(str(subject.pack), "foreseen", "auto", notify=_quiet, **little) as saving, _open(subject.pack) as whole:
         for engine in (saving, whole):
             _taken(engine, texts, subject.new_tokens)
         read_all(whole)
@@ -106,7 +107,11 @@ class Choosing:
 
 def _open(pack: Path, **changes: Any) -> Engine:
     asked: dict[str, Any] = {"predict": "none", "threads": THREADS, "routing": "exact"}
-    return Engine.open(pack, notify=lambda line: None, **{**asked, **changes})
+    return Engine.open(pack, notify=_quiet, **{**asked, **changes})
+
+
+def _quiet(line: str) -> None:
+    pass
 
 
 def _taken(engine: Engine, texts: Sequence[Sequence[int]], new_tokens: int) -> float:

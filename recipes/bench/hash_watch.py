@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moert.engine import Engine
+from moert.experts.policy.names import Policies
 from moert.kernels.backend import I64
 from moert.models.recent import Recent
 from moert.models.router import Routed
@@ -22,6 +23,7 @@ from moert.predict.gate import GateAhead
 from moert.predict.hash import HashAhead, HashAndGate
 from moert.predict.predictor import Predictor, Situation
 from moert.predict.transitions import Transitions
+from recipes.bench import controls
 from recipes.bench.routing import Replaced
 from recipes.bench.streamed import THREADS
 
@@ -44,9 +46,17 @@ class Watched(Replaced):
 
 
 def opened(pack: Path, **changes: Any) -> Engine:
-    """An engine whose hash function is asked before each pass, and reads nothing ahead."""
-    asked: dict[str, Any] = {"predict": "none", "eviction": "foreseen", "threads": THREADS, "routing": "exact"}
-    engine = Engine.open(pack, notify=lambda line: None, **{**asked, **changes})
+    """Opens an engine whose hash function is asked before each pass, and that reads nothing ahead; by default its
+    eviction foresees."""
+    asked: dict[str, Any] = {"eviction": "foreseen", "threads": THREADS, "routing": "exact", **changes}
+    eviction = asked.pop("eviction")
+    if eviction == "foreseen":
+        engine = controls.opened(str(pack), eviction, "none", notify=lambda line: None, **asked)
+    else:
+        silent = Policies(controls.Silent())
+        engine = Engine.open(
+            pack, eviction=eviction, predict="hash", policies=silent, notify=lambda line: None, **asked
+        )
     if engine.model.foresight is not None:
         foresight_of(engine).needed = lambda: True
     return engine

@@ -105,8 +105,8 @@ class Streamed:
 
         from moert.bench.measure import read_all
         from moert.budget.budget import parse_cache
-        from moert.engine import Engine
         from moert.experts.drive.io import parse_io
+        from recipes.bench.controls import opened
         from recipes.bench.routing import ReplayedRouting
 
         firings = None
@@ -116,10 +116,11 @@ class Streamed:
             firings = Firings.load(Path(setting.firings))
         self._trace: list[Demand] = []
         self._starts: list[tuple[int, list[ExpertKey]]] = []  # of segments: place in the trace, what was in memory
-        self._engine = Engine.open(
-            setting.pack, cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
-            memory=setting.memory_bytes, io=parse_io(setting.io or "auto"), eviction=setting.eviction,
-            predict=setting.predict, threads=THREADS, routing=setting.prefers, trace=self._trace,
+        self._engine = opened(
+            setting.pack, setting.eviction, setting.predict,
+            cache=None if setting.cache_bytes is None else parse_cache(str(setting.cache_bytes)),
+            memory=setting.memory_bytes, io=parse_io(setting.io or "auto"),
+            threads=THREADS, routing=setting.prefers, trace=self._trace,
             keep_neurons=setting.keep_neurons, neurons=setting.neurons,
             notify=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip

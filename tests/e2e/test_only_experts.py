@@ -25,7 +25,7 @@ from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
 from moert.engine import Engine
-from moert.experts.policy.names import EVICTIONS, FORESEEN
+from moert.experts.policy.names import EVICTIONS
 from moert.generation.settings import GenerationSettings
 from moert.kernels import REFERENCE
 from moert.kernels.backend import opaque
@@ -152,7 +152,7 @@ def test_no_policy_budget_or_batch_changes_an_answer(done: Done) -> None:
         expected = [engine.generate(ids, SETTINGS).result.tokens for ids in prompts()]
         assert [answer.result.tokens for answer in engine.generate_many(prompts(), SETTINGS)] == expected
         least = max(entry.file_bytes for entry in engine.pack.manifest.experts)
-    for number, eviction in enumerate(name for name in EVICTIONS if name != FORESEEN):
+    for number, eviction in enumerate(EVICTIONS):
         changes = {"cache": least * (1 + number % 3), "eviction": eviction}
         with Engine.open(done.settings.out, predict=("gate", "none")[number % 2], **changes) as engine:
             assert [engine.generate(ids, SETTINGS).result.tokens for ids in prompts()] == expected, changes

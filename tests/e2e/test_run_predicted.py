@@ -263,7 +263,7 @@ def test_what_can_not_be_predicted_is_said(damaged: Path, tmp_path: Path) -> Non
         answers(blocks)
     with pytest.raises(SettingInvalid, match="moeconv quantize --layout neuron"):
         answers(write_pack(tmp_path / "whole.pack", SPECS["switch"]))
-    for name, value in (("predict", "gate"), ("eviction", "lru"), ("eviction", "foreseen")):
+    for name, value in (("predict", "gate"), ("eviction", "lru"), ("eviction", "paper")):
         with pytest.raises(SettingInvalid, match=f"'{value}' is about experts"):
             answers(blocks, **{name: value})
 

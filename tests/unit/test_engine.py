@@ -21,6 +21,7 @@ from moert.experts.demand import Demand
 from moert.experts.drive import files, store
 from moert.experts.drive.io import IoSettings, open_expert
 from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy.names import Policies
 from moert.experts.policy.replay import replay
 from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
@@ -31,8 +32,8 @@ from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
-from moert.predict.oracle import Oracle
 from moert.settings import EngineSettings
+from recipes.bench.controls import Oracle
 from tests.alone import alone
 
 N_TOKENS = 8
@@ -250,7 +251,7 @@ def test_a_perfect_prediction_is_never_wasted(packs) -> None:
         ids = engine.encode(PROMPTS[0])
         tokens, _ = run_greedy(engine, ids, N_TOKENS)
     settings = EngineSettings(cache="40%", eviction="paper", io="direct,2")
-    with Engine(pack, open_backend(), settings, Oracle(trace), weighed=False) as engine:
+    with Engine(pack, open_backend(), settings, Policies(Oracle(trace), weighed=False)) as engine:
         read_ahead_at_once(engine.cache)
         assert run_greedy(engine, ids, N_TOKENS)[0] == tokens
         counters = engine.counters
@@ -275,7 +276,7 @@ def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name)
 
     pack = Pack.open(packs[name])
     settings = EngineSettings(cache="50%", eviction="paper", io="direct,2")
-    with Engine(pack, open_backend(), settings, Listener(), weighed=False) as engine:
+    with Engine(pack, open_backend(), settings, Policies(Listener(), weighed=False)) as engine:
         run = engine.runner.run
 
         def listened(at, hidden, experts, weights, out, x):
@@ -312,8 +313,8 @@ def test_a_predictor_that_needs_paths_says_so_where_there_are_none(tmp_path) -> 
     with Engine.open(path, notify=notes.append) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))
     assert notes == []
-    with pytest.raises(PathsMissing, match=f"predict='popularity' needs path tables, .* has no {PATHS}"):
-        Engine.open(path, predict="popularity")
+    with pytest.raises(PathsMissing, match=f"predict='transitions' needs path tables, .* has no {PATHS}"):
+        Engine.open(path, predict="transitions")
 
 
 def test_tables_of_another_model_are_refused(packs, tmp_path) -> None:
@@ -413,7 +414,7 @@ def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
     assert sum("is more than" in note for note in notes) == said
 
 
-@pytest.mark.parametrize("settings", [{}, {"predict": "hash", "eviction": "foreseen"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"predict": "hash", "eviction": "expected"}], ids=str)
 def test_an_engine_that_nobody_has_any_more_is_gone_at_once(tmp_path: Path, settings: dict[str, str]) -> None:
     """Its weights are not left to the garbage collection, which may come much later."""
     pack = add_hash(write_pack(tmp_path / "m.pack", DECODER))

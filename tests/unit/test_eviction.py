@@ -16,6 +16,7 @@ from moert.experts.policy.succession import Succession
 from moert.experts.policy.usage import FORGETTING, Candidates, Usage, place_of
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName
 from moert.pack.trace import record
+from recipes.bench.controls import FirstInFirstOut, LastInFirstOut
 
 DECODER = [LayerKey("decoder", layer) for layer in (0, 1, 2, 3)]
 BOTH = [LayerKey("encoder", layer) for layer in (1, 3)] + [LayerKey("decoder", layer) for layer in (1, 3, 5)]
@@ -75,8 +76,11 @@ def test_simple_policies_each_follow_their_own_column() -> None:
         at("decoder", 0, frequency=1, last_used=8, loaded_at=2),
         at("decoder", 0, frequency=9, last_used=7, loaded_at=0),
     ]
-    order = {name: first_to_leave(name, DECODER, rows, DECODER[0]) for name in ("lru", "lfu", "fifo", "lifo")}
-    assert order == {"lru": [0, 2, 1], "lfu": [1, 0, 2], "fifo": [2, 0, 1], "lifo": [1, 0, 2]}
+    order = {name: first_to_leave(name, DECODER, rows, DECODER[0]) for name in ("lru", "lfu")}
+    assert order == {"lru": [0, 2, 1], "lfu": [1, 0, 2]}
+    loaded = candidates(*rows)
+    assert FirstInFirstOut().worth(loaded, DECODER[0]).argsort().tolist() == [2, 0, 1]
+    assert LastInFirstOut().worth(loaded, DECODER[0]).argsort().tolist() == [1, 0, 2]
 
 
 def test_lru_does_not_evict_what_has_just_been_preloaded() -> None:
@@ -169,8 +173,6 @@ RULES = {
     "paper": paper,
     "lru": lambda row, present: max(row["last_used"], row["loaded_at"]),
     "lfu": lambda row, present: row["frequency"],
-    "fifo": lambda row, present: row["loaded_at"],
-    "lifo": lambda row, present: -row["loaded_at"],
     "expected": expected,
 }
 

@@ -21,7 +21,6 @@ from moert.errors import HashMissing, NotFinite, SettingInvalid
 from moert.experts.cache.residency import Residency
 from moert.experts.demand import Demand
 from moert.experts.policy import names as names_module
-from moert.experts.policy.eviction import Foreseen
 from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats, opaque
@@ -34,6 +33,7 @@ from moert.predict.beforehand import Beforehand, Ready
 from moert.predict.foresight import Foresight, any_demands, of_each_token
 from moert.predict.network import Heard, Reader, readers, recalled_bytes
 from moert.predict.predictor import of_one_token
+from recipes.bench.controls import Foreseen, Foretold, opened
 
 NATIVE = library.load() is not None
 needs_native = pytest.mark.skipif(not NATIVE, reason=f"the same bit for bit on the native kernels: {library.missing()}")
@@ -197,11 +197,11 @@ def test_layers_that_have_run_are_not_foreseen() -> None:
     assert [watched.foresight.likely(at) is not None for at in layers] == [True] * len(layers)
     watched.foresight.passed(layers[0])
     assert [watched.foresight.likely(at) is not None for at in layers] == [False] + [True] * (len(layers) - 1)
-    coming, likely = watched.foresight.coming()
+    coming, likely = Foretold(watched.foresight, layers).coming()
     assert list(coming) == layers[1:]
     assert likely.shape == (len(layers) - 1, watched.spec.moe.n)
     watched.foresight.passed(layers[-1])
-    assert list(watched.foresight.coming()[0]) == []
+    assert list(Foretold(watched.foresight, layers).coming()[0]) == []
     assert watched.foresight.ranked(layers[-1]) == []
 
 
@@ -213,7 +213,7 @@ def test_questions_of_other_threads_compute_nothing() -> None:
         watched.foresight.decodes([ids], [heard])
         backend: Any = watched.foresight._backend
         watched.foresight._readers["decoder"]._backend = None  # type: ignore[assignment]
-        assert len(watched.foresight.coming()[1]) == len(layers)
+        assert len(Foretold(watched.foresight, layers).coming()[1]) == len(layers)
         for at in layers:
             assert watched.foresight.likely(at) is not None
             assert watched.foresight.ranked(at)
@@ -225,7 +225,7 @@ def test_where_nobody_asks_only_routers_are_answered() -> None:
     watched = Watched("decoder", routes=True)
     watched.foresight.needed = lambda: False
     watched.foresight.decodes([[5, 6]], [watched.foresight.begin()])
-    assert list(watched.foresight.coming()[0]) == []
+    assert list(Foretold(watched.foresight, watched.spec.moe_layers()).coming()[0]) == []
     assert watched.foresight.numbers(watched.spec.moe_layers("decoder")[1]).shape == (2, watched.spec.moe.n)
 
 
@@ -295,8 +295,10 @@ def test_reading_ahead_and_eviction_by_it_change_no_answer(
 ) -> None:
     monkeypatch.setattr(names_module, "HANDED_OVER_BYTES", 1)
     expected = tokens(packs[name], predict="none")
-    for predictor, eviction in (("hash", "foreseen"), ("auto", "foreseen"), ("none", "foreseen"), ("hash", "lru")):
-        assert tokens(packs[name], predict=predictor, eviction=eviction, cache="30%") == expected
+    assert tokens(packs[name], predict="hash", eviction="lru", cache="30%") == expected
+    for predictor in ("hash", "auto", "none"):
+        with opened(str(packs[name]), "foreseen", predictor, cache="30%", notify=lambda note: None) as engine:
+            assert [engine.generate(prompt, **ASKED).result.tokens for prompt in PROMPTS] == expected
 
 
 @needs_native
@@ -304,7 +306,7 @@ def test_reading_ahead_and_eviction_by_it_change_no_answer(
 def test_routed_by_it_answers_depend_on_the_request_alone(packs: dict[str, Path], name: str) -> None:
     expected = tokens(packs[name], routing="hash", predict="none")
     assert expected != tokens(packs[name], routing="exact")
-    assert tokens(packs[name], routing="hash", predict="hash", cache="30%", eviction="foreseen") == expected
+    assert tokens(packs[name], routing="hash", predict="hash", cache="30%") == expected
     assert tokens(packs[name], routing="hash", predict="gate", cache="30%") == expected
     assert tokens(packs[name], routing="hash", batch=True, cache="50%") == expected
     assert tokens(packs[name], routing="hash", batch=True, threads=1) == expected
@@ -450,7 +452,7 @@ def test_by_default_nothing_is_foreseen_for_nobody(packs: dict[str, Path]) -> No
         engine.generate(PROMPTS[0], **ASKED)
         assert engine.ahead is None
         assert isinstance(engine.model.foresight, Foresight)
-        assert list(engine.model.foresight.coming()[0]) == []
+        assert not any(engine.model.foresight.ranked(at) for at in engine.spec.moe_layers())
         assert not engine.model.foresight.needed()
 
 
@@ -467,9 +469,7 @@ def test_it_is_said_what_routing_by_it_loses(packs: dict[str, Path], tmp_path: P
     assert "held-out loss 3.4%" in notes[-1]
 
 
-@pytest.mark.parametrize(
-    "asked", [{"predict": "hash"}, {"eviction": "foreseen"}, {"routing": "hash"}], ids=lambda asked: next(iter(asked))
-)
+@pytest.mark.parametrize("asked", [{"predict": "hash"}, {"routing": "hash"}], ids=lambda asked: next(iter(asked)))
 def test_without_a_function_one_line_says_what_adds_it(tmp_path: Path, asked: dict[str, str]) -> None:
     path = write_pack(tmp_path / "bare.pack", SPECS["decoder"], paths=False)
     with pytest.raises(HashMissing, match=f"has no {HASH} .moeconv train-hash adds it"):

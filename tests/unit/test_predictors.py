@@ -11,10 +11,9 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.paths import build
 from moert.predict import NEED_HASH, NEED_TABLES, PREDICTORS, Known
 from moert.predict.gate import GateAhead
-from moert.predict.oracle import Oracle
 from moert.predict.predictor import Situation, of_any_token, of_one_token, ranked
-from moert.predict.shuffled import Shuffled
 from moert.predict.transitions import Transitions
+from recipes.bench.controls import Oracle, Popularity, Shuffled
 
 EXPERTS = 5
 FIRST, SECOND = np.array([[0], [0], [0], [1]]), np.array([[2], [2], [3], [4]])
@@ -36,9 +35,9 @@ def test_each_predictor_answers_from_its_own_evidence() -> None:
         "transitions": [(4, 1.0)],
         "auto": [(3, 25 / 36), (1, 9 / 36), (0, 1 / 36), (4, 1 / 36)],
         "gate": [(3, 25 / 36), (1, 9 / 36), (0, 1 / 36), (4, 1 / 36)],
-        "popularity": [(2, 0.5), (3, 0.25), (4, 0.25)],
     }
     assert answers == {name: rounded(prediction) for name, prediction in expected.items()}
+    assert rounded(Popularity(TABLE).predict(AFTER_1)) == [(2, 0.5), (3, 0.25), (4, 0.25)]
 
 
 def test_at_the_first_layer_transitions_know_how_popular_experts_are_and_the_gate_knows_nothing() -> None:

@@ -46,7 +46,7 @@ def test_sizes_are_strings_or_numbers_as_on_the_command_line(pack: Path) -> None
         ({"memory": "1.5XB"}, "memory '1.5XB' is not a size: expected one like 1.5GB"),
         ({"memory": "1GB", "cache": "1GB"}, "memory and cache exclude each other"),
         ({"eviction": "best"}, "eviction 'best' is none of auto, "),
-        ({"predict": "popularity"}, "predict='popularity' needs path tables"),
+        ({"predict": "transitions"}, "predict='transitions' needs path tables"),
         ({"kv": 4}, "kv is 4: it should be 8 or 16"),
         ({"threads": 0}, "threads 0 can't compute anything"),
         ({"io": "fast"}, "io='fast' is none of auto, direct, buffered"),
@@ -65,7 +65,7 @@ def test_mistakes_are_one_line_and_name_arguments(pack: Path, settings: dict[str
     ("options", "message"),
     [
         (("--memory", "1.5XB"), "moert: --memory '1.5XB' is not a size"),
-        (("--predict", "popularity"), "moert: --predict popularity needs path tables"),
+        (("--predict", "transitions"), "moert: --predict transitions needs path tables"),
         (("--io", "fast"), "moert: --io fast is none of"),
         (("--top-p", "2"), "moert: --top-p is 2.0: it should be above 0 and at most 1"),
         (("--stop", ""), "moert: --stop has an empty stop string"),

@@ -119,20 +119,6 @@ class LeastFrequentlyUsed:
         return _FREQUENCY
 
 
-class FirstInFirstOut:
-    """Evicts what was loaded first."""
-
-    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
-        return candidates.loaded_at
-
-
-class LastInFirstOut:
-    """Evicts what was loaded last, so that what filled the memory first stays: a fixed preload buffer (STI)."""
-
-    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
-        return -candidates.loaded_at
-
-
 class ExpectedWait:
     """Evicts what is likely to be needed again last: Belady's rule (1966) with an estimate for the future.
 
@@ -190,32 +176,6 @@ class ExpectedWait:
             self._following[place] = likely
 
 
-class Foresees(Protocol):
-    """See moert.predict.foresight.Foresight."""
-
-    def coming(self) -> tuple[Sequence[LayerKey], F64]: ...
-
-
-class Foreseen:
-    """What the pass is foreseen to ask for stays until then: ExpectedWait, but that for layers which the present pass
-    has still to reach, the hash function says how probable it is that they ask for an expert when they do (SiDA, Du et
-    al. 2023: what the table of a batch does not name leaves)."""
-
-    def __init__(self, order: LayerOrder, foresight: Foresees, succession: Succession | None = None) -> None:
-        self._expected, self._foresight = ExpectedWait(order, succession), foresight
-        self._n_places = 1 + max(place_of(at) for at in order)
-
-    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
-        visits = self._expected.visits(candidates)
-        layers, likely = self._foresight.coming()
-        if layers:
-            table = np.full((self._n_places, likely.shape[1]), np.nan)
-            table[[place_of(at) for at in layers]] = likely
-            sooner = table[candidates.place, candidates.expert]
-            visits = np.where(np.isnan(sooner), visits, sooner + (1.0 - sooner) * (1.0 + visits))
-        return -(candidates.wait + candidates.interval * (visits - 1.0))
-
-
 class _Factory(Protocol):
     def __call__(self, order: LayerOrder, succession: Succession | None = None) -> EvictionPolicy: ...
 
@@ -225,8 +185,6 @@ EVICTION: Mapping[str, _Factory] = {
     "lru": lambda order, succession=None: LeastRecentlyUsed(),
     "layer-lru": lambda order, succession=None: LeastRecentOfLayer(),
     "lfu": lambda order, succession=None: LeastFrequentlyUsed(),
-    "fifo": lambda order, succession=None: FirstInFirstOut(),
-    "lifo": lambda order, succession=None: LastInFirstOut(),
     "expected": ExpectedWait,
 }
 """Name → policy, given the order of the layers, and what the pack's trace says of the future if there is one. What

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from moert.errors import HashMissing, PathsMissing, SettingInvalid
 from moert.experts.cache.cache import HANDED_OVER_BYTES
-from moert.experts.policy.eviction import EVICTION, Foreseen
+from moert.experts.policy.eviction import EVICTION, EvictionPolicy
 from moert.experts.policy.selection import AUTO_EVICTION, Choice, choose_eviction
 from moert.experts.policy.succession import Succession
 from moert.pack.errors import FormatTooNew, HeaderInvalid
@@ -23,10 +23,21 @@ from moert.wording import said
 
 _F = TypeVar("_F", bound="_OfAModel")
 
-FORESEEN = "foreseen"
-EVICTIONS = (AUTO_EVICTION, *EVICTION, FORESEEN)
+EVICTIONS = (AUTO_EVICTION, *EVICTION)
 DEFAULT_EVICTION = AUTO_EVICTION
 DEFAULT_PREDICTOR = AUTO_PREDICTOR
+
+
+class Policies(NamedTuple):
+    """Policies that a program brings: baselines and controls that no setting names.
+
+    `predictor` and `eviction` take the place of those that settings name. Not `weighed`, all experts are read that the
+    predictor names, whatever that is worth.
+    """
+
+    predictor: Predictor | None = None
+    eviction: EvictionPolicy | None = None
+    weighed: bool = True
 
 
 class _OfAModel(Protocol):
@@ -36,9 +47,8 @@ class _OfAModel(Protocol):
 
 
 def eviction_for(
-    pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacity_bytes: int, notify: Callable[[str], None],
-    foresight: Foresight | None = None,
-) -> Choice:  # fmt: skip
+    pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacity_bytes: int, notify: Callable[[str], None]
+) -> Choice:
     """The policy of that name, or what `auto` is for this pack and this room for experts.
 
     `notify` hears of a trace that is not one of this model: no answer depends on it, so it is left aside. Raises
@@ -47,9 +57,6 @@ def eviction_for(
     spec = pack.manifest.model
     if name == AUTO_EVICTION:
         return choose_eviction(trace_of(pack, notify), spec, nbytes, capacity_bytes)
-    if name == FORESEEN:
-        assert foresight is not None
-        return Choice(name, Foreseen(spec.moe_layers(), foresight, succession_of(pack, notify)), {})
     return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack, notify)), {})
 
 
@@ -109,26 +116,22 @@ def check_predictor(pack: Pack, name: str) -> None:
         _check_hash(pack, said("predict", name), said("predict", DEFAULT_PREDICTOR))
 
 
-def hash_for(
-    pack: Pack, predictor: str, eviction: str, routes: bool, notify: Callable[[str], None]
-) -> HashFunction | None:
-    """The pack's hash function, if any of these names asks for it, or it `routes`: takes the place of the routers.
+def hash_for(pack: Pack, predictor: str, routes: bool, notify: Callable[[str], None]) -> HashFunction | None:
+    """The pack's hash function, if this predictor asks for it, or it `routes`: takes the place of the routers.
 
     `notify` hears of one that is not for this model where nobody named it: it is left aside then. Raises PackError,
     HashMissing, or SettingInvalid where its numbers can't take the routers' place.
     """
-    check_hash(pack, eviction, routes)
-    named = predictor in NEED_HASH or eviction == FORESEEN or routes
+    check_hash(pack, routes)
+    named = predictor in NEED_HASH or routes
     taken = predictor == AUTO_PREDICTOR and reading_ahead_pays(pack)
     if HASH not in pack.manifest.files or not (named or taken):
         return None
     return _of_this_model(pack, HASH, HashFunction.from_bytes, None if named else notify)
 
 
-def check_hash(pack: Pack, eviction: str, routes: bool) -> None:
+def check_hash(pack: Pack, routes: bool) -> None:
     """Raises HashMissing, or SettingInvalid where the function's numbers can't take the routers' place."""
-    if eviction == FORESEEN:
-        _check_hash(pack, said("eviction", eviction), said("eviction", AUTO_EVICTION))
     if routes:
         _check_hash(pack, said("routing", "hash"), said("routing", "exact"))
         score = pack.manifest.model.moe.router.score

@@ -12,7 +12,7 @@ MODELS = ("g2p", "wiki")
 """Of the demo itself."""
 SHARES = (100, 50, 25)
 _TARGET = ": target"
-EVICTIONS = ("auto", "paper", "lru", "lfu", "fifo")
+EVICTIONS = ("auto", "paper", "lru", "lfu")
 
 
 def parts(result: Result) -> Sequence[Part]:
