@@ -128,6 +128,7 @@ def conversion_summary(report: ConversionReport) -> dict[str, Any]:
     return {
         "metric": report.metric,
         "reference": report.heldout.reference if report.heldout else None,
+        "per_token": report.heldout.per_token() if report.heldout else None,
         "target_loss": report.target.value,
         "upper_bound": report.upper_bound,
         "calibration": measured(report.calibration),
@@ -234,10 +235,12 @@ def result_rows(summary: dict[str, Any]) -> list[Row]:
 def conversion_rows(name: str, model: dict[str, Any]) -> list[Row]:
     heldout, sizes, target = model["heldout"], model["expert_bytes"], 100 * model["target_loss"]
     low, high = heldout["interval"]
+    by_tokens = zip(("reference", "pack"), model.get("per_token") or (), strict=False)
     return [
         Row(f"{name}: target", target, "%"),
         Row(f"{name}: reference", model["reference"], model["metric"]),
         Row(f"{name}: pack", heldout["value"], model["metric"]),
+        *(Row(f"{name}: {which} per token", value, "token_perplexity") for which, value in by_tokens),
         Row(f"{name}: promised", 100 * model["upper_bound"], "%").at_most(target),
         Row(f"{name}: held-out loss", 100 * heldout["loss"], "%")
         .within(100 * low, 100 * high)

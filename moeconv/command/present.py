@@ -32,8 +32,8 @@ def conversion_table(report: ConversionReport, out: str) -> str:
             f"  loss is how much worse {in_words(report.metric)} is than the unquantised model's, relative to it; "
             f"target {target_text(report.target)}",
             f"  {'':12} {'reference':>10} {'pack':>10} {'loss':>8}   95% interval        samples",
-            _measured_line("calibration", report.calibration),
-            _measured_line("held-out", report.heldout),
+            *_measured_lines("calibration", report.calibration),
+            *_measured_lines("held-out", report.heldout),
             *_promise(report),
             "",
         ]
@@ -294,12 +294,13 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:.{digits}%}"
 
 
-def _measured_line(name: str, measured: LossEstimate) -> str:
-    interval = f"{measured.low:+.2%} to {measured.high:+.2%}"
-    return (
+def _measured_lines(name: str, measured: LossEstimate) -> list[str]:
+    interval, tokens = f"{measured.low:+.2%} to {measured.high:+.2%}", measured.per_token()
+    return [
         f"  {name:12} {measured.reference:>10.4f} {measured.value:>10.4f} {measured.loss:>8.2%}   {interval:18}  "
-        f"{measured.samples}"
-    )
+        f"{measured.samples}",
+        *([] if tokens is None else [f"  {'  per token':12} {tokens[0]:>10.4f} {tokens[1]:>10.4f}"]),
+    ]
 
 
 def _share(sizes: Mapping[str, int], name: str) -> str:

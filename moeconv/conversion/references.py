@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from moeconv.calibration.documents import IN_RUNS
@@ -71,7 +70,7 @@ def value_text(measure: Measure, found: Evaluation) -> str:
     said, samples = f"{in_words(metric.name)} {metric.value(found.columns()):.4f}", f"on {len(found.nats)} samples"
     if metric.unit != "words":
         return f"{said} {samples}"
-    return f"{said} (per token {math.exp(sum(found.nats) / sum(found.tokens)):.4f}) {samples}"
+    return f"{said} (per token {found.token_perplexity():.4f}) {samples}"
 
 
 def evaluated(measure: Measure, plan: Plan) -> Evaluation:

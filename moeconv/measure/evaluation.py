@@ -10,6 +10,7 @@ import numpy as np
 
 from moeconv.artifacts import Summary
 from moeconv.measure.metrics import F64, Metric
+from moeconv.measure.metrics.likelihood import perplexity
 from moeconv.measure.scorers import Scores
 
 _MOST = 1e24  # seconds, tokens or operations that no measurement takes
@@ -60,6 +61,10 @@ class Evaluation:
     def columns(self) -> F64:
         """[samples, columns]"""
         return np.array(self.scores, dtype=np.float64)
+
+    def token_perplexity(self) -> float:
+        """Returns the perplexity per token."""
+        return float(perplexity(np.array([sum(self.nats), sum(self.tokens)])))
 
     def summary(self, metric: Metric, reference: Evaluation) -> Summary:
         before, after = metric.value(reference.columns()), metric.value(self.columns())

@@ -140,8 +140,11 @@ def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, see
     reference = measure.reference
     low, high = interval(measure.metric, reference.columns(), evaluation.columns(), seed=seed, groups=documents)
     figures = measure.summary(evaluation)
-    before = measure.metric.value(reference.columns())
-    return LossEstimate(before, figures.value, figures.loss, low, high, len(evaluation.nats))
+    before, count = measure.metric.value(reference.columns()), len(evaluation.nats)
+    by_tokens = (None, None)
+    if measure.metric.unit == "words":
+        by_tokens = reference.token_perplexity(), evaluation.token_perplexity()
+    return LossEstimate(before, figures.value, figures.loss, low, high, count, *by_tokens)
 
 
 def at_chance(reference: Evaluation, entropy: float, what: str) -> str | None:

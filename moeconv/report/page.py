@@ -102,7 +102,19 @@ def result(report: ConversionReport, n_experts: int) -> str:
         text += ". "
     if report.heldout is not None:
         text += f"On held-out text, measured once at the end, it is {interval_text(report.heldout)}. "
+        text += _values(name, report.heldout)
     return " ".join([text + _verdict(report), *_route(report), *_neurons(report), *_notes(report)]).strip()
+
+
+def _values(name: str, measured: LossEstimate) -> str:
+    """Returns the metric there, with its unit; of a perplexity per word also that per token."""
+    text, by_tokens = (
+        f"There {name} is {measured.value:.4g}, {measured.reference:.4g} unquantised",
+        measured.per_token(),
+    )
+    if by_tokens is not None:
+        text += f" (per token {by_tokens[1]:.4g}, {by_tokens[0]:.4g} unquantised)"
+    return text + ". "
 
 
 def _route(report: ConversionReport) -> list[str]:

@@ -301,7 +301,9 @@ def _preference_lines(pack: Pack) -> list[str]:
 def _measured(measured: LossEstimate | None) -> str:
     if measured is None:
         return "not measured"
+    by_tokens = measured.per_token()
+    token_text = "" if by_tokens is None else f"; per token {by_tokens[1]:.4f} (reference {by_tokens[0]:.4f})"
     return (
         f"{measured.value:.4f} (reference {measured.reference:.4f}), loss {100 * measured.loss:.2f}% "
-        f"[{100 * measured.low:.2f}%, {100 * measured.high:.2f}%] on {measured.samples} samples"
+        f"[{100 * measured.low:.2f}%, {100 * measured.high:.2f}%] on {measured.samples} samples{token_text}"
     )

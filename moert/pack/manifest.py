@@ -197,7 +197,8 @@ class Quantization:
 
 @dataclass(frozen=True)
 class LossEstimate:
-    """One measured value of the metric and the loss it means, with a 95% interval of the loss (fractions)."""
+    """One measured value of the metric and the loss it means, with a 95% interval of the loss (fractions). Where the
+    metric is a perplexity per word, `reference_per_token` and `value_per_token` are those per token."""
 
     reference: float
     value: float
@@ -205,6 +206,14 @@ class LossEstimate:
     low: float
     high: float
     samples: Annotated[int, Within(0, MAX_COUNT)]
+    reference_per_token: float | None = None
+    value_per_token: float | None = None
+
+    def per_token(self) -> tuple[float, float] | None:
+        """Returns the perplexity per token of the unquantised model and of the pack, where both are known."""
+        if self.reference_per_token is None or self.value_per_token is None:
+            return None
+        return self.reference_per_token, self.value_per_token
 
 
 _METRICS = {"perplexity": "perplexity per word", "token_perplexity": "perplexity per token"}
@@ -338,6 +347,11 @@ def dump_manifest(manifest: Manifest) -> str:
         for name in ("offset", "powers"):
             if not expert[name]:
                 del expert[name]
+    for measured in (document["quality"], *document.get("preferences", ())):
+        for found in (measured["calibration"], measured["heldout"]) if measured else ():
+            for name in ("reference_per_token", "value_per_token"):
+                if found and found[name] is None:
+                    del found[name]
     head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
     lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
     text = json.dumps(head, indent=1, allow_nan=False)

@@ -19,6 +19,7 @@ from moeconv.conversion.entries import Options
 from moeconv.conversion.settings import Settings
 from moeconv.errors import ConversionError
 from moert.pack.errors import PackError
+from moert.pack.reader import Pack
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,13 @@ def test_it_writes_the_pack_that_the_command_writes(model: Path, text: Path, tmp
         measured = re.search(line, "\n".join(said))
         assert measured is not None, what
         assert float(measured[1]) > float(measured[2]) > 1
+        last = measured
     assert report.target.value == 0.2
+    assert report.heldout is not None
+    assert f"{report.heldout.value:.4f} {report.heldout.value_per_token:.4f}" == f"{last[1]} {last[2]}"
+    quality = Pack.open(tmp_path / "b.pack").manifest.quality
+    assert quality is not None
+    assert (quality.calibration, quality.heldout) == (report.calibration, report.heldout)
     with moert.load(tmp_path / "b.pack") as opened:
         assert opened.generate("ab cde", max_new_tokens=4).result.tokens
 

@@ -10,7 +10,7 @@ from recipes.demo import AS_IT_IS, result_rows
 RUN = {"cache_bytes": 1_550_000, "tokens_per_s": 973.2, "peak_rss_bytes": 274e6, "belady_hit_rate": 0.7371}
 
 
-def model(loss: float) -> dict:
+def model(loss: float, per_token: tuple[float, float] | None = None) -> dict:
     runs = [
         {**RUN, "share": share / 100, "asked": asked, "hit_rate": 0.1 + number / 100, "tokens_per_s": 973.2 + number}
         for share in table.SHARES
@@ -18,7 +18,7 @@ def model(loss: float) -> dict:
         if share < 100 or asked == AS_IT_IS
     ]
     return {
-        "metric": "rouge2", "target_loss": 0.05, "reference": 0.80812, "upper_bound": 0.0049,
+        "metric": "rouge2", "target_loss": 0.05, "reference": 0.80812, "per_token": per_token, "upper_bound": 0.0049,
         "heldout": {"value": 0.8047, "loss": loss, "interval": [0.001, 0.0071]},
         "bits_histogram": {"2": 702, "3": 66}, "expert_bytes": {"pack": 2_290_000, "fp16": 16e6, "int4": 4.4e6},
         "runs": runs,
@@ -26,7 +26,9 @@ def model(loss: float) -> dict:
 
 
 def lines(loss: float) -> list[list[str]]:
-    result = Result({"settings": {}}, result_rows({"models": {"g2p": model(loss), "wiki": model(0.0)}}))
+    result = Result(
+        {"settings": {}}, result_rows({"models": {"g2p": model(loss), "wiki": model(0.0, (65.643, 67.32))}})
+    )
     return [[filled(each, result) for each in line] for part in table.parts(result) for line in part]
 
 
@@ -36,6 +38,7 @@ def test_the_tables_show_what_was_measured() -> None:
         "g2p", "5%", "rouge2", "0.8081", "0.8047", "under 0.5%", "0.4% (0.1% to 0.7%)", "702×2, 66×3", "2.29 MB",
         "14%", "52%",
     ]  # fmt: skip
+    assert shown[2][3:5] == ["0.8081 (per token 65.64)", "0.8047 (per token 67.32)"]
     assert shown[4] == ["g2p", "100% (1.6 MB)", "", "", "", "", "", "", "976 ± 2", "274 MB"]
     assert shown[5] == [
         "g2p", "50% (1.6 MB)", "11.0%", "12.0%", "13.0%", "14.0%", "15.0%", "73.7%", "976 ± 2", "274 MB",

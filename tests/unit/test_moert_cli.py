@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from moert.machine.cores import usable_cores
 from moert.models.kv import State
 from moert.models.model import Model
 from moert.pack.codec import F32
+from moert.pack.manifest import LossEstimate, Quality
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
@@ -460,6 +462,22 @@ def test_info_agrees_with_the_manifest(moert, pack) -> None:
     assert facts["has_paths"]
     assert facts["has_tokenizer"]
     assert facts["smallest_memory"]["bytes"] > 50_000_000 + facts["bytes"]["backbone"]  # the whole process
+
+
+def test_info_names_the_unit_of_a_perplexity(moert, tmp_path: Path) -> None:
+    pack = write_pack(tmp_path / "p", DECODER, paths=False)
+    estimate = LossEstimate(8.0, 8.2, 0.025, 0.02, 0.03, 50)
+    by_tokens = replace(estimate, reference_per_token=4.0, value_per_token=4.1)
+    quality = Quality("perplexity", 0.05, estimate, by_tokens, "1" * 64, "2" * 64)
+    add_to_pack(pack, replace(Pack.open(pack).manifest, quality=quality), "generation_config.json", b"{}\n")
+    assert moert("info", pack) == 0
+    assert "quality          perplexity per word, target loss 5.00%" in moert.out
+    assert "8.2000 (reference 8.0000)" in moert.out
+    assert "; per token 4.1000 (reference 4.0000)" in moert.out
+    assert moert("info", pack, "--json") == 0
+    found = json.loads(moert.out)["quality"]
+    assert (found["heldout"]["reference_per_token"], found["heldout"]["value_per_token"]) == (4.0, 4.1)
+    assert found["calibration"]["value_per_token"] is None
 
 
 def test_info_says_the_same_of_memory_for_people_and_as_json(pack) -> None:

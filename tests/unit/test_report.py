@@ -94,6 +94,27 @@ def test_a_bound_without_confidence_is_called_what_it_is(tmp_path: Path) -> None
     assert note in table
 
 
+def test_a_perplexity_has_its_unit_and_that_per_token_beside_it(tmp_path: Path) -> None:
+    calibration, heldout = (
+        LossEstimate(300.0, 309.0, 0.03, 0.02, 0.04, 9, 60.0, 61.5),
+        LossEstimate(296.25, 306.5, 0.0346, 0.021, 0.049, 9, 65.643, 67.32),
+    )
+    report = replace(full_report(SWITCH), metric="perplexity", calibration=calibration, heldout=heldout)
+    pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
+    assert read_report(pack) == report
+    write_report(pack, tmp_path / "r")
+    text = "There perplexity per word is 306.5, 296.2 unquantised (per token 67.32, 65.64 unquantised)."
+    assert text in page_of(tmp_path / "r")
+    table = conversion_table(report, "m.pack").splitlines()
+    assert "worse perplexity per word is than" in table[2]
+    assert [line.split()[:4] for line in table[5:8:2]] == [
+        ["per", "token", "60.0000", "61.5000"],
+        ["per", "token", "65.6430", "67.3200"],
+    ]
+    other = replace(full_report(SWITCH), calibration=replace(heldout, value_per_token=None))
+    assert "per token" not in conversion_table(other, "m.pack")
+
+
 def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
     dense = DenseReport("group", 64, {"attention": 4, "head": 8}, 500_000, 1_600_000,
                         LossEstimate(0.82, 0.81, 0.0123, 0.004, 0.021, 600))  # fmt: skip

@@ -34,11 +34,17 @@ def conversion(name: str, result: Result) -> Line:
     counts = [f"{{{found[0]}}}×{found[1]}" for found in map(widths.fullmatch, result.by_name) if found]
     lost = f"{{{name}: held-out loss|interval.1%}}{above_promise(name, result)}"
     return (
-        name, f"{{{name}: target|%}}", f"{{{name}: pack@unit}}", f"{{{name}: reference|.4g}}",
-        f"{{{name}: pack|.4g}}", f"under {{{name}: promised|.1%}}", lost,
+        name, f"{{{name}: target|%}}", f"{{{name}: pack@unit}}", value_of(name, "reference", result),
+        value_of(name, "pack", result), f"under {{{name}: promised|.1%}}", lost,
         ", ".join(counts), f"{{{name}: expert bytes|.2f}} MB", f"{{{name}: expert bytes of FP16|%}}",
         f"{{{name}: expert bytes of INT4|%}}",
     )  # fmt: skip
+
+
+def value_of(name: str, which: str, result: Result) -> str:
+    """Returns the metric's value; behind a perplexity per word that per token, where it was kept."""
+    by_tokens = f"{name}: {which} per token"
+    return f"{{{name}: {which}|.4g}}" + f" (per token {{{by_tokens}|.4g}})" * (by_tokens in result.by_name)
 
 
 def above_promise(name: str, result: Result) -> str:
