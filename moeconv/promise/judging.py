@@ -141,7 +141,7 @@ def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, see
     low, high = interval(measure.metric, reference.columns(), evaluation.columns(), seed=seed, groups=documents)
     figures = measure.summary(evaluation)
     before, count = measure.metric.value(reference.columns()), len(evaluation.nats)
-    by_tokens = (None, None)
+    by_tokens: tuple[float | None, float | None] = None, None
     if measure.metric.unit == "words":
         by_tokens = reference.token_perplexity(), evaluation.token_perplexity()
     return LossEstimate(before, figures.value, figures.loss, low, high, count, *by_tokens)
