@@ -221,8 +221,35 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
 
+VARIANTS = [(family, name) for family, (_, variants) in TINY.items() for name in variants]
+"""Every variant of every family."""
+
 ROUTED = {name: tiny for name, tiny in TINY.items() if name != "opt"}
 """The same without those whose layers have one expert, so that there is nothing to choose."""
+
+
+def variant_id(case: tuple[Any, ...]) -> str:
+    """Returns the name of a case that begins with a variant."""
+    return f"{case[0]}: {'-'.join(str(getattr(value, '__name__', value)) for value in case[1:])}"
+
+
+def features(case: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields what a case that begins with a variant tries: its family, each setting that the variant changes (numbers
+    are alike but for 0, tables by their type), and the family with each of the case's other values."""
+    family, name, *others = case
+    yield family
+    for key, value in TINY[family][1][name].items():
+        yield key, _kind(value)
+    for place, value in enumerate(others):
+        yield family, place, value
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get("rope_type")
+    if isinstance(value, (bool, str)) or not value:
+        return value
+    return type(value).__name__
 
 
 def transformers_model(path: Path) -> Any:

@@ -33,6 +33,7 @@ from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
+from tests.pairs import thinned
 
 PROMPTS = ("small", "of experts", "the router decides")
 NEW = 12
@@ -173,9 +174,7 @@ def test_every_prediction_writes_the_same(pack, source, expected, paths, capsys,
         assert len(paths.readers) > 1
 
 
-@pytest.mark.parametrize("predict", ["none", "gate"])
-@pytest.mark.parametrize("loaders", [1, 4])
-@pytest.mark.parametrize("mode", ["direct", "buffered"])
+@thinned("predict, loaders, mode", ["none", "gate"], [1, 4], ["direct", "buffered"])
 def test_experts_that_come_while_others_are_computed_with(
     pack, source, expected, paths, capsys, mode: str, loaders: int, predict: str
 ) -> None:

@@ -22,6 +22,7 @@ from moert.pack.neurons import Neurons
 from moert.pack.parts import ROLES
 from moert.pack.reader import Pack, projection_weights
 from moert.pack.reading import plain
+from tests.pairs import thinned
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")
 TINY = Path(__file__).parent / "tiny.pack"
@@ -207,9 +208,7 @@ def check_blocks_against_our_reader(root: Path) -> None:
         assert np.frombuffer(sums[sums_at:][start:stop], "<u4").tolist() == expected
 
 
-@pytest.mark.parametrize("dtype16", ["F16", "BF16"])
-@pytest.mark.parametrize("neurons", NEURONS, ids=str)
-@pytest.mark.parametrize("family", NEURON_SPECS)
+@thinned("dtype16, neurons, family", ["F16", "BF16"], NEURONS, NEURON_SPECS)
 def test_experts_in_blocks_of_neurons(tmp_path: Path, family: str, neurons: Neurons, dtype16: Any) -> None:
     quantization = replace(QUANTIZATION, neurons=neurons, dtype16=dtype16)
     write_pack(tmp_path / "model.pack", NEURON_SPECS[family], quantization)

@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 from packs import greedy, open_model, pack_of
-from tiny import TINY, VOCAB
+from tiny import TINY, VARIANTS, VOCAB, features, variant_id
 
 from moert.kernels import library, open_backend
 from moert.models.model import Model
 from moert.pack.codec import F32
+from tests.pairs import thinned
 
 if library.load() is None:
     pytest.skip(f"no native kernels: {library.missing()}", allow_module_level=True)
 
 WORST, MEDIAN = 0.2, 0.02
-CASES = [(family, name) for family, (_, variants) in TINY.items() for name in variants]
-IDS = [f"{family}: {name}" for family, name in CASES]
 
 
 def checkpoint(family: str, name: str, path: Path) -> Path:
@@ -58,7 +57,7 @@ def stepped(model: Model, ids: list[int], target: list[int]) -> F32:
     return along(model, ids, target[1:])
 
 
-@pytest.mark.parametrize(("family", "name"), CASES, ids=IDS)
+@thinned("family, name", VARIANTS, facts=features, ids=variant_id)
 def test_few_bits_are_off_by_the_rounding_of_activations(family: str, name: str, tmp_path: Path) -> None:
     source, shares = checkpoint(family, name, tmp_path / "hf"), []
     for bits in (2, 3, 4, 8):
@@ -79,8 +78,7 @@ def test_few_bits_are_off_by_the_rounding_of_activations(family: str, name: str,
     assert 1e-4 < float(np.median(np.concatenate(shares))) < MEDIAN  # not nothing: then nothing was rounded
 
 
-@pytest.mark.parametrize("run", [forward, stepped])
-@pytest.mark.parametrize(("family", "name"), CASES, ids=IDS)
+@thinned("family, name, run", VARIANTS, [forward, stepped], facts=features, ids=variant_id)
 def test_16_bits_are_the_reference(family: str, name: str, run: Callable[..., Any], tmp_path: Path) -> None:
     """Experts and dense matrices of floats meet activations as they are. Where a key or a value lies between two of 16
     bits, the last bit of a sum decides which it becomes: logits were off by 0.01% of the largest at most in the middle,

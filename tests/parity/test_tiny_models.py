@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from packs import greedy, open_model, pack_of, reference_greedy
-from tiny import TINY, VOCAB, transformers_model
+from tiny import TINY, VARIANTS, VOCAB, features, transformers_model, variant_id
 
 from moert.kernels import open_backend
 from moert.kernels.backend import opaque
@@ -20,21 +20,20 @@ from moert.models.model import Model
 from moert.pack.codec import F32
 from moert.pack.parts import FixedState
 from tests.kept_keys import WideKeys
+from tests.pairs import thinned
 
-PROMPTS, MAX_NEW = 20, 12
+PROMPTS, MAX_NEW = 7, 12
 ROOMY = {"expert_capacity": 1000}
-CASES = [(family, name, overrides) for family, (_, variants) in TINY.items() for name, overrides in variants.items()]
 
 
-@pytest.mark.parametrize(("family", "name", "overrides"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
-def test_logits_and_greedy_tokens_equal_transformers(
-    family: str, name: str, overrides: dict[str, Any], tmp_path: Path
-) -> None:
-    source = TINY[family][0](tmp_path / "hf", **overrides)
+@pytest.mark.parametrize(("family", "name"), VARIANTS, ids=map(variant_id, VARIANTS))
+def test_logits_and_greedy_tokens_equal_transformers(family: str, name: str, tmp_path: Path) -> None:
+    make, variants = TINY[family]
+    source = make(tmp_path / "hf", **variants[name])
     model, runner = open_model(pack_of(source, tmp_path / "model.pack"), opaque(WideKeys()))
     reference = transformers_model(source)
     chance = random.Random(name)
-    prompts = [[chance.randrange(2, VOCAB) for _ in range(1 + 7 * prompt)] for prompt in range(PROMPTS)]
+    prompts = [[chance.randrange(2, VOCAB) for _ in range(1 + 22 * prompt)] for prompt in range(PROMPTS)]
     expected = reference_greedy(reference, prompts, MAX_NEW)
     close = 1e-4 if _only_attention(model) else 3e-4
     for ids, tokens in zip(prompts, expected, strict=True):
@@ -61,15 +60,13 @@ def _all_logits(model: Model, reference: Any, ids: list[int], target: list[int])
         return model.forward_all(ids, target), expected.numpy()
 
 
-@pytest.mark.parametrize(("family", "name", "overrides"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
-def test_keys_and_values_of_16_bits_are_off_by_their_rounding(
-    family: str, name: str, overrides: dict[str, Any], tmp_path: Path
-) -> None:
+@thinned("family, name", VARIANTS, facts=features, ids=variant_id)
+def test_keys_and_values_of_16_bits_are_off_by_their_rounding(family: str, name: str, tmp_path: Path) -> None:
     """Each is off by 1/2048 at most. Layers carry that on: the logits were off by 0.03 to 0.4% (median of a model's
     rows) and 5% at most, in proportion to the largest of the row, where routers decide alike; by a tenth of that where
     other layers have states in float32."""
-    source = TINY[family][0](tmp_path / "hf", **overrides)
-    pack = pack_of(source, tmp_path / "model.pack")
+    make, variants = TINY[family]
+    pack = pack_of(make(tmp_path / "hf", **variants[name]), tmp_path / "model.pack")
     (exact, leader), (model, follower) = open_model(pack, opaque(WideKeys())), open_model(pack)
     chance, shares = random.Random(name), []
     for length in range(2, 42, 5):

@@ -4,7 +4,7 @@ rounded the other way for that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,23 @@ from moert.devices.torch_device import TorchDevice
 from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
 from moert.kernels.backend import Backend
 from moert.pack.reader import Pack
+from tests.pairs import thinned
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
 DEVICES = ["torch:cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_cuda])]
-CASES = [(family, next(iter(variants))) for family, (_, variants) in TINY.items()]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
+@pytest.fixture(scope="module")
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    """With experts of 16 bits, which the native kernels compute with as they are."""
-    path = tmp_path_factory.mktemp("torch")
-    return pack_of(checkpoint(*request.param, path / "hf"), path / "model.pack")
+    """A family's pack, its experts of 16 bits, which the native kernels compute with as they are."""
+    path, family = tmp_path_factory.mktemp("torch"), request.param
+    return pack_of(checkpoint(family, next(iter(TINY[family][1])), path / "hf"), path / "model.pack")
+
+
+def families_and_pairs(case: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields a case's family, and every pair of its other values, on each device."""
+    family, *others, device = case
+    yield from ((device, family), (device, *others))
 
 
 def on_device(name: str, host: Backend, capacity_bytes: int | None) -> Backend:
@@ -37,9 +43,10 @@ def on_device(name: str, host: Backend, capacity_bytes: int | None) -> Backend:
     return backend
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernels", [REFERENCE, AUTO_KERNELS])
-@pytest.mark.parametrize("capacity_bytes", [None, 60_000], ids=["all of it", "some of it"])
+@thinned(
+    "pack, kernels, capacity_bytes, device",
+    TINY, [REFERENCE, AUTO_KERNELS], [None, 60_000], DEVICES, facts=families_and_pairs, indirect=["pack"],
+)  # fmt: skip
 def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: int | None, device: str) -> None:
     """Read at once and one by one. Some: what the device has no room for is in memory."""
     backend = on_device(device, open_backend(kernels), capacity_bytes)
@@ -56,6 +63,7 @@ def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: i
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pack", TINY, indirect=True)
 def test_a_forked_sequence_goes_on_by_itself(pack: Pack, device: str) -> None:
     """What is on the device of it too."""
     model, twin = (open_model(pack, on_device(device, open_backend(REFERENCE), None))[0] for _ in range(2))

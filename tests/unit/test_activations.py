@@ -31,6 +31,7 @@ from moert.pack.parts import (
     stack_of,
 )
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
+from tests.pairs import thinned
 from tests.shapes import every
 
 MEASURE = """
@@ -87,9 +88,12 @@ def _late(spec: ModelSpec) -> ModelSpec:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be started anew")
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", ["decoder", "switch", "narrow", "late", "conv", "delta", "mamba2", "mamba"])
-@pytest.mark.parametrize(("d_model", "lengths"), [(768, [300, 1500]), (256, [5000])], ids=["wide", "long"])
+@thinned(
+    "kernels, name, d_model, lengths",
+    ["auto", "reference"],
+    ["decoder", "switch", "narrow", "late", "conv", "delta", "mamba2", "mamba"],
+    [(768, [300, 1500]), (256, [5000])],
+)
 def test_the_bound_is_above_the_peak_and_not_far(
     tmp_path: Path, name: str, kernels: str, d_model: int, lengths: list[int]
 ) -> None:

@@ -19,6 +19,7 @@ from moeconv.plan.knapsack import hulls
 from moeconv.plan.lossmap import LossMap
 from moeconv.plan.problem import Plan, Problem
 from moeconv.plan.search import Found, MeasuredPlan, search
+from tests.pairs import thinned
 
 TARGET = 0.05
 Judge = Callable[[Plan], MeasuredPlan]
@@ -43,9 +44,7 @@ def check(frontier: Frontier, found: Found, target: float = TARGET) -> None:
     assert found.index == 0 or max(refused) >= min(before, 0.995 * found.plan.nbytes)
 
 
-@pytest.mark.parametrize("name", sorted(ALLOCATORS))
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("seed", range(3))
+@thinned("name, power, seed", sorted(ALLOCATORS), [0.5, 1.0, 2.0], range(3))
 def test_finds_the_smallest_plan_of_a_monotone_judge(name: str, power: float, seed: int) -> None:
     frontier = ALLOCATORS[name](heavy_tailed(64, 3, seed, noise=0.02))
     judge = judge_by(frontier, lambda cost: 0.4 * cost**power)

@@ -19,9 +19,9 @@ from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey, ModelSpec
 from tests.shapes import shapes_of
 
+TinyModel = Callable[[str, str], Path]
 MAKERS: dict[str, Callable[..., Path]] = {name: make for name, (make, _) in TINY.items()}
 _ROUNDED = 1e-6  # float32, where transformers rounds more often
-VARIANTS = [(name, overrides) for name, (_, variants) in TINY.items() for overrides in variants.values()]
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -47,11 +47,20 @@ def test_the_class_of_the_settings_is_that_of_the_model(family: Family) -> None:
     assert family._config_class is family._class.config_class
 
 
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
-def test_names_and_shapes_are_those_of_the_checkpoint(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", TINY)
+def test_names_shapes_and_frequencies_are_those_of_the_model(family: str, tiny_model: TinyModel) -> None:
+    for variant in TINY[family][1]:
+        path = tiny_model(family, variant)
+        described = description_of(family, path)
+        try:
+            check_names_and_shapes(described, path)
+            check_frequencies(described, FAMILIES[family].empty(path))
+        except AssertionError as error:
+            raise AssertionError(f"{family}, {variant}: {error}") from error
+
+
+def check_names_and_shapes(described: Description, path: Path) -> None:
     """Every tensor of the file has a canonical name of the same shape, and the other way round."""
-    path = MAKERS[family](tmp_path, **overrides)
-    described = description_of(family, path)
     spec, shapes = described.spec, shapes_of(described.spec)
     assert set(described.backbone) | set(described.computed) == set(shapes)
     assert set(described.parameters) == set(described.backbone)
@@ -73,10 +82,7 @@ def test_names_and_shapes_are_those_of_the_checkpoint(family: str, overrides: di
     assert implied == {name: shape for name, shape in stored.items() if name not in doubled | left_out}
 
 
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
-def test_frequencies_are_those_of_the_model(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
-    path = MAKERS[family](tmp_path, **overrides)
-    described, model = description_of(family, path), FAMILIES[family].empty(path)
+def check_frequencies(described: Description, model: Any) -> None:
     [module] = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__] or [None]
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
     theirs = (

@@ -26,6 +26,7 @@ from moert.models import ffn, mixers, model
 from moert.models.positions import DistanceBias, Rotary
 from moert.pack.codec import F32
 from moert.pack.parts import Buckets, Rope
+from tests.pairs import thinned
 from tests.shapes import frequencies
 
 needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
@@ -83,9 +84,7 @@ def test_turns_are_those_of_each_position(pieces: list[tuple[int, int]], factor:
 # Pieces
 
 
-@pytest.mark.parametrize("kernels", BACKENDS)
-@pytest.mark.parametrize("rows", [1, 7, 20])
-@pytest.mark.parametrize("name", SPECS)
+@thinned("kernels, rows, name", BACKENDS, [1, 7, 20], SPECS)
 def test_pieces_change_nothing_but_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, kernels: str
 ) -> None:

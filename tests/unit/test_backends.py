@@ -28,6 +28,7 @@ from moert.pack.codec import F32, QuantizedMatrix
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack, Projection, projection_weights
 from moert.stats import ExpertCounters
+from tests.pairs import thinned
 
 needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
 BACKENDS = ["reference", pytest.param("auto", marks=needs_library)]
@@ -97,16 +98,18 @@ def executor(pack: Pack, backend: Backend) -> tuple[CachedExperts, CountingCache
     return CachedExperts(pack, cache, backend, None), cache
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "chosen",
+@thinned(
+    "name, overlap, chosen",
+    BACKENDS,
+    [False, True],
     [
-        [[2, 5]], [[-1, 5]], [[0, -1]], [[-1, -1]],
+        [[2, 5]],
+        [[-1, 5]],
+        [[0, -1]],
+        [[-1, -1]],
         [[2, 5], [0, 2], [-1, 7], [2, -1], [-1, -1], [0, 7], [5, 7]],
     ],
-    ids=str,
-)  # fmt: skip
+)
 def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
     pack: Pack, monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool, chosen: list[list[int]]
 ) -> None:

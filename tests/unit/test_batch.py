@@ -23,6 +23,7 @@ from moert.models.kv import rounded
 from moert.models.router import LearnedRouter, Routed
 from moert.pack.codec import F32
 from moert.pack.parts import Router
+from tests.pairs import thinned
 
 PROMPTS = ("one small step", "zigzag", "a", "hello world", "jumps over the lazy dog", "x y z")
 IDS = [[5, 9, 12], [7], list(range(3, 40)), [4, 4, 8, 30, 22, 11], [20] * 11]
@@ -50,9 +51,7 @@ def smallest(packs: dict[str, Path]) -> dict[str, int]:
     return sizes
 
 
-@pytest.mark.parametrize("kernels", ["auto", "scalar", "reference"])
-@pytest.mark.parametrize("capacity", [None, 0, 1, 4])
-@pytest.mark.parametrize("name", SPECS)
+@thinned("kernels, capacity, name", ["auto", "scalar", "reference"], [None, 0, 1, 4], SPECS)
 def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels) -> None:
     spec = with_capacity(name, capacity)
     path = write_pack(tmp_path / "some.pack", spec, paths=False, tokenizer=False)

@@ -14,6 +14,7 @@ from moeconv.quantizers import QUANTIZERS, Inputs, gptq
 from moeconv.quantizers.columns import ColumnProblem
 from moeconv.quantizers.feedback import hessian_of
 from moert.pack.codec import F32, INT_WIDTHS, dequantize, unpack_codes
+from tests.pairs import thinned
 from tests.unit.test_quantizers import inputs_of, random_weights, same
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 150), st.integers(1, 40))  # n, out, in
@@ -116,10 +117,7 @@ def test_weights_that_float16_cannot_hold_are_refused(name: str) -> None:
         QUANTIZERS[name](None).columns(np.array([[[1e6], [0.0]]], dtype=np.float32), 4, None)
 
 
-@pytest.mark.parametrize("bits", INT_WIDTHS)
-@pytest.mark.parametrize("name", ["group", "gptq"])
-@pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize("rows", [0, 5, 30, 500])
+@thinned("bits, name, group, rows", INT_WIDTHS, ["group", "gptq"], [0, 32], [0, 5, 30, 500])
 def test_verify_tells_fitted_weights_from_others(bits: int, name: str, group: int, rows: int) -> None:
     for shape in ((24, 40), (40, 24), (48, 96)):
         weights, quantizer = random_weights((4, *shape), rows), QUANTIZERS[name](group)

@@ -35,6 +35,7 @@ from moert.predict import PREDICTORS
 from moert.settings import EngineSettings
 from recipes.bench.controls import Oracle
 from tests.alone import alone
+from tests.pairs import thinned
 
 N_TOKENS = 8
 ASKED = PROMPTS[1::2]
@@ -62,10 +63,7 @@ def smallest_cache(path: Path) -> int:
     return Budget.of(Pack.open(path).manifest).layer_bytes
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("predictor", PREDICTORS)
-@pytest.mark.parametrize("eviction", EVICTION)
-@pytest.mark.parametrize("kernels", KERNELS)
+@thinned("name, predictor, eviction, kernels", SPECS, PREDICTORS, EVICTION, KERNELS)
 def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
     packs, answers, name, predictor, eviction, kernels
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TINY
+from tiny import TINY, VARIANTS, features, variant_id
 from trials import running
 
 from moeconv.artifacts import uniform
@@ -31,11 +31,12 @@ from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.bounds import TOKENIZER
+from tests.pairs import thinned
 
 TinyModel = Callable[[str, str], Path]
 WHOLE = {"switch_transformers", "nllb-moe", "gptsan-japanese"}
 """What must fit memory whole."""
-DECODERS = [(family, name) for family, (_, variants) in TINY.items() for name in variants if family not in WHOLE]
+DECODERS = [(family, name) for family, name in VARIANTS if family not in WHOLE]
 
 
 class Unseen:
@@ -67,7 +68,7 @@ def scorer_of(subject: Any) -> Any:
     return build_scorer(subject, tokenizer, text, find_metric("token_perplexity"), Extent(5, 32, None))
 
 
-@pytest.mark.parametrize(("family", "variant"), DECODERS)
+@thinned("family, variant", DECODERS, facts=features, ids=variant_id)
 def test_the_same_nats_as_in_memory(family: str, variant: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tiny_model(family, variant)
     found = []

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 
 from moert.kernels.backend import I64, ROWS, Floats
 from moert.kernels.reference import ReferenceBackend
@@ -14,6 +13,7 @@ from moert.models.build import Builder
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Act, Experts, Ffn, Join, Layer, Narrow, Norm, Router
+from tests.pairs import thinned
 
 D_MODEL, D_FF, TOKENS = 6, 7, ROWS + 3
 AT = LayerKey("decoder", 0)
@@ -38,10 +38,7 @@ class PlainExperts:
                 out[token] += (weight * self(expert, hidden[token])).astype(np.float32)
 
 
-@pytest.mark.parametrize("features", [4, 9])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("add", [1.0, 0.5])
-@pytest.mark.parametrize(("weigh", "top_k"), [("output", 2), ("input", 1)])
+@thinned("features, bias, add, weigh, top_k", [4, 9], [False, True], [1.0, 0.5], [("output", 2), ("input", 1)])
 def test_a_layer_is_its_formula(
     features: int, bias: bool, add: float, weigh: Literal["output", "input"], top_k: int
 ) -> None:

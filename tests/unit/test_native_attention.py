@@ -33,6 +33,7 @@ from moert.kernels.reference import ReferenceBackend
 from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Attention
+from tests.pairs import thinned
 
 Backends = list[NativeBackend]
 some_tokens = st.lists(st.sampled_from([1, 1, 2, 5, 60, 70]), min_size=1, max_size=3)
@@ -117,17 +118,13 @@ def test_an_encoders_tokens_attend_to_all(backends: Backends, problem: Problem, 
     assert all(same(read(backend, problem, problem.on(backend), x, [tokens]), first) for backend in backends)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", get_args(KvBits))
+@thinned("kind, shape, bits", KINDS, SHAPES, get_args(KvBits))
 def test_each_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     """The keys grow on the way, over more than one block."""
     check_grown(backends, make(kind=kind, bits=bits, **{"turning": 1, **SHAPES[shape]}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", LATENT)
-@pytest.mark.parametrize("bits", get_args(KvBits))
+@thinned("kind, shape, bits", KINDS, LATENT, get_args(KvBits))
 def test_each_latent_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     check_grown(backends, make_latent(kind=kind, bits=bits, **LATENT[shape]))
 
@@ -169,9 +166,7 @@ def test_attention_to_the_encoded_input(
     close(first[0], exact_attend(problem, x, keys, values, rounds=True), problem.kind)
 
 
-@pytest.mark.parametrize("bits", get_args(KvBits))
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("power", [-60, -24, 0, 16, 60])
+@thinned("bits, own, power", get_args(KvBits), [True, False], [-60, -24, 0, 16, 60])
 def test_keys_and_values_of_any_size_are_kept_alike(backends: Backends, bits: KvBits, own: bool, power: int) -> None:
     """What a matrix of values grows by, the one behind it makes up for; keys likewise, and queries. So the answer is
     the same but for the rounding of numbers that 16 bits do not hold exactly."""

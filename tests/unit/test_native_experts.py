@@ -34,6 +34,7 @@ from moert.kernels.native import NativeBackend, NativeExpert
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 from moert.pack.parts import Act, Ffn
+from tests.pairs import thinned
 
 GROUPS = (None, 16, 32, 64, 10, 48, 1)
 kinds, groups = st.sampled_from(KINDS), st.sampled_from(GROUPS)
@@ -111,9 +112,7 @@ def test_experts_add_the_weighted_feed_forward(
         assert np.array_equal(one_by_one, out), backend.name
 
 
-@pytest.mark.parametrize("activation", list(ACTIVATION))
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("d_model", "d_ff"), [(96, 75), (3300, 45)])
+@thinned("activation, gated, d_model, d_ff", list(ACTIVATION), [False, True], [(96, 75), (3300, 45)])
 def test_experts_give_a_token_the_same_alone_in_company_and_from_several_threads(
     backends: Natives, activation: Any, gated: bool, d_model: int, d_ff: int
 ) -> None:

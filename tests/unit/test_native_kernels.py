@@ -31,6 +31,7 @@ from moert.kernels import library
 from moert.kernels.filled import NativeMatrix
 from moert.kernels.native import NativeBackend
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
+from tests.pairs import thinned
 
 GROUPS = (None, 16, 32, 64, 10, 48, 1)
 kinds, groups = st.sampled_from(KINDS), st.sampled_from(GROUPS)
@@ -93,9 +94,7 @@ def test_rows_are_the_weights_themselves(
         assert (np.abs(found - expected) <= 2e-7 * terms).all(), backend.name
 
 
-@pytest.mark.parametrize("scale", [2.0**-24, 3 * 2.0**-24, 2.0**-14, 65504.0, -65504.0])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e15])
+@thinned("scale, bits, size", [2.0**-24, 3 * 2.0**-24, 2.0**-14, 65504.0, -65504.0], [2, 3, 4, 8], [1e-30, 1.0, 1e15])
 def test_extreme_scales(backends: Natives, scale: float, bits: int, size: float) -> None:
     rng = np.random.default_rng(bits)
     codes = rng.integers(0, 1 << bits, (5, 70)).astype(np.uint8)
@@ -125,9 +124,7 @@ def test_whole_numbers_give_the_same_on_every_instruction_set(
         assert np.array_equal(backend.linear(x, backend.matrix(stored)), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group", [None, 32, 10])
-@pytest.mark.parametrize(("rows", "cols"), [(150, 700), (37, 45), (2, 3300)])
+@thinned("kind, group, rows, cols", KINDS, [None, 32, 10], [(150, 700), (37, 45), (2, 3300)])
 def test_a_token_gets_the_same_alone_in_company_and_from_several_threads(
     backends: Natives, kind: Kind, group: int | None, rows: int, cols: int
 ) -> None:

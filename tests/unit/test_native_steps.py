@@ -21,6 +21,7 @@ from moert.kernels.native import NativeBackend
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 from moert.pack.parts import Groups, Router
+from tests.pairs import thinned
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +72,7 @@ def test_a_norm_is_that_of_torch(
         assert backend.name == "reference" or np.array_equal(found, backends[0].norm(x, norm))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("biased", [False, True])
+@thinned("kind, factor, softcap, biased", KINDS, [1.0, 0.3], [None, 0.5], [False, True])
 def test_the_head_is_a_norm_a_factor_and_a_product(
     backends: list[AnyBackend], kind: Kind, factor: float, softcap: float | None, biased: bool
 ) -> None:

@@ -44,6 +44,7 @@ from moert.pack.parts import Experts, Ffn
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
 from moert.pack.writer import PackWriter
+from tests.pairs import thinned
 
 BLOCKS = replace(QUANTIZATION, neurons=Neurons(512, bundled=False))
 
@@ -161,10 +162,7 @@ def test_matrices_come_back_from_blocks(case: dict, seed: int) -> None:
     assert not body[layout.data_offset :][blank[layout.data_offset :] == 0].any()
 
 
-@pytest.mark.parametrize("dtype16", ["F16", "BF16"])
-@pytest.mark.parametrize("group_size", [0, 4])
-@pytest.mark.parametrize("neurons", NEURONS, ids=str)
-@pytest.mark.parametrize("family", NEURON_SPECS)
+@thinned("dtype16, group_size, neurons, family", ["F16", "BF16"], [0, 4], NEURONS, NEURON_SPECS)
 def test_what_goes_in_comes_out(
     tmp_path: Path, family: str, neurons: Neurons, group_size: int, dtype16: str
 ) -> None:  # fmt: skip

@@ -19,6 +19,7 @@ from moert.kernels.reference import kept as reference_kept
 from moert.models.kv import Kept, State, written_bytes
 from moert.pack.codec import F32
 from moert.pack.parts import Attention
+from tests.pairs import thinned
 
 PART = Attention(2, 2, 4, 1.0, None, None, None, None)
 NATIVE = library.load() is not None
@@ -127,9 +128,7 @@ def test_pages_after_a_cut_are_used_again() -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason=f"no native kernels: {library.missing()}")
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("latent", [False, True])
-@pytest.mark.parametrize("forked", [1, 63, 64, 100, 130])
+@thinned("bits, latent, forked", [8, 16], [False, True], [1, 63, 64, 100, 130])
 def test_attention_after_a_fork_is_that_of_a_sequence_by_itself(latent: bool, bits: KvBits, forked: int) -> None:
     problem = make_latent(bits=bits) if latent else make(bits=bits, turning=1)
     x, others, backend = problem.tokens(200), problem.tokens(201)[1:], open_backend("auto", 1)

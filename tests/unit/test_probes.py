@@ -105,9 +105,11 @@ def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) 
     ("case", "dense_bits"),
     [(case, None) for case in CASES] + [("switch writes", 4), ("switch, untied head", 3), ("olmoe", 3)],
 )
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_probes_equal_full_evaluations_of_every_expert(
-    case: str, dense_bits: int | None, tiny_model: TinyModel
+    case: str, dense_bits: int | None, every: int, tiny_model: TinyModel
 ) -> None:
+    """Of each expert at one or two of the patterns; the slow test has all of them."""
     family, variant, samples, metric = CASES[case]
     trial = trial_of(tiny_model(family, variant), dense_bits)
     [scorer] = scorers(trial, samples, metric, max_new_tokens=6)
@@ -116,7 +118,7 @@ def test_probes_equal_full_evaluations_of_every_expert(
     prober = prober_of(trial, scorer)
     base = prober.prepare()
     assert_equal(base, scorer.score(), 0, "base")
-    probes = [Probe(key, bits) for key in trial.spec.expert_keys() for bits in patterns(trial)]
+    probes = [Probe(key, bits) for key in trial.spec.expert_keys() for bits in patterns(trial)][::every]
     found = answers(prober, probes)
     assert [one.probe for one in found] == probes
     naive_flops, moved, rewritten = 0, 0, 0
@@ -127,7 +129,7 @@ def test_probes_equal_full_evaluations_of_every_expert(
         moved += bool(np.abs(expected.kls - base.kls).max() > 1e-4)
         rewritten += expected.outputs != base.outputs
     assert moved > len(probes) / 4, "hardly any probe changed anything: little was tested"
-    assert rewritten > 5 or not scorer.metric.generates, "hardly any output changed: little was tested"
+    assert rewritten > 5 / every or not scorer.metric.generates, "hardly any output changed: little was tested"
     assert sum(one.flops for one in found) < naive_flops
 
 

@@ -27,6 +27,7 @@ from moeconv.promise.bound import (
 )
 from moeconv.promise.evidence import Evidence
 from recipes.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage, windows
+from tests.pairs import thinned
 
 Rng = np.random.Generator
 Source = Callable[[Rng, int, int, float], tuple[F64, F64]]  # rng, n, plans, loss -> reference, scores [n, plans, 2]
@@ -78,9 +79,7 @@ def heldout_noise(name: str, n: int, ratio: int) -> float:
     return float(np.std(one - other))
 
 
-@pytest.mark.parametrize("ratio", [1, 4])
-@pytest.mark.parametrize("n", [100, 400, 2000])
-@pytest.mark.parametrize("name", SOURCES)
+@thinned("ratio, n, name", [1, 4], [100, 400, 2000], SOURCES)
 def test_the_bound_holds_as_often_as_it_says(name: str, n: int, ratio: int) -> None:
     """And is not timid: on average at most 1.6 times as far away as the noise alone puts it."""
     rng, source, metric = np.random.default_rng(n + ratio), SOURCES[name], METRICS[name]
@@ -108,8 +107,8 @@ def test_rare_harm_counts_before_it_is_seen() -> None:
     rng, metric = np.random.default_rng(3), METRICS["exact_match"]
 
     def draw() -> tuple[F64, F64]:
-        right = rng.random((100, 2000)) < 0.8
-        return columns(right.astype(float)), columns((right & (rng.random((100, 2000)) >= 0.03)).astype(float))
+        right = rng.random((100, CASES)) < 0.8
+        return columns(right.astype(float)), columns((right & (rng.random((100, CASES)) >= 0.03)).astype(float))
 
     reference, scores = draw()
     bounds = upper_bounds(metric, reference, scores, Terms(0.95, 100, 1))

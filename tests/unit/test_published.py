@@ -98,11 +98,20 @@ def outline_of(config: Config) -> Outline:
 
 def test_every_family_is_published() -> None:
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
+    assert set(PARAMETERS) | set(FEATURES) <= set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_model_opens_and_is_planned(name: str) -> None:
+def test_a_published_model_is_what_its_makers_say_and_is_planned(name: str) -> None:
     outline = outline_of(PUBLISHED[name])
+    check_plan(name, outline)
+    if name in PARAMETERS:
+        check_parameters(outline, *PARAMETERS[name])
+    assert set(FEATURES.get(name, ())) <= set(features(outline.spec))
+    check_notes(name, outline)
+
+
+def check_plan(name: str, outline: Outline) -> None:
     spec, computed = outline.spec, outline.description.computed
     storage = Storage(0, outline.description.mxfp4)
     found, widths = outlooks(spec, storage, [None, dense_of(spec, 8)], computed, HOST), WIDTHS
@@ -124,18 +133,10 @@ def test_a_published_model_opens_and_is_planned(name: str) -> None:
         assert [each.pack_bytes for each in rest] == sorted(each.pack_bytes for each in rest)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_it_has_as_many_parameters_as_its_makers_say(name: str) -> None:
-    outline = outline_of(PUBLISHED[name])
+def check_parameters(outline: Outline, total: float, active: float | None) -> None:
     numbers = parameters(outline.spec, outline.description.computed)
-    total, active = PARAMETERS[name]
     assert numbers.total / 1e9 == pytest.approx(total, rel=0.03)
     assert active is None or numbers.active / 1e9 == pytest.approx(active, rel=0.12)  # some count the embedding
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_what_it_is_made_of_is_said(name: str) -> None:
-    assert set(FEATURES[name]) <= set(features(outline_of(PUBLISHED[name]).spec))
 
 
 @pytest.mark.parametrize(
@@ -218,9 +219,8 @@ LEFT_BEHIND: Config = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_transformers_never_looks_at_is_a_note(name: str) -> None:
-    published = outline_of(PUBLISHED[name])
+def check_notes(name: str, published: Outline) -> None:
+    """What transformers never looks at is a note."""
     found = outline_of({**LEFT_BEHIND, **PUBLISHED[name]})
     assert found.spec == published.spec
     (note,) = found.description.notes

@@ -13,6 +13,7 @@ from moeconv.packing.verify import error_share
 from moeconv.quantizers import QUANTIZERS, Inputs, gptq
 from moeconv.quantizers.quantizer import times_powers
 from moert.pack.codec import F32, INT_WIDTHS, QuantizedMatrix, dequantize, unpack_codes
+from tests.pairs import thinned
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 150))
 widths = st.sampled_from(INT_WIDTHS)
@@ -117,10 +118,7 @@ def test_weights_that_float16_cannot_hold_are_refused(name: str, value: float) -
         QUANTIZERS[name](None).quantize(np.array([[[value, 0.0]]], dtype=np.float32), 4, None)
 
 
-@pytest.mark.parametrize("bits", INT_WIDTHS)
-@pytest.mark.parametrize("name", ["group", "gptq"])
-@pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize("rows", [0, 1, 5, 30, 500])
+@thinned("bits, name, group, rows", INT_WIDTHS, ["group", "gptq"], [0, 32], [0, 1, 5, 30, 500])
 def test_verify_tells_fitted_weights_from_others(bits: int, name: str, group: int, rows: int) -> None:
     """With a margin: inputs from many tokens or few, one of them a hundred times as loud in every second matrix."""
     for shape in ((24, 40), (40, 24), (48, 96)):

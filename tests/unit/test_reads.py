@@ -21,6 +21,7 @@ from moert.experts.drive import io, reads
 from moert.experts.drive.io import is_direct, open_expert
 from moert.experts.drive.reads import NativeReader, PlainReader, Read, Reader, open_reader, table_of
 from moert.kernels import library
+from tests.pairs import thinned
 
 LINUX = sys.platform == "linux"
 WAYS: dict[str, Callable[[], Reader]] = {
@@ -29,6 +30,7 @@ WAYS: dict[str, Callable[[], Reader]] = {
     "one thread": lambda: open_reader(1, by_ring=False),
     "plain": PlainReader,
 }
+DIRECT = (True, False)
 PIECE = 4096
 SIZE = 300 * PIECE
 
@@ -52,7 +54,7 @@ def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
     made.close()
 
 
-@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+@pytest.fixture(params=DIRECT, ids=["direct", "buffered"])
 def fd(request: pytest.FixtureRequest, path: Path) -> Iterator[int]:
     handle = open_expert(path, request.param)
     yield handle
@@ -68,7 +70,7 @@ def outcomes(table: reads.Table) -> list[tuple[int, int, int]]:
     return [tuple(row) for row in table[["found", "error", "wrong"]].tolist()]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 256, 257, 700])
+@thinned("reader, fd, count", WAYS, DIRECT, [0, 1, 2, 63, 64, 65, 256, 257, 700], indirect=["reader", "fd"])
 def test_many_pieces_arrive_in_their_places(reader: Reader, fd: int, body: bytes, count: int) -> None:
     """In any order, some of them following each other."""
     rng = np.random.default_rng(count)
@@ -131,7 +133,7 @@ def test_wrong_bytes_are_told_and_the_others_arrive(reader: Reader, fd: int, bod
     assert places.tobytes() == body[: 4 * PIECE]
 
 
-@pytest.mark.parametrize("cut", [0, 1, PIECE, PIECE + 100, 2 * PIECE])
+@thinned("reader, fd, cut", WAYS, DIRECT, [0, 1, PIECE, PIECE + 100, 2 * PIECE], indirect=["reader", "fd"])
 def test_a_file_that_ends_early(reader: Reader, fd: int, path: Path, body: bytes, cut: int) -> None:
     os.truncate(path, cut)
     places = room(3 * PIECE).reshape(3, PIECE)
@@ -161,9 +163,10 @@ def test_a_read_that_the_system_refuses_fails_alone(reader: Reader, fd: int, pat
     assert reader.read_many(table_of([Read(closed, 0, places[0])])) == 1
 
 
-@pytest.mark.parametrize("lengths", [[100], [4096, 100, 4096], [5000, 4096], [8192 + 17]])
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("start", [0, 3])
+@thinned(
+    "reader, fd, lengths, shift, start",
+    WAYS, DIRECT, [[100], [4096, 100, 4096], [5000, 4096], [8192 + 17]], [0, 1], [0, 3], indirect=["reader", "fd"],
+)  # fmt: skip
 def test_what_direct_reads_refuse_goes_through_the_page_cache(
     reader: Reader, fd: int, body: bytes, lengths: list[int], shift: int, start: int
 ) -> None:

@@ -19,6 +19,7 @@ from moert.kernels import library
 from moert.kernels.backend import Backend, NormWeights, opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
+from tests.pairs import thinned
 
 TOKENS = 9
 
@@ -46,10 +47,7 @@ def tensors(*arrays: F32) -> list[torch.Tensor]:
 # Short convolution
 
 
-@pytest.mark.parametrize("module", [qwen, granite, jamba, lfm2])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("k", [3, 4])
+@thinned("module, biased, silu, k", [qwen, granite, jamba, lfm2], [False, True], [False, True], [3, 4])
 def test_a_convolution_is_that_of_transformers(
     backends: list[Backend], module: object, biased: bool, silu: bool, k: int
 ) -> None:

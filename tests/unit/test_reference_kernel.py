@@ -18,6 +18,7 @@ from moert.kernels.reference import Plain, ReferenceBackend, ffn, product, weigh
 from moert.kernels.reference.arithmetic import activated
 from moert.pack.codec import INT_WIDTHS, QuantizedMatrix, dequantize, n_groups, pack_codes
 from moert.pack.parts import Act, Ffn
+from tests.pairs import thinned
 
 GATED = Ffn(10, Act("silu"), gated=True)
 SHAPES = {"gate": (10, 6), "up": (10, 6), "down": (6, 10)}
@@ -90,10 +91,7 @@ def test_rows_are_those_of_the_whole_matrix() -> None:
         assert whole.weight.dtype == np.float32
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("limit", [None, 0.5])
-@pytest.mark.parametrize(("slope", "plus"), [(1.0, 0.0), (1.702, 1.0)])
-@pytest.mark.parametrize("biased", [False, True])
+@thinned("gated, limit, slope, plus, biased", [False, True], [None, 0.5], [(1.0, 0.0), (1.702, 1.0)], [False, True])
 def test_a_feed_forward_part_is_its_formula(
     gated: bool, limit: float | None, slope: float, plus: float, biased: bool
 ) -> None:
@@ -172,9 +170,7 @@ def test_an_expert_is_read_from_where_its_projections_lie(biased: bool) -> None:
 # Attention
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("shared", [1, 4])
+@thinned("causal, biased, shared", [True, False], [True, False], [1, 4])
 def test_attention_is_that_of_torch(causal: bool, biased: bool, shared: int) -> None:
     problem, backend = make(shared=shared, causal=causal, biased=biased), ReferenceBackend()
     x, held = problem.tokens(30), problem.on(backend)

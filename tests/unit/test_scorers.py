@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import TINY, VOCAB, transformers_model
+from tiny import TINY, VARIANTS, VOCAB, features, transformers_model, variant_id
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 from trials import pairs, questions, running, scorers, trial_of, words
@@ -34,9 +34,15 @@ from moert.kernels.reference import Plain, ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Act, Ffn
 from tests.gptsan import token_types
+from tests.pairs import thinned
 
 TinyModel = Callable[[str, str], Path]
-VARIANTS = [(family, name) for family, (_, variants) in TINY.items() for name in variants]
+DEEP = [
+    ("switch_transformers", "deeper encoder"),
+    ("switch_transformers", "every second layer sparse"),
+    ("switch_transformers", "small capacity"),
+    *((family, name) for family, name in VARIANTS if family != "switch_transformers"),
+]
 
 
 def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
@@ -54,7 +60,7 @@ def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
 # Experts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+@thinned("family, variant", VARIANTS, facts=features, ids=variant_id)
 @torch.inference_mode()
 def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
@@ -159,15 +165,7 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
 # Stacks and head ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"),
-    [
-        ("switch_transformers", "deeper encoder"),
-        ("switch_transformers", "every second layer sparse"),
-        ("switch_transformers", "small capacity"),
-        *((family, name) for family, name in VARIANTS if family != "switch_transformers"),
-    ],
-)
+@thinned("family, variant", DEEP, facts=features, ids=variant_id)
 @torch.inference_mode()
 def test_a_stack_goes_on_from_any_layer(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))

@@ -30,6 +30,7 @@ from moert.pack.errors import FileMissing, FileTruncated, HashMismatch, HeaderIn
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
+from tests.pairs import thinned
 
 DIRECT, BUFFERED = IoSettings(True, 1), IoSettings(False, 1)
 KEY = ExpertKey("decoder", 1, 3)
@@ -72,9 +73,7 @@ def refusal(kind: type[PackError], store: ExpertStore, key: ExpertKey = KEY) -> 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("io", [DIRECT, BUFFERED], ids=str)
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@thinned("name, io, kernels", SPECS, [DIRECT, BUFFERED], ["reference", "auto"])
 def test_every_expert_arrives_whole_and_is_counted(
     originals: dict[str, Path], name: str, io: IoSettings, kernels: str
 ) -> None:

@@ -25,6 +25,7 @@ from moert.pack.writer import add_to_pack
 from moert.placement import RULES
 from moert.settings import EngineSettings
 from moert.stats import DeviceCounters
+from tests.pairs import thinned
 from tests.tiny_packs import DECODER, SPECS, run_greedy, write_pack
 
 OTHERS = 60_000  # of the tiny models on a simulated card, beside experts: all else, and scratch
@@ -66,10 +67,7 @@ def plain(packs: dict[str, Path]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("memory", [None, "35%"], ids=["all in memory", "memory short as well"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("name", SPECS)
+@thinned("memory, rule, keep, name", [None, "35%"], RULES, KEEPS, SPECS)
 def test_answers_are_the_processors(
     packs: dict[str, Path], plain: dict[str, Any], name: str, keep: str, rule: str, memory: str | None
 ) -> None:

@@ -21,6 +21,7 @@ from moert.kernels.reference import ffn as plain_ffn
 from moert.kernels.reference import weights as plain_weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.parts import Act, Ffn
+from tests.pairs import thinned
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
@@ -152,9 +153,12 @@ def test_feed_forwards_are_those_of_the_reference(
 
 @pytest.mark.cuda
 @needs_cuda
-@pytest.mark.parametrize("kind", [*KINDS, "MXFP4"])
-@pytest.mark.parametrize("tokens", [1, 3, torch_ops.FEW, torch_ops.FEW + 1, 300])
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (37, 50), (1000, 1500)])
+@thinned(
+    "kind, tokens, rows, cols",
+    [*KINDS, "MXFP4"],
+    [1, 3, torch_ops.FEW, torch_ops.FEW + 1, 300],
+    [(1, 1), (37, 50), (1000, 1500)],
+)
 def test_products_on_a_gpu_are_those_of_the_processor(kind: Any, tokens: int, rows: int, cols: int) -> None:
     """Of few tokens by the Triton kernel, which comes with torch there."""
     assert torch_ops.fused_product() is not None

@@ -19,6 +19,7 @@ from moeconv.source.experts import ExpertCalls
 from moert.pack.codec import F32, INT_WIDTHS
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
+from tests.pairs import thinned
 
 
 class Swapped(Checkpoint):
@@ -48,9 +49,7 @@ def moments(source: Checkpoint) -> dict[tuple[str, int], Moments]:
     return found
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
-@pytest.mark.parametrize("group", [None, 32])
-@pytest.mark.parametrize("tokens", [0, 5, 400])
+@thinned("name, group, tokens", QUANTIZERS, [None, 32], [0, 5, 400])
 def test_its_own_weights_are_accepted_and_others_are_not(
     name: str, group: int | None, tokens: int, source: Checkpoint,
     moments: dict[tuple[str, int], Moments], tmp_path: Path,

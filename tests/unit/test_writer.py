@@ -34,15 +34,14 @@ from moert.pack.errors import FileMissing, WriteFailed
 from moert.pack.files import write_atomically
 from moert.pack.reader import Pack, bits_histogram, projection_weights
 from moert.pack.writer import PackWriter, add_files, add_to_pack, check_target
+from tests.pairs import thinned
 
 
 def everything(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("dtype16", ["F16", "BF16"])
-@pytest.mark.parametrize("group_size", [0, 4, 128])
-@pytest.mark.parametrize("family", SPECS)
+@thinned("dtype16, group_size, family", ["F16", "BF16"], [0, 4, 128], SPECS)
 def test_what_goes_in_comes_out(tmp_path: Path, family: str, group_size: int, dtype16: str) -> None:
     out = tmp_path / "model.pack"
     quantization = replace(QUANTIZATION, group_size=group_size, dtype16=dtype16)
