@@ -60,7 +60,7 @@ def thinned(
     cases, marks = list[Case](), list[list[Any]]()
     for one in product(*(list(axis) for axis in axes)):
         wrapped = [value if isinstance(value, type(pytest.param())) else None for value in one]
-        values = [w.values if w else v if isinstance(v, tuple) else (v,) for w, v in zip(wrapped, one, strict=True)]
+        values = [w.values if w else v if type(v) is tuple else (v,) for w, v in zip(wrapped, one, strict=True)]
         cases.append(tuple(value for several in values for value in several))
         marks.append([mark for w in wrapped if w for mark in w.marks])
     few = set(covering(cases, facts))
