@@ -22,6 +22,7 @@ from moeconv.progress import Progress, unseen
 from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.skeleton import by_layers
+from moert.experts.policy.selection import with_eviction
 from moert.pack.bounds import TOKENIZER
 from moert.pack.files import beside
 from moert.pack.paths import PATHS, build
@@ -82,7 +83,11 @@ def profile_paths(
         )
     table = kept.table
     found = figures(table, seen, routes_of(routed("heldout")))
-    bodies = {PATHS: table.to_bytes(), TRACE: trace_of(parts, num_experts).to_bytes()}
+    nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+    trace = with_eviction(trace_of(parts, num_experts), pack.manifest.model, nbytes)
+    chosen = ", ".join(f"{name} at {percent}%" for percent, name in trace.eviction.items())
+    say(f"eviction that finds most experts in memory, by the room for them: {chosen}")
+    bodies = {PATHS: table.to_bytes(), TRACE: trace.to_bytes()}
     add_files(pack.root, pack.manifest, bodies)
     if not _others(_passes(pack)):
         shutil.rmtree(_passes(pack), ignore_errors=True)

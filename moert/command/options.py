@@ -106,7 +106,7 @@ EvictionOption = Annotated[
     typer.Option(
         help="Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
         "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
-        "least); auto: what does best on the pack's recorded trace with this room for experts."
+        "least); auto: what did best with about this room for experts when the pack's paths were profiled, or expected."
     ),
 ]
 KeepNeuronsOption = Annotated[

@@ -134,7 +134,7 @@ class Streaming:
         if self._own is not None:
             self.cache.use(self._own)
             return
-        choice = eviction_for(self._pack, self.eviction, self.nbytes, cached_bytes, notify)
+        choice = eviction_for(self._pack, self.eviction, cached_bytes / sum(self.nbytes.values()), notify)
         self.eviction = choice.name
         self.cache.use(choice.policy)
 

@@ -41,6 +41,10 @@ class TensorFile:
         """True if there is metadata of this name."""
         return field in self._metadata
 
+    def text(self, field: str) -> str:
+        """Returns the metadata of this name; empty where there is none."""
+        return self._metadata.get(field, "")
+
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
 

@@ -1,13 +1,14 @@
 """trace.safetensors: the experts that calibration samples went through, in order. SPEC.md has the layout.
 
-What a cache would have done with them can be replayed (moert.experts.policy.replay), so that a policy can be chosen
-for a budget before the first request.
+A cache's hits on them can be replayed (moert.experts.policy.replay). The eviction policy that hits most often at each
+of EVICTION_SHARES is chosen when the file is made, and stands in it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,12 @@ DROPPED = 65535
 MOST_ENTRIES = 1 << 17
 """Entries (one expert of one token in one layer) that are recorded at most: 256 KiB."""
 
+EVICTION_SHARES = (12, 25, 50, 75)
+"""Shares of the experts' bytes, in percent, that eviction policies are chosen for."""
+EVICTION = "eviction"
+
 U16 = npt.NDArray[np.uint16]
+_POLICY = re.compile("([1-9][0-9]{0,2})=([a-z-]{1,32})")
 SampleRoutes = Mapping[StackName, npt.NDArray[np.integer[Any]]]
 """For each stack with experts [tokens, layers, top_k]: experts of one sample, -1 where it was dropped. The layers are
 those with experts, in order."""
@@ -41,10 +47,21 @@ class StackTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """The routing of some samples: the encoder reads all tokens of a sample at once, the decoder one by one."""
+    """The routing of some samples: the encoder reads all tokens of a sample at once, the decoder one by one.
+
+    `eviction`: share of the experts' bytes that has room, in percent → the name of the eviction policy that hits most
+    often there; ascending, empty in files of older writers.
+    """
 
     num_experts: int
     stacks: Mapping[StackName, StackTrace]
+    eviction: Mapping[int, str] = field(default_factory=dict)
+
+    def eviction_at(self, share: float) -> str | None:
+        """Returns the name of the policy for the recorded share that is nearest to `share` (a fraction), of two as near
+        the smaller one; None where none is recorded."""
+        nearest = min(self.eviction, key=lambda percent: abs(percent - 100 * share), default=None)
+        return None if nearest is None else self.eviction[nearest]
 
     @property
     def n_samples(self) -> int:
@@ -78,7 +95,14 @@ class Trace:
         tensors: dict[str, npt.NDArray[Any]] = {}
         for name, stack in self.stacks.items():
             tensors[f"{name}.experts"], tensors[f"{name}.samples"] = stack.experts, stack.starts
-        return to_bytes(tensors, {"format": "model.pack trace", "version": VERSION, "num_experts": self.num_experts})
+        metadata: dict[str, object] = {
+            "format": "model.pack trace",
+            "version": VERSION,
+            "num_experts": self.num_experts,
+        }
+        if self.eviction:
+            metadata[EVICTION] = ",".join(f"{percent}={name}" for percent, name in self.eviction.items())
+        return to_bytes(tensors, metadata)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Trace:
@@ -94,7 +118,7 @@ class Trace:
             raise file.wrong(f"has {entries} entries, none has more than {MOST_ENTRIES}")
         if not stacks or len({len(stack.starts) for stack in stacks.values()}) > 1:
             raise file.wrong("has no stack, or stacks with different numbers of samples")
-        return cls(num_experts, stacks)
+        return cls(num_experts, stacks, _eviction(file))
 
 
 def record(num_experts: int, samples: Iterable[SampleRoutes]) -> Trace:
@@ -122,6 +146,19 @@ def _as_u16(experts: npt.NDArray[np.integer[Any]], num_experts: int) -> U16:
     if experts.size and not -1 <= experts.min() <= experts.max() < num_experts:
         raise ValueError(f"a trace names experts {experts.min()} to {experts.max()}, there are {num_experts}")
     return np.where(experts < 0, DROPPED, experts).astype(np.uint16)
+
+
+def _eviction(file: TensorFile) -> dict[int, str]:
+    """Returns the policies by share, of text as 12=lru,25=expected."""
+    if not file.has(EVICTION):
+        return {}
+    text = file.text(EVICTION)
+    parts = _POLICY.findall(text)
+    shares = [int(percent) for percent, _ in parts]
+    joined = ",".join(f"{percent}={name}" for percent, name in parts)
+    if joined != text or not parts or shares != sorted(set(shares)) or not 0 < shares[0] <= shares[-1] <= 100:
+        raise file.wrong(f"{EVICTION} should be policies by rising percent, as 12=lru,25=expected, found {text[:40]!r}")
+    return {int(percent): name for percent, name in parts}
 
 
 def _stack(file: TensorFile, name: StackName, num_experts: int) -> StackTrace:

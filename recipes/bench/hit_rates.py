@@ -2,7 +2,7 @@
 share of them that has room. Writes moeconv/plan/hit_rates.json, which `moeconv plan MODEL` answers with.
 
 Each PACK is one of a model in recipes/models, profiled by `moeconv profile-paths`. What is replayed is the first half
-of its trace, under the policy that moert's `auto` takes there, which has learned from the second half, as in a pack
+of its trace, under the policy that does best there, which has learned from the second half, as in a pack
 that runs text like that it was profiled with. Counted is what is asked for once the cache is warm; of an
 encoder-decoder by both stacks, as moert counts hits, since a request passes both.
 """
@@ -20,7 +20,7 @@ from moert.experts.cache.residency import Residency
 from moert.experts.demand import Demand
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.replay import replay
-from moert.experts.policy.selection import choose_eviction, demands_of
+from moert.experts.policy.selection import best_eviction, demands_of
 from moert.experts.policy.succession import Succession
 from moert.pack.files import write_atomically
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -61,7 +61,7 @@ class Counted:
 def hit_rate(trace: Trace, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], share: float) -> float:
     """Where `share` of the experts' bytes has room."""
     capacity, half = int(share * sum(nbytes.values())), (trace.decoder_tokens + 1) // 2
-    name = choose_eviction(trace, spec, nbytes, capacity).name
+    name = best_eviction(trace, spec, nbytes, capacity)
     demands = list(demands_of(trace, spec, half))
     counted = Counted(demands, int(WARM * len(demands)))
     policy = EVICTION[name](spec.moe_layers(), Succession.of(trace, spec, half))

@@ -29,6 +29,7 @@ from moeconv.measure.workdir import WorkDir
 from moeconv.packing.packed import PackedModel
 from moeconv.packing.verify import verify
 from moeconv.source.checkpoint import Checkpoint
+from moert.experts.policy.eviction import EVICTION
 from moert.pack.errors import HashMismatch, WriteFailed
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import PATHS, TransitionTable
@@ -293,6 +294,8 @@ def test_profiled_paths_are_what_the_routers_chose(sources: dict[str, Path], fam
     table = TransitionTable.from_bytes(pack.read_file(PATHS))
     trace = Trace.from_bytes(pack.read_file(TRACE))
     trace.check(pack.manifest.model)
+    assert list(trace.eviction) == [12, 25, 50, 75]
+    assert set(trace.eviction.values()) <= {*EVICTION}
     assert nbytes == (settings.out / PATHS).stat().st_size + (settings.out / TRACE).stat().st_size
     moe = pack.manifest.model.moe
     for stack in pack.manifest.model.stacks:

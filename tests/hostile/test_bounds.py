@@ -199,7 +199,7 @@ def test_a_trace_with_more_entries_than_writers_record(pack: Path) -> None:
     resealed(pack, lambda document: document["files"].update({TRACE: document["files"]["config.json"]}))
     resealed(pack)
     heard: list[str] = []
-    eviction_for(Pack.open(pack), "auto", {}, 0, heard.append)
+    eviction_for(Pack.open(pack), "auto", 0.5, heard.append)
     assert "none has more than 131072" in heard[0]
 
 

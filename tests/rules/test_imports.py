@@ -47,10 +47,11 @@ MOECONV = [
     ("moeconv.__main__",),
 ]
 # What moert would say of a budget is asked of moert: of its own arithmetic, which is pure, by this module alone. So is
-# what a chat template may do, and what its library does of a quantiser.
+# what a chat template may do, what its library does of a quantiser, and which eviction policy finds most on a trace.
 ASKS = {
     "moeconv.quantizers.rounding": {"moert.kernels.coding"},
     "moeconv.conversion.room": {"moert.machine.memory"},
+    "moeconv.conversion.profile": {"moert.experts.policy.selection"},
     "moeconv.measure.passage": {"moert.kernels.checksum"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
     "moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"},

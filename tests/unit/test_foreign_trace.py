@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,17 @@ def test_a_run_that_streams_goes_on_without_it(pack: Path, body: bytes, eviction
     assert len(notes) == 1
     assert TRACE in notes[0]
     assert notes[0].endswith("the run goes on without it")
+
+
+@pytest.mark.parametrize(("recorded", "taken"), [({50: "lfu"}, "lfu"), ({25: "lru", 90: "of-tomorrow"}, "expected")])
+def test_auto_takes_the_policy_that_the_pack_records(pack: Path, recorded: dict[int, str], taken: str) -> None:
+    moe, layers = DECODER.moe, len(DECODER.moe_layers())
+    sample = {"decoder": np.tile(np.arange(moe.router.top_k), (4, layers, 1))}
+    body = replace(record(moe.n, [sample]), eviction=recorded).to_bytes()
+    add_to_pack(pack, Pack.open(pack).manifest, TRACE, body)
+    with Engine.open(pack, predict="none", cache="70%") as engine:
+        engine.generate(PROMPTS[0], SETTINGS)
+        assert engine.eviction == taken
 
 
 def test_one_that_is_damaged_still_ends_it(pack: Path) -> None:

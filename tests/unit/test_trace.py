@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,6 +56,27 @@ def test_only_whole_samples_are_kept_and_the_first_is_cut_to_fit(monkeypatch) ->
     short = record(EXPERTS, [sample] * 3)
     assert {name: len(stack.experts) for name, stack in short.stacks.items()} == {"encoder": 2, "decoder": 1}
     assert Trace.from_bytes(short.to_bytes()).n_samples == 1
+
+
+def test_the_policy_of_the_nearest_share_is_taken() -> None:
+    plain = record(EXPERTS, [{"decoder": np.zeros((1, 1, 1), int)}])
+    assert plain.eviction_at(0.5) is None
+    trace = replace(plain, eviction={12: "lru", 25: "expected", 50: "paper", 75: "lfu"})
+    shares = {0.0: "lru", 0.18: "lru", 0.185: "lru", 0.19: "expected", 0.2499: "expected", 0.5: "paper", 0.99: "lfu"}
+    assert {share: trace.eviction_at(share) for share in shares} == shares
+    assert Trace.from_bytes(trace.to_bytes()).eviction == trace.eviction
+    assert b"eviction" not in plain.to_bytes(), "files without a choice are as they were"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "12", "12=", "=lru", "12=LRU", "012=lru", "0=lru", "101=lru", "25=lru,12=lru", "12=lru,12=lfu", "12=lru,",
+     "12=lru;25=lfu", "12=" + 33 * "a", "\u0661=lru"],
+)  # fmt: skip
+def test_a_choice_of_policies_in_another_form_is_refused(text: str) -> None:
+    Trace.from_bytes(tampered(lambda tensors, metadata: metadata.update(eviction="12=lru,100=a-policy-of-tomorrow")))
+    with pytest.raises(HeaderInvalid, match="eviction should be policies by rising percent"):
+        Trace.from_bytes(tampered(lambda tensors, metadata: metadata.update(eviction=text)))
 
 
 @pytest.mark.parametrize("expert", [EXPERTS, -2])

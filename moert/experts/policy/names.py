@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 from moert.errors import HashMissing, PathsMissing, SettingInvalid
 from moert.experts.cache.cache import HANDED_OVER_BYTES
 from moert.experts.policy.eviction import EVICTION, EvictionPolicy
-from moert.experts.policy.selection import AUTO_EVICTION, Choice, choose_eviction
+from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT
 from moert.experts.policy.succession import Succession
 from moert.pack.errors import FormatTooNew, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.model_spec import ModelSpec
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
 from moert.pack.trace import TRACE, Trace
@@ -46,18 +46,25 @@ class _OfAModel(Protocol):
     def check(self, spec: ModelSpec) -> None: ...
 
 
-def eviction_for(
-    pack: Pack, name: str, nbytes: Mapping[ExpertKey, int], capacity_bytes: int, notify: Callable[[str], None]
-) -> Choice:
-    """The policy of that name, or what `auto` is for this pack and this room for experts.
+class Choice(NamedTuple):
+    """A policy and its name."""
+
+    name: str
+    policy: EvictionPolicy
+
+
+def eviction_for(pack: Pack, name: str, share: float, notify: Callable[[str], None]) -> Choice:
+    """Returns the policy of that name, with what the pack's trace teaches it. `auto` is the one that the pack records
+    for `share` of its experts in memory (Trace.eviction_at), or the default where it records none that is known here.
 
     `notify` hears of a trace that is not one of this model: no answer depends on it, so it is left aside. Raises
     PackError if the trace is damaged, and KeyError for an unknown name.
     """
-    spec = pack.manifest.model
+    spec, trace = pack.manifest.model, trace_of(pack, notify)
     if name == AUTO_EVICTION:
-        return choose_eviction(trace_of(pack, notify), spec, nbytes, capacity_bytes)
-    return Choice(name, EVICTION[name](spec.moe_layers(), succession_of(pack, notify)), {})
+        recorded = None if trace is None else trace.eviction_at(share)
+        name = recorded if recorded is not None and recorded in EVICTION else DEFAULT
+    return Choice(name, EVICTION[name](spec.moe_layers(), None if trace is None else Succession.of(trace, spec)))
 
 
 def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | None:

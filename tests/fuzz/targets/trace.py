@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moert.experts.policy.selection import choose_eviction
+from moert.experts.policy.selection import best_eviction
 from moert.pack.errors import PackError
 from moert.pack.trace import Trace, record
 from tests.fuzz.described import described, file_of
@@ -19,7 +19,7 @@ def read(body: bytes) -> None:
     trace = Trace.from_bytes(file_of(body))
     spec = next((spec for spec in _SPECS if len(spec.stacks) == len(trace.stacks)), DECODER)
     trace.check(spec)
-    choose_eviction(trace, spec, dict.fromkeys(spec.expert_keys(), 10), 30)
+    best_eviction(trace, spec, dict.fromkeys(spec.expert_keys(), 10), 30)
 
 
 def seeds() -> list[bytes]:
