@@ -200,13 +200,15 @@ class Budget:
         lacking = -self.left_bytes(0, held_bytes, coming_bytes) + layer + _SLACK_BYTES
         return -(-lacking * _MARGIN_PART // (_MARGIN_PART - 1) // 10**6) * 10**6
 
-    def smallest_memory(self, held_bytes: int, request_bytes: int) -> int:
+    def smallest_memory(self, held_bytes: int, request_bytes: int, aside_bytes: int = 0) -> int:
         """Returns the smallest --memory [bytes, whole megabytes] that a request runs in, which `request_bytes` are for
         keys, values and activations of: the one answer of `moert info`, of refusals and of Python. `held_bytes`: of the
-        process, before it opens the pack."""
+        process, before it opens the pack; `aside_bytes`: of a chat template's process, which ends before the request
+        begins."""
         held = max(held_bytes, BARE_BYTES - _SLACK_BYTES) + self.opened_bytes
         request = self.tokenizer.kept_bytes + FIRST_BYTES + request_bytes
-        return self.smallest_bytes(held, self.loading_bytes + max(self.tokenizer.peak_bytes, request))
+        aside = self.tokenizer.kept_bytes + aside_bytes
+        return self.smallest_bytes(held, self.loading_bytes + max(self.tokenizer.peak_bytes, request, aside))
 
     def fits(self, limit_bytes: int, held_bytes: int, request_bytes: int) -> bool:
         """Whether it runs in this limit: in its smallest one, of which a control group counts whole pages alone, and in

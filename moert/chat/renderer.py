@@ -69,11 +69,18 @@ class Renderer:
         what `room` raises.
         """
         request = self.request(messages, tools, variables, to_be_answered)
-        limits, letters = self._limits, min(_LONG_TEMPLATE, len(self.chat.template))
-        data_bytes = limits.data_bytes + _EACH_LETTER * letters + _EACH_BYTE * len(request)
+        data_bytes = self._data_bytes(len(request))
         with self._room(data_bytes + _BESIDE_BYTES):
-            body, status = _run(request, replace(limits, data_bytes=data_bytes))
+            body, status = _run(request, replace(self._limits, data_bytes=data_bytes))
         return self._understood(body, status)
+
+    def takes(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Returns the most memory [bytes] that the process which renders these messages takes. Raises InputInvalid."""
+        return self._data_bytes(len(self.request(messages, None, None, True))) + _BESIDE_BYTES
+
+    def _data_bytes(self, request_bytes: int) -> int:
+        letters = min(_LONG_TEMPLATE, len(self.chat.template))
+        return self._limits.data_bytes + _EACH_LETTER * letters + _EACH_BYTE * request_bytes
 
     def request(
         self,

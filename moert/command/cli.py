@@ -15,6 +15,7 @@ from moert.command.engine_options import UNSAID, SaidOptions, with_engine_option
 from moert.command.figures import figures
 from moert.command.info import info
 from moert.command.options import (
+    CHAT_NEW_TOKENS,
     BeamsOption,
     DriveOption,
     EarlyStopping,
@@ -187,7 +188,7 @@ def chat(
     template: TemplateOption = None,
     thinking: ThinkingOption = Thinking.show,
     engine_options: SaidOptions = UNSAID,
-    max_new_tokens: MaxNewTokensOption = 1024,
+    max_new_tokens: MaxNewTokensOption = CHAT_NEW_TOKENS,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,

@@ -11,13 +11,14 @@ from moert.budget.budget import Budget
 from moert.budget.opening import budget_of
 from moert.budget.regulator import TYPICAL
 from moert.budget.routing import share_text
-from moert.errors import TokenizerMissing
+from moert.command.options import CHAT_NEW_TOKENS
+from moert.errors import RunError, TokenizerMissing
 from moert.experts.policy.names import hash_for, reading_ahead_pays
 from moert.generation.text import Text
 from moert.kernels import library
 from moert.machine.cores import usable_cores
 from moert.machine.memory import held_bytes, thread_bytes
-from moert.models.footprint import Footprint
+from moert.models.footprint import Footprint, Load
 from moert.pack.chat import load_chat
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.hash import HASH, HashFunction
@@ -29,6 +30,8 @@ from moert.pack.reader import Pack, bits_histogram
 from moert.pack.trace import TRACE
 from moert.predict.network import network_bytes, recalled_bytes
 from moert.stats import size
+
+_USUAL_LETTERS = 8 * TYPICAL.prompt_tokens
 
 
 def describe(pack: Pack) -> dict[str, Any]:
@@ -83,6 +86,7 @@ def describe(pack: Pack) -> dict[str, Any]:
             "prompt_tokens": TYPICAL.prompt_tokens,
             "new_tokens": TYPICAL.max_new_tokens,
         },
+        "smallest_chat_memory": _smallest_chat_memory(pack, function, held),
     }
 
 
@@ -90,17 +94,14 @@ def description_lines(pack: Pack) -> list[str]:
     """The same for people."""
     facts = describe(pack)
     layers = ", ".join(f"{name} {n['all']} ({n['with_experts']} with experts)" for name, n in facts["layers"].items())
-    experts, nbytes, smallest = facts["experts"], facts["bytes"], facts["smallest_memory"]
+    experts, nbytes = facts["experts"], facts["bytes"]
+    smallest, chat = facts["smallest_memory"], facts["smallest_chat_memory"]
     group = f", groups of {facts['group_size']}" if facts["group_size"] else ", per output channel"
     called = {"16": "MXFP4"} if facts["mxfp4"] else {}
     widths = ", ".join(
         f"{called.get(bits, f'{bits} bits')}: {count}" for bits, count in facts["bits_histogram"].items()
     )
     files = "" if experts["files"] == experts["all"] else f" in {experts['files']} files"
-    smallest_text = (
-        f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
-        f"{smallest['new_tokens']} new ones, for the whole process; longer texts, beams and conversations take more"
-    )
     return [
         f"pack             {facts['pack']} (by {facts['creator']})",
         f"model            {facts['family']}: {layers}",
@@ -123,8 +124,16 @@ def description_lines(pack: Pack) -> list[str]:
         f"tokenizer        {'yes' if facts['has_tokenizer'] else f'no: {_tokenizer_fault(pack)}'}",
         f"chat template    {'yes' if facts['has_chat'] else f'no: {_chat_fault(pack)}'}",
         *_end_lines(facts["end_tokens"]),
-        f"smallest memory  {smallest_text}",
+        f"smallest memory  {_smallest_text(smallest)}, for the whole process; longer texts and beams take more",
+        *([] if chat is None else [f"  in chat        {_smallest_text(chat)}; longer conversations take more"]),
     ]
+
+
+def _smallest_text(smallest: dict[str, int]) -> str:
+    return (
+        f"{smallest['bytes']} bytes ({size(smallest['bytes'])}) for {smallest['prompt_tokens']} prompt tokens and "
+        f"{smallest['new_tokens']} new ones"
+    )
 
 
 def _end_tokens(pack: Pack) -> list[dict[str, Any]]:
@@ -184,6 +193,36 @@ def _held_by_code() -> int:
 def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> int:
     """Returns the smallest --memory [bytes] of a usual request, as an engine with the default settings has it. `held`:
     what a process holds that has opened the pack."""
+    return _smallest_of(pack, function, held, TYPICAL)
+
+
+def _smallest_chat_memory(pack: Pack, function: HashFunction | None, held: int) -> dict[str, int] | None:
+    """Returns the same of `moert chat` with its defaults: of a first message as long as a usual prompt, in the pack's
+    template, and a reply as long as it may be. None where the pack can't chat, or its template renders no message."""
+    from moert.chat.renderer import Renderer  # as the engine does it: what `held` counts has not loaded it
+    from moert.chat.templates import chat_of
+
+    try:
+        text = Text(pack)
+        renderer = Renderer(chat_of(pack, text))
+        message = {"role": "user", "content": "a"}
+        around = len(text.encode(renderer.render([message]), whole=True))
+        aside_bytes = renderer.takes([{**message, "content": "a" * _USUAL_LETTERS}])
+    except (PackError, RunError):
+        return None
+    prompt = around + TYPICAL.prompt_tokens
+    left = pack.manifest.model.room(prompt)
+    if left is not None and left < 1:
+        return None
+    load = Load(prompt, CHAT_NEW_TOKENS, marks=True)
+    return {
+        "bytes": _smallest_of(pack, function, held, load, aside_bytes),
+        "prompt_tokens": prompt,
+        "new_tokens": CHAT_NEW_TOKENS if left is None else min(left, CHAT_NEW_TOKENS),
+    }
+
+
+def _smallest_of(pack: Pack, function: HashFunction | None, held: int, load: Load, aside_bytes: int = 0) -> int:
     widened = library.missing() is not None
     nbytes, foreseeing = 0, None
     if function is not None and reading_ahead_pays(pack):
@@ -191,7 +230,7 @@ def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> in
     budget = budget_of(pack, widened, thread_bytes(usable_cores()), nbytes)
     prefers = bool(pack.manifest.preferences)
     footprint = Footprint(pack.manifest.model, widened, prefers=prefers, foreseeing=foreseeing)
-    return budget.smallest_memory(held - budget.opened_bytes, footprint.request([TYPICAL]))
+    return budget.smallest_memory(held - budget.opened_bytes, footprint.request([load]), aside_bytes)
 
 
 def _function(pack: Pack) -> HashFunction | None:

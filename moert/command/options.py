@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from moert.settings import EngineSettings
 
 
+CHAT_NEW_TOKENS = 1024
+"""That a reply of `moert chat` may have, if nothing else is said."""
+
+
 class Eviction(str, Enum):
     auto = "auto"
     expected = "expected"

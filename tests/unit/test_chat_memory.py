@@ -28,14 +28,16 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_pack(tmp_path_factory.mktemp("chat") / "p", layers=4, experts=16)
 
 
-def chat(pack: Path, template: str, limit_bytes: int, turns: int) -> tuple[int, list[dict], str, int]:
+def chat(
+    pack: Path, template: str, limit_bytes: int, turns: int, said: str = "abcdefghij" * 20,
+    more: tuple[str, ...] = ("--max-new-tokens", "40"),
+) -> tuple[int, list[dict], str, int]:  # fmt: skip
     """Status, answers, errors and processes killed, in a group of so many bytes, which --memory says too."""
     add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(ChatFormat(template, {})))
-    command = [sys.executable, "-m", "moert", "chat", str(pack), "--json", "--memory", str(limit_bytes),
-               "--max-new-tokens", "40"]  # fmt: skip
+    command = [sys.executable, "-m", "moert", "chat", str(pack), "--json", "--memory", str(limit_bytes), *more]
     with Group(memory_bytes=max(limit_bytes, 60_000_000)) as group:
         done = subprocess.run(
-            command, input=("abcdefghij" * 20 + "\n") * turns, capture_output=True, text=True, check=False,
+            command, input=(said + "\n") * turns, capture_output=True, text=True, check=False,
             preexec_fn=lambda: group.add(0), cwd=ROOT,
         )  # fmt: skip
         return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr, group.oom_kills
@@ -60,6 +62,26 @@ def test_a_conversation_runs_in_the_smallest_memory_that_refusals_name(pack: Pat
     assert (status, killed, len(answers)) == (0, 0, 4), errors
     assert [answer["kept_tokens"] >= 200 * turn for turn, answer in enumerate(answers)] == [True] * 4
     assert answers[-1]["stats"]["cache_bytes"] < answers[-1]["stats"]["expert_bytes"]
+
+
+@pytest.mark.parametrize("template", [LETTERS, "{{ 'ab' * 300 }}" + LETTERS, LETTERS + "{# " + "x" * 60_000 + " #}"])
+def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, template: str) -> None:
+    """Told with the defaults of moert chat; a megabyte less is refused, where that names no more."""
+    add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(ChatFormat(template, {})))
+    told = subprocess.run(
+        [sys.executable, "-m", "moert", "info", str(pack), "--json"], capture_output=True, check=True, cwd=ROOT
+    )
+    facts = json.loads(told.stdout)
+    found = facts["smallest_chat_memory"]
+    before = 600 if "ab" in template else 0
+    assert (found["prompt_tokens"], found["new_tokens"]) == (before + 129, 1024)
+    assert found["bytes"] > facts["smallest_memory"]["bytes"]
+    status, answers, errors, killed = chat(pack, template, found["bytes"], 1, "a" * 129, ())
+    assert (status, killed, len(answers)) == (0, 0, 1), errors
+    assert answers[0]["prompt_tokens"] == found["prompt_tokens"]
+    status, _, errors, killed = chat(pack, template, found["bytes"] - 15_000_000, 1, "a" * 129, ())
+    assert (status, killed) == (2, 0)
+    assert int(errors.splitlines()[-1].split("--memory ")[1].split()[0]) <= found["bytes"] + 10**6
 
 
 def test_a_greedy_template_is_refused_and_the_system_kills_nothing(pack: Path) -> None:
