@@ -229,6 +229,7 @@ golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its 
 
 readme: setup  ## write docs/python.md, help of docs/commands.md, families of docs/models.md, keys of docs/recipes.md anew
 	$(PY) tests/rules/readme_help.py --write
+	$(PY) tests/rules/architecture_text.py --write
 	$(PY) tests/rules/models_text.py --write
 	$(PY) tests/rules/python_text.py --write
 	$(PY) tests/rules/recipes_text.py --write

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-LEAST = (192_000_000, 1_000_000_000)  # see moert.pack.shortage.Least
+LEAST = (192_000_000, 1_000_000_000)  # see moert.pack.messages.Least
 
 
 def main() -> None:
@@ -12,8 +12,7 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where the caller had it ignored
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from moert.pack.failure import begins_not
-    from moert.pack.shortage import Least, refusal, short_of_memory
+    from moert.pack.messages import Least, begins_not, refusal, short_of_memory
 
     if (reason := refusal(Least(*LEAST))) is not None:
         begins_not("moeconv", reason)

@@ -10,10 +10,10 @@ from typing import Annotated, Any, NamedTuple
 
 from moeconv.fields import among, amount, listed, maybe, named, number, positive, share, text
 from moert.pack.codec import WIDTHS
+from moert.pack.documents import Read, brief, mapping
 from moert.pack.errors import ManifestInvalid
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.reading import Read, brief, mapping
 
 SCHEMA = 2
 REPORT = "report.json"  # of a pack: its ConversionReport

@@ -9,9 +9,9 @@ from typing import Any
 
 from moeconv.slow_tokenizer import CONFIG, MOST_BYTES, made
 from moeconv.strict_json import bounded, parse
-from moert.pack.bounds import TOKENIZER
 from moert.pack.fence import locked
-from moert.pack.tokenizer import check_tokenizer_in
+from moert.pack.tensors import TOKENIZER
+from moert.pack.text import check_tokenizer_in
 
 
 def chat_tokenizer(folder: Path) -> Any:

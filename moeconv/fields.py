@@ -1,4 +1,4 @@
-"""How fields of artefacts are read that others may have written: functions for moert.pack.reading.Read."""
+"""How fields of artefacts are read that others may have written: functions for moert.pack.documents.Read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from moert.pack.documents import brief, mapping
 from moert.pack.errors import ManifestInvalid
-from moert.pack.reading import brief, mapping
 
 MOST = 10**24
 T = TypeVar("T")

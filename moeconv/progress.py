@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from moert.pack.shown import in_one_line
+from moert.pack.messages import in_one_line
 
 LINE_EVERY_S = 30.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.strict_json import NotJson, bounded, parse
-from moert.pack.bounds import TOKENIZER
-from moert.pack.tokenizer import TokenizerUnfit
+from moert.pack.tensors import TOKENIZER
+from moert.pack.text import TokenizerUnfit
 
 CONFIG = "tokenizer_config.json"
 _TIKTOKEN = ("tiktoken.model", "*.tiktoken")

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from moert.chat.conversation import Conversation
-    from moert.chat.speaker import Reply
-    from moert.engine import Engine
+    from moert.chat.conversation import Conversation, Reply
+    from moert.engine.choosing import GenerationSettings
+    from moert.engine.engine import Engine
+    from moert.engine.session import Answer, Interrupted
+    from moert.engine.settings import EngineOptions, EngineSettings
     from moert.errors import RunError
-    from moert.generation.answer import Answer, Interrupted
-    from moert.generation.settings import GenerationSettings
     from moert.pack.errors import Error, PackError
-    from moert.settings import EngineOptions, EngineSettings
 
 __version__ = "0.1.0"
 _PLACES = {  # read when they are first asked for, since most take numpy
-    "Answer": "moert.generation.answer", "Conversation": "moert.chat.conversation", "Engine": "moert.engine",
-    "EngineSettings": "moert.settings", "Error": "moert.pack.errors", "GenerationSettings": "moert.generation.settings",
-    "Interrupted": "moert.generation.answer", "PackError": "moert.pack.errors", "Reply": "moert.chat.speaker",
-    "RunError": "moert.errors",
+    "Answer": "moert.engine.session", "Conversation": "moert.chat.conversation", "Engine": "moert.engine.engine",
+    "EngineSettings": "moert.engine.settings", "Error": "moert.pack.errors",
+    "GenerationSettings": "moert.engine.choosing", "Interrupted": "moert.engine.session",
+    "PackError": "moert.pack.errors", "Reply": "moert.chat.conversation", "RunError": "moert.errors",
 }  # fmt: skip
 __all__ = [
     "Answer", "Conversation", "Engine", "EngineSettings", "Error", "GenerationSettings", "Interrupted", "PackError",
@@ -37,7 +36,7 @@ def load(path: str | os.PathLike[str], **settings: Unpack[EngineOptions]) -> Eng
 
     Raises Error: PackError for a damaged pack, RunError for what can't be run as asked.
     """
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
     return Engine.open(path, **settings)
 

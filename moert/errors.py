@@ -1,12 +1,36 @@
-"""What a user of moert can get wrong, beside the pack itself (moert.pack.errors)."""
+"""What settings are called, and what a user of moert can get wrong beside the pack (moert.pack.errors)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar, get_type_hints
 
 from moert.pack.errors import Error
-from moert.wording import said
+from moert.pack.messages import fits, unknown, wanted
+
+_OPTIONS = {"n_return": "--return"}  # others are called alike
+_command_line = ContextVar("command_line", default=False)
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Messages made inside speak of options."""
+    before = _command_line.set(True)
+    try:
+        yield
+    finally:
+        _command_line.reset(before)
+
+
+def said(name: str, value: object = None) -> str:
+    """A setting, or one with a value, for messages: `--memory 450000000`, or `memory=450000000`."""
+    if _command_line.get():
+        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        return option if value is None else f"{option} {value}"
+    return name if value is None else f"{name}={value!r}"
 
 
 class RunError(Error):
@@ -100,3 +124,33 @@ class Busy(RunError):
 
 class DrawingImpossible(RunError):
     """Pictures can't be made or written here."""
+
+
+_Settings = TypeVar("_Settings", bound="Adjustable")
+
+
+class Adjustable:
+    """The base of settings: a frozen dataclass whose annotations say what each can be."""
+
+    @classmethod
+    def of(cls: type[_Settings], settings: _Settings | None, changes: Mapping[str, Any]) -> _Settings:
+        """Returns the settings, or those that are usual, with these changes by name. Raises SettingInvalid."""
+        if settings is not None and not isinstance(settings, cls):
+            raise SettingInvalid("settings", f"is {settings!r}: it should be {cls.__name__}(...), or settings by name")
+        return (settings or cls()).but(**changes)
+
+    def but(self: _Settings, **changes: Any) -> _Settings:
+        """Returns these settings with some changed. Raises SettingInvalid for a name that there is not, and for what
+        one can't be."""
+        assert is_dataclass(self)
+        known = [each.name for each in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise SettingInvalid(name, unknown(name, known))
+        return replace(self, **changes) if changes else self
+
+    def check_types(self) -> None:
+        """Raises SettingInvalid for the first setting of another type than its annotation says."""
+        for name, hint in get_type_hints(type(self)).items():
+            if not fits(value := getattr(self, name), hint):
+                raise SettingInvalid(name, f"is {value!r}: it should be {wanted(hint)}")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moert.wording import said
+from moert.errors import said
 
 PAGE_CACHE = "page cache"
 

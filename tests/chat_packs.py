@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tiny_packs import DECODER_SHAPE, write_pack
 
-from moert.pack.chat import CHAT, ChatFormat, dump_chat
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
+from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import add_files
 
 TEMPLATE = (

@@ -14,8 +14,7 @@ from torch import Tensor
 from moert.kernels.backend import Stored
 from moert.kernels.reference import weights
 from moert.pack.codec import F32, pack_codes
-from moert.pack.dense import dense_width, stored_tensors
-from moert.pack.manifest import BACKBONE, Dense, Quantization
+from moert.pack.manifest import BACKBONE, Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
 from moert.pack.writer import PackWriter
 from tests.shapes import shapes_of

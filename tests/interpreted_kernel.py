@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import torch
 
-from moert.devices import triton_kernel
-from moert.devices.torch_matrices import TorchMatrix, copied, lying, placed
-from moert.devices.torch_ops import tiled
+from moert.beside.gpu import triton_kernel
+from moert.beside.gpu.torch_backend import tiled
+from moert.beside.gpu.torch_matrices import TorchMatrix, copied, lying, placed
 from tests.native_problems import KINDS, normal, random_stored
 from tests.unit.test_torch_ops import random_mxfp4
 

@@ -6,7 +6,7 @@ from moert.models.footprint import Loads
 
 
 class OpenGate:
-    """See moert.generation.session.Gate."""
+    """See moert.engine.session.Gate."""
 
     def check(self, loads: Loads, beside: Loads = ()) -> None:
         pass

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, n_groups, pack_codes
-from moert.pack.layout import group_of
+from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
-from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
-from moert.pack.neurons import Neurons
+from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
 from moert.pack.parts import (
     Act,
     Attention,
@@ -22,9 +21,7 @@ from moert.pack.parts import (
     Ffn,
     GatedDelta,
     Groups,
-    Join,
     Latent,
-    Layer,
     Mamba,
     Mamba2,
     Narrow,
@@ -34,8 +31,7 @@ from moert.pack.parts import (
     Router,
     ShortConv,
     Stretch,
-    stack_of,
-)  # fmt: skip
+)
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter
 from tests.shapes import Shape, every

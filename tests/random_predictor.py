@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moert.pack.model_spec import ModelSpec
-from moert.pack.predictor import PREDICTOR, Kept, LayerPredictor, NeuronPredictor, PredictedLoss
+from moert.pack.neurons import PREDICTOR, Kept, LayerPredictor, NeuronPredictor, PredictedLoss
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moert.pack.layout import Neurons
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import Neurons
 from tests import random_packs, tiny_packs
 from tests.random_hash import add_hash
 from tests.random_predictor import add_predictor

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall, RunError
-from moert.generation.settings import GenerationSettings
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats
 from moert.kernels.coding import Grid, code_inputs

@@ -8,22 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.model_spec import Head, ModelSpec, Tokens
-from moert.pack.parts import (
-    Act,
-    Attention,
-    Buckets,
-    Experts,
-    Ffn,
-    FixedState,
-    Layer,
-    Narrow,
-    Norm,
-    Rope,
-    Router,
-    Stack,
-    stack_of,
-)
+from moert.pack.model_spec import Head, Layer, ModelSpec, Stack, Tokens, stack_of
+from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, FixedState, Narrow, Norm, Rope, Router
 
 THETA = 10000.0
 Has = tuple[bool, ...]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moert.bench.measure import BenchSettings
-from moert.settings import EngineSettings
+from moert.engine.settings import EngineSettings
 
 SETTINGS = BenchSettings(EngineSettings(cache="50%", io="buffered,1", eviction="lru", predict="none", threads=1), 3)
 

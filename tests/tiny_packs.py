@@ -12,28 +12,24 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.kernels.backend import I64
 from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16, unpack_codes
-from moert.pack.layout import group_of
+from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Files, Preference, Quantization
-from moert.pack.model_spec import ExpertKey, Head, LayerKey, ModelSpec
-from moert.pack.neurons import Neurons
+from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack
 from moert.pack.parts import (
     Act,
     Attention,
     Experts,
     Ffn,
     GatedDelta,
-    Join,
-    Layer,
     Mamba,
     Mamba2,
     Norm,
     PositionTable,
     Router,
     ShortConv,
-    Stack,
 )
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection

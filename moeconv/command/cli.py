@@ -13,11 +13,9 @@ import typer
 from moeconv.command import options, packs
 from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
 from moeconv.progress import bar, say
-from moert.pack.failure import USAGE, asks_json, failure, print_failure
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.files import beside, placed
-from moert.pack.shortage import short_of_memory
-from moert.pack.shown import shown
+from moert.pack.messages import USAGE, asks_json, failure, print_failure, short_of_memory, shown
 
 if TYPE_CHECKING:
     from moeconv.command.recipe import Recipe

@@ -26,9 +26,9 @@ from moeconv.quantizers.dense_bits import dense_of
 from moeconv.report.units import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
+from moert.pack.documents import MAX_BYTES
+from moert.pack.messages import NotASize, parse_size
 from moert.pack.model_spec import ModelSpec
-from moert.pack.reading import MAX_BYTES
-from moert.pack.sizes import NotASize, parse_size
 
 OF_WORK = {"loss", "size", "bits_per_weight", "allocation", "signal", "bits", "whole_curve"}
 """Arguments of `moeconv plan` that ask what a conversion has measured."""

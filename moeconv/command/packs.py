@@ -12,7 +12,7 @@ import typer
 from moeconv.command import options
 from moeconv.command.options import Calib, Heldout, Json
 from moeconv.progress import bar, say
-from moert.pack.shown import shown
+from moert.pack.messages import shown
 
 PackMetric = Annotated[
     str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own, which runs as "

@@ -18,7 +18,7 @@ from moeconv.quantizers.dense_bits import width_text
 from moeconv.report.units import size
 from moert.pack.hash import RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words
-from moert.pack.predictor import PredictedLoss
+from moert.pack.neurons import PredictedLoss
 
 
 def conversion_table(report: ConversionReport, out: str) -> str:

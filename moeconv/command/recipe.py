@@ -14,7 +14,7 @@ from moeconv.conversion.entries import ENTRIES, as_entries, settings_of, table
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import is_module
-from moert.pack.fitting import unknown
+from moert.pack.messages import unknown
 
 
 @dataclass(frozen=True)

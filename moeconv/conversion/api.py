@@ -14,7 +14,7 @@ from moeconv.errors import ConversionError, SettingsError
 from moeconv.progress import Progress
 from moert.pack.errors import PackError
 from moert.pack.files import beside, placed
-from moert.pack.fitting import unknown
+from moert.pack.messages import unknown
 
 Place = str | os.PathLike[str]
 

@@ -18,9 +18,9 @@ from moeconv.quantizers.dense import DenseCoder
 from moeconv.quantizers.dense_bits import dense_of
 from moeconv.quantizers.moments import Moments, moments_bytes
 from moeconv.source.checkpoint import Checkpoint
+from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import Neurons
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from moeconv.promise.standing import bound_doubt, looks_text, standing
 from moeconv.report.units import size
 from moeconv.sweep.worker import SweepJob
 from moert.pack.manifest import Manifest
-from moert.pack.order import NeuronOrder
+from moert.pack.neurons import NeuronOrder
 from moert.pack.writer import check_target
 
 

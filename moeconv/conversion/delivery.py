@@ -42,11 +42,9 @@ from moert.pack.hash import HASH
 from moert.pack.layout import choose_page_bytes
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.order import NeuronOrder
-from moert.pack.paths import PATHS
-from moert.pack.predictor import PREDICTOR
+from moert.pack.neurons import PREDICTOR, NeuronOrder
+from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, is_pack
-from moert.pack.trace import TRACE
 from moert.pack.writer import partial_of
 
 PROFILE_PATHS = "profile-paths"

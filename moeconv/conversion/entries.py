@@ -22,7 +22,7 @@ from moeconv.conversion.settings import (
     parse_share,
 )
 from moeconv.errors import SettingsError
-from moert.pack.fitting import fits, unknown, wanted
+from moert.pack.messages import fits, unknown, wanted
 
 
 class Options(TypedDict, total=False):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeconv.errors import SettingsError
+from moert.pack.layout import MOST_PIECE_BYTES, SECTOR, Neurons
 from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import MOST_PIECE_BYTES, SECTOR, Neurons
 
 BY_NEURONS: Mapping[str, bool] = {"neuron": True, "columns": False}
 """Layout → whether columns lie beside the rows of their neurons."""

@@ -11,8 +11,8 @@ from moeconv.measure.metrics import is_module
 from moeconv.measure.tokenizer import Tokenizer
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import json_object
-from moert.pack.bounds import TOKENIZER
 from moert.pack.model_spec import ModelSpec
+from moert.pack.tensors import TOKENIZER
 
 _MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up
 

@@ -18,7 +18,7 @@ from moeconv.measure.scorers import Scorer, Subject
 from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
 from moeconv.measure.tokenizer import Tokenizer
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.bounds import TOKENIZER
+from moert.pack.tensors import TOKENIZER
 
 LEARNING_SHARE = 0.5
 """Of the calibration text trains a hash function, or a predictor of neurons, where there is one."""

@@ -18,9 +18,9 @@ from moeconv.measure.scorers import Subject
 from moeconv.measure.scorers.build import Volume
 from moeconv.progress import Progress
 from moeconv.source.experts import Biases, Weights
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.neurons import Neurons
-from moert.pack.order import NeuronOrder
+from moert.pack.neurons import NeuronOrder
 
 HELD_TOKENS = 16384
 """Of held-out text, which each epoch is judged on, where nothing else is asked for."""

@@ -27,7 +27,7 @@ from moeconv.packing.packed import PackedModel
 from moeconv.progress import Progress
 from moeconv.source.archs.errors import transformers_model
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.predictor import MOST_RANK, PREDICTOR, Kept, PredictedLoss
+from moert.pack.neurons import MOST_RANK, PREDICTOR, Kept, PredictedLoss
 from moert.pack.reader import Pack
 
 

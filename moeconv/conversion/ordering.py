@@ -10,7 +10,7 @@ from moeconv.errors import ConversionError
 from moeconv.measure.firing import by_frequency, covered
 from moeconv.measure.workdir import WorkDir
 from moert.pack.errors import PackError
-from moert.pack.order import NeuronOrder
+from moert.pack.neurons import NeuronOrder
 
 _FEW = 0.1
 

@@ -30,10 +30,10 @@ from moeconv.plan.search import MeasuredPlan
 from moeconv.quantizers import GROUP_SIZES
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.codec import WIDTHS
+from moert.pack.documents import read
 from moert.pack.errors import PackError
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
-from moert.pack.neurons import Neurons
-from moert.pack.reading import read
 
 
 @dataclass(frozen=True)

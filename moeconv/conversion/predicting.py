@@ -26,8 +26,7 @@ from moeconv.foresight.neurons import kept_text, trained_neurons
 from moeconv.measure.scorers.build import volume
 from moeconv.measure.workdir import WorkDir
 from moert.pack.manifest import LossEstimate
-from moert.pack.order import NeuronOrder
-from moert.pack.predictor import PREDICTOR, Kept, NeuronPredictor, PredictedLoss
+from moert.pack.neurons import PREDICTOR, Kept, NeuronOrder, NeuronPredictor, PredictedLoss
 
 
 def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronOrder | None) -> Taught:

@@ -23,11 +23,10 @@ from moeconv.report.units import size
 from moeconv.source.archs.errors import transformers_model
 from moeconv.source.skeleton import by_layers
 from moert.experts.policy.selection import with_eviction
-from moert.pack.bounds import TOKENIZER
 from moert.pack.files import beside
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS, TRACE, build
 from moert.pack.reader import Pack
-from moert.pack.trace import TRACE
+from moert.pack.tensors import TOKENIZER
 from moert.pack.writer import add_files, check_addable
 
 

@@ -22,7 +22,7 @@ from moeconv.source.skeleton import by_layers
 from moeconv.sweep.fisher import DRAWS, have_gradients
 from moeconv.sweep.memory import blocks_for
 from moeconv.sweep.scales import WINDOWS
-from moert.machine.memory import most_bytes
+from moert.machine import most_bytes
 from moert.pack.model_spec import ModelSpec
 
 PROCESS_BYTES = 1_100_000_000

@@ -16,8 +16,8 @@ from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moeconv.quantizers.dense_bits import dense_bits_text
 from moert.pack.codec import WIDTHS
+from moert.pack.messages import NO_MEMORY, NotASize, parse_size
 from moert.pack.parts import ROLES
-from moert.pack.sizes import NO_MEMORY, NotASize, parse_size
 
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30

@@ -11,7 +11,7 @@ from moeconv.plan.problem import Option, Problem, Unit, layout_bytes, options
 from moeconv.plan.question import budget_bytes, check_budget, uniform_bytes
 from moeconv.quantizers.alone import squared_errors
 from moeconv.source.ahead import read_ahead
-from moert.pack.bounds import TOKENIZER
+from moert.pack.tensors import TOKENIZER
 
 
 def textless_widths(settings: Settings, coding: Coding, account: Account) -> Assignment:

@@ -21,10 +21,10 @@ from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer
 from moeconv.measure.tokenizer import Tokenizer
 from moeconv.measure.workdir import LOCK
-from moert.pack.bounds import TOKENIZER
 from moert.pack.files import beside
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.reader import Pack
+from moert.pack.tensors import TOKENIZER
 from moert.pack.writer import add_files, check_addable
 
 _LEFT = (LOCK, "to-learn", "to-judge-by", "*.pt", "*.pt.*.tmp")

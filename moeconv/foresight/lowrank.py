@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moeconv.foresight.firings import LayerFirings
 from moeconv.foresight.halves import half
 from moeconv.source.experts import Biases, Weights
-from moert.pack.predictor import F16, LayerPredictor
+from moert.pack.neurons import F16, LayerPredictor
 
 _CHUNK = 4096  # tokens
 _RIDGE = 1e-4

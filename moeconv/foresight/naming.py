@@ -16,10 +16,9 @@ from torch import Tensor
 from moeconv.foresight.lowrank import LayerNetwork, in_blocks
 from moeconv.measure.trial import Trial
 from moert.pack.codec import WIDTHS, Form16
+from moert.pack.layout import Neurons, neuron_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import Neurons, neuron_layout
-from moert.pack.order import NeuronOrder
-from moert.pack.predictor import NeuronPredictor
+from moert.pack.neurons import NeuronOrder, NeuronPredictor
 
 _WIDEST = max(WIDTHS)
 _ANY_PAGE = 4096  # bytes: of which the neurons of a block do not depend
@@ -59,7 +58,7 @@ def _in_blocks_of(named: Tensor, size: int) -> Tensor:
 
 
 def per_block(spec: ModelSpec, bits: tuple[int, ...], group_size: int, form16: Form16, neurons: Neurons) -> int:
-    """How many neurons of an expert of these widths lie in a block; see moert.pack.neurons.neuron_layout."""
+    """How many neurons of an expert of these widths lie in a block; see moert.pack.layout.neuron_layout."""
     widths = dict(zip(spec.moe.ffn.projections, bits, strict=True))
     return neuron_layout(spec, widths, group_size, form16, _ANY_PAGE, neurons).per_block
 

@@ -18,9 +18,10 @@ from moeconv.foresight.lowrank import LayerNetwork, begun, in_blocks
 from moeconv.foresight.training import pace
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
+from moert.pack.codec import F32
+from moert.pack.layout import U32
 from moert.pack.model_spec import LayerKey
-from moert.pack.order import U32, NeuronOrder
-from moert.pack.predictor import F32, Kept, LayerPredictor, NeuronPredictor
+from moert.pack.neurons import Kept, LayerPredictor, NeuronOrder, NeuronPredictor
 
 EPOCHS = 10
 MISSED = 0.02

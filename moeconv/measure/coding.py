@@ -20,8 +20,8 @@ from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.quantizers.sample import LayerSample
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Weights, expert_inner
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.neurons import Neurons
 
 Inner = Callable[[ExpertKey, Tensor, Weights], Tensor]
 """What enters an expert's down matrix: its key, x [rows, d_model], its weights → [rows, d_ff]."""

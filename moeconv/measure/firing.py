@@ -18,7 +18,7 @@ from moeconv.measure.scorers.text import TextScorer
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Call, expert_inner
 from moert.pack.model_spec import LayerKey
-from moert.pack.order import NeuronOrder
+from moert.pack.neurons import NeuronOrder
 
 ROWS = 2048
 """Of an expert whose neurons are looked at together."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeconv.errors import ConversionError
-from moert.kernels.checksum import crc32
+from moert.kernels.library import crc32
 
 _FLOAT = 4
 _SUM = np.dtype("<u4")

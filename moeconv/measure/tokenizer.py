@@ -10,9 +10,9 @@ import tokenizers
 
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.strict_json import bounded
-from moert.pack.bounds import TOKENIZER, bound_of
 from moert.pack.fence import Broken, Unfinished, fenced, locked
-from moert.pack.tokenizer import Growth, TokenizerUnfit, check_tokenizer
+from moert.pack.tensors import TOKENIZER, bound_of
+from moert.pack.text import Growth, TokenizerUnfit, check_tokenizer
 
 T = TypeVar("T")
 _LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that text is waited for: a hundredth of what is usual

@@ -13,9 +13,8 @@ from torch import Tensor
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.outline import CheckpointError
 from moert.pack.codec import QuantizedMatrix, times_two
-from moert.pack.dense import part_names, stem_of
 from moert.pack.errors import WriteFailed
-from moert.pack.manifest import BACKBONE, Dense
+from moert.pack.manifest import BACKBONE, Dense, part_names, stem_of
 from moert.pack.writer import PackWriter
 
 _LENGTH_BYTES = 8  # of a safetensors file, before its header, which is filled up to a whole number of these

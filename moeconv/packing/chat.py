@@ -8,8 +8,8 @@ from typing import Any
 from moeconv.chat_tokenizer import chat_tokenizer
 from moeconv.source.outline import MAX_JSON_BYTES, CheckpointError
 from moeconv.strict_json import NotJson, bounded, parse
-from moert.pack.chat import ChatFormat, dump_chat
 from moert.pack.errors import ChatInvalid
+from moert.pack.text import ChatFormat, dump_chat
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _DEFAULT, _TOOLS = "default", "tool_use"

@@ -16,13 +16,13 @@ from moeconv.quantizers.coder import ExpertCoder, Wanted, batches
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.ahead import read_ahead
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.bounds import TOKENIZER
-from moert.pack.chat import CHAT
 from moert.pack.codec import WIDTHS
 from moert.pack.errors import WriteFailed
 from moert.pack.manifest import Files, Manifest, Preference, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
-from moert.pack.order import ORDER, NeuronOrder
+from moert.pack.neurons import ORDER, NeuronOrder
+from moert.pack.tensors import TOKENIZER
+from moert.pack.text import CHAT
 from moert.pack.writer import PackWriter
 
 

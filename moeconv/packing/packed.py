@@ -19,11 +19,10 @@ from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
 from moeconv.strict_json import NotJson, parse
 from moert.pack.codec import times_two
-from moert.pack.dense import dense_width, quantized, stem_of, stored_tensors
-from moert.pack.manifest import BACKBONE
+from moert.pack.documents import brief
+from moert.pack.manifest import BACKBONE, dense_width, quantized, stem_of, stored_tensors
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack, Projection, projection_weights
-from moert.pack.reading import brief
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from moeconv.measure.scorers import Routed
-from moert.pack.bounds import bound_of
 from moert.pack.model_spec import LayerKey, StackName
-from moert.pack.paths import PATHS, ContextCounts, TransitionTable
-from moert.pack.trace import SampleRoutes, Trace, record
+from moert.pack.paths import PATHS, ContextCounts, SampleRoutes, Trace, TransitionTable, record
+from moert.pack.tensors import bound_of
 
 Routes = dict[LayerKey, npt.NDArray[np.int64]]
 """[tokens, top_k] of each layer with experts, in the order of execution; row t is the same token in all of a stack."""

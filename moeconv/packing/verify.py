@@ -12,14 +12,12 @@ from moeconv.errors import VerifyFailed
 from moeconv.packing.packed import backbone_of, dense_projection
 from moeconv.progress import Progress, unseen
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.checksums import check_pieces, checksums_from_bytes
 from moert.pack.codec import F32, QuantizedMatrix, dequantize, power_of
-from moert.pack.dense import dense_width
-from moert.pack.finite import check_backbone, check_expert
+from moert.pack.layout import DOWN, NEURONS
+from moert.pack.manifest import dense_width
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import DOWN, NEURONS
-from moert.pack.order import NeuronOrder, load_order
-from moert.pack.reader import Pack, Projection
+from moert.pack.neurons import NeuronOrder, check_pieces, checksums_from_bytes, load_order
+from moert.pack.reader import Pack, Projection, check_backbone, check_expert
 
 MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
 HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others

@@ -11,9 +11,8 @@ from moeconv.plan.mixture import Mixture, mixture, uniform
 from moeconv.plan.outlook import MXFP4_WIDTHS, WIDTHS, Fit, Host, dense_bits_of, quantization_of
 from moeconv.plan.pace import Drive, Processor, Work, token_s
 from moeconv.plan.problem import Storage
-from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.layout import DTYPE_BYTES
-from moert.pack.manifest import Dense, Quantization
+from moert.pack.manifest import Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
 
 BITS_PER_WEIGHT = (2.6, 4.3)

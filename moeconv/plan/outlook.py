@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moeconv.plan.problem import Storage
-from moert.budget.budget import FIRST_BYTES, Budget
+from moert.engine.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
-from moert.pack.bounds import vocabulary_takes
-from moert.pack.dense import stored_tensors
 from moert.pack.layout import DTYPE_BYTES, choose_page_bytes, expert_layout
-from moert.pack.manifest import Dense, Quantization
+from moert.pack.manifest import Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.tensors import vocabulary_takes
 
 WIDTHS = (2, 3, 4, 8)
 MXFP4_WIDTHS = (2, 3, 4, 16)  # where 16 stands for the four bits and a quarter of the source

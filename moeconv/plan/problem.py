@@ -14,9 +14,8 @@ from moeconv.errors import SettingsError, WeightsUnusable
 from moeconv.plan.isotonic import falling
 from moeconv.plan.shrinkage import Costs, shrunk
 from moert.pack.codec import Form16
-from moert.pack.layout import expert_layout
+from moert.pack.layout import Neurons, expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import Neurons
 
 
 class Unit(NamedTuple):

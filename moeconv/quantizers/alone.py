@@ -9,8 +9,8 @@ import numpy as np
 
 from moeconv.quantizers.coder import ExpertCoder, restored
 from moert.pack.codec import F32, power_of, times_two
+from moert.pack.layout import DOWN
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import DOWN
 
 SAMPLED_ROWS = 64  # of each matrix, evenly spread; rows are coded one by one, so that these stand for all
 

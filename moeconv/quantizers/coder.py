@@ -25,9 +25,9 @@ from moert.pack.codec import (
     to_bfloat16,
     to_mxfp4,
 )
+from moert.pack.layout import DOWN, Neurons
 from moert.pack.manifest import Dtype16
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
-from moert.pack.neurons import DOWN, Neurons
 from moert.pack.reader import Projection
 
 ORIGINAL = 32

@@ -14,11 +14,10 @@ from moeconv.quantizers.coder import check_16, dtype16_of, restored
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.quantizer import times_powers
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.body import power_stored
-from moert.pack.dense import dense_width, stored_tensors
 from moert.pack.layout import DTYPE_BYTES
-from moert.pack.manifest import Dense, Quantization
+from moert.pack.manifest import Dense, Quantization, dense_width, stored_tensors
 from moert.pack.reader import Projection
+from moert.pack.writer import power_stored
 
 
 class DenseCoder:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from moeconv.artifacts import REPORT, SCHEMA, ConversionReport
 from moeconv.errors import ConversionError
 from moeconv.strict_json import NotJson, parse
+from moert.pack.documents import brief, read
 from moert.pack.errors import PackError
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
-from moert.pack.reading import brief, read
 
 MAX_REPORT_BYTES = 1 << 26
 """Of a model with 30,000 experts, each projection of each probed at four widths, it has half of that."""

@@ -19,10 +19,10 @@ from moeconv.source.archs.errors import ShapeDiffers
 from moeconv.source.archs.source import Source
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
-from moert.pack.bounds import TOKENIZER, check_size
 from moert.pack.errors import SizeOverflow
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.tokenizer import TokenizerUnfit
+from moert.pack.tensors import TOKENIZER, check_size
+from moert.pack.text import TokenizerUnfit
 
 if TYPE_CHECKING:
     import torch

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import (
-    Attention,
-    Experts,
-    Ffn,
-    FixedState,
-    GatedDelta,
-    Latent,
-    Layer,
-    Mamba,
-    Mamba2,
-    Router,
-    ShortConv,
-    Stack,
-)
+from moert.pack.model_spec import Layer, ModelSpec, Stack
+from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, Router, ShortConv
 
 
 def features(spec: ModelSpec) -> list[str]:

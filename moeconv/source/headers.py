@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeconv.strict_json import NotJson, parse
-from moert.pack.reading import MAX_BYTES, brief
+from moert.pack.documents import MAX_BYTES, brief
 
 MAX_HEADER_BYTES = 100_000_000
 """As the library that reads the tensors has it."""

@@ -12,9 +12,9 @@ from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
 from moeconv.source.archs.errors import ConfigInvalid
 from moeconv.source.places import is_plain, stray
 from moeconv.strict_json import NotJson, bounded, parse
+from moert.pack.documents import brief, plain, read
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import ModelSpec
-from moert.pack.reading import brief, plain, read
 
 CONFIG, GENERATION_CONFIG, CODED = "config.json", "generation_config.json", "hf_quant_config.json"
 MAX_JSON_BYTES = 1 << 27  # of any JSON file; the index of the largest model published has an eighth of it

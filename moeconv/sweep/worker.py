@@ -31,9 +31,9 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.probes import Prober
 from moeconv.sweep.probes.generated import Seq2SeqProber
 from moeconv.sweep.probes.text import TextProber
-from moert.pack.bounds import TOKENIZER
+from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
-from moert.pack.neurons import Neurons
+from moert.pack.tensors import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,14 @@ from typing import Any
 
 from moert.bench.measure import BenchRun, BenchSettings, measure
 from moert.bench.summary import summarize, summary_lines
-from moert.budget.opening import room_within
-from moert.budget.routing import HASH_ROUTING
+from moert.beside.flash.runner import PREDICTED, check_neurons
+from moert.command.description import system_facts
 from moert.command.prompts import Longest, Source, read_records
-from moert.command.system import system_facts
-from moert.errors import DrawingImpossible, InputInvalid
-from moert.experts.neurons.naming import PREDICTED, check_neurons
+from moert.engine.budget import HASH_ROUTING, room_within
+from moert.errors import DrawingImpossible, InputInvalid, said
 from moert.experts.policy.names import check_hash, check_predictor
+from moert.pack.messages import in_one_line, shown
 from moert.pack.reader import MANIFEST, Pack
-from moert.pack.shown import in_one_line, shown
-from moert.wording import said
 
 
 def bench(

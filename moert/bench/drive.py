@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from moert.bench.figures import Figure
-from moert.budget.opening import room_within
-from moert.command.system import system_facts
+from moert.command.description import system_facts
+from moert.engine.budget import room_within
 from moert.experts.drive.curve import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
+from moert.pack.layout import DOWN, columns_bytes
 from moert.pack.manifest import BACKBONE
-from moert.pack.neurons import DOWN, columns_bytes
+from moert.pack.messages import shown
 from moert.pack.reader import Pack
-from moert.pack.shown import shown
 from moert.stats import size
 
 FIRING = (0.03, 0.1, 0.4)

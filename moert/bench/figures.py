@@ -14,8 +14,8 @@ from moert.bench.summary import percentile
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import succession_of
 from moert.experts.policy.replay import replay
+from moert.pack.messages import in_one_line
 from moert.pack.model_spec import StackName
-from moert.pack.shown import in_one_line
 from moert.stats import size
 
 Points = Sequence[tuple[str, float]]

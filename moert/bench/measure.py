@@ -11,17 +11,17 @@ from typing import Any
 
 from moert.bench.bound import FurthestFirst, furthest_first
 from moert.bench.pfoo import least_bytes
-from moert.budget.admission import Notify
-from moert.devices.profiles import PROFILES
-from moert.engine import Engine
+from moert.beside.gpu.simulated import PROFILES
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.regulator import Notify
+from moert.engine.settings import EngineSettings
 from moert.experts.demand import Demand
 from moert.experts.drive.probe import read_for, settings_for
-from moert.generation.settings import GenerationSettings
-from moert.machine.memory import drop_page_cache, machine_memory
+from moert.machine import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
-from moert.settings import EngineSettings
 from moert.stats import DeviceUse, RunStats
 
 TEXTS = (

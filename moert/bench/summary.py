@@ -11,8 +11,8 @@ from typing import Any
 
 from moert.bench.bound import bound_s
 from moert.bench.measure import BenchRun
-from moert.budget.budget import CacheLimit, MemoryLimit
-from moert.experts.neurons.naming import EXACT
+from moert.beside.flash.runner import EXACT
+from moert.engine.budget import CacheLimit, MemoryLimit
 from moert.stats import DeviceCounters, DeviceUse, size
 
 PERCENTILES = (50, 90, 99)

@@ -11,7 +11,7 @@ from moert.bench import figures
 from moert.bench.choices import choices
 from moert.bench.figures import Figure, label_of, token_ms
 from moert.bench.measure import BenchRun, BenchSettings, measure, silent
-from moert.budget.budget import Budget, CacheLimit
+from moert.engine.budget import Budget, CacheLimit
 
 BUDGETS = (0.25, 0.5, 0.75, 1.0)
 _HALF = CacheLimit(share=0.5)

@@ -1,25 +1,187 @@
-"""A conversation: what was said so far, and what of it the model has read."""
+"""A conversation: its messages, its marks, and the tokens that the model has read of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from moert.chat.speaker import Asked, Hear, Message, Reply, Speaker
+from moert.chat.renderer import Renderer
+from moert.engine.choosing import GenerationOptions, GenerationSettings
+from moert.engine.generation import longest_beginning
+from moert.engine.session import Answer, Continued, Interrupted, Prefix, Session
+from moert.engine.text import Text
 from moert.errors import InputInvalid
-from moert.generation.answer import Interrupted
-from moert.generation.prefix import Prefix
-from moert.generation.settings import GenerationOptions, GenerationSettings
-from moert.pack.shown import in_one_line
+from moert.pack.messages import in_one_line
+from moert.pack.text import ChatFormat
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+Part = Literal["answer", "thinking", "hidden"]
+Marks = Mapping[str, Part]
+"""What stands in a text → what follows it, up to the next of them."""
+
+_USUAL: Marks = {"<think>": "thinking", "</think>": "answer"}
+_CONVENTIONS: Mapping[str, Marks] = {
+    "<|channel|>": {
+        "<|channel|>analysis<|message|>": "thinking", "<|channel|>commentary": "thinking",
+        "<|channel|>final<|message|>": "answer", "<|end|>": "hidden", "<|start|>": "hidden",
+    },
+    "<channel|>": {"<|channel>thought": "thinking", "<channel|>": "answer"},
+    "[/THINK]": {"[THINK]": "thinking", "[/THINK]": "answer"},
+    "</seed:think>": {"<seed:think>": "thinking", "</seed:think>": "answer"},
+    "<|END_THINKING|>": {
+        "<|START_THINKING|>": "thinking", "<|END_THINKING|>": "hidden", "<|START_RESPONSE|>": "answer",
+        "<|END_RESPONSE|>": "hidden",
+    },
+}  # fmt: skip
+"""By what a template that speaks of them has in it."""
+
+
+def marks_of(chat: ChatFormat) -> Marks:
+    """Those of the model that this template is for; the usual ones where it names none."""
+    text = chat.template + (chat.tool_template or "")
+    return next((marks for sign, marks in _CONVENTIONS.items() if sign in text), _USUAL)
+
+
+def begins_with(prompt: str, marks: Marks) -> Part:
+    """What a model writes first after a prompt, which may end with a mark."""
+    end = prompt.rstrip()
+    return next((part for mark, part in marks.items() if end.endswith(mark)), "answer")
+
+
+class Splitter:
+    """Feed it text as it comes: it gives back pieces with their parts, and neither marks nor what is hidden. Line
+    breaks that follow a mark belong to it."""
+
+    def __init__(self, marks: Marks, first: Part = "answer") -> None:
+        self._marks, self._part, self._held = marks, first, ""
+        self._after_mark = first != "answer"
+
+    def push(self, text: str) -> list[tuple[Part, str]]:
+        held, pieces = self._held + text, list[tuple[Part, str]]()
+        while found := [(held.index(mark), -len(mark), mark) for mark in self._marks if mark in held]:
+            place, _, mark = min(found)
+            self._give(held[:place], pieces)
+            self._part, self._after_mark = self._marks[mark], True
+            held = held[place + len(mark) :]
+        keep = longest_beginning(held, self._marks)
+        self._give(held[: len(held) - keep], pieces)
+        self._held = held[len(held) - keep :]
+        return pieces
+
+    def flush(self) -> list[tuple[Part, str]]:
+        """What was held back because it might have become a mark."""
+        pieces = list[tuple[Part, str]]()
+        self._give(self._held, pieces)
+        self._held = ""
+        return pieces
+
+    def _give(self, text: str, pieces: list[tuple[Part, str]]) -> None:
+        if self._after_mark:
+            text = text.lstrip("\n")
+        if text and self._part != "hidden":
+            self._after_mark = False
+            pieces.append((self._part, text))
+
+
+Message = Mapping[str, Any]
+"""{"role": …, "content": …}, and whatever else a template knows."""
+Hear = Callable[[Part, str], None]
+"""Gets the pieces of a reply as they are made: "thinking" or "answer", and text."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a template is given: messages, JSON schemas of tools, and other variables (enable_thinking)."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Reply(Answer):
+    """`text` is the answer alone, `thinking` what came before it; `result.text` is all that was written, with marks."""
+
+    said: str = ""
+    thinking: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.said
+
+    @property
+    def message(self) -> Message:
+        """As templates take it."""
+        thought = {"reasoning_content": self.thinking} if self.thinking else {}
+        return {"role": "assistant", "content": self.said, **thought}
+
+
+class Speaker:
+    """`session` opens one in the engine."""
+
+    def __init__(self, renderer: Renderer, text: Text, session: Callable[[], Session]) -> None:
+        self._renderer, self._text, self._session = renderer, text, session
+        self._marks = marks_of(renderer.chat)
+        ends = renderer.chat.ends
+        self._ends = frozenset(text.numbers(ends))
+        self._stops = () if self._ends else tuple(ends)  # where the tokenizer has no such token
+
+    def reply(
+        self, asked: Asked, prefix: Prefix, settings: GenerationSettings | None = None, hear: Hear | None = None
+    ) -> Reply:
+        """Reads what `prefix` has not read yet.
+
+        Raises what Renderer.render and Session.add do, and Interrupted, with the reply so far, on Ctrl-C while it runs.
+        """
+        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        ids = self._text.encode(prompt, whole=True)
+        text = self._text.detokenizer_with(self._marks)
+        parts = _Parts(Splitter(self._marks, begins_with(prompt, self._marks)), hear)
+        if self._stops:
+            settings = settings or GenerationSettings()
+            settings = settings.but(stop=(*settings.stops, *self._stops))
+        with self._session() as session:
+            request = session.add(Continued(ids, text, prefix, self._ends), settings)
+            try:
+                for _, piece in session:
+                    parts.take(piece.text)
+                parts.end()
+            except KeyboardInterrupt:
+                raise Interrupted([parts.reply(request.answer)]) from None
+        return parts.reply(request.answer)
+
+
+class _Parts:
+    """Collects them."""
+
+    def __init__(self, splitter: Splitter, hear: Hear | None) -> None:
+        self._splitter, self._hear = splitter, hear
+        self._found: dict[Part, str] = {"answer": "", "thinking": ""}
+
+    def take(self, text: str) -> None:
+        self._tell(self._splitter.push(text))
+
+    def end(self) -> None:
+        self._tell(self._splitter.flush())
+
+    def reply(self, answer: Answer) -> Reply:
+        return Reply(**vars(answer), said=self._found["answer"], thinking=self._found["thinking"].rstrip("\n"))
+
+    def _tell(self, pieces: Sequence[tuple[Part, str]]) -> None:
+        for part, text in pieces:
+            self._found[part] += text
+            if self._hear is not None:
+                self._hear(part, text)
+
+
 class Conversation:
     """`messages` may be changed between two turns, `system` too: what was read is read again from the first difference.
 
-    `tools` and `variables`: see moert.chat.speaker.Asked.
+    `tools` and `variables`: see moert.chat.conversation.Asked.
     """
 
     def __init__(

@@ -1,25 +1,245 @@
-"""moert chat: a conversation line by line, at a terminal or through a pipe; and moert run --chat, one turn of it."""
+"""moert run and moert chat: answers printed as they come, lines of a conversation, orders to the program."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from moert.chat.conversation import Conversation
-from moert.chat.marks import Part
-from moert.chat.speaker import Reply
+from moert.chat.conversation import Conversation, Part, Reply
+from moert.chat.renderer import MAX_REQUEST_BYTES
 from moert.command import console
-from moert.command.answers import logprobs_of
-from moert.command.orders import Orders
-from moert.command.prompts import Longest
-from moert.engine import Engine
+from moert.command.prompts import STDIN, LineWriter, Longest, PromptRecord, Source, followed, grouped, read_records
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.session import Answer, Interrupted
 from moert.errors import InputInvalid, PromptTooLong, RunError
-from moert.generation.answer import Answer, Interrupted
-from moert.generation.settings import GenerationSettings
+from moert.pack.documents import parsed
 from moert.pack.errors import PackError
-from moert.pack.shown import json_line
+from moert.pack.files import write_atomically
+from moert.pack.messages import json_line
+
+if TYPE_CHECKING:
+    from moert.engine.choosing import GenerationSettings
+    from moert.engine.engine import Engine
+    from moert.engine.generation import GenerationResult
+    from moert.engine.session import Answer
+
+
+_HELP = """\
+/reset         forget what was said
+/undo          forget the last message and its answer
+/system TEXT   tell the model how to answer; without TEXT nothing
+/set NAME VALUE
+               change a setting, as in /set temperature 0.8; alone, list them
+/save FILE     write what was said to a new file; /save! FILE replaces one
+/load FILE     go on from such a file
+/help          this
+/bye           end, as the end of the input does; so does /exit
+//TEXT         say /TEXT to the model
+Ctrl-C         stop an answer; twice at the prompt, end"""
+_SETTABLE = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "presence_penalty",
+    "frequency_penalty", "stop",
+)  # fmt: skip
+
+
+class Orders:
+    """`settings`: as they are now."""
+
+    def __init__(self, conversation: Conversation, settings: GenerationSettings) -> None:
+        self._conversation, self.settings = conversation, settings
+        self._file: Path | None = None  # where the conversation came from or was written to
+
+    def obey(self, line: str) -> bool:
+        """Does what a line says; False if that is to end. Raises InputInvalid or SettingInvalid, and then nothing has
+        changed."""
+        name, _, text = line.partition(" ")
+        text = text.strip()
+        if name in ("/bye", "/exit"):
+            return False
+        if name == "/reset":
+            self._conversation.reset()
+        elif name == "/undo":
+            if not self._conversation.undo():
+                console.note("there is nothing to undo: nothing was said")
+        elif name == "/system":
+            self._conversation.system = text or None
+        elif name == "/set":
+            self._set(text)
+        elif name in ("/save", "/save!"):
+            self._save(text, replace=name == "/save!")
+        elif name == "/load":
+            self._load(text)
+        elif name == "/help":
+            print(_HELP, file=sys.stderr, flush=True)
+        else:
+            console.note(f"{name} is no command: /help lists them, and /{name} says it to the model")
+        return True
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        name = name.removeprefix("--").replace("-", "_")
+        if name and name not in _SETTABLE:
+            raise InputInvalid(f"/set {name}: there are {', '.join(_SETTABLE)}")
+        if value.strip():
+            self.settings = self.settings.but(**{name: value.strip() if name == "stop" else _number(value)})
+            return
+        for each in [name] if name else _SETTABLE:
+            print(f"{each} {getattr(self.settings, each)}", file=sys.stderr, flush=True)
+
+    def _save(self, text: str, replace: bool) -> None:
+        path, talk = _path(text, "/save"), self._conversation
+        if path.exists() and not path.is_file():
+            raise InputInvalid(f"{text} is no file: name a new one")
+        if path.exists() and not replace and path != self._file:
+            raise InputInvalid(f"{text} is there already: /save! {text} replaces it")
+        system = [] if talk.system is None else [{"role": "system", "content": talk.system}]
+        body = json.dumps({"messages": [*system, *map(dict, talk.messages)]}, ensure_ascii=False, indent=1) + "\n"
+        try:
+            write_atomically(path, body.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            raise InputInvalid(f"{text} can't be written: {error.strerror or error}") from None
+        self._file = path
+
+    def _load(self, text: str) -> None:
+        path = _path(text, "/load")
+        try:
+            if path.exists() and not path.is_file():
+                raise InputInvalid(f"{text} is no file")
+            with path.open("rb") as file:
+                body = file.read(MAX_REQUEST_BYTES + 1)
+            messages = parsed(body)["messages"] if len(body) <= MAX_REQUEST_BYTES else None
+        except OSError as error:
+            raise InputInvalid(f"{text} can't be read: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError):
+            messages = None
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise InputInvalid(f"{text} is no conversation that /save wrote: its messages need role and text")
+        begins = bool(messages) and messages[0]["role"] == "system"
+        self._conversation.system = messages[0]["content"] if begins else None
+        self._conversation.messages[:] = messages[begins:]
+        self._file = path
+
+
+def _path(text: str, order: str) -> Path:
+    """What is named, without links."""
+    if not text:
+        raise InputInvalid(f"{order} needs the name of a file")
+    return Path(os.path.realpath(os.path.expanduser(text)))
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def _number(text: str) -> object:
+    """Or the text, of which settings say that it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def run_prompt(
+    engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool, show: Callable[[str], None]
+) -> None:
+    """Text as it is made, by `show`, or at its end JSON with all figures. Raises what Engine.generate does."""
+    from moert.engine.session import Interrupted
+
+    begun = False
+
+    def write(piece: str) -> None:
+        nonlocal begun
+        begun = True
+        show(piece)
+
+    interrupt = None
+    try:
+        answer = engine.generate(prompt, settings, None if as_json else write)
+    except Interrupted as error:
+        answer, interrupt = error.answers[0], error
+    except (PackError, RunError):
+        if begun:
+            print(flush=True)  # so that the error has a line for itself
+        raise
+    for other in answer.others if not as_json else ():
+        show(f"\n\n{other.text}")
+    print(json_line({**_answer(answer), "stats": engine.stats().to_dict()}) if as_json else "", flush=True)
+    if answer.result.stop_reason == "context_full":
+        console.note(
+            f"the text ends because the model's context is full: {answer.prompt_tokens} prompt tokens and "
+            f"{len(answer.result.tokens)} new ones"
+        )
+    if interrupt is not None:
+        raise interrupt
+
+
+def run_records(
+    engine: Engine, source: Source, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
+) -> None:
+    """A line of JSON for each of an input. Raises what Engine.generate_many does, and InputInvalid."""
+
+    def check(prompt: str) -> None:
+        engine.check(prompt, settings.max_new_tokens, settings.beams)
+
+    groups = grouped(read_records(source, sys.stdin, check), batch)
+    # Whoever writes to stdin may wait for an answer first.
+    pairs = ((group, list[PromptRecord]()) for group in groups) if source.path == STDIN else followed(groups)
+    full = 0
+    with LineWriter(output) as writer:
+        for group, behind in pairs:
+            for answer, record in zip(_answers(engine, group, behind, settings), group, strict=True):
+                if answer.finished:
+                    writer.write({**record.fields, **(_answer(answer) if as_json else _texts(answer))})
+                full += answer.result.stop_reason == "context_full"
+    if full:
+        console.note(f"{full} of the texts end because the model's context is full (--json says which)")
+
+
+def _answers(
+    engine: Engine, group: Sequence[PromptRecord], behind: Sequence[PromptRecord], settings: GenerationSettings
+) -> Iterator[Answer]:
+    """The answers to a group as they come, also those that Ctrl-C cuts short; the group behind it is next."""
+    from moert.engine.session import Interrupted
+
+    prompts, coming = ([record.prompt for record in records] for records in (group, behind))
+    try:
+        yield from engine.generate_many(prompts, settings, coming=coming)
+    except Interrupted as interrupt:
+        yield from interrupt.answers
+        raise
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    found = {**_result(answer.result), "prompt_tokens": answer.prompt_tokens}
+    return {**found, "others": [*map(_result, answer.others)]} if answer.others else found
+
+
+def _result(result: GenerationResult) -> dict[str, Any]:
+    found = {"output": result.text, "tokens": result.tokens, "stop_reason": result.stop_reason}
+    score = {} if result.score is None else {"score": result.score}
+    return {**found, **score, **logprobs_of(result)}
+
+
+def logprobs_of(result: GenerationResult) -> dict[str, Any]:
+    """As JSON has them, where there are some."""
+    if result.logprobs is None:
+        return {}
+    told = (
+        {**each.chosen._asdict(), "likeliest": [one._asdict() for one in each.likeliest]} for each in result.logprobs
+    )
+    return {"logprobs": list(told)}
+
+
+def _texts(answer: Answer) -> dict[str, Any]:
+    others = [other.text for other in answer.others]
+    return {"output": answer.text, "others": others} if others else {"output": answer.text}
+
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 

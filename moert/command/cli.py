@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +13,9 @@ import typer
 
 from moert import __version__
 from moert.command import console
-from moert.command.engine_options import UNSAID, SaidOptions, with_engine_options
-from moert.command.figures import figures
-from moert.command.info import info
 from moert.command.options import (
     CHAT_NEW_TOKENS,
+    UNSAID,
     BeamsOption,
     DriveOption,
     EarlyStopping,
@@ -33,6 +33,7 @@ from moert.command.options import (
     RawOption,
     RepeatPenaltyOption,
     ReturnOption,
+    SaidOptions,
     SeedOption,
     StatsOption,
     StopOption,
@@ -48,14 +49,163 @@ from moert.command.options import (
     check_raw,
     check_unused,
     longest_text,
+    with_engine_options,
 )
-from moert.command.prompts import Source, check_output, read_prompt
-from moert.command.score import score
-from moert.errors import RunError
-from moert.wording import said
+from moert.command.prompts import PromptRecord, Source, check_output, read_prompt, read_records
+from moert.errors import InputInvalid, RunError, said
+from moert.pack.errors import PackError
+from moert.pack.messages import in_one_line, json_line
 
 if TYPE_CHECKING:
-    from moert.generation.settings import GenerationSettings
+    from moert.engine.choosing import GenerationSettings
+    from moert.engine.engine import Engine
+    from moert.engine.scoring import Likelihood, Score
+
+
+def info(
+    pack: Annotated[
+        Path | None, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)
+    ] = None,
+    system: Annotated[
+        bool, typer.Option("--system", help="Print what this machine has and which native kernels it runs instead.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what a pack holds, what it lost, and the smallest memory it runs in; or facts about this machine."""
+    if (pack is None) != system:
+        raise RunError("moert info tells about a pack or about this machine: give either PACK or --system")
+    if pack is None:
+        _print_system(as_json)
+        return
+    from moert.command.description import describe, description_lines
+    from moert.engine.budget import room_within
+    from moert.pack.reader import Pack
+
+    opened = Pack.open(pack, room_within(None))
+    print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(map(in_one_line, description_lines(opened))))
+
+
+def _print_system(as_json: bool) -> None:
+    from moert.command.description import system_facts, system_lines
+
+    facts = system_facts()
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(map(in_one_line, system_lines(facts))))
+
+
+@contextmanager
+def figures(engine: Engine, as_json: bool) -> Iterator[None]:
+    """Prints the figures of the run at the end, also if Ctrl-C or an error brings it after a token was made."""
+    try:
+        yield
+    except (KeyboardInterrupt, PackError, RunError):
+        if engine.times.new_tokens:
+            _print_figures(engine, as_json)
+        raise
+    _print_figures(engine, as_json)
+
+
+def _print_figures(engine: Engine, as_json: bool) -> None:
+    found = engine.stats()
+    print(json.dumps(found.to_dict()) if as_json else "\n".join(found.lines()), file=sys.stderr)
+
+
+@with_engine_options
+def score(
+    pack: PackArgument,
+    text: Annotated[
+        str | None, typer.Argument(metavar="[TEXT]", help="Text to score; stdin if nothing is given.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Score the text of a file.")] = None,
+    input_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help="JSON lines, each with the field prompt, input or text, and with an encoder target; - is stdin.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="With an encoder, which reads the text: what is scored behind it.", show_default=False),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Cut texts into windows of so many tokens, without special ones, and score each but for its first "
+            "token, as moeconv measures perplexity (of 256, if it was told nothing else). By default a text is scored "
+            "whole.",
+            show_default=False,
+        ),
+    ] = None,
+    engine_options: SaidOptions = UNSAID,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object for each text, and with --input one for all of them.")
+    ] = False,
+) -> None:
+    """Print the log-likelihood of text, and its perplexity a token and a word."""
+    given = [name for name, value in (("TEXT", text), ("--file", file), ("--input", input_path)) if value is not None]
+    if len(given) > 1:
+        raise RunError(f"{' and '.join(given)} exclude each other: give one text or one file")
+    if target is not None and input_path is not None:
+        raise RunError("--target goes with one text: with --input each line has a field target")
+    chosen = engine_options.settings()
+    longest = longest_text(chosen)
+    alone = read_prompt(text, file, sys.stdin, longest) if input_path is None else ""
+    from moert.engine.engine import Engine
+
+    with Engine.open(pack, chosen) as engine:
+        if input_path is not None:
+            _score_records(engine, Source(input_path, longest), context, as_json)
+            return
+        found = engine.score(alone, target, context)
+        print(json_line(_fields(found)) if as_json else "\n".join(_lines(found)), flush=True)
+
+
+def _score_records(engine: Engine, source: Source, context: int | None, as_json: bool) -> None:
+    from moert.engine.scoring import Likelihood
+
+    texts, total = 0, Likelihood(0.0, 0, 0)
+    for number, record in enumerate(read_records(source, sys.stdin, lambda text: None), start=1):
+        try:
+            found = engine.score(record.prompt, _target(record), context)
+        except InputInvalid as error:
+            raise InputInvalid(f"text {number} of {source.path}: {error}") from None
+        texts, total = number, total + found
+        if as_json:
+            print(json_line({**record.fields, **_fields(found)}), flush=True)
+    told = {"texts": texts, **_figures(total)}
+    print(json_line(told) if as_json else "\n".join([f"texts           {texts}", *_lines(total)]), flush=True)
+
+
+def _target(record: PromptRecord) -> str | None:
+    target = record.fields.get("target")
+    if target is not None and not isinstance(target, str):
+        raise InputInvalid(f"target should be text, found {type(target).__name__}")
+    return target
+
+
+def _figures(found: Likelihood) -> dict[str, Any]:
+    return {
+        "log_likelihood": found.log_likelihood,
+        "scored_tokens": found.scored,
+        "words": found.words,
+        "perplexity_a_token": found.token_perplexity,
+        "perplexity_a_word": found.word_perplexity,
+    }
+
+
+def _fields(found: Score) -> dict[str, Any]:
+    return {**_figures(found), "windows": found.windows, "tokens": found.tokens, "logprobs": found.logprobs}
+
+
+def _lines(found: Likelihood) -> list[str]:
+    words = found.word_perplexity
+    return [
+        f"log-likelihood  {found.log_likelihood:.4f} nats",
+        f"perplexity      {found.token_perplexity:.4f} a token, over {found.scored} tokens",
+        f"                {words:.4f} a word, over {found.words} words" if words is not None else
+        "                none a word: no word ends in what is scored",
+    ]  # fmt: skip
+
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -164,8 +314,8 @@ def run(
     chosen = engine_options.settings().but(template=template)
     longest = longest_text(chosen)
     text = read_prompt(prompt, file, sys.stdin, longest) if input_path is None else ""  # before anything is loaded
-    from moert.command.answers import run_prompt, run_records
-    from moert.engine import Engine
+    from moert.command.chat import run_prompt, run_records
+    from moert.engine.engine import Engine
 
     engine = Engine.open(pack, chosen)
     to_stderr = stats and not (as_json and input_path is None)
@@ -215,7 +365,7 @@ def chat(
     )  # fmt: skip
     chosen = engine_options.settings().but(template=template)
     from moert.command.chat import Printer, converse
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
     engine = Engine.open(pack, chosen)
     with engine, figures(engine, as_json) if stats else nullcontext():
@@ -273,7 +423,7 @@ app.command()(info)
 
 
 def _settings(**chosen: Any) -> GenerationSettings:
-    from moert.generation.settings import GenerationSettings
+    from moert.engine.choosing import GenerationSettings
 
     settings = GenerationSettings(**chosen)
     unused = " and ".join(map(said, settings.without_effect))

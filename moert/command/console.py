@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
-from moert.errors import RunError
+from moert.errors import RunError, command_line
 from moert.pack.errors import PackError
-from moert.pack.failure import USAGE, asks_json, print_failure
 from moert.pack.fence import left_behind, owned_stderr
-from moert.pack.shortage import short_of_memory
-from moert.pack.shown import in_one_line, shown
-from moert.wording import command_line
+from moert.pack.messages import USAGE, asks_json, in_one_line, print_failure, short_of_memory, shown
 
 SHORT = "the system gives no more memory: give a smaller --memory, or this process a higher limit (ulimit -v)"
 INTERRUPTED = 130

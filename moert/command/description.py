@@ -1,35 +1,199 @@
-"""What `moert info` says about a pack."""
+"""The texts of `moert info`: of a pack, and of this machine."""
 
 from __future__ import annotations
 
+import os
+import platform
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from moert.budget.budget import Budget
-from moert.budget.opening import budget_of
-from moert.budget.regulator import TYPICAL
-from moert.budget.routing import share_text
+from moert.beside.gpu.device import known_costs
 from moert.command.options import CHAT_NEW_TOKENS
+from moert.engine.budget import Budget, budget_of, share_text
+from moert.engine.regulator import TYPICAL
+from moert.engine.text import Text
 from moert.errors import RunError, TokenizerMissing
+from moert.experts.drive.probe import remembered
 from moert.experts.policy.names import hash_for, reading_ahead_pays
-from moert.generation.text import Text
 from moert.kernels import library
-from moert.machine.cores import usable_cores
-from moert.machine.memory import held_bytes, thread_bytes
+from moert.kernels.speed import MOST_BYTES, kernel_speeds
+from moert.machine import ROOT, affinity, held_bytes, machine_memory, quota_of, text, thread_bytes, usable_cores
 from moert.models.footprint import Footprint, Load
-from moert.pack.chat import load_chat
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate, in_words
-from moert.pack.order import ORDER
-from moert.pack.paths import PATHS
-from moert.pack.predictor import PREDICTOR, NeuronPredictor, load_predictor
+from moert.pack.neurons import ORDER, PREDICTOR, NeuronPredictor, load_predictor
+from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, bits_histogram
-from moert.pack.trace import TRACE
+from moert.pack.text import load_chat
 from moert.predict.network import network_bytes, recalled_bytes
 from moert.stats import size
+
+_ROOM = 4  # of what is free, the part of it that kernels are measured in
+
+
+def system_facts(root: Path = ROOT) -> dict[str, Any]:
+    """Everything as plain values; null where this system does not tell. `root` is where /proc and /sys are."""
+    return {
+        "processor": _processor(root),
+        "cores": {
+            "machine": os.cpu_count(),
+            "affinity": affinity(),
+            "quota": quota_of(root),
+            "usable": usable_cores(root),
+        },
+        "threads": usable_cores(root),
+        **process_facts(root),
+        "instruction_sets": _instruction_sets(),
+        "memory": asdict(machine_memory(root)),
+        "transparent_huge_pages": _huge_pages(root),
+        "kernel_bytes_per_s": _kernel_speeds(root),
+        "drive": _drive(root),
+        "devices": _devices(),
+    }
+
+
+def process_facts(root: Path = ROOT) -> dict[str, Any]:
+    """Those of them that say how much memory a pack finds taken. Nothing is measured."""
+    from moert.engine import engine  # noqa: F401 - what it imports takes memory
+
+    return {
+        "process": {"held_bytes": held_bytes(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
+        "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
+    }
+
+
+def system_lines(facts: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    cores, memory, missing = facts["cores"], facts["memory"], facts["native_kernels"]["missing"]
+    quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g}"
+    limit = "" if memory["limit_bytes"] is None else f", limited to {size(memory['limit_bytes'])}"
+    sets = facts["instruction_sets"]
+    names = [f"  {each['name']:<14} {each['why']}" for each in sets]
+    return [
+        f"processor        {facts['processor']}",
+        f"cores            {cores['usable']} usable: {cores['affinity']} by affinity, {quota}, "
+        f"{_or_unknown(cores['machine'])} in the machine",
+        f"threads          {facts['threads']} by default",
+        f"kernels          {'native' if missing is None else library.missing_note()}",
+        *names,
+        f"memory           {_size(memory['total_bytes'])}, {_size(memory['available_bytes'])} of it available{limit}; "
+        f"{_size(memory['free_bytes'])} free for this process",
+        f"this process     {size(facts['process']['held_bytes'])} without a pack, "
+        f"{size(facts['process']['thread_bytes'])} more for threads",
+        f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
+        f"weights          {_speeds(facts['kernel_bytes_per_s'])}",
+        f"drive            {_drive_line(facts['drive'])}",
+        *_device_lines(facts["devices"]),
+    ]
+
+
+def _instruction_sets() -> list[dict[str, Any]]:
+    loaded = library.load()
+    if loaded is None:
+        return []
+    chosen = loaded.choose()
+    return [
+        {
+            "name": each.name,
+            "runs": each.runs,
+            "chosen": each.number == chosen,
+            "why": _why(each.number == chosen, each.runs),
+        }
+        for each in loaded.instruction_sets
+    ]
+
+
+def _kernel_speeds(root: Path) -> dict[str, float] | None:
+    """Width → bytes/s, measured now; null without native kernels, or without memory to measure in."""
+    loaded, free = library.load(), machine_memory(root).free_bytes
+    if loaded is None:
+        return None
+    room = MOST_BYTES if free is None else min(MOST_BYTES, free // _ROOM)
+    try:
+        return {str(bits): speed for bits, speed in kernel_speeds(loaded, usable_cores(root), room).items()}
+    except (library.NativeFailed, MemoryError):
+        return None
+
+
+def _drive(root: Path) -> dict[str, Any] | None:
+    """The drive under the current directory, as it was measured when moert first read from it; null if it never did."""
+    known = remembered(Path.cwd(), root=root)
+    if known is None:
+        return None
+    alone = max((speed for way, speed in known.speeds.items() if way.threads == 1), default=None)
+    best = known.speeds[known.settings]
+    return {
+        "io": str(known.settings),
+        "bytes_per_s": best,
+        "alone_bytes_per_s": best if alone is None else alone,
+        "piece_bytes": known.piece_bytes,
+    }
+
+
+def _devices() -> dict[str, Any]:
+    """Devices that were measured here when moert first used them: what things take there."""
+    return {name: asdict(costs) for name, costs in known_costs().items()}
+
+
+def _device_lines(devices: dict[str, Any]) -> list[str]:
+    found = []
+    for name, costs in devices.items():
+        at_four, at_sixteen = costs["widths"][4], costs["widths"][16]
+        found.append(
+            f"device           {name}: {costs['copy_bytes_per_s'] / 1e9:.1f} GB/s to it, "
+            f"{1e6 * (costs['launch_s'] + costs['pass_s']):.0f} µs to begin and fetch, "
+            f"{1e-9 / at_four['weight_s']:.0f} billion weights a second at 4 bits, "
+            f"{1e-9 / at_sixteen['weight_s']:.0f} at 16"
+        )
+    return found or ["device           none was measured; --device says which to use"]
+
+
+def _speeds(speeds: dict[str, float] | None) -> str:
+    if speeds is None:
+        return "not measured"
+    each = ", ".join(f"{speed / 1e9:.1f} GB/s at {bits} bits" for bits, speed in speeds.items())
+    return f"multiplied with one token: {each}"
+
+
+def _drive_line(drive: dict[str, Any] | None) -> str:
+    if drive is None:
+        return "not measured; moert measures it when it first reads experts there"
+    best, alone = (f"{drive[name] / 1e6:,.0f} MB/s" for name in ("bytes_per_s", "alone_bytes_per_s"))
+    pieces = f", in pieces of {size(drive['piece_bytes'])}" if drive["piece_bytes"] else ""
+    return f"{best} here ({drive['io']}), {alone} where one thread reads{pieces}"
+
+
+def _why(chosen: bool, runs: bool) -> str:
+    if chosen:
+        return "chosen: the best that this processor has"
+    return "available" if runs else "not on this processor"
+
+
+def _processor(root: Path) -> str:
+    for line in text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _huge_pages(root: Path) -> str | None:
+    """The mode in brackets, as in "always [madvise] never"."""
+    words = text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
+    return next((word[1:-1] for word in words if word.startswith("[")), None)
+
+
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else size(nbytes)
+
+
+def _or_unknown(value: object) -> object:
+    return "unknown" if value is None else value
+
 
 _USUAL_LETTERS = 8 * TYPICAL.prompt_tokens
 
@@ -185,7 +349,7 @@ def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
 
 def _held_by_code() -> int:
     """Returns what the process holds [bytes] once all code is loaded."""
-    from moert import engine  # noqa: F401 - what it imports takes memory
+    from moert.engine import engine  # noqa: F401 - what it imports takes memory
 
     return held_bytes()
 
@@ -199,8 +363,10 @@ def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> in
 def _smallest_chat_memory(pack: Pack, function: HashFunction | None, held: int) -> dict[str, int] | None:
     """Returns the same of `moert chat` with its defaults: of a first message as long as a usual prompt, in the pack's
     template, and a reply as long as it may be. None where the pack can't chat, or its template renders no message."""
-    from moert.chat.renderer import Renderer  # as the engine does it: what `held` counts has not loaded it
-    from moert.chat.templates import chat_of
+    from moert.chat.renderer import (
+        Renderer,  # as the engine does it: what `held` counts has not loaded it
+        chat_of,
+    )
 
     try:
         text = Text(pack)
@@ -274,7 +440,7 @@ def _predictor(pack: Pack) -> NeuronPredictor | None:
 
 
 def _predictor_facts(predictor: NeuronPredictor) -> dict[str, Any]:
-    """`kept`: see moert.pack.predictor.Kept, the mean over layers."""
+    """`kept`: see moert.pack.neurons.Kept, the mean over layers."""
     return {
         "rank": predictor.rank,
         "missed": predictor.missed,

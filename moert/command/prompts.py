@@ -15,9 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
-from moert.errors import BudgetTooSmall, InputInvalid
-from moert.pack.shown import json_line
-from moert.wording import said
+from moert.errors import BudgetTooSmall, InputInvalid, said
+from moert.pack.messages import json_line
 
 STDIN = Path("-")
 PROMPT_FIELDS = ("prompt", "input", "text")

@@ -31,7 +31,7 @@ class Asked(Protocol):
 
 
 class Copying(Protocol):
-    """What is told of predictions beside the cache in memory (moert.experts.tiers.ahead.CopyAhead)."""
+    """What is told of predictions beside the cache in memory (moert.beside.gpu.tiers.CopyAhead)."""
 
     def wants(self) -> bool: ...
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moert.devices.device import Device
+from moert.beside.flash.keeping import DEFAULT_KEEPING
+from moert.beside.flash.runner import Firing, FiringExperts, Naming, PredictedExperts
+from moert.beside.gpu.device import Device
+from moert.beside.gpu.tiers import Asked, DeviceTier, LendingStore, TieredExperts
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.cache.supply import Store
@@ -13,20 +16,12 @@ from moert.experts.drive.io import DEFAULT_THREADS, IoSettings
 from moert.experts.drive.probe import settings_for
 from moert.experts.drive.store import ExpertStore
 from moert.experts.executor import CachedExperts
-from moert.experts.neurons.executor import FiringExperts
-from moert.experts.neurons.firing import Firing
-from moert.experts.neurons.keeping import DEFAULT_KEEPING
-from moert.experts.neurons.naming import Naming
-from moert.experts.neurons.predicted import PredictedExperts
 from moert.experts.policy.belady import Recorder, headroom
 from moert.experts.policy.eviction import EVICTION, EvictionPolicy
 from moert.experts.policy.names import eviction_for
 from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
-from moert.experts.tiers.executor import TieredExperts
-from moert.experts.tiers.lent import LendingStore
-from moert.experts.tiers.opening import Asked, DeviceTier
 from moert.kernels.backend import Backend
-from moert.pack.predictor import NeuronPredictor
+from moert.pack.neurons import NeuronPredictor
 from moert.pack.reader import Pack
 from moert.stats import PAGE_CACHE, ExpertCounters
 
@@ -40,7 +35,7 @@ class Streaming:
         device: Device | None = None, asked: Asked | None = None,
     ) -> None:  # fmt: skip
         """`eviction`: a name, or a policy of the program's own. `io`: None to find out what is best; `keep_neurons`: a
-        name of moert.experts.neurons.keeping; `predictor`: only neurons that it names count; `device`: a second place
+        name of moert.beside.flash.keeping; `predictor`: only neurons that it names count; `device`: a second place
         for experts, used as it is `asked`. Raises PackError."""
         self._own = None if isinstance(eviction, str) else eviction
         self.eviction = eviction if isinstance(eviction, str) else type(eviction).__name__

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moert.errors import said
 from moert.kernels import library
 from moert.kernels.library import InstructionSetInvalid
-from moert.wording import said
 
 if TYPE_CHECKING:
     from moert.kernels.backend import Backend

@@ -22,7 +22,7 @@ from moert.pack.codec import (
     row_bytes,
     times_two,
 )
-from moert.pack.neurons import NeuronLayout
+from moert.pack.layout import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
 
 I32 = npt.NDArray[np.int32]

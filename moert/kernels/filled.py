@@ -14,8 +14,7 @@ from moert.kernels import structs
 from moert.kernels.backend import AttentionWeights, KeptKeys, NormWeights, Positions, RouterWeights, Stored
 from moert.kernels.structs import KINDS, SCORES, Keys, Matrix
 from moert.pack.codec import F32
-from moert.pack.layout import group_of
-from moert.pack.neurons import MatrixPlace, NeuronLayout
+from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Attention
 
 _S = TypeVar("_S", bound=Structure)

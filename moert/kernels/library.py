@@ -1,13 +1,16 @@
-"""The native kernels: finds _native.so, loads it with ctypes, declares what csrc/moert.h declares."""
+"""Finds the compiled C and chooses an instruction set; the checksum of a pack's files by it."""
 
 from __future__ import annotations
 
 import os
 import struct
+import zlib
 from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from moert.errors import RunError
 from moert.kernels.structs import Matrix
@@ -191,3 +194,18 @@ def _instruction_sets(functions: CDLL) -> list[InstructionSet]:
         InstructionSet(number, functions.moert_isa_name(number).decode(), bool(functions.moert_isa_runs(number)))
         for number in range(functions.moert_isa_count())
     ]
+
+
+_PART = 1 << 28
+
+
+def crc32(data: bytes | memoryview, value: int = 0) -> int:
+    """As zlib.crc32."""
+    found = load()
+    if found is None or not found.functions.moert_crc32_fast():
+        return zlib.crc32(data, value)
+    array = np.frombuffer(data, np.uint8)
+    for at in range(0, len(array), _PART):  # between parts Ctrl-C is heard
+        part = array[at : at + _PART]
+        value = int(found.functions.moert_crc32(value, part.ctypes.data, part.nbytes))
+    return value

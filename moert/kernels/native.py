@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
-from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import Structure, addressof, c_char, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moert.kernels import filled, structs
-from moert.kernels.arena import Arena
 from moert.kernels.backend import (
     I32,
     I64,
@@ -23,20 +23,87 @@ from moert.kernels.backend import (
     KeptKeys,
     NormWeights,
     Positions,
+    ProjectionView,
     RouterWeights,
     Stored,
 )
-from moert.kernels.expert import Kinds, NativeExpert
 from moert.kernels.filled import NativeMatrix, keys_of
 from moert.kernels.filled import address as _at
 from moert.kernels.filled import address_in_place as _in_place
 from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.memory import Arena
 from moert.kernels.pages import KeptPage, PageLayout
 from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
-from moert.pack.codec import F32, U8, QuantizedMatrix
+from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
 from moert.pack.fence import heard
-from moert.pack.neurons import NeuronLayout
+from moert.pack.layout import NeuronLayout
 from moert.pack.parts import Act, Ffn, Latent
+
+_MOST = 256  # kinds of expert that are remembered
+
+
+class NativeExpert:
+    """A feed-forward part; `alive` is what holds its bytes. `ffn`: the struct of this name, or its words."""
+
+    __slots__ = ("_alive", "_ffn", "address")
+
+    def __init__(self, ffn: structs.Ffn | I64, address: int, alive: object) -> None:
+        self._ffn, self.address, self._alive = ffn, address, alive
+
+
+class _Kind(NamedTuple):
+    """The words of the struct of an expert that lies at address 0, and which of them are addresses (1, others 0)."""
+
+    words: I64
+    places: I64
+    alive: object
+
+
+class Kinds:
+    """Of experts seen so far. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Kind] = {}
+
+    def expert(self, view: ExpertView) -> NativeExpert:
+        """Experts whose `projections` are the same object are of one kind."""
+        kind = self._known.get(id(view.projections))
+        if kind is None:
+            kind = self._learn(view.projections)
+        words = kind.places * _place_of(view.buffer)
+        words += kind.words
+        return NativeExpert(words, _place_of(words), view.buffer)
+
+    def _learn(self, projections: Mapping[str, ProjectionView]) -> _Kind:
+        near, far = (_words(projections, start) for start in (1 << 12, 1 << 13))
+        places = (far - near) >> 12
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        kind = self._known[id(projections)] = _Kind(near - (places << 12), places, projections)
+        return kind
+
+
+def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
+    """Of the struct of an expert that lies at this address."""
+    ffn = structs.Ffn()
+    for name, part in projections.items():
+        places = [start + at for at in part.places]
+        kind = part.bits if part.form is None else KINDS[part.form]
+        group = {None: part.group_size, "MXFP4": MX_GROUP}.get(part.form, part.shape[1])
+        bias = None if part.bias_place is None else start + part.bias_place
+        parts, (rows, cols) = (*places, *[None] * (3 - len(places))), part.shape
+        setattr(ffn, name, Matrix(*parts, bias, kind, rows, cols, min(group, cols), power=part.power))
+    assert ctypes.sizeof(ffn) % 8 == 0
+    return np.frombuffer(bytes(ffn), np.int64)
+
+
+def _place_of(array: npt.NDArray[Any]) -> int:
+    """The address of its first number."""
+    try:
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # not to be written
+        return int(array.ctypes.data)
+
 
 _LONG_S = 0.05  # another thread makes what takes longer
 _MANY = 1 << 24  # products that may take so long

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from moert.kernels.arena import Arena
 from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.memory import Arena
 from moert.kernels.structs import KINDS, Matrix
 from moert.pack.codec import U8, n_groups, row_bytes
 

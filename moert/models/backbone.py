@@ -9,16 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.backend import Floats, Stored
-from moert.kernels.checksum import crc32
+from moert.kernels.library import crc32
 from moert.pack.codec import U8
-from moert.pack.dense import StoredTensors, quantized, stored_tensors
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
-from moert.pack.finite import all_finite
-from moert.pack.header import Place, header_of
-from moert.pack.manifest import BACKBONE
-from moert.pack.opened import OpenedFile
+from moert.pack.files import OpenedFile
+from moert.pack.manifest import BACKBONE, StoredTensors, quantized, stored_tensors
 from moert.pack.parts import MOST_TURN
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, all_finite
+from moert.pack.tensors import Place, header_of
 
 _CHUNK = 1 << 20
 _NAME_BYTES = 600  # what a name takes in the tables that say where tensors are (400 measured)

@@ -1,15 +1,140 @@
-"""How much memory requests take beside the weights: activations, keys and values, and states. Pure."""
+"""How much memory requests take beside the weights: activations, KV cache, recurrent states. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moert.kernels.backend import ROWS
 from moert.kernels.pages import KvBits
-from moert.models.activations import activation_bytes
 from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, state_bytes
-from moert.models.recent import recent_bytes
-from moert.pack.model_spec import ModelSpec
+from moert.models.router import recent_bytes
+from moert.pack.model_spec import Layer, ModelSpec
+from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv
+
+_ROUNDED = 16
+"""Bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and a
+quarter more, as their scratch grows ahead."""
+_PADDED = 512  # numbers of a row are rounded to whole multiples of this
+_REFERENCE_COPIES = 4  # of each number that an expert makes, in numpy
+_LOGITS = 3  # for each sequence: the last ones, the present ones, and those put together
+_DRAWN = 10  # the same numbers adjusted, sorted, filtered and so on, of one sequence (9 at most)
+
+
+def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int = 1) -> int:
+    """Upper bound for `tokens` tokens of `sequences` that are read in one pass, and for what is done with the logits.
+    `widened`: as of Backend.widens."""
+    projected = sequences * 2 * _ROUNDED * _padded(spec.d_model) if spec.head.projected else 0
+    return _layer_bytes(spec, tokens, widened) + projected + 4 * spec.vocab_size * (_LOGITS * sequences + _DRAWN)
+
+
+def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
+    """Of the layer that takes the most. Tokens that see each other are read at once."""
+    whole = spec.tokens.prefix_end is not None
+    return max(
+        tokens * _whole_row_bytes(spec.d_model, kind)
+        + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
+        + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened)
+        for name, stack in spec.stacks.items()
+        for kind in stack.kinds
+    )
+
+
+def _whole_row_bytes(d_model: int, kind: Layer) -> int:
+    """What a token keeps while a layer runs: the stream, its norm, the router's scores and choice; and what experts
+    make where that does not go into the stream at once."""
+    if not isinstance(kind.ffn, Experts):
+        return 4 * 3 * d_model
+    apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None or kind.ffn.bypass else 0
+    router, narrow = kind.ffn.router, kind.ffn.narrow
+    apart += (router.weigh == "input") + (router.overflow == "itself")
+    made = (3 + apart) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
+    return 4 * made + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
+
+
+def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widened: bool) -> int:
+    """Bytes that one call of a network takes, with as many rows as it may have; of the experts with one token, all that
+    it goes to."""
+    if part is None:
+        return 0
+    if isinstance(part, Ffn):
+        return _network_bytes((d_model, part.d_ff), min(tokens, ROWS), widened)
+    beside = None if part.beside is None else part.beside.ffn
+    rows = max(min(tokens, ROWS), part.router.top_k)
+    others = [ffn.d_ff for ffn in (part.shared, beside) if ffn is not None]
+    others += [] if part.narrow is None else [part.narrow.features]
+    others += [d_model] if part.bypass else []
+    return max(
+        _network_bytes((part.width(d_model), part.ffn.d_ff), rows, widened),
+        *(_network_bytes((d_model, width), min(tokens, ROWS), widened) for width in others),
+        0,
+    )
+
+
+def _network_bytes(widths: tuple[int, int], rows: int, widened: bool) -> int:
+    """`widths`: what goes into its matrices, one after the other."""
+    if widened:
+        return rows * 4 * _REFERENCE_COPIES * sum(widths)
+    return rows * _ROUNDED * sum(map(_padded, widths))
+
+
+def _mixer_bytes(d_model: int, kind: Layer, tokens: int, whole: bool, widened: bool) -> int:
+    """Bytes that one call of its mixer takes."""
+    if isinstance(kind.mixer, FixedState):
+        return _fixed_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
+    return 0 if kind.mixer is None else _attention_bytes(d_model, kind.mixer, tokens, whole, widened)
+
+
+def _fixed_bytes(d_model: int, part: FixedState, rows: int, widened: bool) -> int:
+    """Of a piece of a prompt: all that a mixer makes, one step after the other, and the native kernels' scratch."""
+    inner = _inner(d_model, part)
+    made = rows * (4 * (2 * d_model + _made(d_model, part)) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
+    if not widened:
+        return made
+    states = sum(math.prod(shape) for shape in part.state_shapes(d_model))
+    repeated = 0  # for each head, what those of a group share
+    if isinstance(part, (Mamba, Mamba2)):
+        repeated = 2 * part.state * (part.n if isinstance(part, Mamba2) else part.features)
+    return 2 * made + 4 * (_REFERENCE_COPIES * (states + rows * inner) + rows * repeated)
+
+
+def _inner(d_model: int, part: FixedState) -> int:
+    """Features that its last matrix takes."""
+    if isinstance(part, ShortConv):
+        return d_model
+    return part.value_features if isinstance(part, GatedDelta) else part.features
+
+
+def _made(d_model: int, part: FixedState) -> int:
+    """Numbers that it makes of one token between two matrices, copies of what lies apart included."""
+    if isinstance(part, ShortConv):
+        return 6 * d_model
+    if isinstance(part, GatedDelta):
+        return 4 * part.channels + 4 * part.value_features + 6 * part.n
+    if isinstance(part, Mamba2):
+        return 4 * part.channels + 5 * part.features + 3 * part.n
+    assert isinstance(part, Mamba)
+    return 10 * part.features + 3 * (part.rank + 2 * part.state)
+
+
+def _attention_bytes(d_model: int, part: Attention | Latent, tokens: int, whole: bool, widened: bool) -> int:
+    """Bytes that one call of attention takes: a piece of a prompt, or, where `whole`, all of it."""
+    rows, q, kv = tokens if whole else min(tokens, ROWS), part.q_features, part.kv_features
+    inner = part.n * part.v if isinstance(part, Latent) else q
+    made = rows * (4 * (d_model + 2 * q + 2 * kv) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
+    if isinstance(part, Latent):
+        heads = part.n * (_padded(part.nope) + _padded(part.kv_rank)) + _padded(part.q_rank or 0)
+        made += rows * (4 * part.n * (part.nope + part.turning + part.v) + _ROUNDED * heads // 2)
+    elif part.gate:
+        made += 4 * rows * q
+    if not widened:
+        return made
+    return 2 * made + 4 * _REFERENCE_COPIES * (rows * tokens + 2 * tokens * kv)
+
+
+def _padded(width: int) -> int:
+    return -(-width // _PADDED) * _PADDED
 
 
 @dataclass(frozen=True)

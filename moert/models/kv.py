@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.pages import KEYS, STEP_BYTES, KeptPage, KvBits, PageLayout, pages_of
-from moert.models.recent import Recent
-from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import Attention, FixedState, Latent, Layer
+from moert.models.router import Recent
+from moert.pack.model_spec import Layer, ModelSpec
+from moert.pack.parts import Attention, FixedState, Latent
 
 BLOCK_TOKENS = 128
 """Tokens that room is reckoned for at once."""

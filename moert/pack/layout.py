@@ -1,15 +1,200 @@
-"""Where each byte of an expert file lies. Reader and writer both derive it from the manifest, so a header can't lie."""
+"""Where each byte of an expert file lies: whole matrices, or blocks of neurons."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Annotated, Any, NamedTuple
 
-from moert.pack.codec import MX_GROUP, Form16, n_groups, row_bytes
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.codec import F32, MX_GROUP, U8, Form16, QuantizedMatrix, from_bfloat16, n_groups, row_bytes, times_two
+from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import DOWN, NeuronLayout, Neurons, neuron_layout
+
+NEURONS = "neurons.safetensors"
+"""The file of a pack that has a checksum of each piece."""
+SECTOR = 512  # bytes: what is read alone is a whole number of them, as any drive can
+MOST_PIECE_BYTES = 1 << 20
+_ALIGNMENT = 8  # bytes, of what lies in a piece
+_BIAS_BYTES = 4
+DOWN = "down"
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """What a pack says of its blocks: see `NeuronLayout`. `piece_bytes`: the most that a block's columns take.
+    `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows.
+    `together`: rows, not bundled, are read all at once, so that their pieces are no whole sectors."""
+
+    piece_bytes: Annotated[int, Within(SECTOR, MOST_PIECE_BYTES)]
+    bundled: bool
+    together: bool = False
+
+
+class MatrixPlace(NamedTuple):
+    """A matrix within a piece: `places` count bytes from the piece's beginning, of its codes, scales and minima or of
+    its weights of 16 bits, `bias_place` of its biases. `group_size` counts features of d_model, and is never 0.
+    Weights are multiplied with two to the `power`."""
+
+    bits: int
+    group_size: int
+    form16: Form16
+    places: tuple[int, ...]
+    bias_place: int | None
+    power: int = 0
+
+    def neuron_bytes(self, d_model: int) -> tuple[int, ...]:
+        """What a neuron takes at each of `places`."""
+        return _neuron_bytes(self.bits, d_model, self.group_size)
+
+
+class NeuronLayout(NamedTuple):
+    """Of one expert's file. Block k has the neurons from k · per_block on; its *rows* piece (gate, if there is one, and
+    up) begins at rows_at + k · rows_step, its *columns* piece (down, transposed) at columns_at + k · columns_step:
+    bytes from the expert's beginning. Pieces are filled up with zeros. `bias_at`: where the biases of down, F32
+    [d_model], are."""
+
+    d_model: int
+    d_ff: int
+    per_block: int
+    n_blocks: int
+    rows: Mapping[str, MatrixPlace]
+    columns: MatrixPlace
+    rows_bytes: int
+    columns_bytes: int
+    rows_at: int
+    rows_step: int
+    columns_at: int
+    columns_step: int
+    bias_at: int | None
+    together_bytes: int = 0
+    """Of all rows, to be read at once, in whole sectors; 0: each piece is whole sectors itself."""
+
+    @property
+    def n_checksums(self) -> int:
+        """Of each piece, of the biases of down, and of rows that lie together."""
+        return 2 * self.n_blocks + (2 if self.together_bytes else 1)
+
+    @property
+    def matrices(self) -> Iterator[tuple[str, MatrixPlace]]:
+        """In the order of the format."""
+        yield from self.rows.items()
+        yield DOWN, self.columns
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Weights, scales, minima and biases of all neurons, without what fills up."""
+        return sum(self.matrix_bytes(name) for name, _ in self.matrices)
+
+    def matrix_bytes(self, name: str) -> int:
+        """The same of one projection."""
+        if name == DOWN:
+            biases = 0 if self.bias_at is None else _BIAS_BYTES * self.d_model
+            return biases + self.d_ff * sum(self.columns.neuron_bytes(self.d_model))
+        biased = 0 if self.rows[name].bias_place is None else _BIAS_BYTES
+        return self.d_ff * (sum(self.rows[name].neuron_bytes(self.d_model)) + biased)
+
+    def block(self, k: int) -> range:
+        """The neurons of block k."""
+        return range(k * self.per_block, min(self.d_ff, (k + 1) * self.per_block))
+
+    def scaled(self, powers: Mapping[str, int]) -> NeuronLayout:
+        """The same of projections that count powers of two."""
+        rows = {name: matrix._replace(power=powers.get(name, 0)) for name, matrix in self.rows.items()}
+        return self._replace(rows=rows, columns=self.columns._replace(power=powers.get(DOWN, 0)))
+
+    def moved(self, nbytes: int) -> NeuronLayout:
+        """The same, so many bytes further on."""
+        bias_at = None if self.bias_at is None else self.bias_at + nbytes
+        return self._replace(rows_at=self.rows_at + nbytes, columns_at=self.columns_at + nbytes, bias_at=bias_at)
+
+
+def neuron_layout(
+    spec: ModelSpec, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int, neurons: Neurons
+) -> NeuronLayout:
+    """Of an expert whose projections have the widths `bits`, counted from the beginning of its data. `group_size` 0
+    stands for a neuron's whole row of d_model features."""
+    widths, ffn = tuple((name, bits[name]) for name in spec.moe.ffn.projections), spec.moe.ffn
+    return _layout((spec.expert_width, ffn.d_ff), ffn.bias, widths, group_size, form16, page_bytes, neurons)
+
+
+def columns_bytes(width: int, d_model: int, group_size: int) -> int:
+    """What the column of one neuron takes where `down` has this width; `group_size` as above."""
+    return sum(_neuron_bytes(width, d_model, _features(group_size, d_model)))
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    sizes: tuple[int, int], bias: bool, widths: tuple[tuple[str, int], ...], group_size: int, form16: Form16,
+    page_bytes: int, neurons: Neurons,
+) -> NeuronLayout:  # fmt: skip
+    (d_model, d_ff), group = sizes, _features(group_size, sizes[0])
+    plain = {name: MatrixPlace(width, group, form16, (), None) for name, width in widths}
+    per_block = _per_block(plain[DOWN], d_model, d_ff, neurons.piece_bytes)
+    n_blocks = -(-d_ff // per_block)
+    unit = _ALIGNMENT if neurons.together else SECTOR
+    rows, rows_bytes = _placed(
+        {name: one for name, one in plain.items() if name != DOWN}, d_model, per_block, bias, unit
+    )
+    columns, columns_bytes = _placed({DOWN: plain[DOWN]}, d_model, per_block, bias=False)
+    rows_at = _filled(_BIAS_BYTES * d_model, page_bytes) if bias else 0
+    if neurons.bundled:
+        columns_at, rows_step = rows_at + rows_bytes, rows_bytes + columns_bytes
+    else:
+        columns_at, rows_step = rows_at + _filled(n_blocks * rows_bytes, page_bytes), rows_bytes
+    return NeuronLayout(
+        d_model, d_ff, per_block, n_blocks, rows, columns[DOWN], rows_bytes, columns_bytes, rows_at, rows_step,
+        columns_at, rows_step if neurons.bundled else columns_bytes, 0 if bias else None,
+        _filled(n_blocks * rows_bytes, SECTOR) if neurons.together else 0,
+    )  # fmt: skip
+
+
+def _per_block(down: MatrixPlace, d_model: int, d_ff: int, piece_bytes: int) -> int:
+    """The most neurons whose columns take at most `piece_bytes`; at least one."""
+    count = max(1, min(d_ff, piece_bytes // sum(down.neuron_bytes(d_model))))
+    while count > 1 and _placed({DOWN: down}, d_model, count, bias=False)[1] > piece_bytes:
+        count -= 1
+    return count
+
+
+def _placed(
+    matrices: Mapping[str, MatrixPlace], d_model: int, per_block: int, bias: bool, unit: int = SECTOR
+) -> tuple[dict[str, MatrixPlace], int]:
+    """With their places in a piece, and the bytes of that piece, a multiple of `unit`."""
+    end, found = 0, {}
+    for name, matrix in matrices.items():
+        places = []
+        for nbytes in matrix.neuron_bytes(d_model):
+            places.append(_filled(end, _ALIGNMENT))
+            end = places[-1] + per_block * nbytes
+        found[name] = matrix._replace(places=tuple(places))
+    for name in found if bias else ():
+        place = _filled(end, _ALIGNMENT)
+        found[name] = found[name]._replace(bias_place=place)
+        end = place + per_block * _BIAS_BYTES
+    return found, _filled(end, unit)
+
+
+def _features(group_size: int, d_model: int) -> int:
+    """Of a group: 0 stands for all."""
+    return min(group_size, d_model) if group_size else d_model
+
+
+def _neuron_bytes(bits: int, d_model: int, group_size: int) -> tuple[int, ...]:
+    if bits == 16:
+        return (2 * d_model,)
+    groups = n_groups(d_model, group_size)
+    return row_bytes(d_model, bits), 2 * groups, 2 * groups
+
+
+def _filled(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
 
 TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
@@ -190,3 +375,109 @@ def _header(slots: Iterable[TensorSlot], name_bytes: int, page_bytes: int) -> by
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % page_bytes)
     return len(text).to_bytes(8, "little") + text
+
+
+Array = npt.NDArray[Any]
+U32 = npt.NDArray[np.uint32]
+
+
+def rows_of(layout: NeuronLayout, buffer: U8) -> U8:
+    """The rows pieces of an expert that lies in `buffer`, [blocks, rows_bytes], not copied."""
+    return _pieces(layout, buffer, layout.rows_at, layout.rows_step, layout.rows_bytes)
+
+
+def columns_of(layout: NeuronLayout, buffer: U8) -> U8:
+    """The columns pieces, [blocks, columns_bytes], not copied."""
+    return _pieces(layout, buffer, layout.columns_at, layout.columns_step, layout.columns_bytes)
+
+
+def place(
+    layout: NeuronLayout, buffer: U8, tensors: Mapping[str, tuple[Array, ...]], biases: Mapping[str, F32]
+) -> None:
+    """Puts matrices [d_ff, d_model] where they belong, each as its codes, scales and minima or its weights; and biases.
+    Raises ValueError where one is missing or has another size."""
+    for name, matrix in layout.matrices:
+        pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
+        given = tensors.get(name, ())
+        if len(given) != len(matrix.places):
+            raise ValueError(f"{name} is not given, or of another width")
+        for at, nbytes, array in zip(matrix.places, matrix.neuron_bytes(layout.d_model), given, strict=True):
+            _put(layout, pieces, at, nbytes, array, name)
+        if matrix.bias_place is not None:
+            _put(layout, pieces, matrix.bias_place, 4, _given(biases, name)[:, None], f"{name}.bias")
+    if layout.bias_at is not None:
+        bias = _given(biases, DOWN)
+        if bias.shape != (layout.d_model,):
+            raise ValueError(f"{DOWN}.bias: {bias.shape} given, the layout has {layout.d_model}")
+        buffer[layout.bias_at :][: bias.nbytes] = bias.view(np.uint8)
+
+
+def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | F32:
+    """A matrix [d_ff, d_model] of an expert that lies in `buffer`, copied; `down` as its transpose. 16 bits become
+    float32."""
+    matrix = layout.columns if name == DOWN else layout.rows[name]
+    pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
+    sizes = matrix.neuron_bytes(layout.d_model)
+    parts = [_taken(layout, pieces, at, nbytes) for at, nbytes in zip(matrix.places, sizes, strict=True)]
+    if matrix.bits == 16:
+        return (
+            from_bfloat16(parts[0].view(np.uint16))
+            if matrix.form16 == "BF16"
+            else times_two(_widened(parts[0]), matrix.power)
+        )
+    scale, minimum = (part.view(np.float16) for part in parts[1:])
+    return QuantizedMatrix(matrix.bits, layout.d_model, matrix.group_size, parts[0], scale, minimum, matrix.power)
+
+
+def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
+    """The biases [out] of a projection that has them."""
+    if name == DOWN:
+        assert layout.bias_at is not None
+        return buffer[layout.bias_at :][: 4 * layout.d_model].view(np.float32)
+    at = layout.rows[name].bias_place
+    assert at is not None
+    bias: F32 = _taken(layout, rows_of(layout, buffer), at, 4).view(np.float32)[:, 0]
+    return bias
+
+
+def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> U32:
+    """CRC-32 of each rows piece, each columns piece, the biases of down (0 without), and rows that lie together:
+    [n_checksums]."""
+    pieces = [*rows_of(layout, buffer), *columns_of(layout, buffer)]
+    found = [crc32(piece.data) for piece in pieces]
+    found.append(0 if layout.bias_at is None else crc32(buffer[layout.bias_at :][: 4 * layout.d_model].data))
+    if layout.together_bytes:
+        found.append(crc32(buffer[layout.rows_at :][: layout.together_bytes].data))
+    return np.array(found, np.uint32)
+
+
+def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -> U8:
+    pieces: U8 = np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
+    return pieces
+
+
+def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, what: str) -> None:
+    """Rows of neurons [d_ff, ...], of `nbytes` each."""
+    if len(array) != layout.d_ff or array.nbytes != layout.d_ff * nbytes:
+        raise ValueError(f"{what}: {array.nbytes} bytes in {len(array)} rows, the layout has {layout.d_ff} of {nbytes}")
+    rows = np.zeros((layout.n_blocks * layout.per_block, nbytes), np.uint8)
+    rows[: layout.d_ff] = np.ascontiguousarray(array).view(np.uint8).reshape(layout.d_ff, nbytes)
+    pieces[:, at : at + layout.per_block * nbytes] = rows.reshape(layout.n_blocks, -1)
+
+
+def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
+    """The reverse: uint8 [d_ff, nbytes]."""
+    rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
+    found: U8 = rows[: layout.d_ff]
+    return found
+
+
+def _given(biases: Mapping[str, F32], name: str) -> F32:
+    if name not in biases:
+        raise ValueError(f"{name}.bias is not given")
+    return np.ascontiguousarray(biases[name], np.float32)
+
+
+def _widened(halves: U8) -> F32:
+    wide: F32 = halves.view(np.float16).astype(np.float32)
+    return wide

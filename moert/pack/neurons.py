@@ -1,195 +1,289 @@
-"""Experts whose neurons lie in blocks, so that some of them can be read alone: where each byte is. SPEC.md, section 2.
-
-A neuron is a row of gate and of up, and a column of down, which is stored as its transpose: all are matrices [d_ff,
-d_model] here. Where the activation gives exact zeros, a neuron that gives one needs no column.
-"""
+"""Files of packs whose experts lie in blocks of neurons: checksums, the neurons' order, their predictor."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from moert.pack.codec import Form16, n_groups, row_bytes
-from moert.pack.model_spec import ModelSpec
-from moert.pack.reading import Within
+import numpy as np
+import numpy.typing as npt
 
-NEURONS = "neurons.safetensors"
-"""The file of a pack that has a checksum of each piece."""
-SECTOR = 512  # bytes: what is read alone is a whole number of them, as any drive can
-MOST_PIECE_BYTES = 1 << 20
-_ALIGNMENT = 8  # bytes, of what lies in a piece
-_BIAS_BYTES = 4
-DOWN = "down"
+from moert.pack.codec import F32, U8, QuantizedMatrix
+from moert.pack.errors import HashMismatch, HeaderInvalid
+from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout, checksums
+from moert.pack.manifest import Manifest
+from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
+from moert.pack.reader import Pack, Projection
+from moert.pack.tensors import TensorFile, to_bytes
+
+CHECKSUMS_VERSION = 1
+
+
+def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
+    """The file's content; equal checksums give equal bytes."""
+    metadata: dict[str, object] = {"format": "model.pack neurons", "version": CHECKSUMS_VERSION}
+    return to_bytes({str(key): of[key] for key in sorted(of)}, metadata)
+
+
+def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
+    """Of each expert, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises HeaderInvalid, FormatTooNew."""
+    file = TensorFile(NEURONS, body, CHECKSUMS_VERSION, "convert the model")
+    file.only(str(entry.key) for entry in manifest.experts)
+    found: dict[ExpertKey, U32] = {}
+    for entry in manifest.experts:
+        expected = manifest.neurons(entry).n_checksums
+        sums: U32 = file.tensor(str(entry.key), np.uint32)
+        if len(sums) != expected:
+            raise file.wrong(f"{entry.key} should have {expected} checksums, found {len(sums)}")
+        found[entry.key] = sums
+    return found
+
+
+def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
+    """That the pieces of an expert, all of whose bytes are in `buffer`, are those that `expected` is of. Raises
+    HashMismatch."""
+    if not np.array_equal(checksums(layout, buffer), expected):
+        raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")
+
+
+ORDER = "order.safetensors"
+ORDER_VERSION = 1
+CONVERT_AGAIN = "convert the model"
+
+_LAYER = re.compile("([ED])([0-9]{2,5})")
 
 
 @dataclass(frozen=True)
-class Neurons:
-    """What a pack says of its blocks: see `NeuronLayout`. `piece_bytes`: the most that a block's columns take.
-    `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows.
-    `together`: rows, not bundled, are read all at once, so that their pieces are no whole sectors."""
+class NeuronOrder:
+    """Of each layer with experts, in the order of execution, [experts, d_ff]: the numbers that the neurons of each
+    expert have in the source, as they lie."""
 
-    piece_bytes: Annotated[int, Within(SECTOR, MOST_PIECE_BYTES)]
-    bundled: bool
-    together: bool = False
+    layers: Mapping[LayerKey, U32]
+
+    def of(self, key: ExpertKey) -> U32:
+        """Of one expert [d_ff]."""
+        found: U32 = self.layers[key.at][key.expert]
+        return found
+
+    @property
+    def digest(self) -> str:
+        """sha256, in hexadecimal, of what the file holds."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def placed(
+        self, key: ExpertKey, projections: Mapping[str, Projection], biases: Mapping[str, F32]
+    ) -> tuple[dict[str, Projection], dict[str, F32]]:
+        """Matrices [d_ff, d_model] of an expert, `down` as its transpose, and biases [out], in this order. What the
+        expert computes stays the same, but for the order of sums."""
+        rows = self.of(key)
+        matrices = {name: _rows(matrix, rows) for name, matrix in projections.items()}
+        return matrices, {name: bias if name == DOWN else bias[rows] for name, bias in biases.items()}
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises HeaderInvalid if this is not an order of a model of this shape."""
+        shape = spec.moe.n, spec.moe.ffn.d_ff
+        found = {str(at): rows.shape for at, rows in self.layers.items()}
+        expected = {str(at): shape for at in spec.moe_layers()}
+        for at in sorted({*found, *expected}):
+            if found.get(at) != expected.get(at):
+                raise HeaderInvalid(
+                    f"{ORDER}: layer {at} has (experts, d_ff) {found.get(at)}, in the model {expected.get(at)}: "
+                    f"{CONVERT_AGAIN} again"
+                )
+
+    def to_bytes(self) -> bytes:
+        """The file's content; equal orders give equal bytes."""
+        metadata: dict[str, object] = {"format": "model.pack order", "version": ORDER_VERSION}
+        return to_bytes({str(at): rows for at, rows in self.layers.items()}, metadata)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> NeuronOrder:
+        """Raises HeaderInvalid or FormatTooNew."""
+        file = TensorFile(ORDER, body, ORDER_VERSION, CONVERT_AGAIN)
+        stacks = {name[0].upper(): name for name in STACKS}
+        found = [match for name in file.names() if (match := _LAYER.fullmatch(name))]
+        keys = {LayerKey(stacks[match[1]], int(match[2])) for match in found}
+        file.only(map(str, keys))
+        if not keys:
+            raise file.wrong("has no layer")
+        in_order = sorted(keys, key=lambda at: (STACKS.index(at.stack), at.layer))
+        return cls({at: _order_of_layer(file, at) for at in in_order})
 
 
-class MatrixPlace(NamedTuple):
-    """A matrix within a piece: `places` count bytes from the piece's beginning, of its codes, scales and minima or of
-    its weights of 16 bits, `bias_place` of its biases. `group_size` counts features of d_model, and is never 0.
-    Weights are multiplied with two to the `power`."""
-
-    bits: int
-    group_size: int
-    form16: Form16
-    places: tuple[int, ...]
-    bias_place: int | None
-    power: int = 0
-
-    def neuron_bytes(self, d_model: int) -> tuple[int, ...]:
-        """What a neuron takes at each of `places`."""
-        return _neuron_bytes(self.bits, d_model, self.group_size)
+def load_order(pack: Pack) -> NeuronOrder | None:
+    """That of a pack's neurons; None where they lie as in the source. Raises PackError."""
+    if ORDER not in pack.manifest.files:
+        return None
+    found = NeuronOrder.from_bytes(pack.read_file(ORDER))
+    found.check(pack.manifest.model)
+    if not pack.has_neurons:
+        raise HeaderInvalid(f"{ORDER} is there, and experts do not lie by neurons: {CONVERT_AGAIN} again")
+    return found
 
 
-class NeuronLayout(NamedTuple):
-    """Of one expert's file. Block k has the neurons from k · per_block on; its *rows* piece (gate, if there is one, and
-    up) begins at rows_at + k · rows_step, its *columns* piece (down, transposed) at columns_at + k · columns_step:
-    bytes from the expert's beginning. Pieces are filled up with zeros. `bias_at`: where the biases of down, F32
-    [d_model], are."""
+def _order_of_layer(file: TensorFile, at: LayerKey) -> U32:
+    rows: U32 = file.tensor(str(at), np.uint32, 2)
+    if not np.array_equal(np.sort(rows, axis=1), np.broadcast_to(np.arange(rows.shape[1]), rows.shape)):
+        raise file.wrong(f"{at} should name each neuron of an expert once")
+    return rows
 
-    d_model: int
-    d_ff: int
+
+def _rows(matrix: Projection, rows: U32) -> Projection:
+    if isinstance(matrix, QuantizedMatrix):
+        parts: dict[str, Any] = {name: getattr(matrix, name)[rows] for name in ("qweight", "scale", "minimum")}
+        return replace(matrix, **parts)
+    return matrix[rows]
+
+
+PREDICTOR = "predictor.safetensors"
+PREDICTOR_VERSION = 1
+MOST_RANK = 4096
+MOST_PER_BLOCK = 1 << 16
+TRAIN_AGAIN = "train the predictor of this pack's neurons"
+
+F16 = npt.NDArray[np.float16]
+
+_COMPRESS = re.compile("([ED])([0-9]{2,5})[.]compress")
+
+
+class Kept(NamedTuple):
+    """Of a layer, on held-out text: the shares of firing neurons that are named, of neurons that are named, and of
+    blocks with a named neuron."""
+
+    firing: float
+    neurons: float
+    blocks: float
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """Of one layer, with r = rank: compress [r, features] is shared by its experts; heads [experts, d_ff, r] and their
+    biases [experts, d_ff] give scores of x [features], what enters the experts: heads[e] · (compress · x) + bias[e].
+    Neurons with a score of at least threshold [experts] are named."""
+
+    compress: F16
+    heads: F16
+    bias: F32
+    threshold: F32
+    kept: Kept
+
+    def tensors(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """By their names in the file, without that of the layer."""
+        yield from (("compress", self.compress), ("heads", self.heads))
+        yield from (("bias", self.bias), ("threshold", self.threshold), ("kept", np.array(self.kept, np.float32)))
+
+
+@dataclass(frozen=True)
+class PredictedLoss:
+    """What the pack loses where only named neurons are computed, on held-out text: `loss` with its 95% interval."""
+
+    loss: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class NeuronPredictor:
+    """Of all layers with experts, in the order of execution. `missed`: the share of firing neurons' weight that was
+    allowed to go unnamed where thresholds were set. `per_block`: the neurons of a block that `Kept.blocks` counts.
+    `loss`: None where that was not measured."""
+
+    layers: Mapping[LayerKey, LayerPredictor]
+    missed: float
     per_block: int
-    n_blocks: int
-    rows: Mapping[str, MatrixPlace]
-    columns: MatrixPlace
-    rows_bytes: int
-    columns_bytes: int
-    rows_at: int
-    rows_step: int
-    columns_at: int
-    columns_step: int
-    bias_at: int | None
-    together_bytes: int = 0
-    """Of all rows, to be read at once, in whole sectors; 0: each piece is whole sectors itself."""
+    loss: PredictedLoss | None = None
 
     @property
-    def n_checksums(self) -> int:
-        """Of each piece, of the biases of down, and of rows that lie together."""
-        return 2 * self.n_blocks + (2 if self.together_bytes else 1)
+    def rank(self) -> int:
+        return len(next(iter(self.layers.values())).compress)
 
     @property
-    def matrices(self) -> Iterator[tuple[str, MatrixPlace]]:
-        """In the order of the format."""
-        yield from self.rows.items()
-        yield DOWN, self.columns
+    def kept(self) -> Kept:
+        """The mean over all layers."""
+        each = [layer.kept for layer in self.layers.values()]
+        return Kept(*(sum(shares) / len(each) for shares in zip(*each, strict=True)))
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Weights, scales, minima and biases of all neurons, without what fills up."""
-        return sum(self.matrix_bytes(name) for name, _ in self.matrices)
+    def check(self, spec: ModelSpec) -> None:
+        """Raises HeaderInvalid if this is not a predictor for a model of this shape."""
+        found = {str(at): (layer.compress.shape[1], *layer.bias.shape) for at, layer in self.layers.items()}
+        expected = {str(at): (spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff) for at in spec.moe_layers()}
+        for at in sorted({*found, *expected}):
+            if found.get(at) != expected.get(at):
+                raise HeaderInvalid(
+                    f"{PREDICTOR}: layer {at} has (features, experts, d_ff) {found.get(at)}, in the model "
+                    f"{expected.get(at)}: {TRAIN_AGAIN} again"
+                )
 
-    def matrix_bytes(self, name: str) -> int:
-        """The same of one projection."""
-        if name == DOWN:
-            biases = 0 if self.bias_at is None else _BIAS_BYTES * self.d_model
-            return biases + self.d_ff * sum(self.columns.neuron_bytes(self.d_model))
-        biased = 0 if self.rows[name].bias_place is None else _BIAS_BYTES
-        return self.d_ff * (sum(self.rows[name].neuron_bytes(self.d_model)) + biased)
+    def to_bytes(self) -> bytes:
+        """The file's content; equal predictors give equal bytes."""
+        tensors = {f"{at}.{part}": array for at, layer in self.layers.items() for part, array in layer.tensors()}
+        tensors["missed"] = np.array([self.missed], np.float64)
+        if self.loss is not None:
+            tensors["loss"] = np.array([self.loss.loss, self.loss.low, self.loss.high], np.float64)
+        metadata: dict[str, object] = {
+            "format": "model.pack predictor", "version": PREDICTOR_VERSION, "rank": self.rank,
+            "per_block": self.per_block,
+        }  # fmt: skip
+        return to_bytes(tensors, metadata)
 
-    def block(self, k: int) -> range:
-        """The neurons of block k."""
-        return range(k * self.per_block, min(self.d_ff, (k + 1) * self.per_block))
-
-    def scaled(self, powers: Mapping[str, int]) -> NeuronLayout:
-        """The same of projections that count powers of two."""
-        rows = {name: matrix._replace(power=powers.get(name, 0)) for name, matrix in self.rows.items()}
-        return self._replace(rows=rows, columns=self.columns._replace(power=powers.get(DOWN, 0)))
-
-    def moved(self, nbytes: int) -> NeuronLayout:
-        """The same, so many bytes further on."""
-        bias_at = None if self.bias_at is None else self.bias_at + nbytes
-        return self._replace(rows_at=self.rows_at + nbytes, columns_at=self.columns_at + nbytes, bias_at=bias_at)
-
-
-def neuron_layout(
-    spec: ModelSpec, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int, neurons: Neurons
-) -> NeuronLayout:
-    """Of an expert whose projections have the widths `bits`, counted from the beginning of its data. `group_size` 0
-    stands for a neuron's whole row of d_model features."""
-    widths, ffn = tuple((name, bits[name]) for name in spec.moe.ffn.projections), spec.moe.ffn
-    return _layout((spec.expert_width, ffn.d_ff), ffn.bias, widths, group_size, form16, page_bytes, neurons)
-
-
-def columns_bytes(width: int, d_model: int, group_size: int) -> int:
-    """What the column of one neuron takes where `down` has this width; `group_size` as above."""
-    return sum(_neuron_bytes(width, d_model, _features(group_size, d_model)))
+    @classmethod
+    def from_bytes(cls, body: bytes) -> NeuronPredictor:
+        """Raises HeaderInvalid or FormatTooNew."""
+        file = TensorFile(PREDICTOR, body, PREDICTOR_VERSION, TRAIN_AGAIN)
+        rank, per_block = file.number("rank", MOST_RANK), file.number("per_block", MOST_PER_BLOCK)
+        layers = {at: _layer(file, at, rank) for at in _places(file)}
+        if not layers:
+            raise file.wrong("has no layer")
+        names = [f"{at}.{part}" for at, layer in layers.items() for part, _ in layer.tensors()]
+        file.only([*names, "missed", "loss"])
+        missed = _numbers(file, "missed", 1)[0]
+        if not 0 <= missed <= 1:
+            raise file.wrong(f"missed should be a share, found {missed}")
+        loss = PredictedLoss(*_numbers(file, "loss", 3)) if file.has_tensor("loss") else None
+        return cls(layers, missed, per_block, loss)
 
 
-@lru_cache(maxsize=1024)
-def _layout(
-    sizes: tuple[int, int], bias: bool, widths: tuple[tuple[str, int], ...], group_size: int, form16: Form16,
-    page_bytes: int, neurons: Neurons,
-) -> NeuronLayout:  # fmt: skip
-    (d_model, d_ff), group = sizes, _features(group_size, sizes[0])
-    plain = {name: MatrixPlace(width, group, form16, (), None) for name, width in widths}
-    per_block = _per_block(plain[DOWN], d_model, d_ff, neurons.piece_bytes)
-    n_blocks = -(-d_ff // per_block)
-    unit = _ALIGNMENT if neurons.together else SECTOR
-    rows, rows_bytes = _placed(
-        {name: one for name, one in plain.items() if name != DOWN}, d_model, per_block, bias, unit
-    )
-    columns, columns_bytes = _placed({DOWN: plain[DOWN]}, d_model, per_block, bias=False)
-    rows_at = _filled(_BIAS_BYTES * d_model, page_bytes) if bias else 0
-    if neurons.bundled:
-        columns_at, rows_step = rows_at + rows_bytes, rows_bytes + columns_bytes
-    else:
-        columns_at, rows_step = rows_at + _filled(n_blocks * rows_bytes, page_bytes), rows_bytes
-    return NeuronLayout(
-        d_model, d_ff, per_block, n_blocks, rows, columns[DOWN], rows_bytes, columns_bytes, rows_at, rows_step,
-        columns_at, rows_step if neurons.bundled else columns_bytes, 0 if bias else None,
-        _filled(n_blocks * rows_bytes, SECTOR) if neurons.together else 0,
-    )  # fmt: skip
+def load_predictor(pack: Pack) -> NeuronPredictor | None:
+    """That of a pack's neurons; None where it has none. Raises PackError."""
+    if PREDICTOR not in pack.manifest.files:
+        return None
+    found = NeuronPredictor.from_bytes(pack.read_file(PREDICTOR))
+    found.check(pack.manifest.model)
+    return found
 
 
-def _per_block(down: MatrixPlace, d_model: int, d_ff: int, piece_bytes: int) -> int:
-    """The most neurons whose columns take at most `piece_bytes`; at least one."""
-    count = max(1, min(d_ff, piece_bytes // sum(down.neuron_bytes(d_model))))
-    while count > 1 and _placed({DOWN: down}, d_model, count, bias=False)[1] > piece_bytes:
-        count -= 1
-    return count
+def _places(file: TensorFile) -> list[LayerKey]:
+    """The layers that have a matrix, in the order of execution."""
+    stacks = {name[0].upper(): name for name in STACKS}
+    found = [match for name in file.names() if (match := _COMPRESS.fullmatch(name))]
+    keys = [LayerKey(stacks[match[1]], int(match[2])) for match in found]
+    return sorted(keys, key=lambda at: (STACKS.index(at.stack), at.layer))
 
 
-def _placed(
-    matrices: Mapping[str, MatrixPlace], d_model: int, per_block: int, bias: bool, unit: int = SECTOR
-) -> tuple[dict[str, MatrixPlace], int]:
-    """With their places in a piece, and the bytes of that piece, a multiple of `unit`."""
-    end, found = 0, {}
-    for name, matrix in matrices.items():
-        places = []
-        for nbytes in matrix.neuron_bytes(d_model):
-            places.append(_filled(end, _ALIGNMENT))
-            end = places[-1] + per_block * nbytes
-        found[name] = matrix._replace(places=tuple(places))
-    for name in found if bias else ():
-        place = _filled(end, _ALIGNMENT)
-        found[name] = found[name]._replace(bias_place=place)
-        end = place + per_block * _BIAS_BYTES
-    return found, _filled(end, unit)
+def _layer(file: TensorFile, at: LayerKey, rank: int) -> LayerPredictor:
+    """Every shape follows from those of `compress` and `heads`."""
+
+    def take(part: str, dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        array = file.tensor(f"{at}.{part}", dtype, len(shape))
+        expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
+        if array.shape != expected or not array.size or not np.isfinite(array).all():
+            raise file.wrong(f"{at}.{part} should be finite and of shape {expected}, found {array.shape}")
+        return array
+
+    compress, heads = take("compress", np.float16, rank, -1), take("heads", np.float16, -1, -1, rank)
+    bias, threshold = take("bias", np.float32, *heads.shape[:2]), take("threshold", np.float32, len(heads))
+    kept = take("kept", np.float32, 3)
+    if not ((kept >= 0) & (kept <= 1)).all():
+        raise file.wrong(f"{at}.kept should be three shares")
+    return LayerPredictor(compress, heads, bias, threshold, Kept(*kept.tolist()))
 
 
-def _features(group_size: int, d_model: int) -> int:
-    """Of a group: 0 stands for all."""
-    return min(group_size, d_model) if group_size else d_model
-
-
-def _neuron_bytes(bits: int, d_model: int, group_size: int) -> tuple[int, ...]:
-    if bits == 16:
-        return (2 * d_model,)
-    groups = n_groups(d_model, group_size)
-    return row_bytes(d_model, bits), 2 * groups, 2 * groups
-
-
-def _filled(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
+def _numbers(file: TensorFile, name: str, count: int) -> list[float]:
+    values = file.tensor(name, np.float64)
+    if values.shape != (count,) or not np.isfinite(values).all():
+        raise file.wrong(f"{name} should be {count} finite number(s)")
+    found: list[float] = values.tolist()
+    return found

@@ -1,18 +1,274 @@
-"""Small safetensors files of a pack, with numbers as metadata: read strictly; equal content gives equal bytes."""
+"""Safetensors files, read strictly, and the bounds of all files of a pack."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save
 
-from moert.pack.errors import FormatTooNew, HeaderInvalid
-from moert.pack.header import LENGTH_BYTES, HeaderWrong, Place, header_bytes, read_header
+from moert.pack.documents import parsed
+from moert.pack.errors import FormatTooNew, HeaderInvalid, SizeOverflow
+from moert.pack.files import OpenedFile
+
+Room = Callable[[int, str], None]
+"""Is told, before they are taken, of bytes that reading a file of this name will take at once; raises an error of its
+own where there are not so many."""
+
+HEADER_BYTES = 1 << 23
+HEADER_MARKS = 1 << 20
+"""Of a safetensors file's header: that of 14,848 experts with checksums has a tenth of either."""
+_MARK_BYTES = 128
+"""What each value and each name of JSON takes in memory at most, beside its letters (119 measured)."""
+_TEXT_BYTES, _WIDE_TEXT_BYTES = 6, 9
+"""And each byte of the text: itself, decoded, and in the values, where a letter has up to four; decoded too, if the
+text has others than ASCII."""
+
+TEXT_BYTES = 640
+"""What turning a text into tokens takes for each byte that it has, or has once it is normalised: at most, where each is
+a token (600 measured)."""
+TOKENIZER = "tokenizer.json"
+_TREE = re.compile(b'"(Unigram|unk_id)"')  # older files do not name it
+_WORDS = re.compile(rb'\[\s*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+_NODE_BYTES, _NAME_BYTES, _TOKENIZER_MARK_BYTES = 330, 400, 170  # see tokenizer_takes
+_MOST_DEPTH = 256  # letters that words may share: of more each counts as a node
+_MOST_WORDS, _MOST_BYTES = 1 << 19, 1 << 25  # that are kept to count nodes: of more each letter counts as one
+COVERED_BYTES = 8 << 20
+"""What the margin of every budget has room for: of so little nobody is told."""
+
+
+def unbounded(nbytes: int, name: str) -> None:
+    """The Room of those who have no limit."""
+
+
+class Bound(NamedTuple):
+    """Of a file: the most bytes, the most marks of its JSON, and how many times its bytes are taken at once to make
+    what is read of it."""
+
+    most_bytes: int
+    times: float = 1.0
+    most_marks: int | None = None
+
+
+class Taken(NamedTuple):
+    """What reading a file takes at most at one time, its own bytes among it, and what is kept of it."""
+
+    peak_bytes: int
+    kept_bytes: int
+
+
+NOTHING = Taken(0, 0)
+
+
+_BOUNDS = {
+    "manifest.json": Bound(1 << 25, most_marks=1 << 21),
+    TOKENIZER: Bound(1 << 26, most_marks=1 << 22),
+    "chat.json": Bound(1 << 20, most_marks=1 << 18),
+    "config.json": Bound(1 << 22, most_marks=1 << 18),
+    "generation_config.json": Bound(1 << 22, most_marks=1 << 18),
+    "report.json": Bound(1 << 26, most_marks=1 << 21),
+    "trace.safetensors": Bound(1 << 21, times=2.0),
+    "paths.safetensors": Bound(1 << 28, times=1.5),
+    "neurons.safetensors": Bound(1 << 28, times=1.5),
+    "hash.safetensors": Bound(1 << 30, times=1.5),
+    "order.safetensors": Bound(1 << 28, times=2.5),
+    "predictor.safetensors": Bound(1 << 33, times=2.5),
+}
+_OTHER = Bound(1 << 28)
+"""Of what a pack may hold beside these, and somebody reads as a whole."""
+
+
+def bound_of(name: str) -> Bound:
+    """Of a file of the pack that is read as a whole, by its name."""
+    return _BOUNDS.get(name, _OTHER)
+
+
+def known_bounds() -> dict[str, int]:
+    """The most bytes of each file that has a use, by its name."""
+    return {name: bound.most_bytes for name, bound in _BOUNDS.items()}
+
+
+def check_size(name: str, nbytes: int) -> None:
+    """Raises SizeOverflow for a file of this name that is larger than any is."""
+    most = bound_of(name).most_bytes
+    if nbytes > most:
+        raise SizeOverflow(f"{name} has {nbytes} bytes, none is larger than {most}: this is no pack of a model")
+
+
+def marks(text: bytes) -> int:
+    """At least as many as JSON text has values and names: what opens, joins or divides."""
+    return sum(map(text.count, (b"[", b"{", b",", b":")))
+
+
+def json_bytes(name: str, text: bytes, most_marks: int) -> int:
+    """What reading the text as JSON takes at most. Raises SizeOverflow where it has more values than `most_marks`."""
+    count = marks(text)
+    if count > most_marks:
+        raise SizeOverflow(
+            f"{name} has {count} values and names, none has more than {most_marks}: this is no pack of a model"
+        )
+    return _MARK_BYTES * count + (_TEXT_BYTES if text.isascii() else _WIDE_TEXT_BYTES) * len(text)
+
+
+def take_room(name: str, body: bytes, room: Room) -> None:
+    """Asks for the room that making something of a file takes, all of whose bytes were read. Raises SizeOverflow, or
+    what `room` does."""
+    bound = bound_of(name)
+    if name.endswith(".safetensors"):
+        header = body[8 : 8 + min(HEADER_BYTES, int.from_bytes(body[:8], "little"))]
+        room(int((bound.times - 1) * len(body)) + json_bytes(name, header, HEADER_MARKS), name)
+    elif bound.most_marks is not None:
+        needed = json_bytes(name, body, bound.most_marks)
+        room(tokenizer_takes([body]).peak_bytes - len(body) if name == TOKENIZER else needed, name)
+
+
+def tokenizer_takes(parts: Iterable[bytes]) -> Taken:
+    """Returns what the library takes that reads a tokenizer.json, whose bytes come in parts: of one part never less.
+
+    Measured on vocabularies of 2,000 to 250,000 tokens: beside the file and its small parts 70 to 140 bytes for each
+    mark at the peak, and 290 to 365 for each name at the end; of Unigram, which keeps a tree of all tokens, 300 for
+    each token and for each node. In parts, tokens before the part with the model's type are not counted.
+    """
+    nbytes = count = names = whole = 0
+    words, tree = list[bytes](), False
+    for part in parts:
+        nbytes, count, names = nbytes + len(part), count + marks(part), names + part.count(b":")
+        tree = tree or _TREE.search(part) is not None
+        few = part.count(b"[") <= _MOST_WORDS
+        found = _WORDS.findall(part) if tree and few else []
+        whole += len(part) if tree and not few else 0
+        if len(words) + len(found) <= _MOST_WORDS and nbytes <= _MOST_BYTES:
+            words += found
+        else:
+            whole += sum(map(len, found)) + len(found)
+    kept = max(_NAME_BYTES * names, _NODE_BYTES * (whole + len(words) + _nodes(words)) if tree else 0)
+    return Taken(3 * nbytes + max(kept, 0 if tree else _TOKENIZER_MARK_BYTES * count), kept)
+
+
+def vocabulary_takes(tokens: int) -> Taken:
+    """Returns what a tokenizer.json with so many tokens takes, about, where it can't be looked at."""
+    return Taken(_NAME_BYTES * tokens, _NAME_BYTES * tokens)
+
+
+def _nodes(words: list[bytes]) -> int:
+    """Returns how many nodes a tree of these words has, one for each beginning of a word."""
+    words = sorted(words)
+    text, lengths = np.frombuffer(b"".join(words), np.uint8), np.array([*map(len, words)], np.int64)
+    starts, alike, depth = np.cumsum(lengths) - lengths, np.arange(1, len(words)), 0
+    nodes = len(text)
+    while len(alike) and depth < _MOST_DEPTH:
+        alike = alike[np.minimum(lengths[alike - 1], lengths[alike]) > depth]
+        alike = alike[text[starts[alike - 1] + depth] == text[starts[alike] + depth]]
+        nodes, depth = nodes - len(alike), depth + 1
+    return nodes
+
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+LENGTH_BYTES = 8
+_MOST_DIMS = 8
+_METADATA = "__metadata__"
+
+
+class HeaderWrong(ValueError):
+    """It is no such header; the message is one short line."""
+
+
+class Place(NamedTuple):
+    """A tensor: `start` and `stop` count bytes from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """The tensors of a file by name, in the order of the header, and what it says beside."""
+
+    tensors: dict[str, Place]
+    metadata: dict[str, str]
+
+
+def header_of(file: OpenedFile, room: Room) -> Header:
+    """The header of an open file. Raises HeaderInvalid, SizeOverflow, FileTruncated, FileMissing, or what `room`
+    does."""
+    try:
+        length = header_bytes(file.read(min(LENGTH_BYTES, file.nbytes)), file.nbytes)
+        room(length, file.relative)
+        text = file.read(length, LENGTH_BYTES)
+        room(json_bytes(file.relative, text, HEADER_MARKS), file.relative)
+        return read_header(text, file.nbytes)
+    except HeaderWrong as error:
+        raise HeaderInvalid(f"{file.relative} is not a safetensors file ({error}): copy the pack again") from None
+
+
+def header_bytes(prefix: bytes, file_bytes: int) -> int:
+    """Bytes of the JSON that follows the first 8 of a file. Raises HeaderWrong where there are not so many, or more
+    than any header has."""
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if len(prefix) < LENGTH_BYTES or length > file_bytes - LENGTH_BYTES:
+        raise HeaderWrong(f"its header should have {length} bytes, the file has {file_bytes}")
+    if length > HEADER_BYTES:
+        raise HeaderWrong(f"its header has {length} bytes, none is larger than {HEADER_BYTES}")
+    return length
+
+
+def read_header(text: bytes, file_bytes: int) -> Header:
+    """The header whose JSON is `text`, of a file of so many bytes. Its tensors have to fill the rest of the file, one
+    behind the other. Raises HeaderWrong, or SizeOverflow for more values than any header has."""
+    json_bytes("a safetensors header", text, HEADER_MARKS)
+    try:
+        document = parsed(text)
+    except ValueError as error:
+        raise HeaderWrong(f"its header is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise HeaderWrong("its header is no JSON object")
+    metadata = document.pop(_METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderWrong("its metadata should be text by name")
+    first = LENGTH_BYTES + len(text)
+    tensors = {name: _place(name, entry, first) for name, entry in document.items()}
+    end = first
+    for name, place in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if place.start != end:
+            raise HeaderWrong(f"{_brief(name)} begins at byte {place.start - first}, expected {end - first}")
+        end = place.stop
+    if end != file_bytes:
+        raise HeaderWrong(f"its tensors end at byte {end}, the file at {file_bytes}")
+    return Header(tensors, metadata)
+
+
+def _place(name: str, entry: Any, first: int) -> Place:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise HeaderWrong(f"{_brief(name)} should have a dtype, a shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise HeaderWrong(f"{_brief(name)} has a dtype that is none")
+    if not _whole(shape) or len(shape) > _MOST_DIMS or not _whole(offsets) or len(offsets) != 2:
+        raise HeaderWrong(f"{_brief(name)} has a shape or data_offsets that are none")
+    start, stop = offsets
+    if stop - start != DTYPE_BYTES[dtype] * math.prod(shape):
+        raise HeaderWrong(f"{_brief(name)} has {stop - start} bytes, its shape needs others")
+    return Place(dtype, tuple(shape), first + start, first + stop)
+
+
+def _whole(values: Any) -> bool:
+    """A list of whole numbers that a file's bytes may be counted with."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+
+
+def _brief(name: str) -> str:
+    return repr(name[:60])
+
 
 _TYPES: Mapping[str, Any] = {
     "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "F16": np.float16, "F32": np.float32,

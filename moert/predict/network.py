@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from moert.errors import NotFinite
+from moert.errors import NotFinite, said
 from moert.kernels.backend import Backend, Floats, Matrix
 from moert.pack.codec import F32
 from moert.pack.hash import HASH, LSTM_LAYERS, HashFunction, Lstm, StackHash
 from moert.pack.model_spec import StackName
-from moert.wording import said
 
 F16 = npt.NDArray[np.float16]
 

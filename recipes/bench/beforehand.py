@@ -10,7 +10,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from recipes.bench.controls import opened
 from recipes.bench.hash_kept import routings
 from recipes.bench.hash_packs import FOLDER, SUBJECTS, Subject, inputs, with_function

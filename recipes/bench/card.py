@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.reader import is_pack
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, OLMOE_SHAPE, write_pack

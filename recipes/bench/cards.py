@@ -1,8 +1,8 @@
 """`make bench-devices`: experts on a card, in memory and on a drive, beside running them on one of these alone.
 
-No card is needed: all of it runs on simulated ones (moert/devices/profiles.py), with the engine's own tiers and experts
-of Mixtral-8x7B's sizes (recipes/bench/cards_rig.py), routed as recipes/bench/cards_routing.py says. Three others are
-compared, each with the same kernels, the same machine and the same bits: everything on the processor;
+No card is needed: all of it runs on simulated ones (moert/beside/gpu/simulated.py), with the engine's own tiers and
+experts of Mixtral-8x7B's sizes (recipes/bench/cards_rig.py), routed as recipes/bench/cards_routing.py says. Three
+others are compared, each with the same kernels, the same machine and the same bits: everything on the processor;
 Mixtral-offloading's method (the latest experts of each layer stay on the card, the others are copied, guessed ones
 ahead); whole layers on the card, as llama.cpp splits a model. The wiki pack itself runs in the engine as well. What
 deciding takes is processor time of this machine; all other times are a simulated card's.
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.devices.profiles import PROFILES
-from moert.experts.tiers.keeping import KEEPS
-from moert.placement import IN_MEMORY, ON_DEVICE, RULES, Kind, Placement
+from moert.beside.gpu.placement import IN_MEMORY, ON_DEVICE, RULES, Kind, Placement
+from moert.beside.gpu.residents import KEEPS
+from moert.beside.gpu.simulated import PROFILES
 from recipes.bench.cards_rig import Ran, Setup, expert_of, replay
 from recipes.bench.cards_routing import Chosen, Routes, recorded
 from recipes.bench.result import Row, context, row_of_runs, table, write
@@ -166,7 +166,7 @@ def memory_rows(bench: Bench) -> Iterator[Row]:
 
 def pack_rows(bench: Bench) -> Iterator[Row]:
     """The wiki pack in the engine, with room on the card for half of its experts and in memory for a third."""
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
     with Engine.open(bench.pack, threads=1) as engine:
         expected = engine.generate(TEXT, max_new_tokens=NEW_TOKENS).result.tokens

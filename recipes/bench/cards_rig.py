@@ -1,7 +1,7 @@
 """The engine's two tiers with experts that have sizes and no numbers: what a card would do with a model of any size.
 
-Everything that decides is the engine's own (moert.experts.tiers, moert.placement, the cache, reading ahead); what would
-compute or read does nothing, and the simulated card's clock tells what it takes.
+Everything that decides is the engine's own (moert.beside.gpu.tiers, moert.beside.gpu.placement, the cache, reading
+ahead); what would compute or read does nothing, and the simulated card's clock tells what it takes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from moert.devices.profiles import PROFILES
-from moert.devices.simulated import SimulatedDevice
+from moert.beside.gpu.placement import ONLY_HELD, Kind, Placement
+from moert.beside.gpu.residents import KEEPS, Residents
+from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
+from moert.beside.gpu.tiers import CopyAhead, Lent, Others, Telling, TieredExperts, Tiers
 from moert.experts.ahead import Lookahead
 from moert.experts.cache.cache import ExpertCache
 from moert.experts.demand import Demand
 from moert.experts.policy.eviction import EVICTION
-from moert.experts.tiers.ahead import CopyAhead
-from moert.experts.tiers.executor import TieredExperts, Tiers
-from moert.experts.tiers.keeping import KEEPS
-from moert.experts.tiers.lent import Lent
-from moert.experts.tiers.residents import Residents
-from moert.experts.tiers.telling import Others, Telling
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.pack.model_spec import LayerKey
-from moert.placement import ONLY_HELD, Kind, Placement
 from moert.predict.gate import GateAhead
 from moert.stats import DeviceCounters, ExpertCounters
 from recipes.bench.cards_routing import Chosen, Guesses, Routes

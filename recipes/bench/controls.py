@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.experts.policy.eviction import EvictionPolicy, ExpectedWait, LayerOrder
 from moert.experts.policy.names import Policies, succession_of
 from moert.experts.policy.succession import Succession

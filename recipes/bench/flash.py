@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from moert.pack.order import load_order
+from moert.pack.neurons import load_order
 from moert.pack.reader import Pack
 from recipes.bench.devices import tell
 from recipes.bench.flash_bytes import bytes_rows

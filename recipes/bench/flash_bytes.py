@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moert.engine import Engine
-from moert.experts.neurons.naming import PREDICTED
-from moert.pack.predictor import load_predictor
+from moert.beside.flash.runner import PREDICTED
+from moert.engine.engine import Engine
+from moert.pack.neurons import load_predictor
 from moert.pack.reader import Pack
 from recipes.bench.flash_packs import (
     BUNDLED,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moert.experts.neurons.keeping import I64, KEEPING, Blocks, Hits, Keeping
+from moert.beside.flash.keeping import I64, KEEPING, Blocks, Hits, Keeping
 from recipes.bench.flash_firings import Bits, Firings
 from recipes.bench.result import Row
 

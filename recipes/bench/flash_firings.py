@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.neurons.keeping import I64
+from moert.beside.flash.keeping import I64
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 if TYPE_CHECKING:
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
 Bits = npt.NDArray[np.bool_]
 Found = F32 | Bits
@@ -159,7 +159,7 @@ def enforced(fired: F32, pattern: Bits) -> F32:
 def _change(runner: Any, begin: Callable[[ExpertKey, I64], None], changed: Callable[[Found], Found]) -> None:
     """`begin` gets each expert and its tokens before it runs; `changed` what is named, or where nothing is, what fires,
     [tokens, d_ff], and gives what is to be in its place."""
-    from moert.experts.neurons.predicted import PredictedExperts
+    from moert.beside.flash.runner import PredictedExperts
 
     add = runner._add
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from moert.experts.neurons.keeping import I64
-from moert.pack.order import NeuronOrder
+from moert.beside.flash.keeping import I64
+from moert.pack.neurons import NeuronOrder
 from recipes.bench.flash_firings import Bits, Firings
 from recipes.bench.result import Row
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moert.pack.files import write_atomically
 from moert.pack.manifest import BACKBONE
-from moert.pack.predictor import PREDICTOR
+from moert.pack.neurons import PREDICTOR
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import add_to_pack
 from recipes.bench.devices import PROCESS_BYTES
@@ -21,7 +21,7 @@ from recipes.bench.stream_packs import expert_bytes
 
 if TYPE_CHECKING:
     from moeconv.source.checkpoint import Checkpoint
-    from moert.pack.order import NeuronOrder
+    from moert.pack.neurons import NeuronOrder
 
 FOLDER = Path("build/bench/flash")
 MODELS = Path("recipes/models")

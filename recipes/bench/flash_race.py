@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moert.experts.neurons.naming import EXACT, PREDICTED
+from moert.beside.flash.runner import EXACT, PREDICTED
 from recipes.bench.devices import DEVICES, alive
 from recipes.bench.flash_packs import (
     BUNDLED,

@@ -13,7 +13,7 @@ from recipes.bench.stream_rows import ratios
 from recipes.bench.timed import Spent
 
 if TYPE_CHECKING:
-    from moert.pack.predictor import NeuronPredictor
+    from moert.pack.neurons import NeuronPredictor
     from recipes.bench.flash_bytes import Written
     from recipes.bench.flash_packs import Subject
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from moeconv.conversion.layouts import neurons_of
 from moeconv.conversion.neuron_lessons import usual_rank
-from moert.experts.neurons.naming import EXACT, PREDICTED
+from moert.beside.flash.runner import EXACT, PREDICTED
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
-from moert.pack.predictor import PREDICTOR, NeuronPredictor
+from moert.pack.neurons import PREDICTOR, NeuronPredictor
 from moert.pack.reader import MANIFEST, Pack
 from moert.pack.writer import add_to_pack
 from recipes.bench.devices import DEVICES, alive

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.experts.demand import Demand
 from moert.experts.policy.belady import reads_of_belady
 from moert.experts.policy.eviction import EVICTION
@@ -21,8 +21,8 @@ from moert.experts.policy.usage import F64
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, StackName
+from moert.pack.paths import TRACE, Trace
 from moert.pack.reader import Pack
-from moert.pack.trace import TRACE, Trace
 from recipes.bench.controls import Foreseen
 from recipes.bench.hash_watch import opened, read, watch
 from recipes.bench.result import Row

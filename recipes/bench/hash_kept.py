@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 from recipes.bench.hash_packs import Subject, heldout, inputs
 from recipes.bench.result import Row

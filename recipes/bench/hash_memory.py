@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.bench.measure import read_all
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.experts.demand import Demand
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack

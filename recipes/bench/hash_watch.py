@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.experts.policy.names import Policies
 from moert.kernels.backend import I64
-from moert.models.recent import Recent
-from moert.models.router import Routed
+from moert.models.router import Recent, Routed
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, StackName
 from moert.pack.paths import PATHS, TransitionTable

@@ -24,8 +24,8 @@ from moert.experts.policy.selection import best_eviction, demands_of
 from moert.experts.policy.succession import Succession
 from moert.pack.files import write_atomically
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.paths import TRACE, Trace
 from moert.pack.reader import Pack
-from moert.pack.trace import TRACE, Trace
 
 OUT = Path("moeconv/plan") / DATA
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

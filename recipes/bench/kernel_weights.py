@@ -7,7 +7,7 @@ from itertools import cycle
 
 import numpy as np
 
-from moert.kernels.arena import Arena
+from moert.kernels.memory import Arena
 from moert.kernels.structs import KINDS, Matrix
 from moert.pack.codec import n_groups, row_bytes
 from recipes.bench.sized import sized

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.models.model import Model
-from moert.models.recent import Recent
-from moert.models.router import PreferringRouter
+from moert.models.router import PreferringRouter, Recent
 from recipes.bench.less_packs import SHARES, text_of
 from recipes.bench.result import Row, row_of_runs
 from recipes.bench.sized import sized

@@ -139,7 +139,7 @@ def _as_little(pack: Path, share: float, part: float) -> Preference:
 
 def _asked(pack: Path, preference: Preference) -> int:
     """How often an expert was asked for that was not among those used last, in TOKENS tokens."""
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
     from moert.models.router import PreferringRouter
 
     counts: list[int] = []

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from moert.machine.memory import held_bytes
+from moert.machine import held_bytes
 from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
@@ -92,7 +92,7 @@ def _run(pack: Path) -> dict[str, float]:
 
 def started(pack: str) -> dict[str, float]:
     """In this process, whose imports are done: an engine, what it holds, and the pack opened once more by itself."""
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
     before, begun = held_bytes(), time.perf_counter()
     engine = Engine.open(pack, memory="1GB")

@@ -16,19 +16,19 @@ class Ours:
     """An engine that keeps all experts in memory. No token ends a text, so that all runs have the length asked for."""
 
     def __init__(self, pack: Path) -> None:
-        from moert.engine import Engine
+        from moert.engine.engine import Engine
 
         self._engine = Engine.open(pack, predict="none", threads=THREADS)
         self._reading = ExitStack()
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
-        from moert.generation.settings import GenerationSettings
+        from moert.engine.choosing import GenerationSettings
 
         answer = self._engine.generate(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
         return answer.result.tokens, answer.time_to_first_token_s, answer.total_s
 
     def read(self, ids: list[int], room: int) -> None:
-        from moert.generation.settings import GenerationSettings
+        from moert.engine.choosing import GenerationSettings
 
         self._session = self._reading.enter_context(self._engine.session())
         self._session.add(ids, GenerationSettings(max_new_tokens=1 + room, ignore_eos=True))

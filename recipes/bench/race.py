@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from moert.machine.memory import drop_page_cache
+from moert.machine import drop_page_cache
 from recipes.bench.contenders import Contender
 from recipes.bench.runner import Runner
 from recipes.bench.stream_packs import Packs

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from moert.command.system import system_facts
+from moert.command.description import system_facts
 from moert.kernels import library
 from moert.pack.files import write_atomically
 from recipes.bench.sized import SMOKE

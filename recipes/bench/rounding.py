@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.kernels.backend import opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32

@@ -22,8 +22,7 @@ from moert.pack.model_spec import LayerKey, ModelSpec
 if TYPE_CHECKING:
     from moert.kernels.backend import I64
     from moert.models.ffn import Routers
-    from moert.models.recent import Recent
-    from moert.models.router import Routed, Router
+    from moert.models.router import Recent, Routed, Router
 
 DATA = Path("build/data/wiki")
 WINDOW = 256  # tokens: as far as the wiki model reads
@@ -47,9 +46,9 @@ def record(
     pack: Path, windows: Sequence[Sequence[int]], preference: str = "exact", top_k: int | None = None
 ) -> tuple[Routing, Guesses]:
     """What the pack's own routers select, and guess, reading each window of tokens from its start, as a prompt or where
-    they prefer experts (see moert.budget.routing) as if it were written. `top_k`: so many experts, as the routers rank
+    they prefer experts (see moert.engine.budget) as if it were written. `top_k`: so many experts, as the routers rank
     them, and not as many as they select."""
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
     seen: dict[LayerKey, list[I64]] = {}
     guessed: dict[LayerKey, list[F32]] = {}

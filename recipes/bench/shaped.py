@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from moert.pack.codec import F16, F32, QuantizedMatrix, pack_codes
-from moert.pack.dense import dense_width, part_names
 from moert.pack.errors import PackError
-from moert.pack.manifest import BACKBONE, Dense, Quantization
+from moert.pack.layout import DOWN, Neurons
+from moert.pack.manifest import BACKBONE, Dense, Quantization, dense_width, part_names
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import DOWN, Neurons
 from moert.pack.reader import Pack, is_pack
 from recipes.bench.sized import sized
 from tests.shapes import Shape, every, frequencies, shapes_of

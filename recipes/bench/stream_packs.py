@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.budget.budget import Budget
+from moert.engine.budget import Budget
 from moert.pack.files import atomic_write, write_atomically
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -97,8 +97,7 @@ def as_converted(source: Manifest, spec: ModelSpec) -> dict[ExpertKey, int]:
 
 def add_paths(pack: Path, calibration: routing.Routing) -> None:
     """What profiling adds: path tables and a trace, of the same model's routing of other text, window by window."""
-    from moert.pack.paths import PATHS, build
-    from moert.pack.trace import TRACE, SampleRoutes, record
+    from moert.pack.paths import PATHS, TRACE, SampleRoutes, build, record
     from moert.pack.writer import add_to_pack
 
     manifest = Pack.open(pack).manifest

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moert.experts.neurons.keeping import DEFAULT_KEEPING
-from moert.experts.neurons.naming import EXACT
+from moert.beside.flash.keeping import DEFAULT_KEEPING
+from moert.beside.flash.runner import EXACT
 from recipes.bench.runner import serve
 from recipes.bench.stream_packs import PIECE
 
@@ -34,9 +34,9 @@ class Setting:
     the drive. `routing`: a file of recipes/bench/routing.py to put in the place of the routers; None leaves them.
     `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
     `texts`: lines of token ids that are written, whatever the model would write (recipes.bench.stream_packs.texts).
-    `prefers`: which of the pack's preferences, see moert.budget.routing. Where experts lie in blocks of neurons:
-    `keep_neurons` and `neurons`, as in moert.settings; `firings`: a file of recipes/bench/flash_firings.py, to put in
-    the place of routers and of what fires, or is named.
+    `prefers`: which of the pack's preferences, see moert.engine.budget. Where experts lie in blocks of neurons:
+    `keep_neurons` and `neurons`, as in moert.engine.settings; `firings`: a file of
+    recipes/bench/flash_firings.py, to put in the place of routers and of what fires, or is named.
     """
 
     pack: str
@@ -104,7 +104,7 @@ class Streamed:
         import numpy as np
 
         from moert.bench.measure import read_all
-        from moert.budget.budget import parse_cache
+        from moert.engine.budget import parse_cache
         from moert.experts.drive.io import parse_io
         from recipes.bench.controls import opened
         from recipes.bench.routing import ReplayedRouting

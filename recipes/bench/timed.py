@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from moert.engine import Engine
+    from moert.engine.engine import Engine
 
 T = TypeVar("T")
 

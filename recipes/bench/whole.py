@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from moert.budget.budget import Budget
-from moert.machine.memory import thread_bytes
+from moert.engine.budget import Budget
+from moert.machine import thread_bytes
 from moert.models.kv import state_bytes
 from moert.pack.reader import Pack
 from recipes.bench.result import Row, row_of_runs

@@ -12,7 +12,7 @@ import pytest
 from moert.bench import choices, figures, sweeps
 from moert.bench.choices import Change, Input, Reader, changes, shares_idle, shares_kept
 from moert.bench.measure import BenchRun, measure
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
 from moert.experts.demand import Demand
 from moert.kernels.backend import I64

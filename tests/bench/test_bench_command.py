@@ -19,15 +19,15 @@ from moert.bench.command import bench, summary_of, texts_of
 from moert.bench.figures import Figure
 from moert.bench.measure import TEXTS, BenchRun, Sample, measure
 from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
-from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.command.prompts import Longest
-from moert.engine import Engine
+from moert.engine.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.session import Request, Session
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
 from moert.experts.demand import Demand
 from moert.experts.drive.io import IoSettings
-from moert.generation.session import Request, Session
-from moert.generation.settings import GenerationSettings
-from moert.machine.cores import usable_cores
+from moert.machine import usable_cores
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey
 from tests import tiny_packs

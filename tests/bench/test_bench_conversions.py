@@ -17,8 +17,8 @@ from moeconv.plan.machine import SOURCE, stated
 from moeconv.plan.pace import Drive, token_s
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.paths import Trace, record
 from moert.pack.reader import Pack
-from moert.pack.trace import Trace, record
 from recipes.bench import hit_rates, mixed, outlook
 from recipes.bench.blocks import rendered
 from recipes.bench.gradients import effort_rows, plan_rows, rank_rows

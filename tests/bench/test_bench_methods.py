@@ -14,13 +14,12 @@ from random_hash import add_hash
 from random_predictor import add_predictor, random_predictor
 from tiny_packs import PROMPTS, SPECS, write_pack
 
+from moert.beside.flash.keeping import KEEPING, replay
+from moert.beside.flash.runner import PREDICTED
 from moert.experts.demand import Demand
-from moert.experts.neurons.keeping import KEEPING, replay
-from moert.experts.neurons.naming import PREDICTED
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import Neurons
-from moert.pack.order import NeuronOrder
-from moert.pack.predictor import PredictedLoss
+from moert.pack.neurons import NeuronOrder, PredictedLoss
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench.blocks import rendered
 from recipes.bench.cards import offloading, ours, processor, split

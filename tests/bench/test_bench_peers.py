@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.kernels import library
 from moert.pack.codec import QuantizedMatrix, dequantize
 from recipes.bench import bandwidth, card, kernel_peers, kernels, llama, smoke, speed

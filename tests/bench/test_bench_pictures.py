@@ -16,10 +16,10 @@ from moert.bench.command import bench
 from moert.bench.figures import Figure
 from moert.bench.measure import BenchRun, BenchSettings, Sample, measure
 from moert.bench.plot import _png, check_drawing, draw
-from moert.budget.budget import Budget, CacheLimit
+from moert.engine.budget import Budget, CacheLimit
+from moert.engine.settings import EngineSettings
 from moert.errors import DrawingImpossible
 from moert.pack.reader import Pack
-from moert.settings import EngineSettings
 from tests.tiny_bench import SETTINGS
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
+from moert.engine.session import Session
 from moert.experts.demand import Demand
-from moert.generation.session import Session
 from moert.pack.codec import F32
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench import contenders, readahead, stream, stream_packs, stream_rows

@@ -24,9 +24,8 @@ from moeconv.packing.verify import verify
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.fisher_pairs import PairGradients
 from moeconv.sweep.runners import runner_for
-from moert.pack.paths import PATHS
+from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack
-from moert.pack.trace import TRACE
 from tests.e2e.conversions import Done, settings_for
 
 SMALL = {"loss": 0.3, "samples": 8, "sweep_samples": 4, "heldout_samples": 6}

@@ -32,9 +32,8 @@ from moeconv.source.checkpoint import Checkpoint
 from moert.experts.policy.eviction import EVICTION
 from moert.pack.errors import HashMismatch, WriteFailed
 from moert.pack.model_spec import ExpertKey
-from moert.pack.paths import PATHS, TransitionTable
+from moert.pack.paths import DROPPED, PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import Pack
-from moert.pack.trace import DROPPED, TRACE, Trace
 from tests.trials import trial_of
 
 

@@ -24,7 +24,7 @@ from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.document import read_report
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import describe, description_lines
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.models.backbone import load_backbone
 from moert.pack.reader import Pack
 

@@ -20,9 +20,9 @@ from moeconv.packing.verify import verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.experts.policy.eviction import EVICTION
-from moert.generation.settings import GenerationSettings
 from moert.kernels.backend import opaque
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack

@@ -16,7 +16,7 @@ from converting import command, contents, journals, run, running_text, start
 from tiny import tiny_olmoe
 
 from moeconv.sweep.sensitivity import PROBES_A_TASK
-from moert.pack.order import ORDER
+from moert.pack.neurons import ORDER
 
 OPTIONS = ("--loss", "5%")
 

@@ -24,9 +24,9 @@ from moeconv.progress import unseen
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.experts.policy.names import EVICTIONS
-from moert.generation.settings import GenerationSettings
 from moert.kernels import REFERENCE
 from moert.kernels.backend import opaque
 from moert.pack.codec import WIDTHS

@@ -15,12 +15,10 @@ from moeconv.source.archs import Description
 from moeconv.source.outline import Outline
 from moert.kernels import REFERENCE, library, open_backend
 from moert.kernels.backend import Backend, Expert, ExpertView, Floats, ProjectionView, Stored
-from moert.models.build import Weights
-from moert.models.model import Model
+from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout, group_of
-from moert.pack.model_spec import LayerKey, ModelSpec
-from moert.pack.parts import Stack
+from moert.pack.model_spec import LayerKey, ModelSpec, Stack
 
 pytestmark = pytest.mark.slow
 if library.load() is None:

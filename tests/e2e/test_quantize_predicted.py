@@ -25,10 +25,9 @@ from moeconv.foresight.neurons import NeuronCourse
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.document import read_report
 from moeconv.report.page import result
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import Neurons
-from moert.pack.order import NeuronOrder, load_order
-from moert.pack.predictor import PREDICTOR, NeuronPredictor
+from moert.pack.neurons import PREDICTOR, NeuronOrder, NeuronPredictor, load_order
 from moert.pack.reader import Pack
 
 FAMILIES = ("switch", "olmoe", "opt")

@@ -25,7 +25,7 @@ from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.preferring import Preferring
 from moert.command.description import description_lines
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 
 LOSS = 0.4

@@ -64,7 +64,7 @@ def test_a_card_that_is_not_there_is_one_line(moert: Moert, pack: Path) -> None:
 
 def test_without_a_device_torch_is_not_loaded(pack: Path) -> None:
     script = (
-        "import sys\nfrom moert.engine import Engine\n"
+        "import sys\nfrom moert.engine.engine import Engine\n"
         f"with Engine.open({str(pack)!r}, threads=1) as engine:\n    engine.generate('a b', max_new_tokens=2)\n"
         "print('torch' in sys.modules)"
     )

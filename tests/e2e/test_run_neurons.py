@@ -12,13 +12,13 @@ from command_line import Moert
 from kept_keys import WideKeys
 from tiny_packs import LATE, PROMPTS, SWITCH, run_greedy, write_pack
 
-from moert.engine import Engine
+from moert.beside.flash.keeping import KEEPING
+from moert.engine.engine import Engine
 from moert.experts.drive import reads
-from moert.experts.neurons.keeping import KEEPING
 from moert.kernels.backend import opaque
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch
-from moert.pack.neurons import Neurons
+from moert.pack.layout import Neurons
 from moert.pack.reader import Pack
 
 SPECS = {"switch": SWITCH, "late": LATE}
@@ -98,7 +98,7 @@ def test_the_same_weights_in_either_layout_say_the_same(
     whole = write_pack(tmp_path / "whole.pack", SPECS[spec], bits=(16,))
     blocks = write_pack(tmp_path / "blocks.pack", SPECS[spec], bits=(16,), neurons=LAYOUTS[layout])
     # Rounded to 16 bits, keys might fall either way.
-    monkeypatch.setattr("moert.engine.open_backend", lambda name, threads: opaque(WideKeys()))
+    monkeypatch.setattr("moert.engine.engine.open_backend", lambda name, threads: opaque(WideKeys()))
     for (_, logits), (_, others) in zip(
         answers(whole, kernels="reference"), answers(blocks, kernels="reference"), strict=True
     ):

@@ -18,17 +18,17 @@ from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moert import engine as engine_module
-from moert.budget.budget import Budget
 from moert.command import cli
-from moert.engine import Engine
+from moert.engine import engine as engine_module
+from moert.engine.budget import Budget
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.experts import executor as executor_module
 from moert.experts.cache import cache as cache_module
 from moert.experts.drive import store as store_module
 from moert.experts.drive.io import IoSettings, is_direct, open_expert, read_into
 from moert.experts.executor import CachedExperts
 from moert.experts.policy.names import EVICTIONS
-from moert.generation.settings import GenerationSettings
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack

@@ -14,16 +14,16 @@ from command_line import Moert
 from random_predictor import NAMES_ALL, add_predictor, random_predictor
 from tiny_packs import DECODER_SHAPE, LATE, PROMPTS, SWITCH_SHAPE, run_greedy, write_pack
 
-from moert.engine import Engine
+from moert.beside.flash.keeping import KEEPING
+from moert.engine.engine import Engine
 from moert.errors import PredictorMissing, SettingInvalid
 from moert.experts.drive import reads
-from moert.experts.neurons.keeping import KEEPING
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import Neurons
-from moert.pack.predictor import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
+from moert.pack.neurons import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack, projection_weights
 from tests.alone import alone
 

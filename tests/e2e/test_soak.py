@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
-from moert.generation.settings import GenerationSettings
-from moert.machine.memory import held_bytes, return_freed
+from moert.machine import held_bytes, return_freed
 from moert.stats import RunStats
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.alone import alone

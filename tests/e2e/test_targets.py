@@ -23,8 +23,8 @@ from moeconv.plan.problem import Storage
 from moeconv.plan.question import check_budget, uniform_bytes, weights_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 
 

@@ -10,7 +10,7 @@ import pytest
 from conversions import Done, settings_for
 
 from moeconv.errors import SettingsError
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.errors import InputInvalid
 from tests import gptsan
 

@@ -27,9 +27,9 @@ from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen
 from moeconv.source.experts import Call
+from moert.pack.layout import Neurons
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import Neurons
-from moert.pack.predictor import PREDICTOR, NeuronPredictor
+from moert.pack.neurons import PREDICTOR, NeuronPredictor
 from moert.pack.reader import Pack
 from moert.pack.writer import add_files
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from moert.pack.codec import QuantizedMatrix, pack_codes
+from moert.pack.layout import Neurons
 from moert.pack.manifest import LossEstimate, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import Neurons
 from moert.pack.parts import Act, Ffn
 from moert.pack.reader import Projection
 from moert.pack.writer import PackWriter

@@ -17,11 +17,11 @@ from random_packs import NEURON_SPECS, NEURONS, QUANTIZATION, SPECS, write_pack
 
 from moert.models.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
+from moert.pack.documents import plain
+from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
-from moert.pack.neurons import Neurons
 from moert.pack.parts import ROLES
 from moert.pack.reader import Pack, projection_weights
-from moert.pack.reading import plain
 from tests.pairs import thinned
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")

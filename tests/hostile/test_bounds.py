@@ -20,22 +20,20 @@ from hypothesis import strategies as st
 from random_packs import DECODER, sealed
 from tiny_packs import DECODER_SHAPE, write_pack
 
-from moert.budget.budget import MemoryLimit
-from moert.budget.opening import room_within
 from moert.command import cli
+from moert.engine.budget import MemoryLimit, room_within
 from moert.errors import BudgetTooSmall
 from moert.experts.policy.names import eviction_for
-from moert.machine.memory import held_bytes
-from moert.pack.bounds import check_size, json_bytes, known_bounds, marks, take_room, unbounded
+from moert.machine import held_bytes
 from moert.pack.documents import parsed
 from moert.pack.errors import HeaderInvalid, ManifestInvalid, PackError, SizeOverflow
+from moert.pack.files import OpenedFile
 from moert.pack.layout import expert_layout
+from moert.pack.manifest import parse_manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.opened import OpenedFile
-from moert.pack.parser import parse_manifest
+from moert.pack.paths import MOST_ENTRIES, TRACE, Trace
 from moert.pack.reader import Pack
-from moert.pack.tensors import to_bytes
-from moert.pack.trace import MOST_ENTRIES, TRACE, Trace
+from moert.pack.tensors import check_size, json_bytes, known_bounds, marks, take_room, to_bytes, unbounded
 from tests.alone import alone
 from tests.cgroups import Group, missing
 

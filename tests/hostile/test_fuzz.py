@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from random_packs import NEURON_SPECS, QUANTIZATION, SPECS, read_all, write_pack
 
 from moert.pack.errors import PackError
+from moert.pack.layout import Neurons
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import Neurons
 from moert.pack.reader import Pack
 
 TARGETS = ["manifest.json", "backbone.safetensors", "experts/D00/E000.safetensors", "experts/D02/E002.safetensors"]

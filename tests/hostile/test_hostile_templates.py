@@ -15,7 +15,7 @@ from moert.chat import renderer as module
 from moert.chat.renderer import Limits, Renderer
 from moert.chat.sandbox import answer
 from moert.errors import BudgetTooSmall, InputInvalid, TemplateFailed
-from moert.pack.chat import ChatFormat
+from moert.pack.text import ChatFormat
 
 HI = [{"role": "user", "content": "hi"}]
 SOON = Limits(cpu_s=1)
@@ -211,7 +211,7 @@ def test_it_takes_no_more_memory_than_it_said() -> None:
     """A template that fills what it may, by the system's own account of ended processes."""
     code = (
         "import contextlib, resource, sys\n"
-        "from moert.chat.renderer import Renderer\nfrom moert.pack.chat import ChatFormat\n"
+        "from moert.chat.renderer import Renderer\nfrom moert.pack.text import ChatFormat\n"
         "asked = []\ndef room(nbytes): asked.append(nbytes); return contextlib.nullcontext()\n"
         "try: Renderer(ChatFormat(sys.argv[1], {}), room=room).render([{'role': 'user', 'content': 'x'}])\n"
         "except Exception: pass\n"

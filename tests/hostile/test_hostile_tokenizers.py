@@ -18,10 +18,10 @@ from tiny_packs import DECODER, write_pack
 
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.measure.scorers.build import load_tokenizer
-from moert.generation.text import Text
-from moert.pack.bounds import TOKENIZER
+from moert.engine.text import Text
 from moert.pack.reader import Pack
-from moert.pack.tokenizer import TokenizerUnfit, check_tokenizer
+from moert.pack.tensors import TOKENIZER
+from moert.pack.text import TokenizerUnfit, check_tokenizer
 from moert.pack.writer import add_to_pack
 from tests.charsmaps import charsmap
 

@@ -98,7 +98,7 @@ def test_a_drive_that_fails_is_said_with_the_name_of_the_file(pack: Path, name: 
 
 FENCED = """
 import os, sys
-from moert.kernels.mapped import breaks, mapped
+from moert.kernels.memory import breaks, mapped
 path = sys.argv[1]
 open(path, "wb").write(bytes(range(1, 129)) * 512)
 fd, lost = os.open(path, os.O_RDONLY), []
@@ -124,7 +124,7 @@ def test_what_is_gone_of_a_fenced_file_reads_as_zeros_and_is_said(tmp_path: Path
 
 OUTSIDE = """
 import mmap, os, sys
-from moert.kernels.mapped import mapped
+from moert.kernels.memory import mapped
 path = sys.argv[1]
 open(path, "wb").write(bytes(65536))
 fd = os.open(path, os.O_RDONLY)
@@ -163,7 +163,7 @@ def test_a_signal_that_somebody_sends_ends_the_process(tmp_path: Path) -> None:
 
 MANY = """
 import os, sys, threading
-from moert.kernels.mapped import mapped
+from moert.kernels.memory import mapped
 path = sys.argv[1]
 open(path, "wb").write(bytes(8192))
 fd = os.open(path, os.O_RDONLY)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from random_packs import SPECS
 from tiny_packs import DECODER_SHAPE, write_pack
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.errors import NotFinite
-from moert.generation.settings import GenerationSettings
+from moert.pack.documents import Above, Between, Within, plain, read
 from moert.pack.errors import ManifestInvalid, PackError
 from moert.pack.model_spec import ModelSpec
-from moert.pack.reading import Above, Between, Within, plain, read
 
 Rule = Above | Between | Within
 Place = tuple[Any, ...]

@@ -17,6 +17,7 @@ import pytest
 from random_packs import DECODER, FIRING, QUANTIZATION, SPECS, read_all, sealed, write_pack
 
 from moert.pack import reader
+from moert.pack.documents import plain
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -29,12 +30,10 @@ from moert.pack.errors import (
     SizeOverflow,
     UnsafePath,
 )
-from moert.pack.manifest import seal
-from moert.pack.neurons import Neurons
-from moert.pack.parser import parse_manifest
+from moert.pack.layout import Neurons
+from moert.pack.manifest import parse_manifest, seal
 from moert.pack.parts import Latent, Norm
 from moert.pack.reader import Pack
-from moert.pack.reading import plain
 from moert.pack.writer import file_entry
 
 FIRST, SECOND = "experts/D00/E000.safetensors", "experts/D00/E001.safetensors"

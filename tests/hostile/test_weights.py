@@ -20,16 +20,15 @@ from safetensors.torch import load, save
 from tiny_packs import DECODER_SHAPE, MIXERS_SHAPE, write_pack
 
 from moeconv.packing.verify import verify
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.errors import NotFinite
-from moert.generation.settings import GenerationSettings
 from moert.kernels import library
 from moert.models.backbone import load_backbone
 from moert.pack.errors import HeaderInvalid
-from moert.pack.finite import all_finite, check_backbone
+from moert.pack.layout import Neurons
 from moert.pack.manifest import BACKBONE
-from moert.pack.neurons import Neurons
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, all_finite, check_backbone
 
 NUMBERS = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 

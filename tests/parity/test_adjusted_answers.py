@@ -12,8 +12,8 @@ import torch
 from packs import open_model, pack_of
 from tiny import TINY, VOCAB, transformers_model
 
-from moert.generation.generation import GenerationResult
-from moert.generation.session import Session
+from moert.engine.generation import GenerationResult
+from moert.engine.session import Session
 from moert.kernels.backend import opaque
 from moert.models.model import Model
 from moert.stats import RequestTimes

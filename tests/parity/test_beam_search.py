@@ -12,9 +12,9 @@ from test_reference_models import model_folder, prompts
 from tokenizers import Tokenizer
 
 from moeconv.source.checkpoint import Checkpoint
-from moert.generation.beams import EarlyStopping
-from moert.generation.generation import GenerationResult
-from moert.generation.session import Session
+from moert.engine.choosing import EarlyStopping
+from moert.engine.generation import GenerationResult
+from moert.engine.session import Session
 from moert.kernels.backend import opaque
 from moert.models.model import Model
 from moert.stats import RequestTimes

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from moert.chat.renderer import Renderer
 from moert.chat.sandbox import answer
 from moert.errors import TemplateFailed
-from moert.pack.chat import ChatFormat
+from moert.pack.text import ChatFormat
 
 SMALL = {
     "tojson": "{{ {'b': ['é', '<', none], 'a': 1.5} | tojson }}{{ {'b': 1, 'a': 'é'} | "

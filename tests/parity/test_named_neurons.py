@@ -21,8 +21,8 @@ from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine import Engine
-from moert.pack.predictor import load_predictor
+from moert.engine.engine import Engine
+from moert.pack.neurons import load_predictor
 from moert.pack.reader import Pack
 
 WORDS = ["ab", "cde", "fghi", "kl", "mno", "pqrs", "tu", "vwx", "yz", "aeiou"]

@@ -23,11 +23,10 @@ from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import describe, description_lines
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.codec import F32
-from moert.pack.neurons import Neurons
-from moert.pack.order import ORDER, NeuronOrder, load_order
-from moert.pack.predictor import NeuronPredictor
+from moert.pack.layout import Neurons
+from moert.pack.neurons import ORDER, NeuronOrder, NeuronPredictor, load_order
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from tests.unit.test_emit import Killed, Rounding

@@ -19,10 +19,10 @@ from moeconv.packing.packed import PackedModel
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.codec import F32
-from moert.pack.neurons import Neurons
-from moert.pack.predictor import NeuronPredictor
+from moert.pack.layout import Neurons
+from moert.pack.neurons import NeuronPredictor
 from moert.pack.reader import Pack
 
 PROMPT = list(range(3, 40))

@@ -21,8 +21,8 @@ from moeconv.measure.scorers.build import load_tokenizer
 from moeconv.measure.scorers.generated import GeneratedScorer
 from moeconv.measure.scorers.text import TextScorer, windows_of
 from moeconv.source.checkpoint import Checkpoint
-from moert.generation.scoring import Scorer
-from moert.generation.text import Text
+from moert.engine.scoring import Scorer
+from moert.engine.text import Text
 from moert.kernels.backend import opaque
 from moert.pack.reader import Pack
 from tests.kept_keys import WideKeys

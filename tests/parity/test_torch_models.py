@@ -14,7 +14,7 @@ from packs import open_model, pack_of
 from test_native_models import checkpoint, forward, sequences, stepped
 from tiny import TINY
 
-from moert.devices.torch_device import TorchDevice
+from moert.beside.gpu.torch_device import TorchDevice
 from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
 from moert.kernels.backend import Backend
 from moert.pack.reader import Pack

@@ -12,7 +12,7 @@ import torch
 from packs import pack_of
 from tiny_packs import run_greedy
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes" / "models"

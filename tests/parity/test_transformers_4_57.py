@@ -14,7 +14,7 @@ from packs import greedy, open_model, pack_of
 from tiny import TINY, transformers_model
 
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.kernels.backend import opaque
 from tests.golden.transformers_4_57 import CASES, KEPT, NEW, digest, kept_of, prompts_of, target_of
 from tests.kept_keys import WideKeys

@@ -20,7 +20,7 @@ import moert
 from moeconv.command.cli import app as moeconv_app
 from moeconv.conversion.entries import Options
 from moert.command.cli import app as moert_app
-from moert.generation.session import Request, Session
+from moert.engine.session import Request, Session
 
 PYTHON = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 HEAD = """\

@@ -32,10 +32,10 @@ def test_no_drawer_for_odds_and_ends() -> None:
 
 
 def test_no_empty_rooms() -> None:
-    """A package has a module beside its __init__, or its __init__ has code."""
+    """A package has modules or packages beside its __init__, or its __init__ has code."""
     for path in SOURCES:
         if path.name == "__init__.py":
-            others = [other for other in path.parent.iterdir() if other.suffix == ".py" and other != path]
+            others = [other for other in path.parent.rglob("*.py") if other != path]
             assert others or len(ast.parse(path.read_text(encoding="utf-8")).body) > 1, name_of(path)
 
 

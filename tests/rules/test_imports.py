@@ -16,22 +16,24 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms from the bottom up: a module may import from its own room and from rooms below.
 MOERT = [
     ("moert.pack", "moert.machine"),
-    ("moert.wording", "moert.errors", "moert.adjustable"),
+    ("moert.errors",),
     ("moert.stats",),
     ("moert.kernels",),
-    ("moert.devices",),
-    ("moert.placement",),
-    ("moert.experts", "moert.predict"),
+    ("moert.beside.gpu.device", "moert.beside.gpu.opening", "moert.beside.gpu.simulated",
+     "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device", "moert.beside.gpu.torch_matrices",
+     "moert.beside.gpu.triton_kernel"),
+    ("moert.beside.gpu.placement",),
+    ("moert.experts", "moert.predict", "moert.beside"),
     ("moert.models",),
-    ("moert.generation",),
+    ("moert.engine.choosing", "moert.engine.generation", "moert.engine.session", "moert.engine.text",
+     "moert.engine.scoring"),
     ("moert.chat",),
-    ("moert.budget",),
-    ("moert.settings",),
-    ("moert.opening",),
+    ("moert.engine.budget", "moert.engine.regulator"),
+    ("moert.engine.settings",),
     ("moert.engine",),
     ("moert.command", "moert.bench"),
     ("moert.__main__",),
-]
+]  # fmt: skip
 # Here rooms of one floor do not import each other either.
 MOECONV = [
     ("moert.pack",),
@@ -50,11 +52,11 @@ MOECONV = [
 # what a chat template may do, what its library does of a quantiser, and which eviction policy finds most on a trace.
 ASKS = {
     "moeconv.quantizers.rounding": {"moert.kernels.coding"},
-    "moeconv.conversion.room": {"moert.machine.memory"},
+    "moeconv.conversion.room": {"moert.machine"},
     "moeconv.conversion.profile": {"moert.experts.policy.selection"},
-    "moeconv.measure.passage": {"moert.kernels.checksum"},
+    "moeconv.measure.passage": {"moert.kernels.library"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
-    "moeconv.plan.outlook": {"moert.budget.budget", "moert.models.footprint"},
+    "moeconv.plan.outlook": {"moert.engine.budget", "moert.models.footprint"},
 }
 # They hand over artefacts.
 STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing", "moeconv.report")
@@ -86,21 +88,18 @@ INSIDE = {
 }  # fmt: skip
 # Pairs that the order would allow and that are still forbidden.
 FORBIDDEN = [
-    (here, room) for here in ("moert.models", "moert.generation") for room in ("moert.experts", "moert.predict")
+    (here, room)
+    for here in ("moert.models", "moert.engine.generation", "moert.engine.session")
+    for room in ("moert.experts", "moert.predict")
 ] + [(stage, other) for stage in STAGES for other in STAGES if stage != other]
 
 # What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
-TORCH = [
-    f"moert.devices.torch_{name}"
-    for name in (
-        "attention", "backend", "copies", "costs", "device", "kept", "matrices", "memory", "ops"
-    )
-]  # fmt: skip
+TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device"]
 # One is run by an installation, never by moert; one goes with the extra report; one is a program of its own; others go
 # with the extra gpu.
 OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.bench.plot": {"matplotlib"}, "moert.chat.sandbox": {"jinja2"},
-    **{name: {"torch"} for name in TORCH}, "moert.devices.triton_kernel": {"torch", "triton"},
+    **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}
 FOR_TYPES = "typing_extensions"
@@ -123,20 +122,33 @@ HEAVY = {
 COMMAND_LINES = [
     "moert/command/cli.py",
     "moert/command/console.py",
-    "moert/command/info.py",
+    "moert/command/cli.py",
     "moeconv/command/cli.py",
     "moeconv/command/packs.py",
     "moert/__init__.py",
     "moeconv/__init__.py",
 ]
-PURE = ["moert/pack", "moert/predict", "moert/experts/policy/eviction.py", "moert/experts/policy/replay.py",
-        "moert/experts/policy/usage.py", "moert/experts/policy/succession.py", "moert/experts/policy/belady.py",
-        "moert/experts/policy/selection.py", "moert/experts/cache/residency.py",
-        "moert/experts/neurons/keeping.py", "moert/experts/neurons/sharing.py", "moert/experts/neurons/balance.py",
-        "moert/budget/budget.py", "moert/placement.py", "moert/devices/costs.py", "moert/devices/profiles.py",
-        "moert/experts/tiers/keeping.py",
-        "moeconv/plan", "moeconv/promise/bound.py", "moeconv/promise/evidence.py",
-        "moeconv/sweep/racing.py"]  # fmt: skip
+PURE = [
+    "moert/pack",
+    "moert/predict",
+    "moert/experts/policy/eviction.py",
+    "moert/experts/policy/replay.py",
+    "moert/experts/policy/usage.py",
+    "moert/experts/policy/succession.py",
+    "moert/experts/policy/belady.py",
+    "moert/experts/policy/selection.py",
+    "moert/experts/cache/residency.py",
+    "moert/beside/flash/keeping.py",
+    "moert/engine/budget.py",
+    "moert/beside/gpu/placement.py",
+    "moert/beside/gpu/device.py",
+    "moert/beside/gpu/simulated.py",
+    "moert/beside/gpu/residents.py",
+    "moeconv/plan",
+    "moeconv/promise/bound.py",
+    "moeconv/promise/evidence.py",
+    "moeconv/sweep/racing.py",
+]
 
 
 def sources(*where: str) -> list[Path]:
@@ -306,7 +318,7 @@ def test_plans_are_made_without_torch() -> None:
 
 def test_torch_stays_out_of_what_is_loaded_without_it() -> None:
     """What else imports these modules does so when a device is asked for by name."""
-    needing = {*TORCH, "moert.devices.triton_kernel"}
+    needing = {*TORCH, "moert.beside.gpu.triton_kernel"}
     for path in sources("moert"):
         if module_name(path) not in needing:
             assert not needing & imported_at_once(path), module_name(path)

@@ -12,32 +12,18 @@ import pytest
 from tiny_packs import SWITCH_SHAPE
 
 from moert.kernels import library
-from moert.models.activations import activation_bytes
+from moert.models.footprint import activation_bytes
 from moert.models.kv import state_bytes
-from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import (
-    Attention,
-    Experts,
-    FixedState,
-    GatedDelta,
-    Join,
-    Layer,
-    Mamba,
-    Mamba2,
-    Narrow,
-    Norm,
-    Router,
-    ShortConv,
-    stack_of,
-)
+from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
+from moert.pack.parts import Attention, Experts, FixedState, GatedDelta, Mamba, Mamba2, Narrow, Norm, Router, ShortConv
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.pairs import thinned
 from tests.shapes import every
 
 MEASURE = """
 import json, re, sys
-from moert.engine import Engine
-from moert.machine.memory import return_early, return_freed
+from moert.engine.engine import Engine
+from moert.machine import return_early, return_freed
 def status(name): return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 return_early()
 with Engine.open(sys.argv[1], predict="none", kernels=sys.argv[2]) as engine:

@@ -16,12 +16,10 @@ from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings, adjusted, log_softmax
+from moert.engine.engine import Engine
+from moert.engine.text import Detokenizer
 from moert.errors import SettingInvalid
-from moert.generation.adjusting import adjusted
-from moert.generation.detokenize import Detokenizer
-from moert.generation.likelihood import log_softmax
-from moert.generation.settings import GenerationSettings
 from moert.models.footprint import Footprint, Load
 from moert.pack.codec import F32
 

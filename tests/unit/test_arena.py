@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moert.kernels import arena
-from moert.kernels.arena import PAGE_BYTES, Arena, forget
+from moert.kernels import memory
+from moert.kernels.memory import PAGE_BYTES, Arena, forget
 
 
 @settings(max_examples=30)
 @given(sizes=st.lists(st.one_of(st.integers(0, 300), st.integers(1 << 20, 5 << 20)), min_size=1, max_size=20))
 def test_pieces_are_aligned_and_lie_apart(sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "_SLAB", 2 << 20)
+        patch.setattr(memory, "_SLAB", 2 << 20)
         source = Arena()
         pieces = [source.allocate(size) for size in sizes]
     for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):

@@ -17,13 +17,13 @@ from kept_keys import WideKeys
 from tiny_packs import SPECS, write_pack
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.experts import executor
 from moert.kernels import library
 from moert.kernels.backend import Backend, opaque
 from moert.kernels.pages import PageLayout, pages_of
 from moert.models import ffn, mixers, model
-from moert.models.positions import DistanceBias, Rotary
+from moert.models.mixers import DistanceBias, Rotary
 from moert.pack.codec import F32
 from moert.pack.parts import Buckets, Rope
 from tests.pairs import thinned
@@ -92,7 +92,7 @@ def test_pieces_change_nothing_but_rounding(
     ids, targets = list(range(3, 60)), list(range(40)) if SPECS[name].encoder else None
     path = write_pack(tmp_path / "some.pack", SPECS[name], paths=False)
     if kernels == "reference":  # rounded to 16 bits, keys might fall either way
-        monkeypatch.setattr("moert.engine.open_backend", lambda name, threads: opaque(WideKeys()))
+        monkeypatch.setattr("moert.engine.engine.open_backend", lambda name, threads: opaque(WideKeys()))
     with Engine.open(path, kernels=kernels, predict="none") as engine:
         engine.reserve(57, 40)
         whole = engine.model.forward_all(ids, targets)
@@ -165,7 +165,7 @@ import numpy as np
 from moert.kernels import open_backend
 from moert.kernels.backend import ROWS, AttentionWeights, Floats, NormWeights, Positions
 from moert.models.kv import Kept
-from moert.models.positions import DistanceBias
+from moert.models.mixers import DistanceBias
 from moert.pack.parts import Attention, Buckets
 def peak():
     if sys.platform == "linux":  # where the other starts with what the parent process had
@@ -191,7 +191,7 @@ print(peak() - before)
      ("reference", "causal")],
 )  # fmt: skip
 def test_a_long_sequence_takes_little_memory(kernels: str, kind: str) -> None:
-    """The reference reads that of an encoder at once, and says so (moert.models.activations)."""
+    """The reference reads that of an encoder at once, and says so (moert.models.footprint)."""
     command = [sys.executable, "-c", MEASURE, kernels, kind]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 * 4 * 6000 * 6000 / 10  # a tenth of the scores

@@ -14,10 +14,10 @@ from dense_packs import GROUP, Tensors, dense_quantization, widened, write_dense
 from random_packs import SPECS, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moert.budget.budget import Budget
-from moert.engine import Engine
+from moert.engine.budget import Budget
+from moert.engine.engine import Engine
+from moert.engine.text import Text
 from moert.errors import TokenizerMissing
-from moert.generation.text import Text
 from moert.kernels.backend import Floats
 from moert.models.backbone import load_backbone
 from moert.pack.codec import F32, unpack_codes

@@ -19,9 +19,9 @@ from moert.experts.drive.store import ExpertStore
 from moert.experts.executor import CachedExperts
 from moert.experts.policy.eviction import EVICTION
 from moert.kernels import library, open_backend
-from moert.kernels.arena import Arena
 from moert.kernels.backend import ROWS, Backend
 from moert.kernels.library import InstructionSetInvalid
+from moert.kernels.memory import Arena
 from moert.kernels.native import NativeBackend
 from moert.kernels.reference import Plain, ReferenceBackend, ffn
 from moert.pack.codec import F32, QuantizedMatrix

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tiny_packs import SHAPES, SPECS, VOCAB, with_capacity, with_ends, write_pack
 
-from moert.budget.regulator import Regulator
 from moert.command import cli
 from moert.command.prompts import PromptRecord, followed, grouped
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.regulator import Regulator
+from moert.engine.session import Answer, Interrupted
 from moert.errors import InputInvalid
-from moert.generation.answer import Answer, Interrupted
-from moert.generation.settings import GenerationSettings
 from moert.kernels.backend import Floats, NormWeights, RouterWeights, opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.models.footprint import Footprint, Load

@@ -17,12 +17,10 @@ from random_hash import add_hash
 from test_preference import preferences
 from tiny_packs import DECODER, SPECS, VOCAB, with_ends, write_pack
 
-from moert.engine import Engine
+from moert.engine.choosing import BeamRules, Beams, EarlyStopping, GenerationSettings, largest, log_softmax
+from moert.engine.engine import Engine
+from moert.engine.session import Continued, Prefix
 from moert.errors import SettingInvalid
-from moert.generation.beams import BeamRules, Beams, EarlyStopping
-from moert.generation.likelihood import largest, log_softmax
-from moert.generation.prefix import Continued, Prefix
-from moert.generation.settings import GenerationSettings
 from moert.kernels import library
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import state_bytes, written_bytes

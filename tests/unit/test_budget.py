@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moert.budget.budget import (
+from moert.engine.budget import (
     AUTO_MEMORY,
     BARE_BYTES,
     FIRST_BYTES,
@@ -19,8 +19,8 @@ from moert.budget.budget import (
     parse_memory,
 )
 from moert.errors import BudgetTooSmall, InvalidMemory
-from moert.pack.bounds import Taken
 from moert.pack.reader import Pack
+from moert.pack.tensors import Taken
 from moert.stats import size
 
 MB = 10**6

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moert.experts.cache.buffers import Buffers
-from moert.kernels.arena import PAGE_BYTES
+from moert.kernels.memory import PAGE_BYTES
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to take pages back")
 

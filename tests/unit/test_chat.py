@@ -16,18 +16,16 @@ from tiny_packs import DECODER, DECODER_SHAPE, MIXERS_SHAPE, SWITCH, write_pack
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from moert.chat.marks import Part, Splitter, begins_with, marks_of
-from moert.chat.speaker import Reply
+from moert.chat.conversation import Part, Reply, Splitter, begins_with, marks_of
 from moert.command.description import describe, description_lines
-from moert.engine import Engine
+from moert.engine.engine import Engine
+from moert.engine.session import Interrupted
+from moert.engine.text import Detokenizer, Text
 from moert.errors import Busy, ChatImpossible, InputInvalid, PromptTooLong, SettingInvalid, TemplateFailed
-from moert.generation.answer import Interrupted
-from moert.generation.detokenize import Detokenizer
-from moert.generation.text import Text
 from moert.kernels import library
-from moert.pack.chat import CHAT, ChatFormat, dump_chat
 from moert.pack.errors import ChatInvalid
 from moert.pack.reader import Pack
+from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import add_to_pack
 
 NATIVE = library.load() is not None

@@ -15,7 +15,7 @@ from command_line import Moert
 from tiny_packs import DECODER, SWITCH, write_pack
 
 from moert.command import cli
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 
@@ -220,7 +220,7 @@ def test_what_is_no_text_is_one_line(pack: Path) -> None:
 
 def test_without_chat_nothing_of_it_is_imported(pack: Path) -> None:
     code = (
-        "import sys, moert.engine\nfrom moert.command import cli\n"
+        "import sys, moert.engine.engine\nfrom moert.command import cli\n"
         "try: cli.main(sys.argv[1:])\nexcept SystemExit as end: assert end.code == 0, end\n"
         "print([name for name in sys.modules if name.split('.')[0] == 'jinja2' or name.startswith('moert.chat')])"
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_memory_limit import small_pack
 
-from moert.pack.chat import CHAT, ChatFormat, dump_chat
 from moert.pack.reader import Pack
+from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import add_to_pack
 from tests.cgroups import Group, missing
 

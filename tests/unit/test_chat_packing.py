@@ -18,8 +18,8 @@ from moeconv.command.cli import _exit_code
 from moeconv.errors import CalibrationError
 from moeconv.packing.chat import chat_of
 from moeconv.source.checkpoint import CheckpointError
-from moert.pack.chat import load_chat, parse_chat
 from moert.pack.reader import Pack
+from moert.pack.text import load_chat, parse_chat
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

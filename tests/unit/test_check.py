@@ -26,13 +26,13 @@ from moeconv.quantizers.dense import DenseCoder
 from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moert.pack.layout import Neurons
 from moert.pack.manifest import BACKBONE, Manifest
-from moert.pack.neurons import Neurons
 
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
 ASKED = """
 import sys
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
 from moert.kernels import REFERENCE
 

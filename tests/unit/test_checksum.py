@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from moert.kernels import library
-from moert.kernels.checksum import crc32
+from moert.kernels.library import crc32
 
 LENGTHS = [*range(200), *range(1020, 1030), *range(1275, 1285), 4096, 4097, 100_001]
 

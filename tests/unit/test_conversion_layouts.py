@@ -31,12 +31,12 @@ from moeconv.quantizers.alone import squared_errors
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder
 from moeconv.quantizers.kept import KeptCodes
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.checksums import checksums_to_bytes
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import HashMismatch
+from moert.pack.layout import NEURONS, Neurons
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import NEURONS, Neurons
+from moert.pack.neurons import checksums_to_bytes
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from tests.unit.test_emit import Killed, Rounding

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moert.generation.sampling import ordered
+from moert.engine.choosing import ordered
 from moert.kernels import open_backend
 from moert.kernels.backend import I64, AttentionWeights, Floats, NormWeights, Positions, RouterWeights
 from moert.kernels.filled import NativeMatrix
@@ -19,7 +19,7 @@ from moert.kernels.native import NativeBackend
 from moert.models.kv import Kept
 from moert.pack.codec import F32, U8
 from moert.pack.fence import heard
-from moert.pack.neurons import MatrixPlace, NeuronLayout
+from moert.pack.layout import MatrixPlace, NeuronLayout
 from moert.pack.parts import Act, Attention, Ffn, Latent, Norm, Router
 
 Work = Callable[[], object]

@@ -14,8 +14,10 @@ from memory_store import read_ahead_at_once
 from random_hash import add_hash
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
-from moert.budget.budget import Budget, CacheLimit
-from moert.engine import Engine
+from moert.engine.budget import Budget, CacheLimit
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
 from moert.experts.demand import Demand
 from moert.experts.drive import files, store
@@ -23,7 +25,6 @@ from moert.experts.drive.io import IoSettings, open_expert
 from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.names import Policies
 from moert.experts.policy.replay import replay
-from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
 from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
@@ -32,7 +33,6 @@ from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
-from moert.settings import EngineSettings
 from recipes.bench.controls import Oracle
 from tests.alone import alone
 from tests.pairs import thinned
@@ -405,7 +405,7 @@ def test_a_group_that_counts_in_pages_is_as_large_as_was_asked_for(
     packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, lacking: int, said: int
 ) -> None:
     asked = (1 << 40) + PAGESIZE // 2
-    monkeypatch.setattr("moert.opening.most_bytes", lambda: asked - PAGESIZE // 4 - lacking)
+    monkeypatch.setattr("moert.engine.engine.most_bytes", lambda: asked - PAGESIZE // 4 - lacking)
     notes: list[str] = []
     with Engine.open(packs["decoder"], notify=notes.append, memory=asked) as engine:
         engine.generate([1, 2], max_new_tokens=1)

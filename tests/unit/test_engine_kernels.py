@@ -10,9 +10,9 @@ from native_problems import running
 from random_packs import RICH
 from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 
-from moert.budget.budget import CacheLimit
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.engine.budget import CacheLimit
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.kernels import library
 from moert.kernels.library import InstructionSetInvalid
 from moert.pack.codec import F32
@@ -110,7 +110,7 @@ def test_each_thing_to_say_is_said_once(tmp_path: Path, monkeypatch: pytest.Monk
 @needs_library
 @pytest.mark.parametrize("name", SPECS)
 def test_threads_change_no_bit(packs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moert.engine.usable_cores", lambda: 2)  # they may share one
+    monkeypatch.setattr("moert.engine.engine.usable_cores", lambda: 2)  # they may share one
     (one, first), (two, second) = (answer(packs[name], threads=threads) for threads in (1, 2))
     assert one == two
     assert np.array_equal(first, second)

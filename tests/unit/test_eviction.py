@@ -15,7 +15,7 @@ from moert.experts.policy.eviction import EVICTION, PaperEviction
 from moert.experts.policy.succession import Succession
 from moert.experts.policy.usage import FORGETTING, Candidates, Usage, place_of
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName
-from moert.pack.trace import record
+from moert.pack.paths import record
 from recipes.bench.controls import FirstInFirstOut, LastInFirstOut
 
 DECODER = [LayerKey("decoder", layer) for layer in (0, 1, 2, 3)]

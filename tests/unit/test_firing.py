@@ -28,8 +28,8 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call
-from moert.pack.bounds import TOKENIZER
 from moert.pack.model_spec import LayerKey
+from moert.pack.tensors import TOKENIZER
 
 TEXTS = ["a few words", "zigzag", "the quick brown fox", "one small step"] * 4
 FAMILIES = {

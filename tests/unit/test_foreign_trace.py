@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, PROMPTS, write_pack
 
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.pack.errors import HashMismatch
+from moert.pack.paths import TRACE, record
 from moert.pack.reader import Pack
-from moert.pack.trace import TRACE, record
 from moert.pack.writer import add_to_pack
 
 OTHER = record(3, [{"decoder": np.zeros((4, 1, 1), dtype=np.int64)}]).to_bytes()

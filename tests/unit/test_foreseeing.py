@@ -16,16 +16,15 @@ from memory_store import PATIENCE_S, wait_until
 from random_hash import add_hash, random_hash
 from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
+from moert.engine.session import Continued, Prefix
 from moert.errors import HashMissing, NotFinite, SettingInvalid
 from moert.experts.cache.residency import Residency
 from moert.experts.demand import Demand
 from moert.experts.policy import names as names_module
-from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats, opaque
-from moert.kernels.reference import ReferenceBackend
-from moert.kernels.reference.foresee import sparsemax
+from moert.kernels.reference import ReferenceBackend, sparsemax
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import LayerKey

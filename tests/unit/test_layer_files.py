@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, SPECS, run_greedy, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.pack import writer as writing
 from moert.pack.errors import FileTruncated, HashMismatch, ManifestInvalid, PackError, SizeOverflow, WriteFailed
 from moert.pack.manifest import JOINED_MINOR, seal

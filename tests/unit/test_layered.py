@@ -30,7 +30,7 @@ from moeconv.quantizers.dense import DenseCoder
 from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
-from moert.pack.bounds import TOKENIZER
+from moert.pack.tensors import TOKENIZER
 from tests.pairs import thinned
 
 TinyModel = Callable[[str, str], Path]

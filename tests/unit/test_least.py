@@ -14,7 +14,7 @@ from tiny_packs import DECODER, write_pack
 from moeconv import __main__ as moeconv
 from moert import __main__ as moert
 from moert.command import console
-from moert.pack.shortage import Least, refusal, short_of_memory
+from moert.pack.messages import Least, refusal, short_of_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {"moert": Least(*moert.LEAST), "moeconv": Least(*moeconv.LEAST)}

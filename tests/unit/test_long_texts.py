@@ -17,14 +17,13 @@ from tiny_packs import DECODER_SHAPE, write_pack
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from moert.command.prompts import Longest, Source, read_prompt, read_records
-from moert.engine import Engine
+from moert.engine import text as texts
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong
-from moert.generation import text as texts
-from moert.machine.memory import held_bytes, return_freed
-from moert.pack.bounds import TEXT_BYTES
-from moert.pack.chat import CHAT, ChatFormat, dump_chat
+from moert.machine import held_bytes, return_freed
 from moert.pack.reader import Pack
-from moert.pack.tokenizer import check_tokenizer
+from moert.pack.tensors import TEXT_BYTES
+from moert.pack.text import CHAT, ChatFormat, check_tokenizer, dump_chat
 from moert.pack.writer import add_to_pack
 from tests.alone import alone
 from tests.cgroups import Group, missing
@@ -166,7 +165,7 @@ def _room_for_tokens(unbounded: Path) -> None:
 GROUP_BYTES = 300_000_000
 BY_PYTHON = """
 import sys
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.errors import RunError
 try:
     Engine.open(sys.argv[1], memory=int(sys.argv[2])).generate("a" * 2_000_000)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from random_packs import DECODER, ENCODER_DECODER, NEURON_SPECS, QUANTIZATION, SPECS, sealed, write_pack
 
 from moeconv.source.archs import FAMILIES
+from moert.pack.documents import plain, read
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
-from moert.pack.layout import expert_layout
+from moert.pack.layout import NEURONS, Neurons, expert_layout
 from moert.pack.manifest import (
     BACKBONE,
     Dense,
@@ -26,12 +27,10 @@ from moert.pack.manifest import (
     _sound,
     dump_manifest,
     expert_path,
+    parse_manifest,
 )
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import NEURONS, Neurons
-from moert.pack.parser import parse_manifest
 from moert.pack.reader import Pack
-from moert.pack.reading import plain, read
 from tests.shapes import shapes_of
 
 Where = tuple[str | int, ...]

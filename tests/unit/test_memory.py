@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moert.machine import memory
-from moert.machine.memory import (
+from moert import machine
+from moert.machine import (
     drop_page_cache,
     held_bytes,
     machine_memory,
@@ -90,7 +90,7 @@ def test_groups_of_version_1_count_those_below_apart(tmp_path: Path) -> None:
 
 def test_a_machine_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_memory(tmp_path).free_bytes is most_bytes(tmp_path) is None
-    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("", ""))
     return_early()  # nothing to do, and no error
     return_freed()
 
@@ -105,7 +105,7 @@ def test_stacks_may_get_large_pages(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the page cache is asked for by mincore, the heap by /proc")
 def test_freed_memory_goes_back_to_the_system() -> None:
     code = (
-        "from moert.machine.memory import held_bytes, return_early, return_freed\n"
+        "from moert.machine import held_bytes, return_early, return_freed\n"
         "return_early()\n"
         "import numpy as np\n"
         "before = held_bytes()\n"
@@ -122,7 +122,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     held, large, rest = (int(word) for word in done.stdout.split())
     assert held > 125_000_000
     assert large < 60_000_000
-    if memory.platform.libc_ver()[0] == "glibc":
+    if machine.platform.libc_ver()[0] == "glibc":
         assert rest < 10_000_000
 
 

@@ -20,11 +20,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from moert.kernels import library
 from moert.kernels.backend import ROWS, Backend, Floats, opaque
 from moert.kernels.reference import ReferenceBackend
-from moert.models.build import Builder
 from moert.models.kv import Fixed
 from moert.models.mixers import MIXES
+from moert.models.model import Builder
 from moert.pack.codec import F32
-from moert.pack.parts import FixedState, GatedDelta, Join, Layer, Mamba, Mamba2, Norm, ShortConv
+from moert.pack.model_spec import Join, Layer
+from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
 
 D_MODEL, TOKENS = 24, 21
 _NORM = Norm(1e-5)

@@ -22,13 +22,14 @@ from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, da
 from moert import __version__
 from moert.command import cli
 from moert.command.options import Eviction, Predict
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid
 from moert.experts.policy.names import EVICTIONS
-from moert.generation.settings import GenerationSettings
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Backend
-from moert.machine.cores import usable_cores
+from moert.machine import usable_cores
 from moert.models.kv import State
 from moert.models.model import Model
 from moert.pack.codec import F32
@@ -36,7 +37,6 @@ from moert.pack.manifest import LossEstimate, Quality
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
-from moert.settings import EngineSettings
 
 ROOT = Path(cli.__file__).parent.parent
 NEW = ("--max-new-tokens", "6")
@@ -154,7 +154,7 @@ def test_without_native_kernels_that_is_said_once_and_it_answers(moert, pack, tm
 
 
 def test_threads_do_not_change_the_tokens(moert, pack, monkeypatch) -> None:
-    monkeypatch.setattr("moert.engine.usable_cores", lambda: 2)  # they may share one
+    monkeypatch.setattr("moert.engine.engine.usable_cores", lambda: 2)  # they may share one
     written = []
     for threads in (1, 2):
         assert moert("run", pack, PROMPTS[3], "--threads", threads, "--json", *NEW) == 0
@@ -391,7 +391,7 @@ def test_more_threads_than_cores_are_cut_with_a_note_as_memory_is(moert, pack, e
         assert backend.name == "reference" or backend.threads == threads
         return backend
 
-    monkeypatch.setattr("moert.engine.open_backend", opened)
+    monkeypatch.setattr("moert.engine.engine.open_backend", opened)
     assert moert("run", pack, PROMPTS[0], "--threads", 5000, *NEW) == 0
     assert asked == [cores]
     assert moert.out == expected[PROMPTS[0]] + "\n"
@@ -508,7 +508,7 @@ def test_help_does_not_import_torch() -> None:
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_nothing_that_runs_imports_torch_or_transformers(pack, expected, kernels) -> None:
     code = (
-        "import sys, moert.engine\n"
+        "import sys, moert.engine.engine\n"
         "from moert.command import cli\n"
         "try: cli.main(sys.argv[1:])\n"
         "except SystemExit as end: assert end.code == 0, end\n"

@@ -9,10 +9,10 @@ import numpy as np
 
 from moert.kernels.backend import I64, ROWS, Floats
 from moert.kernels.reference import ReferenceBackend
-from moert.models.build import Builder
+from moert.models.model import Builder
 from moert.pack.codec import F32
-from moert.pack.model_spec import LayerKey
-from moert.pack.parts import Act, Experts, Ffn, Join, Layer, Narrow, Norm, Router
+from moert.pack.model_spec import Join, Layer, LayerKey
+from moert.pack.parts import Act, Experts, Ffn, Narrow, Norm, Router
 from tests.pairs import thinned
 
 D_MODEL, D_FF, TOKENS = 6, 7, ROWS + 3

@@ -13,8 +13,7 @@ from native_problems import all_natives, normal
 
 from moert.kernels.backend import I32
 from moert.kernels.native import NativeBackend
-from moert.kernels.reference import ReferenceBackend
-from moert.kernels.reference.foresee import sparsemax
+from moert.kernels.reference import ReferenceBackend, sparsemax
 from moert.pack.codec import F32
 
 Backends = NativeBackend | ReferenceBackend

@@ -16,8 +16,7 @@ from moert.kernels.backend import I64, Floats, Stored
 from moert.kernels.native import NativeBackend
 from moert.kernels.reference import ReferenceBackend, weights
 from moert.pack.codec import F32, U8
-from moert.pack.layout import group_of
-from moert.pack.neurons import MatrixPlace, NeuronLayout
+from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Act, Ffn
 
 Backends = NativeBackend | ReferenceBackend

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moert.experts.neurons.balance import EVERY, Balance, Move
+from moert.beside.flash.keeping import EVERY, Balance, Move
 
 
 def held(*nbytes: int) -> np.ndarray:

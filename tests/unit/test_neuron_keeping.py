@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moert.experts.neurons.keeping import KEEPING, Blocks, replay
+from moert.beside.flash.keeping import KEEPING, Blocks, replay
 
 N_BLOCKS = 12
 

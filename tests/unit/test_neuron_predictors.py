@@ -22,7 +22,7 @@ from moeconv.foresight.neurons import NeuronCourse, NeuronLesson, kept_of, thres
 from moeconv.progress import unseen
 from moeconv.source.experts import expert_ffn
 from moert.pack.model_spec import LayerKey
-from moert.pack.predictor import Kept
+from moert.pack.neurons import Kept
 
 AT = LayerKey("decoder", 0)
 FEATURES, D_FF, EXPERTS = 6, 20, 3

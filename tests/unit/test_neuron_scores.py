@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from random_predictor import random_layer
 from tiny_packs import SWITCH
 
-from moert.budget.budget import Budget
+from moert.beside.flash.keeping import all_to_blocks
+from moert.beside.flash.runner import Scores, blocks_with, neurons_in
+from moert.engine.budget import Budget
 from moert.errors import NotFinite
 from moert.experts.executor import by_expert
-from moert.experts.neurons.scores import Scores, blocks_with, neurons_in
-from moert.experts.neurons.sharing import all_to_blocks
 from moert.kernels import open_backend
+from moert.pack.layout import NeuronLayout, Neurons, neuron_layout
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import NeuronLayout, Neurons, neuron_layout
-from moert.pack.predictor import Kept, NeuronPredictor
+from moert.pack.neurons import Kept, NeuronPredictor
 
 AT = LayerKey("decoder", 0)
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moert.experts.neurons.keeping import I64, KEEPING
-from moert.experts.neurons.sharing import room_for, shares
-from moert.experts.neurons.slots import BlockCache, Lent
+from moert.beside.flash.keeping import I64, KEEPING, room_for, shares
+from moert.beside.flash.store import BlockCache, Lent
 from moert.pack.codec import U8
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.stats import NeuronCounters

@@ -30,20 +30,29 @@ from random_packs import (
 )
 from safetensors.numpy import load_file
 
-from moert.pack.blocks import bias_of, checksums, columns_of, matrix_of, place, rows_of
-from moert.pack.body import expert_body
-from moert.pack.checksums import check_pieces, checksums_from_bytes, checksums_to_bytes
 from moert.pack.codec import QuantizedMatrix, dequantize, n_groups, row_bytes
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
-from moert.pack.layout import expert_layout
+from moert.pack.layout import NEURONS as NEURONS_FILE
+from moert.pack.layout import (
+    MatrixPlace,
+    NeuronLayout,
+    Neurons,
+    bias_of,
+    checksums,
+    columns_of,
+    expert_layout,
+    matrix_of,
+    neuron_layout,
+    place,
+    rows_of,
+)
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import NEURONS as NEURONS_FILE
-from moert.pack.neurons import MatrixPlace, NeuronLayout, Neurons, neuron_layout
+from moert.pack.neurons import check_pieces, checksums_from_bytes, checksums_to_bytes
 from moert.pack.parts import Experts, Ffn
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
-from moert.pack.writer import PackWriter
+from moert.pack.writer import PackWriter, expert_body
 from tests.pairs import thinned
 
 BLOCKS = replace(QUANTIZATION, neurons=Neurons(512, bundled=False))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE, VOCAB, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.kernels import library, open_backend
+from moert.kernels import reference as reference_kept
 from moert.kernels.pages import KEYS, KvBits, PageLayout, pages_of
-from moert.kernels.reference import kept as reference_kept
 from moert.models.kv import Kept, State, written_bytes
 from moert.pack.codec import F32
 from moert.pack.parts import Attention

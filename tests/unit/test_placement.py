@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moert.devices.profiles import PROFILES
-from moert.kernels import library
-from moert.placement import (
+from moert.beside.gpu.placement import (
     ALWAYS_COPIED,
     CHEAPEST,
     COPIED,
@@ -25,6 +23,8 @@ from moert.placement import (
     Kind,
     Placement,
 )
+from moert.beside.gpu.simulated import PROFILES
+from moert.kernels import library
 
 WIDTH, D_FF = 2048, 4096
 NEAR = 1.05

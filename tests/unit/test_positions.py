@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, EOS, PAD, PROMPTS, SWITCH, VOCAB, write_pack
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.errors import PromptTooLong, SettingInvalid
-from moert.generation.settings import GenerationSettings
 from moert.kernels.backend import Floats
 from moert.models.kv import state_bytes
-from moert.models.positions import AddedPositions
+from moert.models.mixers import AddedPositions
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import PositionTable
 

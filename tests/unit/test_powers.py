@@ -23,21 +23,20 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.dense import DenseCoder
 from moeconv.quantizers.dense_bits import dense_of
 from moeconv.source.checkpoint import Checkpoint
-from moert.devices.torch_backend import TorchBackend
-from moert.devices.torch_memory import TorchMemory
-from moert.engine import Engine
-from moert.generation.settings import GenerationSettings
+from moert.beside.gpu.torch_backend import TorchBackend
+from moert.beside.gpu.torch_matrices import TorchMemory
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.settings import EngineSettings
 from moert.kernels.backend import opaque
 from moert.kernels.native import NativeBackend
 from moert.kernels.reference import ReferenceBackend
 from moert.models.backbone import load_backbone
 from moert.pack.codec import power_of
 from moert.pack.errors import ManifestInvalid, PackError
-from moert.pack.manifest import dump_manifest
-from moert.pack.neurons import Neurons
-from moert.pack.parser import parse_manifest
+from moert.pack.layout import Neurons
+from moert.pack.manifest import dump_manifest, parse_manifest
 from moert.pack.reader import MANIFEST, Pack, projection_weights
-from moert.settings import EngineSettings
 from tests.golden.test_spec import check_against_our_reader, check_blocks_against_our_reader
 
 PROMPT = list(range(5, 25))

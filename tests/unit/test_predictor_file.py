@@ -16,7 +16,7 @@ from tiny_packs import SPECS, write_pack
 
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
 from moert.pack.model_spec import LayerKey
-from moert.pack.predictor import PREDICTOR, Kept, NeuronPredictor, PredictedLoss, load_predictor
+from moert.pack.neurons import PREDICTOR, Kept, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
 

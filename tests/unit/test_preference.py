@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_packs import PROMPTS, SPECS, VOCAB, write_pack
 
-from moert.budget.routing import preference_for
-from moert.engine import Engine
+from moert.engine.budget import preference_for
+from moert.engine.engine import Engine
+from moert.engine.session import Continued, Prefix
 from moert.errors import SettingInvalid
-from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library
-from moert.models.recent import Recent, recent_bytes
+from moert.models.router import Recent, recent_bytes
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import ModelSpec
 

@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE, LATE, MIXERS_SHAPE, SWITCH_SHAPE, VOCAB, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
+from moert.engine.session import Answer, Continued, Prefix
 from moert.errors import BudgetTooSmall
-from moert.generation.answer import Answer
-from moert.generation.prefix import Continued, Prefix
 from moert.kernels import library
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import BLOCK_TOKENS, Kept, State, fixed_bytes

@@ -16,10 +16,10 @@ import tiny_packs
 
 import moert
 from moert.command import cli
+from moert.engine.choosing import GenerationOptions
+from moert.engine.settings import EngineOptions
 from moert.errors import RunError
-from moert.generation.settings import GenerationOptions
-from moert.machine.memory import held_bytes
-from moert.settings import EngineOptions
+from moert.machine import held_bytes
 
 
 @pytest.fixture(scope="module")

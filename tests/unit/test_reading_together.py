@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from tiny_packs import SPECS, damage_expert, write_pack
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.experts.cache.buffers import Buffers
 from moert.experts.drive import store as store_module
 from moert.experts.drive.files import OpenFiles
 from moert.experts.drive.io import IoSettings
 from moert.experts.drive.reads import PlainReader, Reader, Table, open_reader
 from moert.experts.drive.store import ExpertStore
-from moert.generation.settings import GenerationSettings
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import FileMissing, FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.model_spec import ExpertKey

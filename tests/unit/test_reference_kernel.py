@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from native_problems import ACTIVATION, FLOATS, Dtype, floats, normal
 
 from moert.kernels.backend import ExpertView, Floats, Positions, ProjectionView, Stored
-from moert.kernels.reference import Plain, ReferenceBackend, ffn, product, weights
-from moert.kernels.reference.arithmetic import activated
+from moert.kernels.reference import Plain, ReferenceBackend, activated, ffn, product, weights
 from moert.pack.codec import INT_WIDTHS, QuantizedMatrix, dequantize, n_groups, pack_codes
 from moert.pack.parts import Act, Ffn
 from tests.pairs import thinned

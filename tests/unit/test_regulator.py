@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 from tiny_packs import SWITCH
 
-from moert.budget.budget import BARE_BYTES, FIRST_BYTES, Budget
-from moert.budget.regulator import Regulator
+from moert.engine.budget import BARE_BYTES, FIRST_BYTES, Budget
+from moert.engine.regulator import Regulator
 from moert.errors import BudgetTooSmall
-from moert.models.activations import activation_bytes
-from moert.models.footprint import Footprint, Load
+from moert.models.footprint import Footprint, Load, activation_bytes
 from moert.models.kv import BLOCK_TOKENS
 from recipes.bench.shaped import OLMOE
 

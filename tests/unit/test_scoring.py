@@ -11,9 +11,9 @@ import pytest
 from command_line import Moert
 from tiny_packs import EOS, SPECS, VOCAB, with_capacity, with_ends, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
+from moert.engine.scoring import Likelihood, windows
 from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInvalid
-from moert.generation.scoring import Likelihood, windows
 from moert.models.footprint import Footprint, Load
 
 TEXT = "one small step for the quick brown fox"

@@ -20,7 +20,7 @@ from moert.experts.policy.selection import CONTESTANTS, DEFAULT, best_eviction, 
 from moert.experts.policy.succession import Succession
 from moert.experts.policy.usage import place_of
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.trace import Trace, record
+from moert.pack.paths import Trace, record
 from tests.shapes import every
 
 TRACES = Path(__file__).parent / "traces"

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
+from moert.engine.session import Request
 from moert.errors import BudgetTooSmall, Busy, Closed, InputInvalid, OutOfMemory, SettingInvalid
-from moert.generation.session import Request
+from moert.kernels import reference as reference_kept
 from moert.kernels.pages import PageLayout
-from moert.kernels.reference import kept as reference_kept
 from moert.models.footprint import Loads
 from moert.models.kv import BLOCK_TOKENS, Kept
 from moert.pack.parts import Attention

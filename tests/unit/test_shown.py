@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moeconv.command import packs
 from moert.command import console
-from moert.pack.bounds import TOKENIZER
+from moert.pack.messages import in_one_line, json_line, shown
 from moert.pack.reader import Pack
-from moert.pack.shown import in_one_line, json_line, shown
+from moert.pack.tensors import TOKENIZER
 from moert.pack.writer import add_to_pack
 
 ROOT = Path(__file__).resolve().parents[2]

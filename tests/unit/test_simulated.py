@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moert.devices.device import STAGING_BUFFERS, DeviceFull, DeviceMissing, Held
-from moert.devices.opening import device_named, known_devices, open_device
-from moert.devices.profiles import PROFILES
-from moert.devices.simulated import SimulatedDevice
+from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull, DeviceMissing, Held
+from moert.beside.gpu.opening import device_named, known_devices, open_device
+from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.experts.drive.io import DEFAULT_THREADS, IoSettings
 from moert.experts.drive.store import ExpertStore
 from moert.kernels import open_backend
@@ -161,13 +160,13 @@ def test_names() -> None:
 
 
 def test_a_card_of_torch_without_torch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moert.devices.opening.find_spec", lambda name: None)
+    monkeypatch.setattr("moert.beside.gpu.opening.find_spec", lambda name: None)
     with pytest.raises(DeviceMissing, match="needs torch"):
         open_device("cuda:0", None, backend)
 
 
 def test_without_a_driver_auto_is_none(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moert.devices.opening._has_driver", lambda: False)
+    monkeypatch.setattr("moert.beside.gpu.opening._has_driver", lambda: False)
     assert open_device("auto", None, backend) is None
 
 
@@ -180,7 +179,7 @@ def test_profiles_do_what_their_figures_say() -> None:
 
 
 def test_costs_are_remembered_beside_the_drives(tmp_path: Path) -> None:
-    from moert.devices.calibration import known_costs, remembered_costs
+    from moert.beside.gpu.device import known_costs, remembered_costs
 
     cache, measured = tmp_path / "drives.json", []
 
@@ -198,7 +197,7 @@ def test_costs_are_remembered_beside_the_drives(tmp_path: Path) -> None:
 
 
 def test_costs_of_this_processor(backend: Backend) -> None:
-    from moert.devices.calibration import host_costs
+    from moert.beside.gpu.device import host_costs
 
     costs = host_costs(backend, 1e9)
     assert set(costs.widths) == {2, 3, 4, 8, 16}

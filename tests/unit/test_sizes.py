@@ -6,9 +6,9 @@ import pytest
 
 from moeconv.conversion.settings import parse_bytes
 from moeconv.errors import SettingsError
-from moert.budget.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
+from moert.engine.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.errors import InvalidMemory
-from moert.pack.sizes import NotASize, parse_size
+from moert.pack.messages import NotASize, parse_size
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from moeconv.chat_tokenizer import chat_tokenizer
 from moeconv.slow_tokenizer import made
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.tokenizer import TokenizerUnfit, check_tokenizer
+from moert.pack.text import TokenizerUnfit, check_tokenizer
 
 WORDS = ("the", " cat", "'s", "日本", "東京", " Мос", "ква", "  ", "\n\n", "123", "é", "🙂")
 # Whole words of Han, words, up to three digits, and all else: Kimi's pattern, shorter.

@@ -14,10 +14,10 @@ from test_memory_limit import small_pack
 from tiny_packs import DECODER_SHAPE, SWITCH, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moert.budget.regulator import TYPICAL
-from moert.machine.memory import held_bytes, return_freed
-from moert.pack.bounds import tokenizer_takes
+from moert.engine.regulator import TYPICAL
+from moert.machine import held_bytes, return_freed
 from moert.pack.reader import Pack
+from moert.pack.tensors import tokenizer_takes
 from moert.pack.writer import add_to_pack
 from tests.alone import alone
 from tests.cgroups import Group, missing
@@ -28,7 +28,7 @@ KINDS = ("decoder", "no text", "encoder and decoder", "large vocabulary", "piece
 LETTERS = [chr(ord("a") + place) for place in range(26)]
 BY_PYTHON = """
 import json, sys
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
 
 path, (limit, prompt, new), said = sys.argv[1], map(int, sys.argv[2:]), []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER_SHAPE, MIXERS, write_pack
 
-from moert.engine import Engine
+from moert.engine.engine import Engine
 from moert.models.kv import Fixed
 from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
 from tests.cgroups import Group, missing

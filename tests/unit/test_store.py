@@ -17,13 +17,13 @@ import pytest
 from memory_store import read_ahead_at_once, wait_until
 from tiny_packs import SPECS, damage_expert, write_pack
 
-from moert import engine as engine_module
-from moert.engine import Engine
+from moert.engine import engine as engine_module
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.experts.cache.buffers import Buffers
 from moert.experts.drive import store as store_module
 from moert.experts.drive.io import IoSettings, in_page_cache, is_direct, open_expert, read_into
 from moert.experts.drive.store import ExpertStore
-from moert.generation.settings import GenerationSettings
 from moert.kernels import open_backend
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import FileMissing, FileTruncated, HashMismatch, HeaderInvalid, PackError

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from moert.command import cli
-from moert.command.system import system_facts, system_lines
+from moert.command.description import system_facts, system_lines
 from moert.experts.drive.probe import drive_key
 from moert.kernels import library
-from moert.machine.cores import usable_cores
+from moert.machine import usable_cores
 
 
 def machine(root: Path, **files: str) -> Path:

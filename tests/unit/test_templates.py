@@ -8,9 +8,8 @@ import pytest
 from chat_packs import ENDLESS, write_chat_pack
 from tiny_packs import DECODER, write_pack
 
-from moert.chat.renderer import Renderer
-from moert.chat.templates import TEMPLATES, chat_of
-from moert.engine import Engine
+from moert.chat.renderer import TEMPLATES, Renderer, chat_of
+from moert.engine.engine import Engine
 from moert.errors import ChatImpossible, SettingInvalid
 
 TALK = [
@@ -52,7 +51,7 @@ def test_a_reply_ends_where_the_template_ends_it(tmp_path: Path, monkeypatch: py
     with Engine.open(pack, template="chatml") as engine:
         written = engine.chat(TALK, max_new_tokens=12).text
     end = written[4:6]
-    monkeypatch.setattr("moert.chat.templates.TEMPLATES", {"chatml": (body, end)})
+    monkeypatch.setattr("moert.chat.renderer.TEMPLATES", {"chatml": (body, end)})
     with Engine.open(pack, template="chatml") as engine:
         reply = engine.chat(TALK, max_new_tokens=12)
     assert (reply.text, reply.stop_reason) == (written[: written.index(end)], "stop_string")

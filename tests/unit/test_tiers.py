@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moert.devices.device import DeviceFull
-from moert.devices.profiles import PROFILES
-from moert.engine import Engine
+from moert.beside.gpu.device import DeviceFull
+from moert.beside.gpu.placement import RULES
+from moert.beside.gpu.residents import KEEPS, Ranked, Residents, popularity
+from moert.beside.gpu.simulated import PROFILES
+from moert.engine.engine import Engine
+from moert.engine.settings import EngineSettings
 from moert.errors import SettingInvalid
 from moert.experts.demand import Demand
 from moert.experts.policy.eviction import EVICTION
-from moert.experts.tiers.keeping import KEEPS, Ranked, popularity
-from moert.experts.tiers.residents import Residents
 from moert.kernels import library
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.trace import TRACE, Trace, record
+from moert.pack.paths import TRACE, Trace, record
 from moert.pack.writer import add_to_pack
-from moert.placement import RULES
-from moert.settings import EngineSettings
 from moert.stats import DeviceCounters
 from tests.pairs import thinned
 from tests.tiny_packs import DECODER, SPECS, run_greedy, write_pack

@@ -20,11 +20,10 @@ from tokenizers import (
     normalizers,
 )
 
-from moert.pack import skim as module
-from moert.pack.charsmap import charsmap_growth
+from moert.pack import documents as module
+from moert.pack.documents import skim
 from moert.pack.fence import Broken, Unfinished, fenced, left_behind, unbroken
-from moert.pack.skim import skim
-from moert.pack.tokenizer import check_tokenizer
+from moert.pack.text import charsmap_growth, check_tokenizer
 from tests.charsmaps import charsmap
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,15 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_problems import ACTIVATION, KINDS, Kind, activations, normal, random_stored
 
-from moert.devices import torch_kept
-from moert.devices.device import DeviceFull
-from moert.devices.torch_backend import PlacedMatrix, PlacedNetwork, TorchBackend
-from moert.devices.torch_matrices import array_of
-from moert.devices.torch_memory import TorchMemory
+from moert.beside.gpu import torch_backend
+from moert.beside.gpu.device import DeviceFull
+from moert.beside.gpu.torch_backend import PlacedMatrix, PlacedNetwork, TorchBackend
+from moert.beside.gpu.torch_matrices import TorchMemory, array_of
 from moert.kernels.backend import Backend, NormWeights, Positions, RouterWeights, opaque
 from moert.kernels.pages import KvBits
-from moert.kernels.reference import ReferenceBackend
-from moert.kernels.reference.kept import kept_as
+from moert.kernels.reference import ReferenceBackend, kept_as
 from moert.models.kv import Kept
 from moert.pack.codec import F32
 from moert.pack.parts import Act, Attention, Ffn, Router
@@ -100,7 +98,7 @@ def test_few_heads_at_a_time_read_what_all_do(monkeypatch: pytest.MonkeyPatch) -
     problem = make(kv=4, shared=3, sinks=True, biased=True, softcap=3.0)
     x, backend = problem.tokens(90), backend_of()
     whole, _ = read(backend, problem, problem.on(backend), x, [40, 50])
-    monkeypatch.setattr("moert.devices.torch_attention._SCORES", 1)
+    monkeypatch.setattr("moert.beside.gpu.torch_backend._SCORES", 1)
     found, _ = read(backend, problem, problem.on(backend), x, [40, 50])
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-6 * float(np.abs(whole).max()))
 
@@ -290,6 +288,6 @@ def test_keys_of_any_size_are_rounded_as_in_memory(bits: KvBits) -> None:
     rows[5, 0], rows[6, 1, 3], rows[7, 1, 4] = 0, np.inf, np.nan
     with np.errstate(all="ignore"):
         expected = kept_as(np.int8 if bits == 8 else np.float16, rows)
-    found = torch_kept._rounded(bits, torch.from_numpy(rows), torch.from_numpy(rows))
+    found = torch_backend._rounded(bits, torch.from_numpy(rows), torch.from_numpy(rows))
     for mine, exactly in zip((found[0], found[2]), expected, strict=True):
         np.testing.assert_array_equal(array_of(mine), exactly)

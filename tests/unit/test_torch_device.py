@@ -13,9 +13,9 @@ import torch
 from native_problems import normal
 from random_packs import QUANTIZATION, RICH, SPECS, write_pack
 
-from moert.devices import torch_device
-from moert.devices.device import DeviceFull, DeviceMissing, Held
-from moert.devices.torch_device import TorchDevice
+from moert.beside.gpu import torch_device
+from moert.beside.gpu.device import DeviceFull, DeviceMissing, Held
+from moert.beside.gpu.torch_device import TorchDevice
 from moert.experts.drive.io import IoSettings
 from moert.experts.drive.store import ExpertStore
 from moert.kernels.backend import Backend, ExpertView

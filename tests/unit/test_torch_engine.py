@@ -12,8 +12,8 @@ import torch
 from random_hash import add_hash
 from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 
-from moert.devices.torch_device import TorchDevice
-from moert.engine import Engine
+from moert.beside.gpu.torch_device import TorchDevice
+from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 
 N_TOKENS = 12

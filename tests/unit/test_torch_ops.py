@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_problems import ACTIVATION, KINDS, Kind, activations, normal, random_stored
 
-from moert.devices import torch_ops
-from moert.devices.torch_matrices import chosen_rows, copied, lying, placed, weights
-from moert.devices.torch_ops import by_head, ffn, product, tiled
+from moert.beside.gpu import torch_backend
+from moert.beside.gpu.torch_backend import by_head, ffn, product, tiled
+from moert.beside.gpu.torch_matrices import chosen_rows, copied, lying, placed, weights
 from moert.kernels.backend import Floats, ProjectionView
 from moert.kernels.reference import Plain
 from moert.kernels.reference import ffn as plain_ffn
@@ -113,15 +113,15 @@ def test_tiles_are_of_as_many_weights_as_they_may_have(kind: Kind, monkeypatch: 
     rng = np.random.default_rng(2)
     stored, x, made = random_stored(rng, kind, 37, 50, 16), torch.from_numpy(normal(rng, 3, 50)), []
     matrix = placed(stored, None, CPU)
-    monkeypatch.setattr(torch_ops, "TILE", 400)
-    monkeypatch.setattr(torch_ops, "weights", lambda *which: made.append(weights(*which)) or made[-1])
+    monkeypatch.setattr(torch_backend, "TILE", 400)
+    monkeypatch.setattr(torch_backend, "weights", lambda *which: made.append(weights(*which)) or made[-1])
     close(tiled(x, matrix), x.numpy() @ plain_weights(stored).T)
     assert [len(tile) for tile in made] == ([] if kind == "F32" else [8, 8, 8, 8, 5])
 
 
 @pytest.mark.parametrize("tile", [1, 300, 1 << 20])
 def test_each_head_meets_a_matrix_of_its_own(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ops, "TILE", tile)
+    monkeypatch.setattr(torch_backend, "TILE", tile)
     rng = np.random.default_rng(3)
     stored, x = random_stored(rng, 4, 5 * 7, 20, 8), normal(rng, 3, 5, 20)
     expected = np.einsum("thi,hoi->tho", x, plain_weights(stored).reshape(5, 7, 20))
@@ -156,12 +156,12 @@ def test_feed_forwards_are_those_of_the_reference(
 @thinned(
     "kind, tokens, rows, cols",
     [*KINDS, "MXFP4"],
-    [1, 3, torch_ops.FEW, torch_ops.FEW + 1, 300],
+    [1, 3, torch_backend.FEW, torch_backend.FEW + 1, 300],
     [(1, 1), (37, 50), (1000, 1500)],
 )
 def test_products_on_a_gpu_are_those_of_the_processor(kind: Any, tokens: int, rows: int, cols: int) -> None:
     """Of few tokens by the Triton kernel, which comes with torch there."""
-    assert torch_ops.fused_product() is not None
+    assert torch_backend.fused_product() is not None
     rng, gpu = np.random.default_rng(6), torch.device("cuda:0")
     if kind == "MXFP4":
         body, part = random_mxfp4(rng, rows, cols)
@@ -179,7 +179,7 @@ def test_products_on_a_gpu_are_those_of_the_processor(kind: Any, tokens: int, ro
 
 def test_without_triton_few_tokens_are_computed_like_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that is none of CUDA, the kernel is not asked for."""
-    monkeypatch.setattr(torch_ops, "fused_product", lambda: pytest.fail("asked for"))
+    monkeypatch.setattr(torch_backend, "fused_product", lambda: pytest.fail("asked for"))
     rng = np.random.default_rng(0)
     stored, x = random_stored(rng, 3, 9, 33, 10), normal(rng, 1, 33)
     close(product(torch.from_numpy(x), placed(stored, None, CPU)), x @ plain_weights(stored).T)

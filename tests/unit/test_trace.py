@@ -14,9 +14,9 @@ from tiny_packs import SWITCH
 
 from moeconv.measure.scorers import Routed
 from moeconv.packing.paths import trace_of
-from moert.pack import trace as trace_module
+from moert.pack import paths as trace_module
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
-from moert.pack.trace import DROPPED, MOST_ENTRIES, Trace, record
+from moert.pack.paths import DROPPED, MOST_ENTRIES, Trace, record
 
 EXPERTS = 5
 

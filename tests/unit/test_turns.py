@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_packs import DECODER, PROMPTS, write_pack
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
+from moert.engine.session import Turns
 from moert.errors import Busy
-from moert.generation.settings import GenerationSettings
-from moert.generation.turns import Turns
 
 SETTINGS = GenerationSettings(max_new_tokens=8)
 

@@ -12,8 +12,9 @@ from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
 from moeconv.source.archs.heeded import on, without_effect
 from moeconv.source.archs.ropes import frequencies, turns
 from moert.pack.codec import F32
-from moert.pack.parts import MOST_LAYERS, MOST_TURN, Act, Attention, Ffn, Rope
-from moert.pack.reading import MAX_COUNT, brief
+from moert.pack.documents import MAX_COUNT, brief
+from moert.pack.model_spec import MOST_LAYERS
+from moert.pack.parts import MOST_TURN, Act, Attention, Ffn, Rope
 
 # Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
 _NO_MATTER = {

@@ -6,8 +6,8 @@ from moeconv.source.archs.config import Config
 from moeconv.source.archs.deepseek import dense_first, experts, latent, latent_names, no_more_predicted
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import Tokens
-from moert.pack.parts import Groups, Layer, Norm, Router
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Groups, Norm, Router
 
 
 class DeepseekV2(Family):

@@ -15,8 +15,8 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.source import FP8_SCALES, INT4_CODES, Form, Source
 from moeconv.source.archs.views import View, rows
 from moert.pack.codec import F32
-from moert.pack.model_spec import ExpertKey, Head, ModelSpec, Tokens
-from moert.pack.parts import Experts, Layer, Rope, stack_of
+from moert.pack.model_spec import ExpertKey, Head, Layer, ModelSpec, Tokens, stack_of
+from moert.pack.parts import Experts, Rope
 
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
 _SUFFIXES = (".weight", ".bias", "")

@@ -8,8 +8,8 @@ from moeconv.source.archs.description import Description, Names, Place, decoder
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.views import halves
-from moert.pack.model_spec import Head, Tokens
-from moert.pack.parts import Experts, Layer, Norm, Router
+from moert.pack.model_spec import Head, Layer, Tokens
+from moert.pack.parts import Experts, Norm, Router
 
 _NEVER_REACHED = 1e-6  # by the sum of the chosen experts' weights
 

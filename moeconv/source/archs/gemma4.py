@@ -15,8 +15,8 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.ropes import turns
 from moert.pack.codec import F32
-from moert.pack.model_spec import Head, StackName, Tokens
-from moert.pack.parts import Attention, Beside, Experts, Join, Layer, Norm, Rope, Router
+from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
+from moert.pack.parts import Attention, Beside, Experts, Norm, Rope, Router
 
 _INSIDE = {
     "mixer_after": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm_2",

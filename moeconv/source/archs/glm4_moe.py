@@ -6,8 +6,8 @@ from moeconv.source.archs.config import Config
 from moeconv.source.archs.deepseek import dense_first, experts, no_more_predicted, sigmoid_router
 from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import Tokens
-from moert.pack.parts import Layer, Norm
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Norm
 
 
 class Glm4Moe(Family):

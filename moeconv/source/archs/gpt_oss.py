@@ -9,8 +9,8 @@ from moeconv.source.archs.description import Description, Names, decoder
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import in_turn, rows, transposed
-from moert.pack.model_spec import ExpertKey, Tokens
-from moert.pack.parts import Act, Experts, Ffn, Layer, Norm, Router
+from moert.pack.model_spec import ExpertKey, Layer, Tokens
+from moert.pack.parts import Act, Experts, Ffn, Norm, Router
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -18,20 +18,8 @@ from moeconv.source.archs.description import Description
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
-from moert.pack.model_spec import ExpertKey, Head, ModelSpec, StackName, Tokens
-from moert.pack.parts import (
-    MOST_LAYERS,
-    Act,
-    Attention,
-    Experts,
-    Ffn,
-    Join,
-    Layer,
-    Norm,
-    PositionTable,
-    Router,
-    stack_of,
-)
+from moert.pack.model_spec import MOST_LAYERS, ExpertKey, Head, Join, Layer, ModelSpec, StackName, Tokens, stack_of
+from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, PositionTable, Router
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

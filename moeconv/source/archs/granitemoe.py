@@ -11,8 +11,8 @@ from moeconv.source.archs.description import Description, Inside, Names, Place, 
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import rows
-from moert.pack.model_spec import Head, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, FixedState, Join, Layer, Norm, Router
+from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
+from moert.pack.parts import Attention, Experts, Ffn, FixedState, Norm, Router
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,8 +8,8 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.ropes import turns
 from moert.pack.codec import F32
-from moert.pack.model_spec import Tokens
-from moert.pack.parts import Experts, Layer, Norm, Rope, Router
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Experts, Norm, Rope, Router
 
 _INSIDE = {
     "attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm", "router": "mlp.gate.wg",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Names, Place, decoder, named
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import StackName, Tokens
-from moert.pack.parts import Act, Experts, Ffn, Layer, Mamba, Norm, Router
+from moert.pack.model_spec import Layer, StackName, Tokens
+from moert.pack.parts import Act, Experts, Ffn, Mamba, Norm, Router
 
 _INSIDE: dict[str, str | Place] = {
     "ffn_norm": "pre_ff_layernorm", "router": "feed_forward.router", "mixer.in": "mamba.in_proj",

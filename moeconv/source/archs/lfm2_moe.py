@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Names, Place, decoder, named
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import StackName, Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, Layer, Norm, Router, ShortConv
+from moert.pack.model_spec import Layer, StackName, Tokens
+from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, Router, ShortConv
 
 _INSIDE: dict[str, str | Place] = {
     "mixer_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn.o": "self_attn.out_proj",

@@ -13,8 +13,8 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import halves, in_turn, rows, transposed
-from moert.pack.model_spec import ExpertKey, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Layer, Norm, Router, Stretch
+from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
+from moert.pack.parts import Attention, Experts, Norm, Router, Stretch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,8 +5,8 @@ from __future__ import annotations
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import EXPERTS_W123, Description, Names, decoder
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, Router
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Attention, Experts, Ffn, Norm, Router
 
 _NAMES = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.gate"}, EXPERTS_W123)
 

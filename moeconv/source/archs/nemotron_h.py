@@ -12,8 +12,8 @@ from moeconv.source.archs.deepseek import MORE_PREDICTED, sigmoid_router
 from moeconv.source.archs.description import Description, Inside, Names, decoder, named
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.mamba2 import UNBOUNDED, places, unbounded_steps
-from moert.pack.model_spec import ExpertKey, StackName, Tokens
-from moert.pack.parts import Experts, Ffn, Layer, Mamba2, Narrow, Norm
+from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
+from moert.pack.parts import Experts, Ffn, Mamba2, Narrow, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

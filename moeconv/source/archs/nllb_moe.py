@@ -20,8 +20,8 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.tokens import checked_start
 from moert.pack.codec import F32
-from moert.pack.model_spec import STACKS, ExpertKey, Head, ModelSpec, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, PositionTable, Router, Stack, stack_of
+from moert.pack.model_spec import STACKS, ExpertKey, Head, Layer, ModelSpec, Stack, StackName, Tokens, stack_of
+from moert.pack.parts import Attention, Experts, Ffn, Norm, PositionTable, Router
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

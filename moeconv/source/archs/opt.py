@@ -15,8 +15,8 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.views import rows
-from moert.pack.model_spec import ExpertKey, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Layer, Norm, PositionTable, Router, stack_of
+from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens, stack_of
+from moert.pack.parts import Attention, Experts, Ffn, Norm, PositionTable, Router
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

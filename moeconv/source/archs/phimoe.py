@@ -7,8 +7,8 @@ from moeconv.source.archs.description import EXPERTS_W123, Description, Names, d
 from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
-from moert.pack.model_spec import Head, Tokens
-from moert.pack.parts import Experts, Layer, Norm, Rope, Router
+from moert.pack.model_spec import Head, Layer, Tokens
+from moert.pack.parts import Experts, Norm, Rope, Router
 
 _CHOSEN = 2  # whatever num_experts_per_tok says
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, decoder
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import Tokens
-from moert.pack.parts import Experts, Ffn, Layer, Norm, Router
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Experts, Ffn, Norm, Router
 
 
 class Qwen3Moe(Family):

@@ -11,8 +11,8 @@ from moeconv.source.archs.deepseek import MORE_PREDICTED
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.views import of_heads
-from moert.pack.model_spec import Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Layer, Norm, Router
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Norm, Router
 
 _NORMS = {
     "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn.q_norm": "self_attn.q_norm",

@@ -14,8 +14,8 @@ from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.source import Source
 from moeconv.source.archs.tokens import checked_start
-from moert.pack.model_spec import STACKS, ExpertKey, Head, ModelSpec, StackName, Tokens
-from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Layer, Norm, Router, Stack, stack_of
+from moert.pack.model_spec import STACKS, ExpertKey, Head, Layer, ModelSpec, Stack, StackName, Tokens, stack_of
+from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Norm, Router
 
 if TYPE_CHECKING:
     import torch

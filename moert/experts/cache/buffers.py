@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from moert.kernels.arena import PAGE_BYTES, Arena, forget
+from moert.kernels.memory import PAGE_BYTES, Arena, forget
 from moert.pack.codec import U8
 
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.errors import RunError
-from moert.wording import said
+from moert.errors import RunError, said
 
 DEFAULT_THREADS = 2
 MOST_THREADS = 64

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid
-from moert.pack.opened import unreadable
+from moert.pack.files import unreadable
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
 

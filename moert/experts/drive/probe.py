@@ -26,7 +26,7 @@ from moert.experts.drive.io import (
     parse_io,
     read_into,
 )
-from moert.machine.remembered import DAMAGED, cache_file, entries, remember
+from moert.machine import DAMAGED, cache_file, entries, remember
 
 PROBE_S = 0.5
 _THREADS = (1, 2, 4)

@@ -15,8 +15,8 @@ from moert.experts.drive.io import IoSettings, in_page_cache, open_expert, read_
 from moert.experts.drive.patience import FAILURES, Patience
 from moert.experts.drive.reads import Read, Readers, Table, table_of
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
-from moert.kernels.checksum import crc32
-from moert.kernels.mapped import FencedMapping, breaks, mapped
+from moert.kernels.library import crc32
+from moert.kernels.memory import FencedMapping, breaks, mapped
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import group_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
-from moert.errors import HashMissing, PathsMissing, SettingInvalid
+from moert.errors import HashMissing, PathsMissing, SettingInvalid, said
 from moert.experts.cache.cache import HANDED_OVER_BYTES
 from moert.experts.policy.eviction import EVICTION, EvictionPolicy
 from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT
@@ -13,13 +13,11 @@ from moert.experts.policy.succession import Succession
 from moert.pack.errors import FormatTooNew, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import ModelSpec
-from moert.pack.paths import PATHS, TransitionTable
+from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import Pack
-from moert.pack.trace import TRACE, Trace
 from moert.predict import AUTO_PREDICTOR, NEED_HASH, NEED_TABLES, PREDICTORS, Known
 from moert.predict.foresight import Foresight
 from moert.predict.predictor import Predictor
-from moert.wording import said
 
 _F = TypeVar("_F", bound="_OfAModel")
 

@@ -14,7 +14,7 @@ from moert.experts.policy.eviction import EVICTION
 from moert.experts.policy.replay import replay
 from moert.experts.policy.succession import Succession
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.trace import DROPPED, EVICTION_SHARES, Trace
+from moert.pack.paths import DROPPED, EVICTION_SHARES, Trace
 
 AUTO_EVICTION = "auto"
 DEFAULT = "expected"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from moert.experts.policy.usage import F64, I64, place_of
 from moert.pack.model_spec import ModelSpec
-from moert.pack.trace import DROPPED, Trace
+from moert.pack.paths import DROPPED, Trace
 
 MOST_BYTES = 16 << 20
 """Tables that would be larger are not made."""

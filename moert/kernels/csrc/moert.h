@@ -349,7 +349,7 @@ void moert_fence_end(int fence);
 /* Whether zeros were read within it; and how often that has begun anywhere. */
 int moert_fence_broken(int fence);
 int64_t moert_fences_broken(void);
-/* What experts cost that a device or the processor may compute (moert/placement.py), in seconds. Of each kind: of each of three
+/* What experts cost that a device or the processor may compute (moert/beside/gpu/placement.py), in seconds. Of each kind: of each of three
  * projections what its weights and what a row take on the processor, and the same on the device; a copy; a read. */
 #define MOERT_PLACING_KIND 14
 enum { MOERT_CHEAPEST, MOERT_ALL_COPIED, MOERT_ONLY_HELD };

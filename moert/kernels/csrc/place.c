@@ -1,4 +1,4 @@
-/* Who computes which expert of a layer: what moert/placement.py says, number by number the same. */
+/* Who computes which expert of a layer: what moert/beside/gpu/placement.py says, number by number the same. */
 #include "moert.h"
 
 enum { HOST, HELD, COPIED };

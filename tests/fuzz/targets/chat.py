@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moert.chat.marks import begins_with, marks_of
+from moert.chat.conversation import begins_with, marks_of
 from moert.chat.renderer import Renderer
-from moert.pack.chat import ChatFormat, dump_chat, parse_chat
 from moert.pack.errors import PackError
+from moert.pack.text import ChatFormat, dump_chat, parse_chat
 from tests.fuzz.target import Target
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-from moert.budget.budget import Budget
+from moert.engine.budget import Budget
 from moert.pack.errors import PackError
-from moert.pack.manifest import seal
-from moert.pack.parser import parse_manifest
+from moert.pack.manifest import parse_manifest, seal
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import IN_BLOCKS, manifest_text
 from tests.random_packs import SPECS

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from moert.pack.layout import Neurons
 from moert.pack.manifest import SEAL
-from moert.pack.neurons import Neurons
 from moert.pack.reader import Pack
 from tests.random_packs import NEURON_SPECS, QUANTIZATION, SPECS, write_pack
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moert.experts.neurons.scores import Scores
+from moert.beside.flash.runner import Scores
 from moert.kernels import REFERENCE, open_backend
 from moert.pack.errors import PackError
-from moert.pack.predictor import NeuronPredictor, PredictedLoss
+from moert.pack.neurons import NeuronPredictor, PredictedLoss
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.random_packs import NEURON_SPECS

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from moert.engine.text import TOKENIZER, Text
 from moert.errors import RunError
-from moert.generation.text import TOKENIZER, Text
 from moert.pack.errors import PackError
 from tests.fuzz.target import Target
 

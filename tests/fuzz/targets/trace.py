@@ -6,7 +6,7 @@ import numpy as np
 
 from moert.experts.policy.selection import best_eviction
 from moert.pack.errors import PackError
-from moert.pack.trace import Trace, record
+from moert.pack.paths import Trace, record
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.random_packs import DECODER, ENCODER_DECODER

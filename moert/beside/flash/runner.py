@@ -1,0 +1,306 @@
+"""Runs only the neurons of experts that fire, or that the pack's predictor names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.beside.flash.keeping import KEEPING, Shares, all_to_blocks, room_for, shares
+from moert.beside.flash.store import BlockCache, BlockReader, ColumnReader, Lent, Pieces, Rows, RowStore
+from moert.errors import NotFinite, PredictorMissing, SettingInvalid, said
+from moert.experts.ahead import Lookahead
+from moert.experts.cache.cache import ExpertCache
+from moert.experts.demand import Demand, Listener
+from moert.experts.drive.io import IoSettings
+from moert.experts.executor import announce, by_expert
+from moert.kernels.backend import I32, I64, ROWS, Backend, Floats
+from moert.pack.codec import F32
+from moert.pack.layout import NeuronLayout
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.neurons import PREDICTOR, NeuronPredictor, load_predictor
+from moert.pack.parts import Ffn
+from moert.pack.reader import Pack
+from moert.stats import ExpertCounters, NeuronCounters
+
+
+class FiringExperts:
+    """An ExpertRunner of moert.models, as CachedExperts: answers are those of whole experts bit by bit, since what does
+    not fire adds nothing. `rows` caches gate and up of experts, `columns` blocks of down."""
+
+    def __init__(
+        self, ffn: Ffn, rows: ExpertCache, columns: BlockCache, biases: Mapping[ExpertKey, F32], backend: Backend,
+        counters: NeuronCounters, ahead: Lookahead | None, listeners: Iterable[Listener] = (),
+    ) -> None:  # fmt: skip
+        """`biases` [d_model] of down, of experts that have some."""
+        self.listeners = list(listeners)
+        self._rows, self._columns, self._backend = rows, columns, backend
+        self._counters, self._ahead = counters, ahead
+        self._ffn, self._biases = ffn, biases
+
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
+        """See moert.models.ffn.ExpertRunner. Raises PackError if something can't be read."""
+        needed, counts, tokens, share = by_expert(experts, weights)
+        keys, start = announce(Demand(at, tuple(needed)), self.listeners, self._rows, self._ahead), 0
+        for place, (key, count) in enumerate(zip(keys, counts, strict=True)):
+            mine = slice(start, start + count)
+            with self._rows.lease([key], keys[place + 1 :]) as lease:
+                if self._ahead is not None and place + 1 == len(keys):
+                    self._ahead.look(at, experts, x)
+                self._add(key, cast(Rows, lease.expert(0)), hidden, tokens[mine], share[mine], out)
+            start += count
+
+    def _add(self, key: ExpertKey, rows: Rows, hidden: F32, tokens: I32, weights: F32, out: F32) -> None:
+        """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
+        layout, bias, many = rows.layout, self._biases.get(key), len(tokens) > ROWS
+        lent = self._columns.fetch_all(key) if many else None
+        for start in range(0, len(tokens), ROWS):
+            mine = tokens[start : start + ROWS]
+            fired = self._backend.fire(layout, rows.buffer, rows.offsets, hidden[mine], self._ffn)
+            self._counters.neurons += fired.size
+            self._counters.fired += int(np.count_nonzero(fired))
+            columns = self._columns.fetch(key, fired_blocks(layout, fired)) if lent is None else lent
+            parts = self._backend.project(layout, columns.base, columns.offsets, fired, bias)
+            out[mine] += weights[start : start + ROWS, None] * parts
+
+
+def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:
+    """Blocks, ascending, of which some neuron fired for some token: fired [tokens, d_ff] is not 0 there."""
+    neurons = fired[0] if len(fired) == 1 else fired.any(axis=0)
+    found = np.zeros(layout.n_blocks, np.bool_)
+    found[neurons.nonzero()[0] // layout.per_block] = True
+    return found.nonzero()[0]
+
+
+class Firing:
+    """Rows of experts are cached as whole experts are, in a cache that the caller makes of `store`; columns in
+    blocks."""
+
+    def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str) -> None:
+        """`keeping`: a name of moert.beside.flash.keeping. Raises PackError."""
+        self.counters = NeuronCounters()
+        self.pieces = Pieces(pack, counters, io)
+        self.store = RowStore(self.pieces)
+        spec, layers = pack.manifest.model, self.pieces.layers
+        self.blocks = BlockCache(layers, ColumnReader(self.pieces), self.counters, KEEPING[keeping])
+        self.nbytes = {key: self.store.nbytes(key) for keys in layers.values() for key in keys}
+        """Of the rows of each expert."""
+        top_k = spec.moe.router.top_k
+        demand = {at: sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for at, keys in layers.items()}
+        self._least = max(demand.values())
+        self._token = sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder")
+        self._all, self._ffn = sum(self.nbytes.values()), spec.moe.ffn
+        self._asked = top_k / spec.moe.n
+
+    @property
+    def token_bytes(self) -> int:
+        """Room in which the rows that a token can ask for in all layers of the decoder stay, whatever fires."""
+        return min(room_for(self._token, self.blocks.one_bytes, self._asked), self.all_bytes)
+
+    @property
+    def all_bytes(self) -> int:
+        """What all rows and all blocks take."""
+        return self._all + self.blocks.all_bytes
+
+    def shares(self, room_bytes: int) -> Shares:
+        columns = self.blocks
+        return shares(room_bytes, self._all, self._least, columns.all_bytes, columns.one_bytes, self._asked)
+
+    def runner(
+        self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
+    ) -> FiringExperts:
+        """Reads the biases of all experts. Raises PackError."""
+        biases = self.pieces.biases()
+        return FiringExperts(self._ffn, rows, self.blocks, biases, backend, self.counters, ahead, listeners)
+
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Scores:
+    """In float32, token by token alike: see Backend.linear."""
+
+    def __init__(self, predictor: NeuronPredictor, backend: Backend) -> None:
+        self._backend = backend
+        self._compress = {at: backend.matrix(Floats("F16", layer.compress)) for at, layer in predictor.layers.items()}
+        self._heads = {
+            at.expert(number): backend.matrix(Floats("F16", heads), bias)
+            for at, layer in predictor.layers.items()
+            for number, (heads, bias) in enumerate(zip(layer.heads, layer.bias.copy(), strict=True))
+        }
+        self._threshold: Mapping[ExpertKey, float] = {
+            at.expert(number): least
+            for at, layer in predictor.layers.items()
+            for number, least in enumerate(layer.threshold.tolist())
+        }
+
+    def compressed(self, at: LayerKey, x: F32) -> F32:
+        """x [tokens, features], what enters the experts of a layer → [tokens, rank]"""
+        return self._backend.linear(x, self._compress[at])
+
+    def named(self, key: ExpertKey, compressed: F32) -> Bools:
+        """[tokens, rank] → which neurons of an expert are named, [tokens, d_ff]. Raises NotFinite."""
+        scores = self._backend.linear(compressed, self._heads[key])
+        if not np.isfinite(scores).all():
+            raise NotFinite(
+                f"{PREDICTOR} gives something else than numbers for expert {key}: run without it, or train it again "
+                "(moeconv train-neurons)"
+            )
+        found: Bools = scores >= self._threshold[key]
+        return found
+
+
+def blocks_with(layout: NeuronLayout, neurons: Bools) -> Bools:
+    """Which blocks have one of these neurons [tokens, d_ff]: [tokens, n_blocks]."""
+    found = np.zeros((len(neurons), layout.n_blocks), np.bool_)
+    if len(neurons) == 1:
+        found[0, neurons[0].nonzero()[0] // layout.per_block] = True
+        return found
+    rows, places = neurons.nonzero()
+    found[rows, places // layout.per_block] = True
+    return found
+
+
+def neurons_in(layout: NeuronLayout, blocks: Bools) -> Bools:
+    """All neurons of these blocks [tokens, n_blocks]: [tokens, d_ff]."""
+    return blocks.repeat(layout.per_block, axis=1)[:, : layout.d_ff]
+
+
+class PredictedExperts:
+    """An ExpertRunner of moert.models. What a token gets depends on what its own scores name alone, not on what is in
+    memory or runs beside it. `blocks` caches whole blocks, rows and behind them columns."""
+
+    def __init__(
+        self, ffn: Ffn, layouts: Mapping[ExpertKey, NeuronLayout], scores: Scores, blocks: BlockCache,
+        biases: Mapping[ExpertKey, F32], backend: Backend, counters: tuple[ExpertCounters, NeuronCounters],
+        listeners: Iterable[Listener] = (),
+    ) -> None:  # fmt: skip
+        """`biases` [d_model] of down, of experts that have some."""
+        self.listeners = list(listeners)
+        self._ffn, self._layouts, self._scores, self._blocks = ffn, layouts, scores, blocks
+        self._biases, self._backend, (self._asked, self._counters) = biases, backend, counters
+
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
+        """See moert.models.ffn.ExpertRunner. Raises PackError if something can't be read."""
+        needed, counts, tokens, share = by_expert(experts, weights)
+        keys, start = announce(Demand(at, tuple(needed)), self.listeners), 0
+        compressed = self._scores.compressed(at, hidden)
+        for key, count in zip(keys, counts, strict=True):
+            mine = slice(start, start + count)
+            self._add(key, hidden, compressed, tokens[mine], share[mine], out)
+            start += count
+
+    def _add(self, key: ExpertKey, hidden: F32, compressed: F32, tokens: I32, weights: F32, out: F32) -> None:
+        """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
+        layout, bias = self._layouts[key], self._biases.get(key)
+        parts = [tokens[at : at + ROWS] for at in range(0, len(tokens), ROWS)]
+        named = [self._named(key, layout, compressed[mine]) for mine in parts]
+        base, offsets = self._fetch(key, np.stack([by_any(blocks) for blocks in named]))
+        columns = base[layout.rows_bytes :]
+        for at, (mine, blocks) in enumerate(zip(parts, named, strict=True)):
+            there = np.where(by_any(blocks), offsets, -1)
+            fired = self._backend.fire(layout, base, there, hidden[mine], self._ffn)
+            if len(mine) > 1:
+                fired[~neurons_in(layout, blocks)] = 0
+            self._counters.fired += int(np.count_nonzero(fired))
+            made = self._backend.project(layout, columns, there, fired, bias)
+            out[mine] += weights[at * ROWS : (at + 1) * ROWS, None] * made
+
+    def _named(self, key: ExpertKey, layout: NeuronLayout, compressed: F32) -> Bools:
+        """Blocks that are named for each token: [tokens, n_blocks]."""
+        neurons = self._scores.named(key, compressed)
+        blocks, counters = blocks_with(layout, neurons), self._counters
+        lacking = layout.n_blocks * layout.per_block - layout.d_ff
+        counters.neurons += neurons.size
+        counters.named += int(np.count_nonzero(neurons))
+        counters.computed += layout.per_block * int(np.count_nonzero(blocks))
+        counters.computed -= lacking * int(np.count_nonzero(blocks[:, -1]))
+        return blocks
+
+    def _fetch(self, key: ExpertKey, named: Bools) -> Lent:
+        """Where the blocks lie that any part of the tokens names: [parts, n_blocks]."""
+        counters = self._counters
+        missed = counters.blocks - counters.block_hits
+        lent = self._blocks.fetch(key, by_any(named).nonzero()[0])
+        self._asked.requests += 1
+        self._asked.hits += counters.blocks - counters.block_hits == missed
+        return lent
+
+
+def by_any(of_tokens: Bools) -> Bools:
+    """[tokens, n] → [n]: whether it holds for any of them."""
+    found: Bools = of_tokens[0]
+    return found if len(of_tokens) == 1 else np.any(of_tokens, axis=0, out=np.empty_like(found))
+
+
+EXACT, PREDICTED = "exact", "predicted"
+NEURONS = (EXACT, PREDICTED)
+"""Which neurons of an expert count: all, or those that the pack's predictor names."""
+
+
+class Naming:
+    """Whole blocks are cached, and no expert: all room is for blocks. See Firing, in whose place this stands."""
+
+    def __init__(
+        self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str, predictor: NeuronPredictor,
+        backend: Backend,
+    ) -> None:  # fmt: skip
+        """`keeping`: a name of moert.beside.flash.keeping. Raises PackError."""
+        self.counters = NeuronCounters()
+        self.pieces = Pieces(pack, counters, io)
+        self.store = RowStore(self.pieces)
+        """Of a cache without room."""
+        self.blocks = BlockCache(self.pieces.layers, BlockReader(self.pieces), self.counters, KEEPING[keeping])
+        self.nbytes = dict.fromkeys(self.pieces.layouts, 0)
+        """What that cache has of each expert."""
+        self.token_part, self.all_bytes = predictor.kept.blocks, self.blocks.all_bytes
+        """Of its experts' blocks, what a token asks for; and what all of all take."""
+        self._asked, self._ffn, self._scores = counters, pack.manifest.model.moe.ffn, Scores(predictor, backend)
+
+    def shares(self, room_bytes: int) -> Shares:
+        return all_to_blocks(room_bytes, self.blocks.all_bytes, self.blocks.one_bytes)
+
+    def runner(
+        self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
+    ) -> PredictedExperts:
+        """Reads the biases of all experts. Raises PackError."""
+        assert ahead is None, "there are no whole experts to read ahead"
+        counters = self._asked, self.counters
+        return PredictedExperts(
+            self._ffn, self.pieces.layouts, self._scores, self.blocks, self.pieces.biases(), backend, counters,
+            listeners,
+        )  # fmt: skip
+
+
+def check_neurons(pack: Pack, neurons: str) -> None:
+    """Raises SettingInvalid or PredictorMissing where the pack lacks what it takes to run so."""
+    if neurons != PREDICTED:
+        return
+    if not pack.has_neurons:
+        raise SettingInvalid(
+            "neurons",
+            f"{PREDICTED!r} needs experts in blocks of neurons, and the pack at {pack.root} has them whole: convert "
+            f"the model again with moeconv quantize --layout neuron, or use {said('neurons', EXACT)}",
+        )
+    if PREDICTOR not in pack.manifest.files:
+        raise PredictorMissing(
+            f"{said('neurons', PREDICTED)} needs a predictor of neurons, and the pack at {pack.root} has no "
+            f"{PREDICTOR} (moeconv train-neurons adds it); or use {said('neurons', EXACT)}"
+        )
+
+
+def predictor_of(pack: Pack, neurons: str) -> NeuronPredictor | None:
+    """None where all neurons count. Raises PackError, SettingInvalid or PredictorMissing."""
+    check_neurons(pack, neurons)
+    return load_predictor(pack) if neurons == PREDICTED else None
+
+
+def fidelity(predictor: NeuronPredictor) -> str:
+    """What a user should know of answers that come of it."""
+    loss, cost = predictor.loss, "what that loses was not measured"
+    if loss is not None:
+        between = f"[{100 * loss.low:.1f}%, {100 * loss.high:.1f}%]"
+        cost = f"held-out loss {100 * loss.loss:.1f}% {between}, that of the widths included"
+    return f"only neurons that the pack's predictor names are read and computed: {cost}"

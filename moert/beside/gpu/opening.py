@@ -1,0 +1,79 @@
+"""Devices by the names that a user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moert.beside.gpu.device import Device, DeviceMissing
+from moert.beside.gpu.simulated import PROFILES
+from moert.errors import said
+
+if TYPE_CHECKING:
+    from moert.kernels.backend import Backend
+
+
+AUTO_DEVICE, NO_DEVICE, PROCESSOR = "auto", "none", "cpu"
+Open = Callable[[str, "int | None", "Backend"], Device]
+
+
+def _simulated(name: str, capacity_bytes: int | None, host: Backend) -> Device:
+    from moert.beside.gpu.simulated import SimulatedDevice
+
+    return SimulatedDevice(name, PROFILES[name.removeprefix("sim:")], capacity_bytes, host)
+
+
+def _torch(name: str, capacity_bytes: int | None, host: Backend) -> Device:
+    if find_spec("torch") is None:
+        raise DeviceMissing(f"{said('device', name)} needs torch: pip install 'moert[gpu]', or leave it out")
+    try:
+        from moert.beside.gpu.torch_device import TorchDevice
+    except (ImportError, OSError) as error:  # a library that it links to is missing
+        raise DeviceMissing(f"{said('device', name)} needs torch, which can't be loaded here: {error}") from None
+
+    device: Device = TorchDevice(name, capacity_bytes)
+    return device
+
+
+DEVICES: Mapping[str, Open] = {**{f"sim:{name}": _simulated for name in PROFILES}, "torch:cpu": _torch}
+"""Name → what opens it; cuda:0, cuda:1 … are there beside these."""
+
+
+def device_named(name: str) -> bool:
+    """Whether there can be such a device, here or elsewhere."""
+    return name in (AUTO_DEVICE, NO_DEVICE, PROCESSOR, *DEVICES) or _is_cuda(name)
+
+
+def known_devices() -> str:
+    """All names, for messages."""
+    return ", ".join((AUTO_DEVICE, NO_DEVICE, PROCESSOR, "cuda", "cuda:0", *DEVICES))
+
+
+def open_device(name: str, capacity_bytes: int | None, host: Backend) -> Device | None:
+    """The device of that name, of whose memory no more than `capacity_bytes` are used; None where the processor is
+    alone. `auto` is the first GPU where there is one with torch; without any sign of one torch is not imported.
+
+    Raises DeviceMissing for one that is not here, and KeyError for an unknown name.
+    """
+    if name in (NO_DEVICE, PROCESSOR):
+        return None
+    if name == AUTO_DEVICE:
+        if not _has_driver() or find_spec("torch") is None:
+            return None
+        try:
+            return _torch("cuda:0", capacity_bytes, host)
+        except DeviceMissing:
+            return None
+    return (_torch if _is_cuda(name) else DEVICES[name])(name, capacity_bytes, host)
+
+
+def _is_cuda(name: str) -> bool:
+    kind, colon, number = name.partition(":")
+    return kind == "cuda" and (not colon or number.isdecimal())
+
+
+def _has_driver() -> bool:
+    """Whether the driver of such a card is loaded."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()

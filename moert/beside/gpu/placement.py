@@ -1,0 +1,253 @@
+"""Who computes which expert of a layer: the device that holds it, the device after a copy, or the processor. Pure.
+
+Fiddler (Kamahori et al. 2024) takes for each expert the cheaper of three ways; here both sides work at the same time,
+so that what counts is when the later of them is done. Copying goes on a stream of its own beside what the device
+computes, and reads from the drive beside all of that.
+
+The native library finds the same in a hundredth of the time, with the same additions in the same order.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from ctypes import addressof, c_char
+from typing import Any, NamedTuple
+
+from moert.beside.gpu.device import DeviceCosts, HostCosts
+from moert.kernels import library
+from moert.kernels.structs import PLACING, Placing
+
+IN_MEMORY, ON_DEVICE = 1, 2
+"""Where an expert lies, added up: 0 is on the drive alone. What is on its way to the device counts as there."""
+HOST, HELD, COPIED = 0, 1, 2
+"""Who computes it: the processor; the device that holds it; the device, once it was copied there."""
+CHEAPEST, ALWAYS_COPIED, ONLY_HELD = "cheapest", "copied", "resident"
+RULES = (CHEAPEST, ALWAYS_COPIED, ONLY_HELD)
+"""Fiddler's choice; what the device lacks is copied there (Mixtral-offloading); the device computes what it holds."""
+
+_TRIED = 7  # experts that could be computed on either side of which all ways are tried
+_RELUCTANCE = 0.01  # a copy must save this part of its time at least: it moves others out
+_KEPT = 4096  # patterns that are remembered
+_PATTERN = 32  # experts of one at most: larger ones hardly come twice
+_MOST = 1024  # experts of a layer that the native library places
+
+
+class Kind(NamedTuple):
+    """Experts that cost the same: pairs of bits and weights of their projections, and bytes of their files."""
+
+    projections: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+class Busy(NamedTuple):
+    """For how many seconds streams are busy with what was begun before."""
+
+    device_s: float = 0.0
+    copy_s: float = 0.0
+    read_s: float = 0.0
+
+
+IDLE = Busy()
+
+
+class Placed(NamedTuple):
+    """Of each expert who computes it, and the seconds until the layer is done, as far as costs tell."""
+
+    who: bytes
+    seconds: float
+
+
+class _Costs(NamedTuple):
+    """Of one expert with its tokens, in seconds."""
+
+    host: float
+    device: float
+    copy: float
+    read: float
+
+
+class Placement:
+    """Decides for layers of a model whose experts are of these `kinds`, of which x has `width` features."""
+
+    def __init__(
+        self, kinds: Sequence[Kind], width: int, device: DeviceCosts, host: HostCosts, rule: str = CHEAPEST,
+        native: bool = True,
+    ) -> None:  # fmt: skip
+        """`native`: decided by the native library, where there is one."""
+        self.pass_s = device.pass_s
+        self._rule = RULES.index(rule)
+        self._host, self._device = host, device
+        self._row_s = 8 * width / device.copy_bytes_per_s  # x goes over, and what is made comes back
+        self._kinds = [_products(kind, device, host) for kind in kinds]
+        self._copies = [device.copy_s + kind.nbytes / device.copy_bytes_per_s for kind in kinds]
+        self._reads = [host.read_s + kind.nbytes / host.read_bytes_per_s for kind in kinds]
+        self._known: dict[tuple[Any, ...], Placed] = {}
+        found = library.load() if native else None
+        self._native = None if found is None else _Native(found, self)
+
+    def copy_s(self, kind: int) -> float:
+        """What copying an expert of this kind takes."""
+        return self._copies[kind]
+
+    def gain_s(self, kind: int) -> float:
+        """What a token gains where the device computes such an expert and not the processor."""
+        costs = self.costs(1, kind, IN_MEMORY)
+        return costs.host - costs.device
+
+    def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy = IDLE) -> Placed:
+        """For each expert of a layer: tokens that go to it, its kind, and where it lies."""
+        again = busy == IDLE and len(counts) <= _PATTERN
+        pattern = (tuple(counts), tuple(kinds), tuple(where)) if again else None
+        if pattern is not None and pattern in self._known:
+            return self._known[pattern]
+        if self._native is not None and len(counts) <= _MOST:
+            placed = self._native.decide(counts, kinds, where, busy)
+        else:
+            placed = self._decide([self.costs(*each) for each in zip(counts, kinds, where, strict=True)], where, busy)
+        if pattern is not None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            self._known[pattern] = placed
+        return placed
+
+    def costs(self, count: int, kind: int, where: int) -> _Costs:
+        """Of an expert of this kind with so many tokens."""
+        host, device = self._host.call_s, self._device.launch_s + count * self._row_s
+        for host_weight, host_row, device_weight, device_row in self._kinds[kind]:
+            host += max(host_weight, count * host_row)
+            device += max(device_weight, count * device_row)
+        copy = 0.0 if where & ON_DEVICE else self._copies[kind]
+        read = 0.0 if where else self._reads[kind]
+        return _Costs(host, device, copy, read)
+
+    def seconds(self, costs: Sequence[_Costs], where: Sequence[int], who: Sequence[int], busy: Busy = IDLE) -> float:
+        """When the layer is done: the device computes what it holds, then what is copied, first what lies in memory;
+        the processor what lies in memory, then what is read. Each of them in the order given."""
+        device, copy, read, host, used = busy.device_s, busy.copy_s, busy.read_s, 0.0, False
+        for each, by in zip(costs, who, strict=True):
+            if by == HELD:
+                device, used = device + each.device, True
+        for on_drive in (False, True):
+            for each, at, by in zip(costs, where, who, strict=True):
+                if by == COPIED and (at == 0) is on_drive:
+                    read += each.read
+                    copy = max(copy, read if on_drive else 0.0) + each.copy
+                    device, used = max(device, copy) + each.device, True
+        for on_drive in (False, True):
+            for each, at, by in zip(costs, where, who, strict=True):
+                if by == HOST and (at == 0) is on_drive:
+                    read += each.read
+                    host = max(host, read if on_drive else 0.0) + each.host
+        return max(host, device + self.pass_s) if used else host
+
+    # What follows is in csrc/place.c as well.
+
+    def _decide(self, costs: list[_Costs], where: Sequence[int], busy: Busy) -> Placed:
+        who = bytearray(HELD if at & ON_DEVICE else COPIED if self._rule == 1 else HOST for at in where)
+        if self._rule == 0:
+            movable = [place for place, at in enumerate(where) if at != ON_DEVICE]
+            if len(movable) <= _TRIED:
+                self._try_all(costs, where, who, movable, busy)
+            else:
+                self._split(costs, where, who, movable, busy)
+        return Placed(bytes(who), self.seconds(costs, where, who, busy))
+
+    def _try_all(
+        self, costs: list[_Costs], where: Sequence[int], who: bytearray, movable: list[int], busy: Busy
+    ) -> None:  # fmt: skip
+        """Leaves the best of all ways in `who`."""
+        best, best_s = bytes(who), float("inf")
+        for way in range(1 << len(movable)):
+            for bit, place in enumerate(movable):
+                who[place] = _on_device(where[place]) if way >> bit & 1 else HOST
+            taken = self._judged(costs, where, who, busy)
+            if taken < best_s:
+                best, best_s = bytes(who), taken
+        who[:] = best
+
+    def _split(
+        self, costs: list[_Costs], where: Sequence[int], who: bytearray, movable: list[int], busy: Busy
+    ) -> None:  # fmt: skip
+        """Experts by how much longer the processor takes than it takes to bring them to the device: divides that order
+        in two where both sides are done at the same time; then whoever is better off on the other side goes there."""
+        order = sorted(movable, key=lambda place: (-_ratio(costs[place]), place))
+
+        def divided(count: int) -> float:
+            for at, place in enumerate(order):
+                who[place] = _on_device(where[place]) if at < count else HOST
+            return self._judged(costs, where, who, busy)
+
+        least, most = 1, len(order)
+        while least < most:
+            middle = (least + most) // 2
+            if divided(middle) <= divided(middle + 1):
+                most = middle
+            else:
+                least = middle + 1
+        best_s = divided(0)
+        if (taken := divided(least)) < best_s:
+            best_s = taken
+        else:
+            divided(0)
+        if len(order) > 4 * _TRIED:
+            return
+        for place in order:
+            before = who[place]
+            who[place] = _on_device(where[place]) if before == HOST else HOST
+            taken = self._judged(costs, where, who, busy)
+            if taken < best_s:
+                best_s = taken
+            else:
+                who[place] = before
+
+    def _judged(self, costs: list[_Costs], where: Sequence[int], who: Sequence[int], busy: Busy) -> float:
+        copied = sum(each.copy for each, by in zip(costs, who, strict=True) if by == COPIED)
+        return self.seconds(costs, where, who, busy) + _RELUCTANCE * copied
+
+
+class _Native:
+    """The same in C."""
+
+    def __init__(self, native: library.Library, placement: Placement) -> None:
+        self._call: Any = native.functions.moert_assign
+        table = array("d")
+        for products, copy, read in zip(placement._kinds, placement._copies, placement._reads, strict=True):
+            for each in [*products, *[(0.0, 0.0, 0.0, 0.0)] * (3 - len(products))]:
+                table.extend(each)
+            table.extend((copy, read))
+        self._table = table
+        self._placing = Placing(
+            kinds=table.buffer_info()[0], host_call_s=placement._host.call_s, launch_s=placement._device.launch_s,
+            row_s=placement._row_s, pass_s=placement.pass_s, reluctance=_RELUCTANCE, tried=_TRIED, rule=placement._rule,
+        )  # fmt: skip
+        self._address = addressof(self._placing)
+        self._scratch = array("d", bytes(PLACING * 8 * _MOST))
+        self._scratch_at = self._scratch.buffer_info()[0]
+
+    def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy) -> Placed:
+        given, who, placing = array("i", (*counts, *kinds, *where)), bytearray(len(counts)), self._placing
+        placing.device_s, placing.copy_s, placing.read_s = busy
+        out = addressof(c_char.from_buffer(who)) if who else None
+        seconds = self._call(self._address, len(who), given.buffer_info()[0], out, self._scratch_at)
+        return Placed(bytes(who), seconds)
+
+
+def _products(kind: Kind, device: DeviceCosts, host: HostCosts) -> list[tuple[float, float, float, float]]:
+    """Of each projection the seconds of its weights and of a row, on the processor and on the device."""
+    return [
+        (
+            weights * host.widths[bits].weight_s, weights * host.widths[bits].row_s,
+            weights * device.widths[bits].weight_s, weights * device.widths[bits].row_s,
+        )
+        for bits, weights in kind.projections
+    ]  # fmt: skip
+
+
+def _on_device(at: int) -> int:
+    return HELD if at & ON_DEVICE else COPIED
+
+
+def _ratio(costs: _Costs) -> float:
+    """What the processor is spared, by what the busier of the two streams gets to do."""
+    return costs.host / max(costs.device, costs.copy)

@@ -1,0 +1,233 @@
+"""Which experts stay in a device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.beside.gpu.device import STAGING_BUFFERS, Device, DeviceFull, Held
+from moert.experts.cache.residency import Residency
+from moert.experts.demand import Demand
+from moert.experts.policy.eviction import EvictionPolicy, ExpectedWait, LayerOrder, LeastRecentOfLayer
+from moert.experts.policy.succession import Succession
+from moert.experts.policy.usage import Candidates, place_of
+from moert.kernels.backend import ExpertView
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.paths import DROPPED, Trace
+from moert.stats import DeviceCounters
+
+Popularity = Mapping[LayerKey, npt.NDArray[np.float64]]
+"""[num_experts] for each layer: of its tokens the share that went to each."""
+
+
+class Keeping(NamedTuple):
+    """A policy for who leaves, and experts in the order in which they are to be there at the start."""
+
+    policy: EvictionPolicy
+    first: Sequence[ExpertKey]
+
+
+class Ranked:
+    """Whoever stands further back in an order leaves first: what fits of its beginning stays for good, and what is
+    copied beside it leaves again."""
+
+    def __init__(self, order: Sequence[ExpertKey]) -> None:
+        most = 1 + max(key.expert for key in order)
+        self._worth = np.zeros((1 + max(place_of(key.at) for key in order), most), np.int64)
+        for rank, key in enumerate(order):
+            self._worth[place_of(key.at), key.expert] = len(order) - rank
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        found: npt.NDArray[Any] = self._worth[candidates.place, candidates.expert]
+        return found
+
+
+def popularity(trace: Trace | None, spec: ModelSpec) -> Popularity:
+    """Counted in a pack's trace, as Fiddler does; without one, none is more popular than another."""
+    even = np.full(spec.moe.n, spec.moe.router.top_k / spec.moe.n)
+    if trace is None:
+        return dict.fromkeys(spec.moe_layers(), even)
+    found: dict[LayerKey, npt.NDArray[np.float64]] = {}
+    for name, stack in trace.stacks.items():
+        for place, at in enumerate(spec.moe_layers(name)):
+            chosen = stack.experts[:, place]
+            counts = np.bincount(chosen[chosen != DROPPED].astype(np.int64), minlength=spec.moe.n)
+            found[at] = counts / max(1, len(chosen))
+    return found
+
+
+def by_popularity(shares: Popularity, order: LayerOrder) -> list[ExpertKey]:
+    """The most popular first, of equal ones by layer and number."""
+    keys = [at.expert(number) for at in order for number in range(len(shares[at]))]
+    return sorted(keys, key=lambda key: (-float(shares[key.at][key.expert]), key))
+
+
+def _expected(shares: Popularity, order: LayerOrder, succession: Succession | None) -> Keeping:
+    return Keeping(ExpectedWait(order, succession), by_popularity(shares, order))
+
+
+def _popular(shares: Popularity, order: LayerOrder, succession: Succession | None) -> Keeping:
+    ranked = by_popularity(shares, order)
+    return Keeping(Ranked(ranked), ranked)
+
+
+def _lru(shares: Popularity, order: LayerOrder, succession: Succession | None) -> Keeping:
+    return Keeping(LeastRecentOfLayer(), ())
+
+
+def _layers(shares: Popularity, order: LayerOrder, succession: Succession | None) -> Keeping:
+    by_layer = [at.expert(number) for at in reversed(order) for number in range(len(shares[at]))]
+    return Keeping(Ranked(by_layer), by_layer)
+
+
+DEFAULT_KEEP = "expected"
+KEEPS: Mapping[str, Callable[[Popularity, LayerOrder, Succession | None], Keeping]] = {
+    DEFAULT_KEEP: _expected,
+    "popular": _popular,
+    "lru": _lru,
+    "layers": _layers,
+}
+"""Who is needed again last leaves, as eviction has it; the most popular of the trace stay (Fiddler); the latest of each
+layer, who come as they are asked for (Mixtral-offloading); whole layers, the last ones (llama.cpp)."""
+
+
+class Residents:
+    """Never more than `capacity_bytes` of experts. Room for newcomers is kept free: they come into it, are used, and
+    then whoever is worth least leaves, which may be the newcomer: so a long prompt that copies all experts of a layer
+    does not push out what its next layers need."""
+
+    def __init__(
+        self, device: Device, weights: Mapping[ExpertKey, int], policy: EvictionPolicy, capacity_bytes: int,
+        counters: DeviceCounters,
+    ) -> None:  # fmt: skip
+        """`weights`: bytes of each expert on the device."""
+        self._device, self._weights, self._counters = device, weights, counters
+        self._residency = Residency(capacity_bytes, policy, native=hasattr(policy, "rule"))
+        self._held: dict[ExpertKey, Held] = {}
+        self._comes: dict[ExpertKey, float] = {}  # when copies under way will have come
+        self._copying_until = 0.0
+        self._expected: Sequence[ExpertKey] = ()  # copied for what comes next
+        largest = max(weights.values())
+        newcomers = min(STAGING_BUFFERS, capacity_bytes // largest // 4)
+        self._spare_bytes = max(1, newcomers) * largest
+
+    def learn(self, demands: Iterable[Demand]) -> None:
+        """What the pack's trace asked for: who is worth how much before the first request."""
+        self._residency.learn(demands)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._residency.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._residency.used_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """For experts that stay, beside the newcomers'."""
+        return self.capacity_bytes - self._spare_bytes - self.used_bytes
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: ExpertKey) -> bool:
+        return key in self._held
+
+    def begin(self, demand: Demand) -> None:
+        """A layer begins."""
+        self._residency.begin(demand)
+        now = self._device.clock.now()
+        self._comes = {key: until for key, until in self._comes.items() if until > now}
+
+    def held(self, key: ExpertKey) -> Held:
+        return self._held[key]
+
+    def comes_in(self, key: ExpertKey) -> float:
+        """Seconds until its copy will have come, as far as costs tell; 0 for what is there."""
+        return max(0.0, self._comes.get(key, 0.0) - self._device.clock.now())
+
+    @property
+    def copying_s(self) -> float:
+        """For how long the stream of copies is busy."""
+        return max(0.0, self._copying_until - self._device.clock.now())
+
+    def bring(self, key: ExpertKey, view: ExpertView, takes_s: float, ahead: bool = False) -> Held | None:
+        """Begins to copy an expert there, which takes so long; None where it finds no room. What it is copied `ahead`
+        for may not come: nobody who stays leaves for it."""
+        nbytes = self._weights[key]
+        while True:
+            free = self.capacity_bytes - self.used_bytes
+            leaving = [] if nbytes <= free else None if ahead else self._residency.victims(nbytes, (), self._expected)
+            if leaving is None:
+                return None
+            self._drop(leaving)
+            try:
+                held = self._device.copy(view)
+                break
+            except DeviceFull:
+                if not self.give_back(nbytes):
+                    return None
+        self._residency.add(key, nbytes)
+        self._held[key] = held
+        self._copying_until = max(self._copying_until, self._device.clock.now()) + takes_s
+        self._comes[key] = self._copying_until
+        self._counters.copies += 1
+        self._counters.copied_bytes += nbytes
+        return held
+
+    def limit(self, nbytes: int) -> None:
+        """From now on experts take no more than this; nobody leaves for it before somebody comes."""
+        self._residency.capacity_bytes = min(self.capacity_bytes, nbytes)
+
+    def give_back(self, nbytes: int, but: Collection[ExpertKey] = ()) -> bool:
+        """The device has less memory than was thought: experts of so many bytes leave, `but` none of these, and their
+        room is not used again. False where there are none."""
+        leaving = self._residency.victims(nbytes + self.capacity_bytes - self.used_bytes, but, (), force=True)
+        if not leaving:
+            return False
+        self._drop(leaving)
+        self._counters.given_back += len(leaving)
+        self._residency.capacity_bytes = max(self.used_bytes, self.capacity_bytes - nbytes)
+        return True
+
+    def used(self, keys: Collection[ExpertKey]) -> None:
+        """The present layer computes with these on the device; it has no more need of them."""
+        for key in keys:
+            self._residency.demand(key)
+            self._residency.done(key)
+
+    def computed_elsewhere(self, keys: Collection[ExpertKey]) -> None:
+        """The present layer has no need of these here."""
+        for key in keys:
+            if key in self._held:
+                self._residency.demand(key)
+            else:
+                self._residency.pass_by(key)
+            self._residency.done(key)
+
+    def wants(self, key: ExpertKey) -> bool:
+        """Whether one that the processor computes is worth more here than somebody who is here."""
+        fits = self._weights[key] <= self.room_bytes
+        return key not in self._held and not self.copying_s and (fits or self._residency.outlasts(key))
+
+    def expect(self, keys: Sequence[ExpertKey]) -> None:
+        """What was copied for the next layer: it stays until then."""
+        self._expected = keys
+
+    def settle(self) -> None:
+        """The layer is done: whoever is worth least leaves until there is room for newcomers."""
+        self._drop(self._residency.victims(self._spare_bytes, (), self._expected) or ())
+
+    def free_all(self) -> None:
+        self._drop(list(self._held))
+
+    def _drop(self, keys: Collection[ExpertKey]) -> None:
+        for key in keys:
+            self._residency.remove(key)
+            self._device.free(self._held.pop(key))
+            self._comes.pop(key, None)
+            self._counters.evictions += 1

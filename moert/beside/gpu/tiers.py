@@ -1,0 +1,591 @@
+"""Two tiers: the experts of a layer on a device and on the processor side by side, each where it is done sooner."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+
+from moert.beside.gpu.device import Device, DeviceFull, HostCosts, Roofline, Running, host_costs
+from moert.beside.gpu.placement import COPIED, HELD, HOST, IN_MEMORY, ON_DEVICE, ONLY_HELD, Busy, Kind, Placement
+from moert.beside.gpu.residents import KEEPS, Keeping, Residents, popularity
+from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of, compute_parts
+from moert.errors import SettingInvalid, said
+from moert.experts.ahead import Lookahead
+from moert.experts.cache.cache import ExpertCache
+from moert.experts.demand import Demand, Listener
+from moert.experts.drive.probe import remembered
+from moert.experts.drive.store import ExpertStore
+from moert.experts.executor import WAVE_BYTES, ByExpert, by_expert
+from moert.experts.policy.names import succession_of, trace_of
+from moert.experts.policy.selection import demands_of
+from moert.kernels.backend import I32, I64, Backend, Expert, ExpertView
+from moert.pack.codec import F32, U8
+from moert.pack.errors import PackError
+from moert.pack.manifest import BACKBONE
+from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.parts import Ffn
+from moert.pack.reader import Pack
+from moert.predict.predictor import Prediction
+from moert.stats import DeviceCounters, DeviceUse, size
+
+if TYPE_CHECKING:
+    from moert.experts.ahead import Lookahead
+
+
+class Lent(NamedTuple):
+    """An expert in memory, both ways."""
+
+    view: ExpertView
+    expert: Expert
+
+
+class LendingStore:
+    """A Store of the cache whose experts are Lent."""
+
+    def __init__(self, store: ExpertStore) -> None:
+        self._store = store
+
+    def nbytes(self, key: ExpertKey) -> int:
+        return self._store.nbytes(key)
+
+    def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
+        return self._store.read_all(wanted)
+
+    def expert(self, key: ExpertKey, buffer: U8) -> Expert:
+        return cast("Expert", Lent(self._store.view(key, buffer), self._store.expert(key, buffer)))
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def lent(expert: Expert) -> Lent:
+    """What such a store gave to the cache."""
+    return cast("Lent", expert)
+
+
+class Others(NamedTuple):
+    """What is not experts: weights of a layer, and of the head, that every token passes; `by`: what computes them, and
+    `call_s` for each layer, for its many small steps."""
+
+    layer_weights: int
+    head_weights: int
+    by: Roofline
+    call_s: float
+
+
+class Telling:
+    """Of one run. `last`: the layer behind which the head comes."""
+
+    def __init__(self, clock: VirtualClock, host: HostCosts, others: Others, last: LayerKey) -> None:
+        self._clock, self._host, self._others, self._last = clock, host, others, last
+        self._read_until: dict[ExpertKey, float] = {}
+
+    def layer(self, at: LayerKey, tokens: int) -> None:
+        """All before the experts of this layer, and behind the last one the head, for so many tokens."""
+        others = self._others
+        seconds = others.call_s + others.by.seconds(others.layer_weights, tokens)
+        if at == self._last:
+            seconds += others.by.seconds(others.head_weights, 1)
+        self._clock.host(seconds)
+
+    def reads(self, nbytes: Mapping[ExpertKey, int]) -> None:
+        """Experts that are not in memory are read one after the other."""
+        self._read_until = {
+            key: self._clock.read(self._host.read_s + size / self._host.read_bytes_per_s)
+            for key, size in nbytes.items()
+        }
+
+    def wait_for(self, key: ExpertKey) -> None:
+        """For its read, if there is one."""
+        self._clock.wait(self._read_until.get(key, 0.0))
+
+    def computes(self, seconds: float) -> None:
+        self._clock.host(seconds)
+
+
+_MEMORY = 64  # predictions after which older ones begin to be forgotten
+_LEAST = 0.2  # of a copy's time, what it must be expected to save
+_WINDOW_RATE = 0.1
+
+
+class CopyAhead:
+    """Copies what is predicted while the stream of copies has nothing else to do. A copy pays where the probability
+    that it is asked for times what the device saves is a fair part of what the copy takes; how probable what is claimed
+    really is, is learned."""
+
+    def __init__(
+        self, cache: ExpertCache, residents: Residents, placement: Placement, kind_of: Mapping[ExpertKey, int],
+        counters: DeviceCounters, now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._cache, self._residents, self._placement = cache, residents, placement
+        self._kind_of, self._counters, self._now = kind_of, counters, now
+        self._right, self._claimed = 1.0, 1.0
+        self._asked: list[tuple[ExpertKey, float]] = []
+        self._window_s = 0.0  # between two layers
+        self._last_s: float | None = None
+
+    def wants(self) -> bool:
+        """Whether anything is left that could be copied."""
+        return len(self._residents) < len(self._kind_of)
+
+    def demanded(self, keys: set[ExpertKey]) -> None:
+        """A layer needs these: how good were the claims, and how much time lies between two layers?"""
+        now = self._now()
+        if self._last_s is not None:
+            self._window_s += _WINDOW_RATE * (now - self._last_s - self._window_s)
+        self._last_s = now
+        for key, claim in self._asked:
+            self._claimed += claim
+            self._right += key in keys
+            self._counters.ahead_used += key in keys and key in self._residents
+        if self._claimed > _MEMORY:
+            self._right, self._claimed = self._right / 2, self._claimed / 2
+        self._asked = []
+
+    def expect(self, at: LayerKey, prediction: Prediction, n_tokens: int) -> None:
+        """Copies those of a layer that are not there, most probable first, as long as they come in time."""
+        trust, busy = min(1.0, self._right / self._claimed), self._residents.copying_s
+        copied: list[ExpertKey] = []
+        for number, claim in prediction:
+            key = at.expert(number)
+            kind = self._kind_of[key]
+            takes, gain = self._placement.copy_s(kind), self._placement.gain_s(kind)
+            if claim * trust * gain < _LEAST * takes or busy + takes > self._window_s + gain:
+                break
+            if key in self._residents:
+                copied.append(key)
+                continue
+            if self._cache.absent([key])[0]:
+                continue
+            with self._cache.lease([key]) as lease:
+                held = self._residents.bring(key, lent(lease.expert(0)).view, takes, ahead=True)
+            if held is None:
+                break
+            busy += takes
+            copied.append(key)
+            self._asked.append((key, claim))
+            self._counters.ahead += 1
+        self._residents.expect(copied)
+
+
+Piece = tuple[int, int, int]
+"""Of some experts the place of one, and which of its rows: from, and up to which."""
+MOST_ROWS = 1024
+"""Rows that a device computes in one call at most, so that its scratch stays small."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What a TieredExperts works with. `telling`: of a simulated device; `kind_of`: of each expert its kind in
+    `placement`, of which it has so many bytes in memory (`nbytes`); `rows`: that the device computes in one call."""
+
+    device: Device
+    residents: Residents
+    placement: Placement
+    kind_of: Mapping[ExpertKey, int]
+    nbytes: Mapping[ExpertKey, int]
+    counters: DeviceCounters
+    rows: int = MOST_ROWS
+    copy_ahead: CopyAhead | None = None
+    telling: Telling | None = None
+
+
+@dataclass
+class _Layer:
+    """One layer on its way: its experts, where the rows of each begin, who computes each, what the device was asked to
+    compute, and what all of them make."""
+
+    keys: list[ExpertKey]
+    group: ByExpert
+    starts: list[int]
+    who: bytearray
+    hidden: F32
+    parts: F32
+    running: list[tuple[list[Piece], Running]]
+
+    def rows(self, place: int) -> slice:
+        return slice(self.starts[place], self.starts[place + 1])
+
+    def tokens(self, place: int) -> I32:
+        return self.group.tokens[self.rows(place)]
+
+
+class TieredExperts:
+    """The ExpertRunner of moert.models for two devices. What all experts make is added up in the order of their
+    numbers, wherever each was computed."""
+
+    def __init__(
+        self, tiers: Tiers, cache: ExpertCache, backend: Backend, spec: Ffn, ahead: Lookahead | None,
+        listeners: Iterable[Listener] = (),
+    ) -> None:  # fmt: skip
+        self.listeners = list(listeners)
+        self.tiers = tiers
+        self._cache, self._backend, self._spec, self._ahead = cache, backend, spec, ahead
+        if ahead is not None:
+            ahead.copies = tiers.copy_ahead
+
+    def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
+        """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
+        group = by_expert(experts, weights)
+        keys = [at.expert(number) for number in group.needed]
+        tiers, demand = self.tiers, Demand(at, tuple(group.needed))
+        if tiers.telling is not None:
+            tiers.telling.layer(at, len(hidden))
+        tiers.residents.begin(demand)
+        if tiers.copy_ahead is not None:
+            tiers.copy_ahead.demanded(set(keys))
+        absent = self._cache.absent(keys)
+        began, who, seconds = tiers.device.clock.now(), *self._placed(keys, group.counts, absent)
+        self._announce(demand, keys, who)
+        starts = list(accumulate(group.counts, initial=0))
+        parts = np.empty((starts[-1], hidden.shape[1]), np.float32)
+        layer = _Layer(keys, group, starts, who, hidden, parts, [])
+        self._begin_held(layer)
+        if tiers.telling is not None:
+            lacking = [place for by in (COPIED, HOST) for place in _places(who, by) if absent[place]]
+            tiers.telling.reads({keys[place]: tiers.nbytes[keys[place]] for place in lacking})
+        self._copy(layer, [place for place in _places(who, COPIED) if not absent[place]])
+        if self._ahead is not None:
+            self._ahead.look(at, experts, x)
+        self._compute(layer, [place for place in _places(who, HOST) if not absent[place]])
+        self._copy(layer, [place for place in _places(who, COPIED) if absent[place]])
+        self._compute(layer, [place for place in _places(who, HOST) if absent[place]])
+        self._finish(layer)
+        self._backend.add_parts(layer.parts, group.weights, out, group.tokens)
+        self._exchange(layer)
+        tiers.residents.settle()
+        tiers.counters.predicted_s += seconds
+        tiers.counters.taken_s += tiers.device.clock.now() - began
+
+    def fill(self, first: Sequence[ExpertKey]) -> None:
+        """Brings experts to the device before the first request, in this order, as many as stay there."""
+        tiers, residents = self.tiers, self.tiers.residents
+        if not first:
+            return
+        nothing = Demand(first[0].at, ())
+        residents.begin(nothing)
+        self._cache.begin(nothing)
+        for key in first:
+            if tiers.nbytes[key] > residents.room_bytes:
+                break
+            if key not in residents:
+                with self._cache.lease([key]) as lease:
+                    held = residents.bring(key, lent(lease.expert(0)).view, 0.0)
+                    if held is None:
+                        break
+                    tiers.device.wait_left(held)
+        for key in first:
+            if key in residents:
+                tiers.device.wait(residents.held(key))
+
+    def _placed(self, keys: list[ExpertKey], counts: list[int], absent: list[bool]) -> tuple[bytearray, float]:
+        """Who computes each, and how long that is to take."""
+        tiers, residents = self.tiers, self.tiers.residents
+        where = [
+            (ON_DEVICE if key in residents else 0) | (0 if is_absent else IN_MEMORY)
+            for key, is_absent in zip(keys, absent, strict=True)
+        ]
+        kinds = [tiers.kind_of[key] for key in keys]
+        coming = max((residents.comes_in(key) for key in keys if key in residents), default=0.0)
+        busy = Busy(copy_s=residents.copying_s)
+        if coming:
+            there = sum(
+                tiers.placement.costs(count, kind, ON_DEVICE).device
+                for key, count, kind in zip(keys, counts, kinds, strict=True)
+                if key in residents and not residents.comes_in(key)
+            )
+            busy = busy._replace(device_s=max(0.0, coming - there))
+        placed = tiers.placement.decide(counts, kinds, where, busy)
+        return bytearray(placed.who), placed.seconds
+
+    def _announce(self, demand: Demand, keys: list[ExpertKey], who: bytearray) -> None:
+        """The cache in memory hears of what is needed there alone, everyone else of all."""
+        needed = [key.expert for key, by in zip(keys, who, strict=True) if by != HELD]
+        arrivals = self._cache.begin(Demand(demand.at, tuple(needed)))
+        if self._ahead is not None:
+            self._ahead.demanded(demand, arrivals)
+        for hear in self.listeners:
+            hear(demand)
+        counters = self.tiers.counters
+        counters.asked += len(keys)
+        counters.held += len(keys) - len(needed)
+
+    def _begin_held(self, layer: _Layer) -> None:
+        """First what is there, then what is on its way, in the order in which it comes."""
+        residents = self.tiers.residents
+        held = sorted(_places(layer.who, HELD), key=lambda place: residents.comes_in(layer.keys[place]))
+        late = sum(residents.comes_in(layer.keys[place]) > 0 for place in held)
+        self.tiers.counters.coming += late
+        if held and not self._begin(layer, held):
+            for place in held:
+                layer.who[place] = HOST
+            self._cache.begin(Demand(layer.keys[0].at, tuple(
+                key.expert for key, by in zip(layer.keys, layer.who, strict=True) if by != HELD
+            )))  # fmt: skip
+        residents.computed_elsewhere([layer.keys[place] for place in _places(layer.who, HOST)])
+
+    def _begin(self, layer: _Layer, places: list[int]) -> bool:
+        """The device computes these; False where it has no memory for that, even once experts have left."""
+        tiers, residents = self.tiers, self.tiers.residents
+        counts, rows = layer.group.counts, [layer.tokens(place) for place in places]
+        wanted = [layer.keys[place] for place in places]
+        for piece in _pieces([counts[place] for place in places], tiers.rows):
+            held = [residents.held(layer.keys[places[at]]) for at, _, _ in piece]
+            tokens = np.concatenate([rows[at][start:stop] for at, start, stop in piece])
+            sizes = [stop - start for _, start, stop in piece]
+            while True:
+                try:
+                    running = tiers.device.begin(held, sizes, tokens, layer.hidden, self._spec)
+                    break
+                except DeviceFull:
+                    if not residents.give_back(max(tiers.nbytes.values()), wanted):
+                        return False
+            layer.running.append(([(places[at], start, stop) for at, start, stop in piece], running))
+        residents.used(wanted)
+        return True
+
+    def _copy(self, layer: _Layer, places: list[int]) -> None:
+        """Copies experts to the device, which computes them as they come."""
+        tiers = self.tiers
+        for place in places:
+            key = layer.keys[place]
+            with self._cache.lease([key]) as lease:
+                given = lent(lease.expert(0))
+                if tiers.telling is not None:
+                    tiers.telling.wait_for(key)
+                takes = tiers.placement.copy_s(tiers.kind_of[key])
+                held = tiers.residents.bring(key, given.view, takes)
+                if held is not None:
+                    tiers.device.wait_left(held)
+            if held is None or not self._begin(layer, [place]):
+                layer.who[place] = HOST  # as it comes to those
+            else:
+                tiers.counters.copied += 1
+
+    def _exchange(self, layer: _Layer) -> None:
+        """While copies have nothing else to do, what the processor had to compute comes to the device, if it is worth
+        more there than somebody who is there."""
+        tiers, residents = self.tiers, self.tiers.residents
+        for place in _places(layer.who, HOST):
+            key = layer.keys[place]
+            if residents.wants(key) and not self._cache.absent([key])[0]:
+                with self._cache.lease([key]) as lease:
+                    takes = tiers.placement.copy_s(tiers.kind_of[key])
+                    held = residents.bring(key, lent(lease.expert(0)).view, takes, ahead=True)
+                    if held is not None:
+                        tiers.device.wait_left(held)
+
+    def _compute(self, layer: _Layer, places: list[int]) -> None:
+        """The processor computes these."""
+        tiers = self.tiers
+        for wave in self._waves(layer, places):
+            with self._cache.lease([layer.keys[place] for place in wave]) as lease:
+                for at, place in enumerate(wave):
+                    expert = lent(lease.expert(at)).expert
+                    rows = layer.rows(place)
+                    if tiers.telling is not None:
+                        kind = tiers.kind_of[layer.keys[place]]
+                        tiers.telling.wait_for(layer.keys[place])
+                        tiers.telling.computes(tiers.placement.costs(layer.group.counts[place], kind, IN_MEMORY).host)
+                    compute_parts(
+                        self._backend, expert, layer.hidden, layer.tokens(place), layer.parts[rows], self._spec
+                    )
+            tiers.counters.on_host += len(wave)
+
+    def _waves(self, layer: _Layer, places: list[int]) -> Iterator[list[int]]:
+        """Small experts are leased together, as far as the cache has room for them."""
+        most, nbytes = min(WAVE_BYTES, self._cache.capacity_bytes // 2), 0
+        wave: list[int] = []
+        for place in places:
+            size = self.tiers.nbytes[layer.keys[place]]
+            if wave and nbytes + size > most:
+                yield wave
+                wave, nbytes = [], 0
+            wave.append(place)
+            nbytes += size
+        if wave:
+            yield wave
+
+    def _finish(self, layer: _Layer) -> None:
+        """What the device has made goes where it belongs."""
+        for pieces, running in layer.running:
+            made = np.empty((sum(stop - start for _, start, stop in pieces), layer.parts.shape[1]), np.float32)
+            self.tiers.device.finish(running, made)
+            row = 0
+            for place, start, stop in pieces:
+                first = layer.starts[place]
+                layer.parts[first + start : first + stop] = made[row : row + stop - start]
+                row += stop - start
+
+
+def _places(who: Sequence[int], by: int) -> list[int]:
+    return [place for place, each in enumerate(who) if each == by]
+
+
+def _pieces(counts: Sequence[int], most: int) -> Iterator[list[Piece]]:
+    """Rows of experts in groups of at most so many."""
+    piece: list[Piece] = []
+    room = most
+    for at, count in enumerate(counts):
+        start = 0
+        while start < count:
+            stop = min(count, start + room)
+            piece.append((at, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
+
+
+_USUAL_DRIVE = 1e9  # bytes a second, of a drive that was never measured
+_STEPS_S = 50e-6  # what the small steps of a layer take on a device, some ten kernels
+_PAST = 4000  # layers of the trace that the worth of experts is learned from
+_OF_SCRATCH = 0.125  # of a device's memory, what it computes with
+_OF_OTHERS = 0.5  # the part of a device's memory that what is not experts may take there
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of the user: a name of moert.beside.gpu.residents, and a rule of moert.beside.gpu.placement."""
+
+    keep: str
+    rule: str
+
+
+class DeviceTier:
+    """A device and the experts of a pack there."""
+
+    def __init__(self, pack: Pack, device: Device, store: ExpertStore, backend: Backend, asked: Asked) -> None:
+        """`backend`: of the processor. Raises PackError."""
+        self.device, self.counters = device, DeviceCounters()
+        self._pack, self._backend, self._asked, self._store = pack, backend, asked, store
+        self.others_there = _others_there(pack, device)
+        """Whether all but the experts lies there as well."""
+        self.keeping = self._keeping()
+        self.runner: TieredExperts | None = None
+        self._filled = False
+        self._width = pack.manifest.model.projection_shape("down")[0]
+
+    def open(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
+        """What runs the experts. Raises SettingInvalid where the device has no room for any."""
+        pack, device, model = self._pack, self.device, self._pack.manifest.model
+        kinds, kind_of = _kinds(pack, self._store)
+        weighs = {
+            entry.key: device.weigh(entry.file_bytes, self._store.projections(entry.key))
+            for entry in pack.manifest.experts
+        }
+        rows, room = self._rows, self._room_bytes()
+        if room < max(weighs.values()):
+            raise SettingInvalid(
+                "gpu_memory",
+                f"of {size(device.capacity_bytes)} leaves {size(room)} for experts, one of which takes "
+                f"{size(max(weighs.values()))} there: give more, or no {said('device')}",
+            )
+        host = self._host_costs()
+        placement = Placement(kinds, self._width, device.costs(), host, self._asked.rule)
+        residents = Residents(device, weighs, self.keeping.policy, room, self.counters)
+        device.full(lambda: residents.give_back(max(weighs.values())))
+        residents.learn(self._past())
+        copies = None
+        if self._asked.rule != ONLY_HELD:
+            copies = CopyAhead(cache, residents, placement, kind_of, self.counters, device.clock.now)
+        nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+        tiers = Tiers(
+            device, residents, placement, kind_of, nbytes, self.counters, rows, copies, self._telling(host)
+        )  # fmt: skip
+        if ahead is not None and device.simulated:
+            ahead.reads = False  # what other threads have read by now would depend on this machine
+        self.runner = TieredExperts(tiers, cache, self._backend, model.moe.ffn, ahead, listeners)
+        return self.runner
+
+    def begins(self) -> None:
+        """The first request is about to run: what is to lie there from the start is brought there."""
+        if self.runner is not None and not self._filled:
+            self._filled = True
+            self.runner.tiers.residents.limit(self._room_bytes())  # what is not experts lies there by now
+            self.runner.fill(self.keeping.first)
+
+    def close(self) -> None:
+        """Gives back what experts take there, before the device closes."""
+        if self.runner is not None:
+            self.runner.tiers.residents.free_all()
+
+    def use(self) -> DeviceUse:
+        device = self.device
+        return DeviceUse(device.title, device.used_bytes, device.capacity_bytes, self.counters)
+
+    def _keeping(self) -> Keeping:
+        spec, quiet = self._pack.manifest.model, lambda note: None
+        shares = popularity(trace_of(self._pack, quiet), spec)
+        return KEEPS[self._asked.keep](shares, spec.moe_layers(), succession_of(self._pack, quiet))
+
+    def _past(self) -> list[Demand]:
+        """The end of what the pack's trace asks for."""
+        spec, trace = self._pack.manifest.model, trace_of(self._pack, lambda note: None)
+        if trace is None:
+            return []
+        found: deque[Demand] = deque(maxlen=_PAST)
+        found.extend(demands_of(trace, spec, _PAST))
+        return list(found)
+
+    def _room_bytes(self) -> int:
+        """For experts, beside what is on the device now."""
+        scratch = self.device.scratch_bytes(self._rows, self._width, self._pack.manifest.model.moe.ffn.d_ff)
+        return max(0, self.device.capacity_bytes - self.device.used_bytes - scratch)
+
+    @property
+    def _rows(self) -> int:
+        """That the device computes in one call: a small one has no room for the scratch of many."""
+        d_ff = self._pack.manifest.model.moe.ffn.d_ff
+        each = max(1, self.device.scratch_bytes(MOST_ROWS, self._width, d_ff) // MOST_ROWS)
+        return max(1, min(MOST_ROWS, int(_OF_SCRATCH * self.device.capacity_bytes) // each))
+
+    def _host_costs(self) -> HostCosts:
+        if isinstance(self.device, SimulatedDevice):
+            return self.device.host_costs()
+        known = remembered(self._pack.root)
+        speed = _USUAL_DRIVE if known is None else known.speeds[known.settings]
+        return host_costs(self._backend, speed)
+
+    def _telling(self, host: HostCosts) -> Telling | None:
+        device, spec = self.device, self._pack.manifest.model
+        if not isinstance(device, SimulatedDevice):
+            return None
+        by = device.costs().widths[16] if self.others_there else host.widths[16]
+        sizes = [(tensor.role, prod(tensor.shape)) for tensor in spec.tensors.values()]
+        head = sum(size for role, size in sizes if role == "head")
+        layers = spec.moe_layers()
+        rest = sum(size for role, size in sizes if role not in ("head", "embed"))
+        others = Others(rest // len(layers), head, by, _STEPS_S if self.others_there else 0.0)
+        return Telling(device.clock, host, others, layers[-1])
+
+
+def _others_there(pack: Pack, device: Device) -> bool:
+    """Whether all but the experts has room on a simulated device, where it is taken then. A real one decides itself."""
+    if not isinstance(device, SimulatedDevice) or BACKBONE not in pack.manifest.files:
+        return False
+    nbytes = pack.manifest.files[BACKBONE].nbytes
+    if nbytes > _OF_OTHERS * device.capacity_bytes:
+        return False
+    device.take(nbytes)
+    return True
+
+
+def _kinds(pack: Pack, store: ExpertStore) -> tuple[Sequence[Kind], dict[ExpertKey, int]]:
+    """Kinds of experts that cost the same, and which each is of."""
+    kinds: dict[Kind, int] = {}
+    found: dict[ExpertKey, int] = {}
+    for entry in pack.manifest.experts:
+        views = store.projections(entry.key)
+        kind = Kind(tuple((bits_of(each), prod(each.shape)) for each in views.values()), entry.file_bytes)
+        found[entry.key] = kinds.setdefault(kind, len(kinds))
+    return tuple(kinds), found

@@ -1,0 +1,348 @@
+"""Matrices in the bytes of a pack on a device of torch, copies to it, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, cast
+from weakref import finalize
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull
+from moert.kernels.backend import Floats, ProjectionView, Stored
+from moert.pack.codec import E2M1, F32, MX_GROUP, U8, QuantizedMatrix, n_groups, row_bytes
+from moert.stats import size
+
+_PIECE_BYTES = 4 << 20
+
+
+class Copies:
+    """Of bytes in memory to a GPU. They pass STAGING_BUFFERS pieces of pinned memory in turn, whatever their size;
+    where the device is the processor they are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._next = device, 0
+        self._pieces: list[tuple[Tensor, Any]] = []
+        if device.type == "cuda":
+            self._stream: Any = stream_of(device)
+            self._pieces = [
+                (torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True), event()) for _ in range(STAGING_BUFFERS)
+            ]
+
+    def send(self, source: U8, target: Tensor) -> Any:
+        """Begins to copy the source, which may be changed once this returns, into a target of as many bytes; gives the
+        event of its arrival, None if it is there already."""
+        if not self._pieces:
+            np.copyto(target.numpy(), source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may use the target's memory yet
+        for first in range(0, len(source), _PIECE_BYTES):
+            some = source[first : first + _PIECE_BYTES]
+            piece, left = self._pieces[self._next]
+            self._next = (self._next + 1) % len(self._pieces)
+            left.synchronize()
+            np.copyto(piece.numpy()[: len(some)], some)
+            with torch.cuda.stream(self._stream):
+                target[first : first + len(some)].copy_(piece[: len(some)], non_blocking=True)
+                left.record(self._stream)
+        target.record_stream(self._stream)
+        arrived = event()
+        arrived.record(self._stream)
+        return arrived
+
+    def close(self) -> None:
+        """Waits for what was begun."""
+        if self._pieces:
+            self._stream.synchronize()
+        self._pieces = []
+
+
+def stream_of(device: torch.device) -> Any:
+    """A new stream on a GPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def event() -> Any:
+    """What a stream passes, and others may wait for."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on a device, in its order on the present stream; it may be changed once this returns. On the processor
+    it is the array itself."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.ascontiguousarray(array))
+    pinned = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)
+
+
+class Fetched:
+    """What is on its way from a device to memory, behind all that was begun on the present stream."""
+
+    def __init__(self, made: Tensor) -> None:
+        self._made = made
+        self._event: Any = None
+        if made.is_cuda:
+            self._made = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            self._made.copy_(made, non_blocking=True)
+            self._event = event()
+            self._event.record()
+
+    def into(self, out: F32) -> None:
+        """Waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        np.copyto(out, self._made.numpy())
+
+
+_CPU_BYTES = 1 << 30
+"""What a device that only stands for one may have where nothing is said."""
+_FREE_PART = 10  # of what is free on a GPU, what is left to its driver and others
+
+
+class TorchMemory:
+    """Of one device. On a GPU torch's allocator counts, and holds the limit for all that is done there; what lies on
+    the processor is counted here, so that the same limit can be tried without a GPU."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None) -> None:
+        self.device, self._counted = device, 0
+        self.give_back: Callable[[], bool] = lambda: False
+        """Asked where matrices, keys and values find no room: whether there is more now."""
+        if device.type != "cuda":
+            self.capacity_bytes = _CPU_BYTES if capacity_bytes is None else capacity_bytes
+            return
+        free, total = torch.cuda.mem_get_info(device)
+        self.capacity_bytes = min(free - free // _FREE_PART if capacity_bytes is None else capacity_bytes, total)
+        torch.cuda.set_per_process_memory_fraction(self.capacity_bytes / total, device)
+
+    @property
+    def used_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self.device))
+        return self._counted
+
+    def fits(self, nbytes: int) -> bool:
+        return self.used_bytes + nbytes <= self.capacity_bytes
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Room that is given back with what it lies in. Raises DeviceFull."""
+        nbytes = dtype.itemsize
+        for extent in shape:
+            nbytes *= extent
+        self.check(nbytes)
+        with self.shortage():
+            found = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self.count(found, nbytes)
+        return found
+
+    def check(self, nbytes: int) -> None:
+        """Raises DeviceFull if so many more bytes are more than it may have."""
+        if not self.fits(nbytes):
+            left = size(max(0, self.capacity_bytes - self.used_bytes))
+            raise DeviceFull(
+                f"{self.device} has {left} of {size(self.capacity_bytes)} left, {size(nbytes)} are asked for"
+            )
+
+    def count(self, owner: object, nbytes: int) -> None:
+        """So many bytes are held until the owner is gone."""
+        self._counted += nbytes
+        finalize(owner, self._release, nbytes).atexit = False
+
+    @contextmanager
+    def shortage(self) -> Iterator[None]:
+        """Where the device has no memory for what is done inside: DeviceFull."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ")[0]
+        else:
+            return
+        torch.cuda.empty_cache()
+        raise DeviceFull(f"{self.device} is out of memory: {reason}")
+
+    def _release(self, nbytes: int) -> None:
+        self._counted -= nbytes
+
+
+Kind = Literal[2, 3, 4, 8, "MXFP4", "F16", "BF16", "F32"]
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_MX_BIAS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class TorchMatrix:
+    """A matrix [rows, cols]. `kind`: the bits of its codes, or how its numbers are stored. `data`: these numbers
+    [rows, cols], or the bytes of codes [rows, row_bytes]; `scale` and `minimum` float16 [rows, groups], where of MXFP4
+    `scale` has the exponents, uint8. `bias` float32 [rows] is added to what it gives. Weights are
+    multiplied with two to the `power`."""
+
+    kind: Kind
+    cols: int
+    group: int
+    data: Tensor
+    scale: Tensor | None = None
+    minimum: Tensor | None = None
+    bias: Tensor | None = None
+    power: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.data)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.data, self.scale, self.minimum, self.bias)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def biased(self, bias: F32) -> TorchMatrix:
+        """The same, not copied, with this bias."""
+        return replace(self, bias=copied(bias, self.data.device))
+
+    def stored(self) -> tuple[Stored, F32 | None]:
+        """Copies in memory of what it was made of."""
+        bias = None if self.bias is None else array_of(self.bias)
+        if isinstance(self.kind, int):
+            codes, scale, minimum = (
+                array_of(part) for part in (self.data, self.scale, self.minimum) if part is not None
+            )
+            return QuantizedMatrix(self.kind, self.cols, self.group, codes, scale, minimum, self.power), bias
+        assert self.kind != "MXFP4", "matrices outside of experts are not stored so"
+        data = self.data.view(torch.int16) if self.kind == "BF16" else self.data
+        found = array_of(data)
+        return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found, self.power), bias
+
+
+def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatrix:
+    """A copy on the device of a matrix outside of experts."""
+    on = None if bias is None else copied(bias, device)
+    if isinstance(stored, QuantizedMatrix):
+        codes, scale, minimum = (copied(part, device) for part in (stored.qweight, stored.scale, stored.minimum))
+        parts = (stored.in_features, stored.group_size, codes, scale, minimum, on, stored.power)
+        return TorchMatrix(_kind(stored.bits), *parts)
+    cols = stored.data.shape[1]
+    if stored.dtype == "BF16":
+        data = copied(stored.data.view(np.int16), device).view(torch.bfloat16)
+    else:
+        data = copied(stored.data, device)
+    return TorchMatrix(stored.dtype, cols, cols, data, bias=on, power=stored.power)
+
+
+def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
+    """A matrix of an expert whose file lies in the buffer, uint8 [bytes]: not copied."""
+    rows, cols = part.shape
+    bias = None if part.bias_place is None else _piece(buffer, part.bias_place, torch.float32, rows)
+    if part.form is None:
+        groups, size = n_groups(cols, part.group_size), row_bytes(cols, part.bits)
+        codes = _piece(buffer, part.places[0], torch.uint8, rows, size)
+        scale, minimum = (_piece(buffer, at, torch.float16, rows, groups) for at in part.places[1:])
+        return TorchMatrix(_kind(part.bits), cols, part.group_size, codes, scale, minimum, bias, part.power)
+    if part.form == "MXFP4":
+        codes = _piece(buffer, part.places[0], torch.uint8, rows, row_bytes(cols, 4))
+        exponents = _piece(buffer, part.places[1], torch.uint8, rows, n_groups(cols, MX_GROUP))
+        return TorchMatrix("MXFP4", cols, MX_GROUP, codes, exponents, None, bias)
+    data = _piece(buffer, part.places[0], _FLOATS[part.form], rows, cols)
+    return TorchMatrix(part.form, cols, cols, data, bias=bias, power=part.power)
+
+
+def weights(matrix: TorchMatrix, first: int = 0, stop: int | None = None) -> Tensor:
+    """Rows first to stop - 1 in float32, [rows, cols]: bit for bit what the reference makes of them."""
+    data = matrix.data[first:stop]
+    if matrix.scale is None:
+        return _times_two(data.to(torch.float32), matrix.power)
+    scale = matrix.scale[first:stop]
+    if matrix.minimum is None:
+        return _mxfp4(data, scale, matrix.cols)
+    assert isinstance(matrix.kind, int)
+    values = _codes(data, matrix.kind, matrix.cols).to(torch.float32, memory_format=torch.contiguous_format)
+    values, grouped = _grouped(values, matrix.group)
+    for part, join in ((scale, Tensor.mul_), (matrix.minimum[first:stop], Tensor.add_)):
+        join(grouped, _each(part.to(torch.float32), matrix.group, grouped))
+    return _times_two(values, matrix.power)
+
+
+def _times_two(values: Tensor, power: int) -> Tensor:
+    return values * 2.0**power if power else values
+
+
+def chosen_rows(matrix: TorchMatrix, ids: Sequence[int]) -> Tensor:
+    """Some rows of it as they are, [len(ids), cols] in float32."""
+    at = torch.tensor(ids, dtype=torch.int64).to(matrix.data.device)
+    scale, minimum = (None if part is None else part[at] for part in (matrix.scale, matrix.minimum))
+    return weights(replace(matrix, data=matrix.data[at], scale=scale, minimum=minimum, bias=None))
+
+
+def copied(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device, which nothing that happens to the array changes."""
+    own = np.array(array, order="C")
+    return torch.from_numpy(own).to(device)
+
+
+def array_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """In memory; on the processor the tensor's own."""
+    found: npt.NDArray[Any] = tensor.cpu().numpy()
+    return found
+
+
+def _kind(bits: int) -> Kind:
+    """Of codes."""
+    return cast("Kind", bits)
+
+
+def _piece(buffer: Tensor, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    nbytes = dtype.itemsize * int(np.prod(shape))
+    return buffer[at : at + nbytes].view(dtype).view(shape)
+
+
+def _codes(packed: Tensor, bits: int, cols: int) -> Tensor:
+    """Codes uint8 [rows, cols] of packed rows; see moert.pack.codec."""
+    if bits == 8:
+        return packed[:, :cols]
+    if bits != 3:
+        return _plane(packed, bits, cols)
+    low = row_bytes(cols, 2)
+    return _plane(packed[:, :low], 2, cols) | (_plane(packed[:, low:], 1, cols) << 2)
+
+
+def _plane(packed: Tensor, width: int, cols: int) -> Tensor:
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    codes = (packed[:, :, None] >> shifts) & ((1 << width) - 1)
+    return codes.flatten(1)[:, :cols]
+
+
+def _grouped(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The values, and where rows are whole groups the same as [rows, groups, group], not copied."""
+    rows, cols = values.shape
+    return values, values.view(rows, cols // group, group) if cols % group == 0 else values
+
+
+def _each(by_group: Tensor, group: int, values: Tensor) -> Tensor:
+    """by_group [rows, groups] as it meets `values` of _grouped."""
+    if values.dim() == 3:
+        return by_group[:, :, None]
+    return by_group.repeat_interleave(group, dim=1)[:, : values.shape[1]]
+
+
+def _mxfp4(packed: Tensor, exponents: Tensor, cols: int) -> Tensor:
+    """See moert.pack.codec.Mxfp4Matrix. The power of two is multiplied in two halves, neither of which leaves the
+    range of float32."""
+    codes = _plane(packed, 4, cols)
+    values = _magnitudes(packed.device)[codes.to(torch.int32)]
+    power = exponents.to(torch.int32) - _MX_BIAS
+    half = power >> 1
+    values, grouped = _grouped(values, MX_GROUP)
+    for part in (half, power - half):
+        grouped.mul_(_each(((part + _MX_BIAS) << 23).view(torch.float32), MX_GROUP, grouped))
+    return values
+
+
+@cache
+def _magnitudes(device: torch.device) -> Tensor:
+    """What each code of MXFP4 stands for, [16]."""
+    return torch.from_numpy(np.concatenate([E2M1, -E2M1])).to(device)

@@ -1,1 +1,0 @@
-"""A second device beside the processor: what holds experts there, and computes with them."""

@@ -1,0 +1,284 @@
+"""Keeps a running engine inside its memory limit: admits requests, sizes the expert cache."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from moert import machine
+from moert.engine.budget import FIRST_BYTES, Budget
+from moert.errors import BudgetTooSmall, said
+from moert.experts.ahead import Lookahead
+from moert.experts.streaming import Streaming
+from moert.models.footprint import Footprint, Load, Loads
+from moert.models.kv import BLOCK_TOKENS
+from moert.pack.messages import in_one_line
+from moert.stats import size
+
+TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
+_MOST_TOKENS = 1 << 40  # that are tried
+_LEAST = Load(prompt_tokens=1, max_new_tokens=1)
+_SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
+
+
+class Cache(Protocol):
+    """The expert cache; `held_bytes` is the memory that it takes, full or not."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def resize(self, capacity_bytes: int) -> None: ...
+
+
+class Regulator:
+    """Sizes the expert cache before requests are begun, after their prompts, and as their keys and values grow.
+
+    What the process holds is measured each time, so that an estimate that was too low is made up for at once. `loads`
+    are all requests that run, or will.
+    """
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        budget: Budget,
+        cache: Cache,
+        limit_bytes: int | None = None,
+        cache_bytes: int | None = None,
+        measure: Callable[[], int] = machine.held_bytes,
+        limit_name: str = "the memory budget",
+    ) -> None:
+        """For a process that has its weights still to load. `limit_bytes` bounds it, or `cache_bytes` the experts; with
+        neither all of them stay."""
+        self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
+        self._footprint, self._budget, self._cache = footprint, budget, cache
+        self._measure = measure
+        self._held_at_first = self._others_bytes(()) - budget.opened_bytes
+        self._idle_at_first: int | None = None
+        self.kept_bytes: Callable[[], int] = lambda: 0
+        """Keys and values that conversations keep while none of their requests runs."""
+        self.share = self._usual_share()
+        """Of all experts, what a usual request will leave room for."""
+        self.tight = limit_bytes is not None and self.share < 1
+        """Whether every megabyte is wanted."""
+        if self.tight:
+            machine.return_early()
+
+    def check_open(self) -> None:
+        """For when the weights are still to be loaded: raises BudgetTooSmall if not even one token can be read."""
+        if self.cache_bytes is not None:
+            self._budget.check_cache(self.cache_bytes)
+        if self.limit_bytes is not None:
+            held = self._held_at_first
+            if not self._budget.fits(self.limit_bytes, held, self._footprint.request([_LEAST])):
+                typical = self._footprint.request([TYPICAL])
+                tokens = f"{TYPICAL.prompt_tokens} prompt tokens, {TYPICAL.max_new_tokens} new ones"
+                raise self._budget.too_small(self._limit_name, held, typical, f"a usual request ({tokens}) needs")
+
+    def check(self, loads: Loads, beside: Loads = ()) -> None:
+        """Raises BudgetTooSmall if these can't run to their ends, when those `beside` have ended."""
+        if self.limit_bytes is not None:
+            held, needed = self._without_pack_bytes((*loads, *beside)), self._footprint.request(loads)
+            if not self._budget.fits(self.limit_bytes, held, needed):
+                fewer = self._fitting_tokens(loads, held)
+                raise self._budget.too_small(self._limit_name, held, needed, "this request needs", fewer)
+
+    def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
+        """Returns the most new tokens with which each of these could run, less than they may write now; 0 for none."""
+        limit, most = self.limit_bytes or 0, min(max(load.max_new_tokens for load in loads), _MOST_TOKENS)
+
+        def too_many(count: int) -> bool:
+            new = [max(load.written, min(count, load.max_new_tokens)) for load in loads]
+            shorter = [replace(load, max_new_tokens=few) for load, few in zip(loads, new, strict=True)]
+            return not self._budget.fits(limit, held_bytes, self._footprint.request(shorter))
+
+        return bisect_left(range(1, most), True, key=too_many)
+
+    def together(self, running: Loads, waiting: Loads) -> int:
+        """How many of the first that wait should begin now, at least one if none runs: where experts all stay in memory
+        for one request they do for all, and otherwise half of the room that they have beside one is left to them."""
+        if self.limit_bytes is None or not waiting:
+            return len(waiting)
+        machine.return_freed()
+        limit, held = self.limit_bytes, self._idle_bytes((*running, *waiting))
+        loads = (*running, *waiting)
+
+        def room(count: int) -> int:
+            return self._budget.left_bytes(limit, held, self._footprint.request(loads[:count]) + FIRST_BYTES)
+
+        alone, all_bytes = room(1), self._budget.expert_bytes
+        least = max(self._budget.layer_bytes, all_bytes if alone >= all_bytes else alone // 2)
+
+        def too_many(count: int) -> bool:
+            return room(count) < least
+
+        fitting = max(1, bisect_left(range(1, len(loads) + 1), True, key=too_many))
+        return max(0, fitting - len(running))
+
+    def smallest_memory(self, loads: Loads) -> int:
+        """The smallest --memory, in bytes, that these run in."""
+        return self._budget.smallest_memory(self._without_pack_bytes(loads), self._footprint.request(loads))
+
+    def before(self, loads: Loads) -> tuple[int, str | None]:
+        """Makes room for those that begin now. Gives the least bytes that experts will have until all have ended, and a
+        warning if each token then reads experts again.
+
+        Raises BudgetTooSmall.
+        """
+        if self.limit_bytes is None:
+            nbytes = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
+            self._cache.resize(nbytes)
+            return nbytes, self._warning(nbytes, said("cache", self._budget.token_bytes))
+        machine.return_freed()
+        self.check(loads)
+        others = self._others_bytes(loads) + self._first_bytes(loads)
+        coming = self._footprint.prompt(loads)
+        self._resize(others, coming)
+        most = max(coming, self._footprint.written(loads))
+        more = self._budget.token_bytes - self._budget.layer_bytes
+        enough = self._budget.smallest_bytes(others, most + more)
+        left = self._budget.left_bytes(self.limit_bytes, others, most)
+        return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
+
+    def aside(self, nbytes: int, purpose: str) -> None:
+        """Makes room for what is done beside the model, until requests begin or go on. Raises BudgetTooSmall."""
+        if self.limit_bytes is None:
+            return
+        machine.return_freed()
+        held = self._others_bytes(())
+        if self._budget.left_bytes(self.limit_bytes, held, nbytes) < self._budget.layer_bytes:
+            smallest = self._budget.smallest_bytes(held, nbytes)
+            raise BudgetTooSmall(
+                f"{self._limit_name} is too small to {purpose} beside the model: give {said('memory', smallest)} "
+                f"({size(smallest)})",
+                smallest,
+            )
+        self._resize(held, nbytes)
+
+    def after(self, loads: Loads) -> None:
+        """For when each has written a token more: gives the experts the room of prompts' activations, and takes from
+        them, block by block, what keys and values will need."""
+        begun = any(load.written == 1 for load in loads)
+        full = any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads)
+        if self.limit_bytes is None or not (begun or full):
+            return
+        if begun:
+            machine.return_freed()
+        self._resize(self._others_bytes(()), self._footprint.next_block(loads))
+
+    def _usual_share(self) -> float:
+        if self.limit_bytes is None:
+            room = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
+        else:
+            kept = self._budget.tokenizer.kept_bytes
+            coming = self._budget.loading_bytes + kept + FIRST_BYTES + self._footprint.request([TYPICAL])
+            room = self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming)
+        return room / self._budget.expert_bytes
+
+    def _others_bytes(self, loads: Loads) -> int:
+        """What the process holds beside the expert cache, and beside the keys and values of these."""
+        return self._measure() - self._cache.held_bytes - sum(load.held_bytes for load in loads)
+
+    def _without_pack_bytes(self, loads: Loads) -> int:
+        """What the process holds without the pack and these requests, or did before the weights were loaded, but for
+        what it has freed since."""
+        idle = self._idle_bytes(loads)
+        self._held_at_first = min(self._held_at_first, idle)
+        return max(self._held_at_first, idle - self._budget.loaded_bytes)
+
+    def _idle_bytes(self, loads: Loads) -> int:
+        """The same before the first request or between two.
+
+        What requests have left allocated for good is not counted, up to _SETTLED_BYTES: FIRST_BYTES and the budget's
+        margin cover it, and counting it twice would refuse a request that has run.
+        """
+        return self._others_bytes(loads) - min(self._settled_bytes(loads), _SETTLED_BYTES)
+
+    def _first_bytes(self, loads: Loads) -> int:
+        """What the first request is still to bring."""
+        return max(0, FIRST_BYTES - self._settled_bytes(loads))
+
+    def _settled_bytes(self, loads: Loads) -> int:
+        """What has come to stay since the first request was about to run."""
+        others = self._others_bytes(loads) - self.kept_bytes()
+        self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
+        return others - self._idle_at_first
+
+    def _resize(self, others_bytes: int, coming_bytes: int) -> None:
+        assert self.limit_bytes is not None
+        left = self._budget.left_bytes(self.limit_bytes, others_bytes, coming_bytes)
+        self._cache.resize(self._budget.fitting_bytes(left))
+
+    def _warning(self, cache_bytes: int, enough: str) -> str | None:
+        token = self._budget.token_bytes
+        if cache_bytes >= token:
+            return None
+        return (
+            f"the expert cache of {max(cache_bytes, self._budget.layer_bytes)} bytes holds less than one token demands "
+            f"({token} bytes over all decoder layers{self._budget.token_beside}), so experts are read again for each "
+            f"token: {enough} avoids that"
+        )
+
+
+Notify = Callable[[str], None]
+"""Gets one line about something that works, but not as well as a user may think."""
+
+
+class Admission:
+    """A Gate of moert.engine.session."""
+
+    def __init__(self, regulator: Regulator, streaming: Streaming, ahead: Lookahead | None) -> None:
+        self.notify: Notify = to_stderr
+        self.notes: list[str] = []
+        """For the first request that runs."""
+        self.smallest_room_bytes = sys.maxsize
+        """The least that experts had while anything ran."""
+        self._regulator, self._streaming, self._ahead = regulator, streaming, ahead
+        self._warned = self._split = False
+
+    def check(self, loads: Loads, beside: Loads = ()) -> None:
+        self._regulator.check(loads, beside)
+
+    def together(self, running: Loads, waiting: Loads) -> int:
+        count = self._regulator.together(running, waiting)
+        if count < len(waiting) and not self._split:
+            self._split = True
+            self.notes.append(
+                f"{len(running) + len(waiting)} prompts at once would take the experts' memory: they run "
+                f"{len(running) + count} at a time"
+            )
+        return count
+
+    def before(self, loads: Loads) -> None:
+        room_bytes, warning = self._regulator.before(loads)
+        if warning is not None and not self._warned:
+            self._warned = True
+            self.notes.append(warning)
+        while self.notes:
+            self.notify(self.notes.pop(0))
+        self._streaming.expects()
+        self._adapt(room_bytes)
+        self._streaming.begins()
+
+    def aside(self, nbytes: int, purpose: str) -> None:
+        """Makes room for what is done beside the model, until requests begin or go on. Raises BudgetTooSmall."""
+        self._regulator.aside(nbytes, purpose)
+
+    def after(self, loads: Loads) -> None:
+        self._regulator.after(loads)
+        self._adapt(self._streaming.capacity_bytes)
+        self._streaming.cache.settle()
+
+    def idle(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
+
+    def _adapt(self, room_bytes: int) -> None:
+        self.smallest_room_bytes = min(self.smallest_room_bytes, self._streaming.capacity_bytes)
+        self._streaming.adapt(room_bytes, self.notify)
+
+
+def to_stderr(note: str) -> None:
+    print(in_one_line(f"moert: {note}"), file=sys.stderr)

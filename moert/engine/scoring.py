@@ -1,0 +1,173 @@
+"""How likely a model holds a given text: what each token loses, over tokens and over words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from moert.engine import choosing
+from moert.engine.choosing import log_likelihoods
+from moert.engine.generation import check_ids
+from moert.engine.session import Gate
+from moert.engine.text import LONG_TEXT, Encoded, Text
+from moert.errors import InputInvalid, PromptTooLong, SettingInvalid, memory_shortage, said
+from moert.kernels.backend import ROWS
+from moert.models.footprint import Load
+from moert.models.model import Model
+
+_LOGIT_BYTES = 8 << 20
+_LARGEST_EXPONENT = 600.0  # a perplexity beyond this is as bad as any, and still a finite number
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """`log_likelihood` in nats (natural logarithm), of `scored` tokens, in which `words` end: what white space
+    separates. None where texts were given as token ids."""
+
+    log_likelihood: float
+    scored: int
+    words: int | None
+
+    @property
+    def token_perplexity(self) -> float:
+        return self._perplexity(self.scored)
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """The same loss over words, so that it does not depend on the tokenizer; None where no word ends."""
+        return self._perplexity(self.words) if self.words else None
+
+    def __add__(self, other: Likelihood) -> Likelihood:
+        words = None if self.words is None or other.words is None else self.words + other.words
+        return Likelihood(self.log_likelihood + other.log_likelihood, self.scored + other.scored, words)
+
+    def _perplexity(self, units: int) -> float:
+        return math.exp(min(-self.log_likelihood / units, _LARGEST_EXPONENT))
+
+
+@dataclass(frozen=True)
+class Score(Likelihood):
+    """`logprobs`: of each of `tokens` the natural logarithm of its probability behind those before it in its window,
+    None where it only is what others stand behind."""
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    windows: int = 1
+
+
+class Scorer:
+    """Not for use while a session is open."""
+
+    def __init__(self, model: Model, text: Text, gate: Gate) -> None:
+        self._model, self._text, self._gate = model, text, gate
+
+    def score(self, text: str | Sequence[int], target: str | Sequence[int] | None, context: int | None) -> Score:
+        """Scores a text behind its first token (mostly a special one, which the tokenizer adds); behind an encoder,
+        which reads the text, `target`. With a `context` texts are cut into windows of so many tokens, without special
+        ones, and the first token of each is not scored, as moeconv measures perplexity; the last window reaches back.
+
+        Raises InputInvalid, PromptTooLong, SettingInvalid, TokenizerMissing, BudgetTooSmall, NotFinite or PackError.
+        """
+        if self._model.spec.encoder is not None:
+            return self._behind_encoder(text, target, context)
+        if target is not None:
+            raise InputInvalid("a target is for models with an encoder: this one scores all of the text itself")
+        encoded = self._encoded(text, context is not None) if isinstance(text, str) else None
+        ids = self._text.ids(text, self._aside) if encoded is None else encoded.ids
+        self._check(ids, context)
+        parts = windows(len(ids), context)
+        logprobs: list[float | None] = [None] * len(ids)
+        with self._admitted(Load(max(stop - start for start, stop, _ in parts), 1, scored=self._rows)):
+            for start, stop, fresh in parts:
+                found = self._read(ids[start:stop], None, ids[start + 1 : stop])
+                logprobs[stop - fresh : stop] = found[len(found) - fresh :]
+        words = None if encoded is None else sum(encoded.words(stop - fresh, stop) for _, stop, fresh in parts)
+        return _score(ids, logprobs, words, len(parts))
+
+    def _behind_encoder(
+        self, text: str | Sequence[int], target: str | Sequence[int] | None, context: int | None
+    ) -> Score:
+        if context is not None:
+            raise SettingInvalid("context", "has no effect behind an encoder, which reads a text whole: leave it out")
+        if target is None:
+            raise InputInvalid("this model reads with an encoder: give a target, the text that is scored behind it")
+        spec = self._model.spec
+        ids = self._text.ids(text, self._aside)
+        found = self._target(target) if isinstance(target, str) else self._text.ids(target, self._aside)
+        self._check(ids, None)
+        self._check(found, None)
+        with self._admitted(Load(len(ids) + len(found), 1, scored=self._rows)):
+            logprobs = self._read(ids, [spec.tokens.start or 0, *found[:-1]], found)
+        return _score(found, [*logprobs], len(target.split()) if isinstance(target, str) else None, 1)
+
+    def _target(self, text: str) -> list[int]:
+        """As the model is to write it: one that begins with a token of its own does so in place of those that the
+        tokenizer puts before an input."""
+        encoded, first = self._encoded(text), self._model.spec.tokens.first
+        return encoded.ids if first is None else [first, *encoded.ids[encoded.special_before :]]
+
+    def _encoded(self, text: str, whole: bool = False) -> Encoded:
+        return self._text.encoded(text, whole, self._aside, bounded=False)
+
+    @contextmanager
+    def _aside(self, nbytes: int) -> Iterator[None]:
+        """Room for making tokens."""
+        self._gate.aside(nbytes, LONG_TEXT)
+        yield
+
+    def _check(self, ids: Sequence[int], context: int | None) -> None:
+        check_ids(self._model.spec, ids)
+        most, alone = self._model.spec.max_positions, self._model.spec.encoder is None
+        if context is not None and (context < 2 or (most is not None and context > most)):
+            raise SettingInvalid("context", f"is {context}: it should be from 2 to the {most or 'any number of'} "
+                                 "tokens that the model can take")  # fmt: skip
+        if alone and len(ids) < 2:
+            raise InputInvalid("the text is one token, and nothing is before it to score it by: give more")
+        if most is not None and len(ids) > most and context is None:
+            advice = f"give {said('context', most)} to score it in windows" if alone else "shorten it"
+            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {most}: {advice}")
+
+    @property
+    def _rows(self) -> int:
+        """Of logits at once."""
+        return max(1, min(ROWS, _LOGIT_BYTES // (4 * self._model.spec.vocab_size)))
+
+    @contextmanager
+    def _admitted(self, load: Load) -> Iterator[None]:
+        self._gate.check([load])
+        try:
+            with memory_shortage():
+                self._gate.before([load])
+                yield
+        finally:
+            self._gate.after(())
+            self._gate.idle()
+
+    def _read(self, ids: Sequence[int], read: Sequence[int] | None, wanted: Sequence[int]) -> list[float]:
+        """Of each token of `wanted`, which the decoder writes in turn."""
+        targets, found = np.array(wanted, np.int64), list[float]()
+        for rows in self._model.rows(ids, read, self._rows):
+            rows = rows[: len(targets) - len(found)]  # behind the last token comes what nobody asks for
+            for at, row in enumerate(rows):
+                choosing.check(row, len(found) + at + 1, "text")
+            found += log_likelihoods(rows, targets[len(found) :][: len(rows)]).tolist()
+        return found
+
+
+def windows(tokens: int, context: int | None) -> list[tuple[int, int, int]]:
+    """Returns for each window of a text its first token, its end, and how many of its last tokens are scored: all but
+    the first, or of the last window what was not yet."""
+    if context is None or tokens <= context:
+        return [(0, tokens, tokens - 1)]
+    whole, rest = divmod(tokens, context)
+    found = [(at * context, (at + 1) * context, context - 1) for at in range(whole)]
+    return [*found, (tokens - context, tokens, rest)] if rest else found
+
+
+def _score(tokens: list[int], logprobs: list[float | None], words: int | None, count: int) -> Score:
+    there = [each for each in logprobs if each is not None]
+    return Score(math.fsum(there), len(there), words, tokens, logprobs, count)

@@ -1,0 +1,537 @@
+"""Sessions: requests that come and go and run together, with their answers and kept prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from moert.engine.choosing import ENTRY_BYTES, GenerationOptions, GenerationSettings, Logprobs
+from moert.engine.generation import Generation, GenerationResult, Piece, StopReason, TextSource, Writing, writing
+from moert.engine.text import LONG_TEXT, Text, given_ids
+from moert.errors import BudgetTooSmall, Busy, Closed, SettingInvalid, memory_shortage
+from moert.models.footprint import Load, Loads
+from moert.models.kv import State, forked, written_bytes
+from moert.models.model import Model
+from moert.pack.codec import F32
+from moert.stats import RequestTimes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request that was run. Times count from when it was added, before room was made for it. `kept_tokens` of its
+    prompt had been read before, by others of the same conversation. `others`: with beam search, what was asked for
+    beside the best answer, in order."""
+
+    result: GenerationResult
+    prompt_tokens: int
+    time_to_first_token_s: float
+    total_s: float
+    kept_tokens: int = 0
+    others: tuple[GenerationResult, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.result.text
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of what was written, with the end token if one came."""
+        return self.result.tokens
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
+        return self.result.stop_reason
+
+    @property
+    def logprobs(self) -> list[Logprobs] | None:
+        """One for each token, where they were asked for."""
+        return self.result.logprobs
+
+    @property
+    def finished(self) -> bool:
+        """False where Ctrl-C came first."""
+        return self.stop_reason != "interrupted"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while requests ran; `answers` is what there was by then of those that had begun, in order."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        super().__init__()
+        self.answers = answers
+
+
+class Prefix:
+    """Token ids, and the state of a decoder that has read them. A request takes it when it is added, and gives it back,
+    longer, when it has ended."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._state: State | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Of memory, while no request has it."""
+        return 0 if self._state is None else self._state.written_bytes
+
+    def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]:
+        """The state after the longest beginning of the prompt that it can go back to, and how many tokens that is: at
+        least one is left to be read. None where there is none. `expected` tokens will be there in the end."""
+        state, self._state = self._state, None
+        if state is None:
+            return None, 0
+        length = state.reach(min(_alike(self.ids, prompt_ids), len(prompt_ids) - 1))
+        if not length or not state.cut(length, expected):
+            return None, 0
+        state.exact_until(len(prompt_ids))
+        return state, length
+
+    def give(self, state: State | None, ids: Sequence[int]) -> None:
+        """A state that has read these ids, and perhaps something that an interruption left half read."""
+        self.ids, self._state = [], None
+        length = 0 if state is None else state.reach(len(ids))
+        if state is not None and length and state.cut(length):
+            self.ids, self._state = list(ids[:length]), state
+
+    def clear(self) -> None:
+        self.give(None, ())
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A prompt in token ids that is answered in text, and goes on from what `prefix` has read. `ends`: tokens that end
+    the answer as the model's own do."""
+
+    ids: Sequence[int]
+    text: TextSource
+    prefix: Prefix
+    ends: frozenset[int] = frozenset()
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of their common beginning."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if one[place] != other[place])
+
+
+Prompt = str | Sequence[int] | Continued
+
+
+class Gate(Protocol):
+    """Makes room for requests; see moert.engine.regulator."""
+
+    def check(self, loads: Loads, beside: Loads = ()) -> None: ...
+
+    def aside(self, nbytes: int, purpose: str) -> None: ...
+
+    def together(self, running: Loads, waiting: Loads) -> int: ...
+
+    def before(self, loads: Loads) -> None: ...
+
+    def after(self, loads: Loads) -> None: ...
+
+    def idle(self) -> None: ...
+
+
+class Request:
+    """A prompt in a session, to be asked for its answer at any time."""
+
+    def __init__(
+        self, prompt: Prompt, generation: Writing, prefix: Prefix | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.prompt = prompt
+        self._now = now
+        self._generation, self._prefix = generation, prefix
+        self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
+        self._unread: list[Sequence[int]] = []  # by each of them
+        self._kept_tokens = self._read_tokens = 0
+        self._added_s = now()
+        self._first_s = self._total_s = 0.0
+
+    @property
+    def answer(self) -> Answer:
+        """As far as it has come."""
+        generation = self._generation
+        total_s = self._total_s or self._so_far_s
+        best, *others = generation.results
+        read = len(generation.prompt_ids)
+        return Answer(best, read, self._first_s, total_s, self._kept_tokens, tuple(others))
+
+    @property
+    def begun(self) -> bool:
+        return self._generation.written > 0
+
+    @property
+    def ended(self) -> bool:
+        return self._generation.ended
+
+    @property
+    def _so_far_s(self) -> float:
+        return self._now() - self._added_s
+
+    @property
+    def _load(self) -> Load:
+        generation = self._generation
+        prompt, most, beams = len(generation.prompt_ids), generation.settings.max_new_tokens, generation.settings.beams
+        marks, logprobs = self._prefix is not None, generation.settings.logprobs
+        noted_bytes = 0 if logprobs is None else ENTRY_BYTES * (1 + logprobs)
+        return Load(
+            prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams,
+            noted_bytes=noted_bytes,
+        )  # fmt: skip
+
+    @property
+    def _held(self) -> Load:
+        """The same with what it holds now."""
+        return replace(self._load, held_bytes=written_bytes(self._states))
+
+    def _take_prefix(self) -> None:
+        """From here on what it keeps is this request's."""
+        if self._prefix is not None:
+            ids, room = self._generation.prompt_ids, self._generation.room
+            most = self._generation.settings.max_new_tokens
+            expected = len(ids) + (most if room is None else min(most, room))
+            state, self._kept_tokens = self._prefix.take(ids, expected)
+            if state is not None:
+                self._states, self._unread = [state], [ids[self._kept_tokens :]]
+            self._read_tokens = self._kept_tokens
+
+    def _mark(self) -> None:
+        """Where its prompt has just been read: what comes next need not begin with what it writes."""
+        if self._prefix is not None and not self.begun:
+            self._states[0].mark()
+
+    def _go_on(self) -> None:
+        """To what it reads next."""
+        self._read_tokens += len(self._unread[0])
+        if self.ended:
+            return
+        parents, tokens = zip(*self._generation.follow, strict=True)
+        if parents != (0,):
+            self._states = forked(self._states, parents)
+        self._unread = [[token] for token in tokens]
+
+    def _give_prefix(self) -> None:
+        """Gives it back with all that was read."""
+        states, self._states = self._states, []
+        if self._prefix is not None:
+            ids = [*self._generation.prompt_ids, *self._generation.tokens]
+            self._prefix.give(states[0] if states else None, ids[: self._read_tokens])
+
+
+class Session:
+    """`add` requests at any time, take a `turn` for a token more of each, `cancel` one, `fork` one.
+
+    What a request writes depends on nothing but itself, on the native kernels bit for bit. Those that do not fit into
+    memory beside the others wait until some have ended. Each method may be called from any thread; it waits while
+    another runs. Close a session, or use it in a with block: the engine is all its own. Iterate over it to take turns
+    until nothing is left to do.
+    """
+
+    def __init__(
+        self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """`times` gets the figures of each request that has begun, in seconds as `now` tells them; `ended` is called
+        once when the session closes."""
+        self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
+        self._now = now
+        self._lock = threading.Lock()
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._coming: list[Sequence[int]] = []
+        self._closed = False
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def add(
+        self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
+    ) -> Request:
+        """`prompt`: text, or token ids, whose answer has token ids and no text, or what goes on from a prefix (which
+        only models do of which all that was read stays as it is when more comes). `changes`: settings by name.
+
+        Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
+        for what could not run alone.
+        """
+        resolved = self._resolved(GenerationSettings.of(settings, changes))
+        prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
+        with self._open():
+            generation = self._generation(prompt, resolved)
+            request = Request(prompt, generation, prefix, self._now)
+            request._take_prefix()
+            try:
+                self._gate.check([request._held], self._loads)
+            except BudgetTooSmall:
+                request._give_prefix()
+                raise
+            self._waiting.append(request)
+        return request
+
+    def expect(self, prompts: Sequence[Prompt]) -> None:
+        """These will be asked of this model when the session is over: what a hash function can work out of them
+        meanwhile may be; without one nothing happens. Raises InputInvalid, TokenizerMissing, or a PackError for a
+        damaged tokenizer."""
+        with self._open():
+            if self._model.foresight is None:
+                return
+            self._coming = [self._generation(prompt, GenerationSettings()).prompt_ids for prompt in prompts]
+
+    def turn(self) -> list[tuple[Request, Piece]]:
+        """Begins what waits and fits, and gives the next token of all that runs, in the order in which they began;
+        nothing where nothing is left to do.
+
+        Raises PackError, NotFinite or OutOfMemory, after which nothing in the session goes on, as after Ctrl-C.
+        """
+        with self._open():
+            try:
+                with memory_shortage():
+                    return self._turn()
+            except BaseException:
+                self._stop()
+                raise
+
+    def cancel(self, request: Request) -> None:
+        """Ends it now, with the stop reason "cancelled". Nothing happens to one that has ended."""
+        with self._open():
+            if not request.ended:
+                request._generation.cancel()
+                self._settle(request)
+                self._running = [each for each in self._running if each is not request]
+                self._waiting = [each for each in self._waiting if each is not request]
+
+    def fork(self, request: Request, **changes: Unpack[GenerationOptions]) -> Request:
+        """Another request that goes on from here by itself. `changes`: settings by name; with another seed its draws
+        begin anew, otherwise they go on as those of the first one will.
+
+        Raises SettingInvalid for a request that has ended or has beams, and BudgetTooSmall where there is no room
+        beside the others.
+        """
+        settings = self._resolved(request._generation.settings.but(**changes))
+        with self._open():
+            if request.ended:
+                raise SettingInvalid("request", "has ended: fork one that is still to write")
+            twin = Request(request.prompt, request._generation.fork(settings), now=self._now)
+            if not request._states:
+                self._waiting.append(twin)
+                return twin
+            self._gate.before([*self._loads, twin._load])
+            with memory_shortage():
+                twin._states = [state.copy() for state in request._states]
+                twin._unread = list(request._unread)
+            twin._kept_tokens = request._kept_tokens
+            twin._added_s, twin._first_s = request._added_s, request._first_s
+            self._running.append(twin)
+        return twin
+
+    def close(self) -> None:
+        """Cancels what has not ended."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for request in (*self._running, *self._waiting):
+                request._generation.cancel()
+            self._stop()
+            self._ended()
+
+    def __iter__(self) -> Iterator[tuple[Request, Piece]]:
+        while pieces := self.turn():
+            yield from pieces
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Inside the lock --------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> list[tuple[Request, Piece]]:
+        going = len(self._running)
+        self._begin()
+        if not self._running:
+            return []
+        started_s, running = self._now(), self._running
+        logits = self._read(running)
+        if self._waiting or self._coming:
+            self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
+        for request in running:
+            request._mark()
+        rows = np.split(logits, [*accumulate(len(each._states) for each in running)][:-1])
+        pieces = [(each, each._generation.take(of_each)) for each, of_each in zip(running, rows, strict=True)]
+        for request in running:
+            request._go_on()
+            request._first_s = request._first_s or request._so_far_s
+            if request.ended:
+                self._settle(request)
+        self._running = [each for each in running if not each.ended]
+        self._gate.after([each._load for each in self._running])
+        if going:
+            self._times.decode_s += self._now() - started_s
+        if not self.unfinished:
+            self._gate.idle()
+        return pieces
+
+    def _read(self, running: Sequence[Request]) -> F32:
+        """Logits [sequences, vocab] of what comes next. Of the states nothing is kept here: some end before the turn
+        does."""
+        states = [state for each in running for state in each._states]
+        return self._model.read(states, [ids for each in running for ids in each._unread])
+
+    def _begin(self) -> None:
+        """Those that wait and fit join those that run."""
+        if not self._waiting:
+            return
+        waiting = [each._held for each in self._waiting]
+        count = self._gate.together(self._loads, waiting)
+        if not count:
+            return
+        new, self._waiting = self._waiting[:count], self._waiting[count:]
+        try:
+            self._gate.before([*self._loads, *waiting[:count]])
+            fresh = [each for each in new if not each._states]
+            begun = self._model.begin([each._generation.prompt_ids for each in fresh])
+        finally:
+            self._running = [*self._running, *new]
+        for request, (state, unread) in zip(fresh, begun, strict=True):
+            request._states, request._unread = [state], [unread]
+
+    def _settle(self, request: Request) -> None:
+        """Frees what it held, or gives it back, and counts what was read and written."""
+        request._give_prefix()
+        request._total_s = request._so_far_s
+        if request.begun:
+            generation = request._generation
+            read = len(generation.prompt_ids) - request._kept_tokens
+            self._times.add(read, generation.written, request._first_s)
+
+    def _stop(self) -> None:
+        for request in (*self._running, *self._waiting):
+            request._generation.ended = True
+            self._settle(request)
+        self._running, self._waiting = [], []
+        self._gate.idle()
+
+    @property
+    def _loads(self) -> list[Load]:
+        return [each._held for each in self._running]
+
+    def _resolved(self, settings: GenerationSettings) -> GenerationSettings:
+        """With the first token as an id."""
+        first = settings.first_token
+        return settings.but(first_token=self._text.token(first)) if isinstance(first, str) else settings
+
+    def _generation(self, prompt: Prompt, settings: GenerationSettings) -> Writing:
+        if isinstance(prompt, Continued):
+            if settings.beams > 1:
+                raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
+            return Generation(self._model.spec, list(prompt.ids), settings, prompt.text, prompt.ends)
+        if isinstance(prompt, str):
+            ids, detokenizer = self._text.encode(prompt, aside=self._aside), self._text.detokenizer()
+            return writing(self._model.spec, ids, settings, detokenizer)
+        return writing(self._model.spec, given_ids(prompt), settings, None)
+
+    @contextmanager
+    def _aside(self, nbytes: int) -> Iterator[None]:
+        """Room for a text that is made into tokens."""
+        self._gate.aside(nbytes, LONG_TEXT)
+        yield
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise Closed("the session is closed: open another with engine.session()")
+            yield
+
+
+async def text_of(session: Callable[[], Session], prompt: Prompt, settings: GenerationSettings) -> AsyncIterator[str]:
+    """Gives text in pieces as they are made, by a thread of its own. Where a task is cancelled or goes away, the
+    session closes after the token that is under way; one that still waits for its turn runs nothing.
+
+    Raises what Session.add and Session.turn do.
+    """
+    loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "moert")
+    opened: list[Session] = []
+
+    def begin() -> None:
+        opened.append(session())
+        opened[0].add(prompt, settings)
+
+    def end() -> None:
+        for each in opened:
+            each.close()
+
+    try:
+        await loop.run_in_executor(thread, begin)
+        while pieces := await loop.run_in_executor(thread, opened[0].turn):
+            if text := "".join(piece.text for _, piece in pieces):
+                yield text
+    finally:
+        ending = thread.submit(end)
+        thread.shutdown(wait=False)
+        if opened:
+            await asyncio.shield(asyncio.wrap_future(ending))
+
+
+class Turns:
+    """For what several threads may ask and only one may do at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose turn it is
+        self._over = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for the turn of this thread. Raises Busy inside of one, which would wait for itself, and Closed after
+        the last."""
+        if self._is_mine():
+            raise Busy("a request runs in this thread: ask for the next one when it has ended")
+        with self._lock:
+            if self._over:
+                raise Closed("the engine is closed: open the pack again with moert.load")
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    @contextmanager
+    def last(self) -> Iterator[bool]:
+        """The turn after which none comes; False where it has been. One that a signal broke off in this thread, before
+        anything could end it, is over."""
+        with nullcontext() if self._is_mine() else self._lock:
+            first, self._over = not self._over, True
+            yield first
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """The turn that this thread has, or its next."""
+        with nullcontext() if self._is_mine() else self.turn():
+            yield
+
+    def _is_mine(self) -> bool:
+        return self._owner == threading.get_ident()

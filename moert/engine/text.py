@@ -1,0 +1,261 @@
+"""A pack's tokenizer: ids of a prompt, and text of ids as they come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
+from math import inf
+from operator import index
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
+
+from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInvalid, TokenizerMissing
+from moert.kernels.backend import I64
+from moert.machine import return_freed
+from moert.pack.fence import Broken, Unfinished, fenced, locked, unbroken
+from moert.pack.messages import in_one_line
+from moert.pack.reader import Pack
+from moert.pack.tensors import COVERED_BYTES, TEXT_BYTES, TOKENIZER
+from moert.pack.text import BYTES, Growth, TokenizerUnfit, check_tokenizer
+
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Feed it ids one at a time; the pieces it returns, with the last from `flush`, make up the whole text.
+
+    What a token adds depends on the one before (spaces at word starts), so each is decoded after the last piece.
+    All raise TokenizerMissing where the tokenizer breaks at some.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int] | None = None) -> None:
+        """`silent` tokens give no text: by default all that are special."""
+        self._tokenizer, self._silent = tokenizer, silent
+        self._ids: list[int] = []  # the ids of the last piece, then those not yet turned into text
+        self._done = 0  # how many of them belong to the last piece
+
+    def __copy__(self) -> Detokenizer:
+        twin = Detokenizer(self._tokenizer, self._silent)
+        twin._ids, twin._done = list(self._ids), self._done
+        return twin
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        if self._silent is not None and token in self._silent:
+            return ""
+        self._ids.append(token)
+        before, now = self._texts()
+        if len(now) <= len(before) or now.endswith(_INCOMPLETE):
+            return ""
+        self._ids, self._done = self._ids[self._done :], len(self._ids) - self._done
+        return now[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end, with a replacement character for each incomplete one."""
+        before, now = self._texts()
+        self._ids, self._done = [], 0
+        return now[len(before) :]
+
+    def piece(self, token: int) -> str:
+        """Returns the text of a token that comes next by itself: of a special one its name, of half a character a
+        replacement character."""
+        done = self._ids[: self._done]
+        before, now = self._decoded(done, [*done, token], special=False)
+        return now[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        return self._decoded(self._ids[: self._done], self._ids, special=self._silent is None)
+
+    def _decoded(self, one: list[int], other: list[int], special: bool) -> tuple[str, str]:
+        """Two texts; `special`: without special tokens."""
+        decode = self._tokenizer.decode
+        try:
+            return unbroken(lambda: (decode(one, special), decode(other, special)))
+        except Broken as error:
+            raise TokenizerMissing(f"the pack's tokenizer can't make text of its tokens ({error})") from None
+
+
+Aside = Callable[[int], AbstractContextManager[object]]
+"""Makes room for so many bytes while what is in the with block runs. Raises BudgetTooSmall."""
+
+LONG_TEXT = "make tokens of so long a text"
+"""For what room is made."""
+_SLICE = 1 << 12  # letters that are normalised at a time
+_LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that turning a text into tokens is waited for: a hundredth of what is usual
+
+T = TypeVar("T")
+
+
+def several(prompts: Iterable[T]) -> list[T]:
+    """Raises InputInvalid for one prompt where a list of them was expected, or for none at all."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        raise InputInvalid(f"the prompts are {in_one_line(repr(prompts))[:60]}: give a list, even of one")
+    return [*prompts]
+
+
+class Encoded:
+    """Token `ids`, how many special ones the tokenizer has put before the text, and where words end."""
+
+    def __init__(self, text: str, encoding: Encoding) -> None:
+        self.ids, self._text = list(encoding.ids), text
+        self._encoding = encoding
+
+    @property
+    def special_before(self) -> int:
+        """Special tokens that the tokenizer has put before the text."""
+        mask = self._encoding.special_tokens_mask
+        return mask.index(0) if 0 in mask else 0
+
+    @cached_property
+    def _places(self) -> tuple[I64, I64]:
+        """Where tokens begin and end in the text, [tokens, 2], and where words end, all in letters."""
+        ends = [match.end() for match in re.finditer(r"\S+", self._text)]
+        return np.array(self._encoding.offsets, np.int64).reshape(-1, 2), np.array(ends, np.int64)
+
+    def words(self, start: int, stop: int) -> int:
+        """How many words end in these tokens: what white space separates."""
+        offsets, ends = self._places
+        first, last = offsets[start, 0], offsets[start:stop, 1].max()  # behind the text special tokens have 0
+        counts = np.searchsorted(ends, [first, last], side="right")
+        return int(counts[1] - counts[0])
+
+
+class Text:
+    """Reads the tokenizer when it is first asked for; raises TokenizerMissing then, or a PackError if the file isn't
+    what the manifest says."""
+
+    def __init__(self, pack: Pack, aside: Aside = nullcontext) -> None:
+        self._pack, self._aside = pack, aside
+        self._growth = Growth()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Set to give every token of a text and no others: what was stored of cutting and filling to a length belongs
+        to training."""
+        pack = self._pack
+        if TOKENIZER not in pack.manifest.files:
+            raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
+        body = pack.read_file(TOKENIZER)
+        try:
+            self._growth = check_tokenizer(body)
+            tokenizer = locked(lambda: Tokenizer.from_buffer(body))
+            return_freed()  # reading it takes as much again
+        except TokenizerUnfit as error:
+            raise TokenizerMissing(
+                f"{TOKENIZER} in {pack.root} can't be read (it {error}): convert the model again"
+            ) from None
+        except Exception as error:  # the library raises plain Exception
+            reason = " ".join(str(error).split())
+            raise TokenizerMissing(
+                f"{TOKENIZER} in {pack.root} can't be read ({reason}): convert the model again"
+            ) from None
+        if not tokenizer.get_vocab_size():
+            raise TokenizerMissing(f"{TOKENIZER} in {pack.root} has no vocabulary: convert the model again")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if not _knows_all_letters(tokenizer):
+            self._growth = self._growth._replace(stands=inf)
+        return tokenizer
+
+    def encode(self, prompt: str, whole: bool = False, aside: Aside | None = None) -> list[int]:
+        """The ids of `encoded`."""
+        return self.encoded(prompt, whole, aside).ids
+
+    def encoded(
+        self, prompt: str, whole: bool = False, aside: Aside | None = None, bounded: bool = True
+    ) -> Encoded:  # fmt: skip
+        """Tokens, with the special ones that the tokenizer adds unless the prompt is `whole`. `aside`: for whoever has
+        the engine's turn. Raises InputInvalid, where `bounded` PromptTooLong for more bytes than the model's positions
+        can stand for, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
+        try:
+            nbytes = len(prompt.encode())
+        except UnicodeEncodeError as error:
+            raise InputInvalid(f"the prompt is not valid Unicode ({error.reason} at {error.start})") from None
+        tokenizer = self.tokenizer
+        if bounded:
+            self._check_length(nbytes)
+        most_s = _LEAST_S + nbytes / _BYTES_PER_S
+        work = lambda: Encoded(prompt, tokenizer.encode_batch([prompt], add_special_tokens=not whole)[0])  # noqa: E731
+        try:
+            self._growth.check(nbytes)
+            if TEXT_BYTES * self._growth.most(nbytes) <= COVERED_BYTES:
+                return fenced(work, most_s)
+            needed = TEXT_BYTES * max(nbytes, fenced(lambda: self._normalised_bytes(prompt), most_s))
+            with (aside or self._aside)(needed):
+                try:
+                    return fenced(work, most_s)
+                finally:
+                    return_freed()
+        except (MemoryError, BudgetTooSmall):
+            raise
+        except (TokenizerUnfit, Unfinished) as error:
+            raise InputInvalid(f"the pack's tokenizer {error}") from None
+        except Exception as error:  # the library raises plain Exception
+            reason = " ".join(str(error).split())
+            raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
+
+    def ids(self, prompt: str | Sequence[int], aside: Aside | None = None) -> list[int]:
+        """Token ids of a prompt, which is text or has them. Raises InputInvalid, too, for what is neither."""
+        return self.encode(prompt, aside=aside) if isinstance(prompt, str) else given_ids(prompt)
+
+    def _check_length(self, nbytes: int) -> None:
+        """Raises PromptTooLong."""
+        longest = self._pack.manifest.model.longest_prompt
+        if longest is not None and nbytes > longest * self._growth.stands:
+            raise PromptTooLong(
+                f"the prompt has {nbytes:,} bytes, the model can take {longest} tokens of at most "
+                f"{self._growth.stands:,.0f} bytes: shorten it"
+            )
+
+    def _normalised_bytes(self, prompt: str) -> int:
+        """Bytes of the text once it is normalised, which is tried piece by piece."""
+        normalizer = self.tokenizer.normalizer
+        if normalizer is None:
+            return 0
+        pieces = (prompt[at : at + _SLICE] for at in range(0, len(prompt), _SLICE))
+        return sum(len(normalizer.normalize_str(piece).encode()) for piece in pieces)
+
+    def numbers(self, names: Iterable[str]) -> list[int]:
+        """The ids of those tokens that the tokenizer has by these names."""
+        found = (self.tokenizer.token_to_id(name) for name in names)
+        return [number for number in found if number is not None]
+
+    def token(self, name: str) -> int:
+        """The id of a token by what the tokenizer calls it. Raises SettingInvalid, too."""
+        found: int | None = self.tokenizer.token_to_id(name)
+        if found is None:
+            raise SettingInvalid("first_token", f"{name!r} is no token of the pack's {TOKENIZER}")
+        return found
+
+    def detokenizer(self) -> Detokenizer:
+        """Special tokens give no text."""
+        return Detokenizer(self.tokenizer)
+
+    def detokenizer_with(self, marks: Collection[str]) -> Detokenizer:
+        """Special tokens give no text, but for those that are in one of these."""
+        special = {
+            number: each.content for number, each in self.tokenizer.get_added_tokens_decoder().items() if each.special
+        }
+        silent = (number for number, content in special.items() if not any(content in mark for mark in marks))
+        return Detokenizer(self.tokenizer, frozenset(silent))
+
+
+def given_ids(prompt: Sequence[int]) -> list[int]:
+    """Token ids of a prompt that is no text. Raises InputInvalid where it has none."""
+    if not isinstance(prompt, (bytes, bytearray)):
+        with suppress(TypeError):
+            return [*map(index, prompt)]
+    raise InputInvalid(f"the prompt is {in_one_line(repr(prompt))[:60]}: give text, or a list of token ids")
+
+
+def _knows_all_letters(tokenizer: Tokenizer) -> bool:
+    """Whether each letter of a text becomes at least one token: also those that are not in the vocabulary."""
+    model = tokenizer.model
+    if getattr(model, "unk_token", None) and not getattr(model, "fuse_unk", True):
+        return True
+    alphabets = BYTES, pre_tokenizers.ByteLevel.alphabet()
+    return any(all(tokenizer.token_to_id(each) is not None for each in letters) for letters in alphabets)

@@ -1,1 +1,0 @@
-"""Experts on a device beside those in memory: who lies there, and who computes."""

@@ -1,0 +1,229 @@
+"""What this machine has: memory, cores, limits of control groups, and what was measured of it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moert.pack.files import write_atomically
+
+ROOT = Path("/")
+
+
+def control_groups(root: Path, controller: str) -> list[Path]:
+    """Folders of the process's control groups and those above them, of version 2 and of one controller in version 1.
+
+    Inside a container the path named in /proc may not exist; its own group is then the root of what is mounted.
+    """
+    folders = []
+    for line in text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        folders += [mount / part for part in (group, *group.parents)]
+    return folders
+
+
+def text(path: Path) -> str:
+    """What the file holds; nothing if it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use: its affinity, and the quota of its control groups rounded up."""
+    quota, cores = quota_of(root), affinity()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def affinity() -> int:
+    """Cores that the system lets it run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def quota_of(root: Path) -> float | None:
+    """Cores' worth of time that the process gets, the least over its control groups; None: no quota."""
+    quotas = []
+    for folder in control_groups(root, "cpu"):
+        words = text(folder / "cpu.max").split() or [
+            *text(folder / "cpu.cfs_quota_us").split(),
+            *text(folder / "cpu.cfs_period_us").split(),
+        ]
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # not "max", not -1
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
+_LARGE_BYTES = 1 << 20
+_ARENAS = 2
+_THREAD_BYTES = 128 << 10  # of its stack what it uses, and the kernel's part
+_LARGE_STACK_BYTES = 2 << 20  # where the system gives large pages to whatever is large, older kernels to stacks too
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """The memory of this machine in bytes; None where the system does not tell.
+
+    `limit_bytes`: the least that a control group allows, if that is less than there is. `free_bytes`: what
+    this process can still get, under every limit, without swapping.
+    """
+
+    total_bytes: int | None
+    available_bytes: int | None
+    limit_bytes: int | None
+    free_bytes: int | None
+
+
+def held_bytes(root: Path = ROOT) -> int:
+    """Physical memory that this process holds: its own, mapped files, shared. Elsewhere than on Linux its peak."""
+    fields = _fields(root / "proc/self/status")
+    if "VmRSS" in fields:
+        return fields["VmRSS"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine_memory(root: Path = ROOT) -> MachineMemory:
+    fields = _fields(root / "proc/meminfo")
+    total, available = fields.get("MemTotal"), fields.get("MemAvailable")
+    if total is None and hasattr(os, "sysconf") and sys.platform != "linux":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits, free = [], [] if available is None else [available]
+    for folder in control_groups(root, "memory"):
+        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        if limit is None or (total is not None and limit >= total):
+            continue
+        limits.append(limit)
+        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if used is not None:
+            free.append(max(0, limit - used + _page_cache(folder)))
+    return MachineMemory(total, available, min(limits, default=None), min(free, default=None))
+
+
+def most_bytes(root: Path = ROOT) -> int | None:
+    """What this process may come to hold in all. A part of it may be charged to others, such as libraries that they
+    have mapped too, until it is read again: so never more than a control group allows."""
+    machine = machine_memory(root)
+    if machine.free_bytes is None:
+        return None
+    most = held_bytes(root) + machine.free_bytes
+    return most if machine.limit_bytes is None else min(most, machine.limit_bytes)
+
+
+def thread_bytes(threads: int, root: Path = ROOT) -> int:
+    """What so many threads that compute may take."""
+    mode = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return threads * (_LARGE_STACK_BYTES if "[always]" in mode else _THREAD_BYTES)
+
+
+def return_early() -> None:
+    """Lets malloc hand large pieces back to the system as soon as they are freed, where the C library can."""
+    if (library := _glibc()) is not None:
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+        library.mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def return_freed() -> None:
+    """Hands back everything that malloc keeps for later."""
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
+
+
+def drop_page_cache(path: Path) -> None:
+    """Tells the system that a file was read for the last time: what it keeps of it would count as ours."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    return ctypes.CDLL(None)
+
+
+def _page_cache(folder: Path) -> int:
+    """Bytes of files that a control group keeps and gives up when memory is asked for."""
+    counts = {
+        name: value for name, _, value in (line.partition(" ") for line in text(folder / "memory.stat").splitlines())
+    }
+    names = ("inactive_file", "active_file")
+    below = "total_" if "total_inactive_file" in counts else ""  # version 1 counts the groups below apart
+    return sum(int(counts.get(below + name, 0)) for name in names)
+
+
+def _number(*paths: Path) -> int | None:
+    """The number in the first of these files that holds one; "max" is none. None without any."""
+    return next((int(found) for path in paths if (found := text(path).strip()).isdecimal()), None)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The lines of sizes ("Name:  7 kB") of a file in /proc, in bytes."""
+    words = (line.split() for line in text(path).splitlines())
+    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in words if len(parts) == 3 and parts[2] == "kB"}
+
+
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading an entry that somebody has changed can raise."""
+_CACHE = Path("moert", "drives.json")
+_VERSION = 1
+
+
+def cache_file() -> Path | None:
+    """Where things are remembered; None if the user has no such folder."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / _CACHE
+    except RuntimeError:
+        return None
+
+
+def entries(cache: Path | None, section: str) -> dict[str, Any]:
+    """What is remembered there by key, not checked yet; nothing if the file is damaged or not there."""
+    found = _document(cache).get(section, {})
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def remember(cache: Path | None, section: str, body: Mapping[str, Any]) -> None:
+    """Replaces a section of the file, and with it the file, in one step; where that can't be done, nothing is
+    remembered."""
+    if cache is None:
+        return
+    document = {**_document(cache), "version": _VERSION, section: body}
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cache, json.dumps(document, indent=1).encode())
+
+
+def _document(cache: Path | None) -> dict[str, Any]:
+    with suppress(OSError, *DAMAGED):
+        if cache is not None and cache.is_file():  # of anything else a read may not end
+            document = json.loads(cache.read_bytes())
+            if document["version"] == _VERSION:
+                return dict(document)
+    return {}

@@ -1,1 +1,0 @@
-"""What this machine has: memory, control groups, cores."""

@@ -1,0 +1,636 @@
+"""The parts that models are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from moert.pack.documents import MAX_COUNT, Between, Within
+
+MOST = 65535
+"""Of heads, features of a head, experts, and whatever else is counted in a part."""
+MOST_FEATURES = 1 << 24
+
+# What numbers that are not whole may be, so that float32 has them, and products of them, in every kernel alike. All
+# that is known of models is well inside: the least and the largest are said beside each.
+Eps = Annotated[float, Between(1e-30, 1.0)]
+"""1e-12 to 1e-5"""
+Factor = Annotated[float, Between(1e-6, 1e6)]
+"""What something is multiplied with: 0.0078 (scores of Granite) to 72 (embeddings of 5,120 features)"""
+Limit = Annotated[float | None, Between(1e-3, 1e9)]
+"""What something is bounded to, hard or softly: 6 to 50"""
+Plus = Annotated[float, Between(-1e3, 1e3)]
+"""What is added: 0 or 1"""
+
+Role = Literal["attention", "mixer", "router", "ffn", "head", "embed"]
+ROLES: tuple[Role, ...] = ("attention", "mixer", "router", "ffn", "head", "embed")
+"""What a dense matrix (one outside the experts) is for; a pack gives widths to roles."""
+
+
+class Tensor(NamedTuple):
+    """A tensor that stays in memory: its canonical name, its shape, and what it is for; None for what is never
+    quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """weight · x / √(mean(x²) + eps); of the kind layer, of x less its mean, plus a bias."""
+
+    eps: Eps
+    kind: Literal["rms", "layer"] = "rms"
+
+    def tensors(self, at: str, features: int) -> Iterator[Tensor]:
+        yield Tensor(f"{at}.weight", (features,))
+        if self.kind == "layer":
+            yield Tensor(f"{at}.bias", (features,))
+
+
+def matrix(at: str, shape: tuple[int, int], role: Role, bias: bool = False) -> Iterator[Tensor]:
+    """A matrix [out, in], and its bias [out] if it has one."""
+    yield Tensor(f"{at}.weight", shape, role)
+    if bias:
+        yield Tensor(f"{at}.bias", shape[:1])
+
+
+MOST_TURN = 1000.0
+"""The largest frequency that a rope may have, in magnitude; models have at most 1."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the first `dims` features of each head turn in pairs (i, i + dims / 2), pair i at position p by
+    the angle p · frequencies[i]; cosine and sine are multiplied by `factor`."""
+
+    dims: Annotated[int, Within(2, MOST)]
+    factor: Factor = 1.0
+
+    def tensors(self, at: str) -> Iterator[Tensor]:
+        yield Tensor(f"{at}.frequencies", (self.dims // 2,))
+
+    def contradictions(self) -> Iterator[str]:
+        if self.dims % 2:
+            yield f"{self.dims} features turn, which has no halves"
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A bias on the scores by distance between query and key, in `n` buckets as in T5, for each head of a stack."""
+
+    n: Annotated[int, Within(4, MOST)]
+    max_distance: Annotated[int, Within(1, MAX_COUNT)]
+
+    def contradictions(self) -> Iterator[str]:
+        if self.n % 2:
+            yield f"{self.n} buckets of distances, it should be even"
+        if self.max_distance <= self.n // 2:
+            yield f"the largest distance is {self.max_distance}, it should be above {self.n // 2}, half of the buckets"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Queries at position p are multiplied with 1 + by · ln(1 + ⌊(p + 1) / every⌋): far ones look more sharply."""
+
+    every: Annotated[int, Within(1, MAX_COUNT)]
+    by: Annotated[float, Between(0, 1e3)]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`n` heads of queries and `kv` of keys and values, of `dim` features each: softmax(scale · q kᵀ + bias) v.
+
+    `qk_norm` normalises queries and keys, all heads as one vector or each by itself, before they turn or, if
+    `norm_turned`, after; `v_norm` each head of the values. `clip` bounds queries, keys and values to ± itself. `rope`
+    is the place of the model's rope that turns them. `buckets` are those of the stack. A query sees at most the last
+    `window` keys, its own among them, and none before the last multiple of `chunk`. Scores become
+    softcap · tanh(score / softcap). With `sinks` each head has a score that takes part in the softmax and has no value.
+    What the heads give is multiplied with sigmoid(gate · x) if there is a `gate`. `biases`: matrices that have one, of
+    which g is the gate.
+    """
+
+    KIND: ClassVar[str] = "heads"
+    n: Annotated[int, Within(1, MOST)]
+    kv: Annotated[int, Within(1, MOST)]
+    dim: Annotated[int, Within(1, MOST)]
+    scale: Factor
+    qk_norm: Literal["whole", "head"] | None
+    clip: Limit
+    rope: Annotated[int | None, Within(0, MOST)]
+    buckets: Buckets | None
+    window: Annotated[int | None, Within(1, MAX_COUNT)] = None
+    softcap: Limit = None
+    sinks: bool = False
+    biases: Literal["qkv", "qkvo", "qkvog"] | None = None
+    norm_turned: bool = False
+    v_norm: bool = False
+    chunk: Annotated[int | None, Within(1, MAX_COUNT)] = None
+    gate: bool = False
+    stretch: Stretch | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.dim
+
+    @property
+    def turning(self) -> int:
+        """Features of a head that a rope may turn, at most."""
+        return self.dim
+
+    @property
+    def q_features(self) -> int:
+        return self.n * self.dim
+
+    @property
+    def kv_features(self) -> int:
+        return self.kv * self.dim
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        shapes = {
+            "q": (self.q_features, d_model), "k": (self.kv_features, d_model), "v": (self.kv_features, d_model),
+            "o": (d_model, self.q_features),
+        }  # fmt: skip
+        if self.gate:
+            shapes["gate"] = (self.q_features, d_model)
+        for name, shape in shapes.items():
+            yield from matrix(f"{at}.{name}", shape, "attention", name[0] in (self.biases or ""))
+        if self.qk_norm is not None:
+            whole = self.qk_norm == "whole"
+            yield Tensor(f"{at}.q_norm.weight", (self.q_features if whole else self.dim,))
+            yield Tensor(f"{at}.k_norm.weight", (self.kv_features if whole else self.dim,))
+        if self.v_norm:
+            yield Tensor(f"{at}.v_norm.weight", (self.dim,))
+        if self.sinks:
+            yield Tensor(f"{at}.sinks", (self.n,))
+
+    def contradictions(self) -> Iterator[str]:
+        if self.n % self.kv:
+            yield f"{self.n} heads share {self.kv} heads of keys, which does not divide them"
+        if self.q_features > MOST_FEATURES:
+            yield f"n times dim is {self.q_features}, it should be at most {MOST_FEATURES}"
+        if "g" in (self.biases or "") and not self.gate:
+            yield "its gate has a bias, and there is no gate"
+        if self.buckets is not None:
+            yield from self.buckets.contradictions()
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention to a few features of each token in place of keys and values (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    A token leaves c = norm(kv_a · x) of `kv_rank` features and k = k_turn · x of `turning` features, which turn. A
+    head's query has `nope` features, which meet those that `keys` makes of c, and `turning` ones, which meet k; what it
+    reads of c becomes `v` features by `values`. With a `q_rank` queries are made of norm(q_a · x), else of x. `bias`:
+    q_a, kv_a, k_turn and o have one.
+    """
+
+    KIND: ClassVar[str] = "latent"
+    n: Annotated[int, Within(1, MOST)]
+    q_rank: Annotated[int | None, Within(1, MOST)]
+    kv_rank: Annotated[int, Within(1, MOST)]
+    nope: Annotated[int, Within(1, MOST)]
+    turning: Annotated[int, Within(2, MOST)]
+    v: Annotated[int, Within(1, MOST)]
+    scale: Factor
+    norm: Norm
+    rope: Annotated[int | None, Within(0, MOST)]
+    bias: bool = False
+    buckets: ClassVar[None] = None
+    window: ClassVar[None] = None
+    kv: ClassVar[int] = 1
+
+    @property
+    def dim(self) -> int:
+        """Features of what stands for a key."""
+        return self.kv_rank + self.turning
+
+    @property
+    def value_dim(self) -> int:
+        return self.kv_rank
+
+    @property
+    def q_features(self) -> int:
+        return self.n * self.dim
+
+    @property
+    def kv_features(self) -> int:
+        return self.dim
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        asked = d_model
+        if self.q_rank is not None:
+            yield from matrix(f"{at}.q_a", (self.q_rank, d_model), "attention", self.bias)
+            yield from self.norm.tensors(f"{at}.q_norm", self.q_rank)
+            asked = self.q_rank
+        yield from matrix(f"{at}.q", (self.n * self.nope, asked), "attention")
+        yield from matrix(f"{at}.q_turn", (self.n * self.turning, asked), "attention")
+        yield from matrix(f"{at}.kv_a", (self.kv_rank, d_model), "attention", self.bias)
+        yield from matrix(f"{at}.k_turn", (self.turning, d_model), "attention", self.bias)
+        yield from self.norm.tensors(f"{at}.kv_norm", self.kv_rank)
+        yield from matrix(f"{at}.keys", (self.n * self.kv_rank, self.nope), "attention")
+        yield from matrix(f"{at}.values", (self.n * self.v, self.kv_rank), "attention")
+        yield from matrix(f"{at}.o", (d_model, self.n * self.v), "attention", self.bias)
+
+    def contradictions(self) -> Iterator[str]:
+        most = self.n * max(self.dim, self.nope, self.v)
+        if most > MOST_FEATURES:
+            yield f"its heads have {most} features together, it should be at most {MOST_FEATURES}"
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """A vector for each of the first `n` positions, which the token there gets added, learnt or computed alike. With
+    `skips_pad` the pad token gets none, and an encoder counts those after it as if it were not there."""
+
+    n: Annotated[int, Within(1, MOST)]
+    skips_pad: bool = False
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield Tensor(f"{at}.positions.weight", (self.n, d_model))
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the arrays of float32 that a sequence keeps of such a layer; the first holds the last inputs of its
+convolution."""
+
+_HELD = "numbers of its state"
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """out · (c ∗ conv(b ∗ u)), where `in` · x is b, c and u one after the other, of d_model features each (LFM2). The
+    convolution is causal, of each feature alone, over the last `taps` tokens. `bias`: both matrices and the convolution
+    have one."""
+
+    KIND: ClassVar[str] = "conv"
+    taps: Annotated[int, Within(1, MOST)]
+    bias: bool = False
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from matrix(f"{at}.in", (3 * d_model, d_model), "mixer", self.bias)
+        yield from _conv(at, d_model, self.taps, self.bias)
+        yield from matrix(f"{at}.out", (d_model, d_model), "mixer", self.bias)
+
+    def state_shapes(self, d_model: int) -> Shapes:
+        return ((self.taps - 1, d_model),)
+
+    def contradictions(self) -> Iterator[str]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The gated delta rule (Yang et al. 2024): `n` heads of values of `v` features, and `keys` heads of queries and
+    keys of `dim`, each of which serves as many heads of values that follow one another.
+
+    q, k and v pass a causal convolution over the last `taps` tokens and silu; q and k get the length 1, and q is
+    divided by √dim. A head's state decays by e^(-e^a_log · softplus(a · x + dt_bias)), and moves to v for k by
+    sigmoid(b · x). What it gives for q is normed by head, multiplied with silu(z · x), and by `out`.
+    """
+
+    KIND: ClassVar[str] = "delta"
+    n: Annotated[int, Within(1, MOST)]
+    keys: Annotated[int, Within(1, MOST)]
+    dim: Annotated[int, Within(1, MOST)]
+    v: Annotated[int, Within(1, MOST)]
+    taps: Annotated[int, Within(1, MOST)]
+    norm: Norm
+
+    @property
+    def key_features(self) -> int:
+        return self.keys * self.dim
+
+    @property
+    def value_features(self) -> int:
+        return self.n * self.v
+
+    @property
+    def channels(self) -> int:
+        """Of its convolution: q, k and v one after the other."""
+        return 2 * self.key_features + self.value_features
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        wide = {"q": self.key_features, "k": self.key_features, "v": self.value_features, "z": self.value_features}
+        for name, features in wide.items():
+            yield Tensor(f"{at}.{name}.weight", (features, d_model), "mixer")
+        for name in ("a", "b"):
+            yield Tensor(f"{at}.{name}.weight", (self.n, d_model))
+        yield from _conv(at, self.channels, self.taps, False)
+        yield Tensor(f"{at}.a_log", (self.n,))
+        yield Tensor(f"{at}.dt_bias", (self.n,))
+        yield from self.norm.tensors(f"{at}.norm", self.v)
+        yield Tensor(f"{at}.out.weight", (d_model, self.value_features), "mixer")
+
+    def state_shapes(self, d_model: int) -> Shapes:
+        return (self.taps - 1, self.channels), (self.n, self.dim, self.v)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.n % self.keys:
+            yield f"{self.n} heads share {self.keys} heads of keys, which does not divide them"
+        yield from _too_many("features of its convolution", self.channels)
+        yield from _too_many(_HELD, self.n * self.dim * self.v)
+        yield from _has_no_bias(self.norm)
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2 (arXiv 2405.21060): `n` heads of `dim` features, each with a state of dim · `state`. `in` · x is z, u, b
+    and c one after the other, of n · dim features twice and `groups` · state twice; as many heads that follow one
+    another share a group's b and c.
+
+    u, b and c pass a causal convolution over the last `taps` tokens and silu. With t = softplus(dt · x + dt_bias) a
+    head's state decays by e^(-e^a_log · t) and gains t · u bᵀ; it gives state · c + d · u. That times silu(z) is
+    normed, each group's features by themselves, and multiplied by `out`. `bias`: in, dt and out have one; `conv_bias`:
+    the convolution has one.
+    """
+
+    KIND: ClassVar[str] = "mamba2"
+    n: Annotated[int, Within(1, MOST)]
+    dim: Annotated[int, Within(1, MOST)]
+    groups: Annotated[int, Within(1, MOST)]
+    state: Annotated[int, Within(1, MOST)]
+    taps: Annotated[int, Within(1, MOST)]
+    norm: Norm
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def features(self) -> int:
+        return self.n * self.dim
+
+    @property
+    def channels(self) -> int:
+        """Of its convolution: u, b and c one after the other."""
+        return self.features + 2 * self.groups * self.state
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from matrix(f"{at}.in", (self.features + self.channels, d_model), "mixer", self.bias)
+        yield Tensor(f"{at}.dt.weight", (self.n, d_model))
+        if self.bias:
+            yield Tensor(f"{at}.dt.bias", (self.n,))
+        yield from _conv(at, self.channels, self.taps, self.conv_bias)
+        for name in ("a_log", "dt_bias", "d"):
+            yield Tensor(f"{at}.{name}", (self.n,))
+        yield from self.norm.tensors(f"{at}.norm", self.features)
+        yield from matrix(f"{at}.out", (d_model, self.features), "mixer", self.bias)
+
+    def state_shapes(self, d_model: int) -> Shapes:
+        return (self.taps - 1, self.channels), (self.n, self.dim, self.state)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.n % self.groups:
+            yield f"{self.n} heads are in {self.groups} groups, which does not divide them"
+        yield from _too_many("features of its convolution", self.features + self.channels)
+        yield from _too_many(_HELD, self.features * self.state)
+        yield from _has_no_bias(self.norm)
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba (arXiv 2312.00752): `features` channels, each with a state of `state` numbers. `in` · x is u and z one
+    after the other, and u passes a causal convolution over the last `taps` tokens and silu.
+
+    `inner` · u is r, b and c one after the other, of `rank`, state and state features; with a `norm` each is normed.
+    With t = softplus(steps · r + dt_bias) a channel's state decays by e^(-e^a_log · t) and gains t · u · b; it gives
+    state · c + d · u. That times silu(z) is multiplied by `out`. `bias`: in and out have one; `conv_bias`: the
+    convolution has one.
+    """
+
+    KIND: ClassVar[str] = "mamba"
+    features: Annotated[int, Within(1, MOST_FEATURES)]
+    state: Annotated[int, Within(1, MOST)]
+    rank: Annotated[int, Within(1, MOST)]
+    taps: Annotated[int, Within(1, MOST)]
+    norm: Norm | None
+    conv_bias: bool = True
+    bias: bool = False
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from matrix(f"{at}.in", (2 * self.features, d_model), "mixer", self.bias)
+        yield from _conv(at, self.features, self.taps, self.conv_bias)
+        yield Tensor(f"{at}.inner.weight", (self.rank + 2 * self.state, self.features), "mixer")
+        if self.norm is not None:
+            for name, size in (("dt", self.rank), ("b", self.state), ("c", self.state)):
+                yield from self.norm.tensors(f"{at}.{name}_norm", size)
+        yield Tensor(f"{at}.steps.weight", (self.features, self.rank), "mixer")
+        yield Tensor(f"{at}.dt_bias", (self.features,))
+        yield Tensor(f"{at}.a_log", (self.features, self.state))
+        yield Tensor(f"{at}.d", (self.features,))
+        yield from matrix(f"{at}.out", (d_model, self.features), "mixer", self.bias)
+
+    def state_shapes(self, d_model: int) -> Shapes:
+        return (self.taps - 1, self.features), (self.features, 1, self.state)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from _too_many(_HELD, self.features * self.state)
+
+
+FixedState = ShortConv | GatedDelta | Mamba2 | Mamba
+"""Keeps as much of a text of any length."""
+
+
+def _conv(at: str, channels: int, taps: int, bias: bool) -> Iterator[Tensor]:
+    """A factor for each channel and tap, the last of which is that of the token itself."""
+    yield Tensor(f"{at}.conv.weight", (channels, taps))
+    if bias:
+        yield Tensor(f"{at}.conv.bias", (channels,))
+
+
+def _too_many(what: str, count: int) -> Iterator[str]:
+    if count > MOST_FEATURES:
+        yield f"{what} are {count}, they should be at most {MOST_FEATURES}"
+
+
+def _has_no_bias(norm: Norm) -> Iterator[str]:
+    if norm.kind != "rms":
+        yield f"what it gives is normed by one of the kind {norm.kind}, it should be rms"
+
+
+@dataclass(frozen=True)
+class Act:
+    """The activation of a feed-forward; silu is x · sigmoid(slope · x), relu2 the square of relu. With a `limit` the
+    gate is bounded to at most the limit and up to ± the limit before it; without a gate, up to at most the limit.
+    `plus` is added to up then."""
+
+    name: Literal["relu", "silu", "gelu", "gelu_new", "relu2"]
+    limit: Limit = None
+    slope: Factor = 1.0
+    plus: Plus = 0.0
+
+    @property
+    def exact_zeros(self) -> bool:
+        """Whether it is zero, and not merely small, for all that is below zero."""
+        return self.name in ("relu", "relu2")
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """down(act(gate(x)) · (up(x) + plus)), or without a gate down(act(up(x))); gate and up have `d_ff` outputs. `bias`:
+    all matrices have one."""
+
+    KIND: ClassVar[str] = "ffn"
+    d_ff: Annotated[int, Within(1, MAX_COUNT)]
+    act: Act
+    gated: bool
+    bias: bool = False
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return ("gate", "up", "down") if self.gated else ("up", "down")
+
+    def shape(self, projection: str, d_model: int) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return (d_model, self.d_ff) if projection == "down" else (self.d_ff, d_model)
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        for projection in self.projections:
+            yield from matrix(f"{at}.{projection}", self.shape(projection, d_model), "ffn", self.bias)
+
+    def contradictions(self) -> Iterator[str]:
+        if self.act.slope != 1 and self.act.name != "silu":
+            yield f"its activation is {self.act.name} with a slope, which only silu has"
+        if self.act.plus and not self.gated:
+            yield "something is added to up, and there is no gate to multiply that with"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts in `n` groups of one size after the other, of which only the `best` are chosen from: those whose `top`
+    best experts have the largest sum."""
+
+    n: Annotated[int, Within(1, MOST)]
+    best: Annotated[int, Within(1, MOST)]
+    top: Annotated[int, Within(1, MOST)]
+
+
+@dataclass(frozen=True)
+class Router:
+    """Sends a token to the `top_k` experts with the largest scores, which are the softmax or sigmoid of weight · x, and
+    their weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1). `renormalise` makes
+    these sum to 1, `factor` multiplies them, and `expert_scale` has one more factor for each expert. `capacity` is the
+    most tokens of one sequence that one expert takes in one pass; None: no limit. Of later ones `overflow` says what
+    the expert gives: nothing, or what it would have got, itself.
+
+    `choice_bias`: numbers that are added to scores for the choice alone. The sparsemixer (arXiv 2310.00811) chooses one
+    expert after the other, each with its softmax among those no further than 2 · jitter below the best that is left.
+    With `own_norm` the router sees another norm of the layer's input than the experts. `weigh`: whether weights
+    multiply what experts give, or what they get.
+    """
+
+    top_k: Annotated[int, Within(1, MOST)]
+    renormalise: bool
+    capacity: Annotated[int | None, Within(0, MAX_COUNT)]
+    score: Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer"] = "softmax"
+    bias: bool = False
+    choice_bias: bool = False
+    groups: Groups | None = None
+    factor: Factor = 1.0
+    jitter: Annotated[float, Between(0, 1)] = 0.0
+    own_norm: bool = False
+    expert_scale: bool = False
+    weigh: Literal["output", "input"] = "output"
+    overflow: Literal["nothing", "itself"] = "nothing"
+
+    def tensors(self, at: str, experts: int, d_model: int) -> Iterator[Tensor]:
+        yield from matrix(f"{at}.router", (experts, d_model), "router", self.bias)
+        if self.choice_bias:
+            yield Tensor(f"{at}.router.choice_bias", (experts,))
+        if self.expert_scale:
+            yield Tensor(f"{at}.router.expert_scale", (experts,))
+        if self.own_norm:
+            yield Tensor(f"{at}.router_norm.weight", (d_model,))
+
+    def contradictions(self, experts: int) -> Iterator[str]:
+        if self.top_k > experts:
+            yield f"a token goes to {self.top_k} of {experts} experts"
+        if (groups := self.groups) is not None:
+            if experts % groups.n:
+                yield f"{experts} experts are in {groups.n} groups, which does not divide them"
+            elif groups.best > groups.n or groups.best * (experts // groups.n) < self.top_k:
+                yield f"a token goes to {self.top_k} experts of {groups.best} of {groups.n} groups of {experts} experts"
+        if self.score == "sparsemixer" and (self.groups is not None or self.choice_bias):
+            yield "its router is a sparsemixer with groups or a bias for the choice, which that has not"
+        if self.weigh == "input" and self.top_k > 1:
+            yield "its router weighs what experts get, and a token goes to more than one"
+        if self.overflow == "itself" and self.capacity is None:
+            yield "its router says what a token gets whose expert is full, and experts have no capacity"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A network that every token passes beside the experts, of a norm of its own; what it gives and what they give is
+    normed (`after`, `experts_after`), then added."""
+
+    ffn: Ffn
+    norm: Norm
+    after: Norm
+    experts_after: Norm
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from self.norm.tensors(f"{at}.beside_norm", d_model)
+        yield from self.ffn.tensors(f"{at}.beside", d_model)
+        yield from self.after.tensors(f"{at}.beside_after", d_model)
+        yield from self.experts_after.tensors(f"{at}.experts_after", d_model)
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Experts get narrow · x, of so many features, and what they give together is multiplied by `widen`. `bias`: both
+    matrices have one."""
+
+    features: Annotated[int, Within(1, MOST)]
+    bias: bool = False
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from matrix(f"{at}.narrow", (self.features, d_model), "ffn", self.bias)
+        yield from matrix(f"{at}.widen", (d_model, self.features), "ffn", self.bias)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`n` networks of one shape, of which a router chooses some for each token. Every token passes the `shared` one
+    too; with a `shared_gate`, what that gives is multiplied with sigmoid(shared_gate · x). `narrow` stands around the
+    others alone, which it makes as wide as it says. With a `bypass`, tanh(bypass · x) is added to what all give."""
+
+    KIND: ClassVar[str] = "experts"
+    n: Annotated[int, Within(1, MOST)]
+    ffn: Ffn
+    router: Router
+    shared: Ffn | None = None
+    shared_gate: bool = False
+    beside: Beside | None = None
+    narrow: Narrow | None = None
+    bypass: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens go to different experts: there is more than one for those that a token takes."""
+        return self.router.top_k < self.n
+
+    def width(self, d_model: int) -> int:
+        """Features that an expert gets and gives."""
+        return d_model if self.narrow is None else self.narrow.features
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from self.router.tensors(at, self.n, d_model)
+        if self.shared is not None:
+            yield from self.shared.tensors(f"{at}.shared", d_model)
+        if self.shared_gate:
+            yield Tensor(f"{at}.shared_gate.weight", (1, d_model))
+        if self.beside is not None:
+            yield from self.beside.tensors(at, d_model)
+        if self.narrow is not None:
+            yield from self.narrow.tensors(at, d_model)
+        if self.bypass:
+            yield from matrix(f"{at}.bypass", (d_model, d_model), "ffn")
+
+    def contradictions(self) -> Iterator[str]:
+        yield from self.router.contradictions(self.n)
+        for ffn in (self.ffn, self.shared, None if self.beside is None else self.beside.ffn):
+            if ffn is not None:
+                yield from ffn.contradictions()
+        if self.shared_gate and self.shared is None:
+            yield "there is a gate for a shared expert, and no such expert"
