@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.converting import start
 from tests.tiny_packs import DECODER_SHAPE, write_pack
 
 MOMENTS = 12
@@ -22,7 +22,10 @@ def test_a_vocabulary_of_2_24_tokens_and_8_beams_hear_ctrl_c(tmp_path: Path) -> 
     words = [sys.executable, "-m", "moert", "run", str(pack), "hello", "--beams", "8", "--max-new-tokens", "300"]
     took: list[float] = []
     for moment in range(MOMENTS):
-        process = start(words)
+        process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         time.sleep(2 + 0.7 * moment)
         assert process.poll() is None, "it was over before"
         sent = time.monotonic()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converting import command, contents, journals, run, running_text, start
+from converting import Started, command, contents, journals, run, running_text
 from tiny import tiny_olmoe
 
 from moeconv.sweep.sensitivity import PROBES_A_TASK
@@ -46,7 +46,7 @@ def progress(root: Path) -> int:
 def wait_until(seen: Callable[[], bool], process) -> None:
     """Fails where the process ends before."""
     while not seen():
-        assert process.poll() is None, "ended before it could be disturbed: " + process.stderr.read()
+        assert process.poll() is None, "ended before it could be disturbed: " + process.communicate()[1]
         time.sleep(0.001)
 
 
@@ -63,7 +63,7 @@ def moments(count: int, seed: int) -> list[float]:
 
 def kill_and_resume(undisturbed: Undisturbed, root: Path, moment: float) -> bool:
     """False where the run was over before the moment came."""
-    process = start(undisturbed.words(root))
+    process = Started(undisturbed.words(root))
     while progress(root) < moment * undisturbed.steps and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_killed_it_resumes_to_the_same_order_of_neurons(tmp_path: Path) -> None:
 
 
 def interrupt(words: list[str], seen: Callable[[], bool]) -> None:
-    process = start(words)
+    process = Started(words)
     wait_until(seen, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)

@@ -26,6 +26,7 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack, projection_weights
 from tests.alone import alone
+from tests.little_memory import smallest_memory
 
 GATED = DECODER_SHAPE.but(activation="relu", d_ff=150).spec
 SPECS = {"switch": SWITCH_SHAPE.but(d_ff=150).spec, "late": LATE, "gated": GATED}
@@ -176,17 +177,12 @@ def test_one_that_names_all_gives_what_all_neurons_give(pack: Path, tmp_path: Pa
     assert same(answers(whole, cache=HALF), answers(pack, cache=HALF, neurons="exact"))
 
 
-def _smallest(path: Path, neurons: str) -> int:
-    with Engine.open(path, neurons=neurons, notify=lambda note: None) as engine:
-        return engine.smallest_memory(8, 8)
-
-
 def test_it_counts_in_memory(tmp_path: Path) -> None:
     spec = SPECS["switch"]
     path = predicted_pack(tmp_path / "m.pack", "switch", "bundled", random_predictor(spec, rank=1500))
     nbytes = (path / PREDICTOR).stat().st_size
     assert nbytes > 12e6
-    assert alone(_smallest, path, "predicted") - alone(_smallest, path, "exact") > 0.6 * nbytes
+    assert alone(smallest_memory, path, "predicted") - alone(smallest_memory, path, "exact") > 0.6 * nbytes
 
 
 def test_one_that_names_nothing_reads_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conversions import Done, settings_for
-from converting import run, start
+from converting import Started, run
 from trainings import check_read_only, check_work_folders
 
 from moeconv.command.cli import _exit_code
@@ -139,7 +139,7 @@ def test_killed_and_interrupted_it_goes_on_to_the_same_file(packs: dict[str, Pat
     told = json.loads(done.stdout)
     assert list(told["hits"]) == ["E00", "E01", "D00", "D01"]
     for end in (signal.SIGKILL, signal.SIGINT):
-        process = start(words(other, *options))
+        process = Started(words(other, *options))
         checkpoint, seen = tmp_path / "other" / "m.pack.hash" / "checkpoint.pt", 0.0
         before = checkpoint.stat().st_mtime if checkpoint.exists() else 0.0
         while seen <= before and process.poll() is None:

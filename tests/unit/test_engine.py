@@ -35,6 +35,7 @@ from moert.pack.writer import add_to_pack
 from moert.predict import PREDICTORS
 from recipes.bench.controls import Oracle
 from tests.alone import alone
+from tests.little_memory import refused_then_enough
 from tests.pairs import thinned
 
 N_TOKENS = 8
@@ -127,18 +128,6 @@ def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(pac
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_memory_that_a_refusal_names_is_enough(packs, name, kernels) -> None:
     alone(refused_then_enough, packs[name], name, kernels)
-
-
-def refused_then_enough(path: Path, name: str, kernels: str) -> None:
-    settings = GenerationSettings(max_new_tokens=6)
-    with pytest.raises(BudgetTooSmall) as error:
-        Engine.open(path, memory=1000, predict="none", kernels=kernels)
-    assert f"memory={error.value.smallest_bytes}" in str(error.value)
-    with Engine.open(path, memory=error.value.smallest_bytes, kernels=kernels, notify=lambda note: None) as engine:
-        assert engine.generate("hello", settings).result.tokens
-        with pytest.raises(BudgetTooSmall, match="this request needs") as later:
-            engine.check("a" * 300, 10**7) if name == "switch" else engine.reserve(10**6, 1)
-        assert later.value.smallest_bytes > error.value.smallest_bytes
 
 
 def test_a_cache_below_one_tokens_demand_warns_once(packs) -> None:
