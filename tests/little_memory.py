@@ -1,4 +1,4 @@
-"""What tests run in a process of its own to see its memory. Nothing large is imported here, so that it starts quickly."""
+"""What tests run in a process of its own to see its memory. Nothing large is imported here: it starts quickly."""
 
 from __future__ import annotations
 
