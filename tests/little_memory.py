@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moert.engine import Engine
+from moert.engine.choosing import GenerationSettings
+from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
-from moert.generation.settings import GenerationSettings
 
 
 def refused_then_enough(path: Path, name: str, kernels: str) -> None:

@@ -293,7 +293,8 @@ def test_what_it_loses_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "loss 2.13% [1.00%, 3.20%]" in moert.out
 
 
-def test_bench_measures_it(pack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = predicted_pack(tmp_path / "m.pack", "gated", "bundled")
     moert = Moert(capsys, monkeypatch)
     flags = ["bench", pack, "--cache", HALF, "--max-new-tokens", "2", "--io", "buffered,1"]
     assert moert(*flags, "--neurons", "predicted") == 0

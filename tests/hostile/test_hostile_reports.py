@@ -172,15 +172,18 @@ def shown(pack: Pack, body: bytes, monkeypatch: pytest.MonkeyPatch) -> str | Non
             return None
 
 
+@pytest.mark.parametrize("more", [75, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(4))
-def test_mutations_of_a_report(seed: int, pack: Pack, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With those of the other seeds more than a thousand; every place at least once."""
+def test_mutations_of_a_report(
+    seed: int, more: int, pack: Pack, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With those of the other seeds every place at least once, and some more often."""
     painter = Painter()
     monkeypatch.setattr(curves, "draw", painter)
     monkeypatch.setattr(maps, "draw", painter)
     rng = random.Random(seed)
     every = list(places(whole))
-    mine = every[seed::4] + [rng.choice(every) for _ in range(300)]
+    mine = every[seed::4] + [rng.choice(every) for _ in range(more)]
     refused = 0
     for place in mine:
         page = shown(pack, mutated(whole, place, rng), monkeypatch)

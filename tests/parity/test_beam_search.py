@@ -21,7 +21,7 @@ from moert.stats import RequestTimes
 from tests.kept_keys import WideKeys
 from tests.open_gate import OpenGate
 
-MAX_NEW, RETURNED, ALL, FEW = 24, 3, 50, 4
+MAX_NEW, RETURNED, ALL, FEW = 24, 3, 50, 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"beams": 4},
     "penalty": {"beams": 4, "length_penalty": 0.4, "early_stopping": True},

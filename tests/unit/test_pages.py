@@ -19,7 +19,7 @@ from moert.kernels.pages import KEYS, KvBits, PageLayout, pages_of
 from moert.models.kv import Kept, State, written_bytes
 from moert.pack.codec import F32
 from moert.pack.parts import Attention
-from tests.pairs import thinned
+from tests import pairs
 
 PART = Attention(2, 2, 4, 1.0, None, None, None, None)
 NATIVE = library.load() is not None
@@ -128,7 +128,7 @@ def test_pages_after_a_cut_are_used_again() -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason=f"no native kernels: {library.missing()}")
-@thinned("bits, latent, forked", [8, 16], [False, True], [1, 63, 64, 100, 130])
+@pairs.thinned("bits, latent, forked", [8, 16], [False, True], [1, 63, 64, 100, 130])
 def test_attention_after_a_fork_is_that_of_a_sequence_by_itself(latent: bool, bits: KvBits, forked: int) -> None:
     problem = make_latent(bits=bits) if latent else make(bits=bits, turning=1)
     x, others, backend = problem.tokens(200), problem.tokens(201)[1:], open_backend("auto", 1)
@@ -153,8 +153,7 @@ def test_attention_after_a_fork_is_that_of_a_sequence_by_itself(latent: bool, bi
 
 
 @pytest.mark.skipif(not NATIVE, reason=f"the same bit for bit on the native kernels: {library.missing()}")
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("tokens", [512, 1500, 4096])
+@pairs.thinned("bits, tokens", [8, 16], [512, 1500, 4096], facts=pairs.each)
 def test_a_long_prompt_forks_anywhere(tmp_path: Path, tokens: int, bits: KvBits) -> None:
     spec = DECODER_SHAPE.but(max_positions=4200).spec
     ids = np.random.default_rng(tokens).integers(3, VOCAB, tokens).tolist()

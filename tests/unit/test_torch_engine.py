@@ -15,6 +15,7 @@ from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
+from tests.pairs import thinned
 
 N_TOKENS = 12
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
@@ -37,9 +38,7 @@ def bytes_of(path: Path) -> tuple[int, int]:
     return max(sizes), sum(sizes)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rule", ["cheapest", "copied", "resident"])
-@pytest.mark.parametrize("name", SPECS)
+@thinned("device, rule, name", DEVICES, ["cheapest", "copied", "resident"], SPECS)
 def test_tokens_are_the_same_and_logits_nearly(packs: dict[str, Path], name: str, rule: str, device: str) -> None:
     with opened(packs[name], "none") as engine:
         expected = [run_greedy(engine, engine.encode(prompt), N_TOKENS) for prompt in PROMPTS]
@@ -71,13 +70,16 @@ def test_a_small_device_is_never_filled_beyond_what_it_may_have(packs: dict[str,
             assert max(seen) <= engine.device.capacity_bytes == capacity
 
 
+@pytest.mark.parametrize("runs", [3, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_of_a_device_is_the_same_after_any_number_of_tokens(packs: dict[str, Path], device: str) -> None:
-    """2,000 of them; each prompt's keys and values are given back with it."""
+def test_memory_of_a_device_is_the_same_after_any_number_of_tokens(
+    packs: dict[str, Path], device: str, runs: int
+) -> None:
+    """A thousand or two; each prompt's keys and values are given back with it."""
     with opened(packs["decoder"], device) as engine:
         assert engine.device is not None
         used = []
-        for _ in range(6):
+        for _ in range(runs):
             run_greedy(engine, engine.encode(PROMPTS[0]), 334)
             gc.collect()
             used.append(engine.device.used_bytes)
