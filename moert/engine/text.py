@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
@@ -85,6 +86,7 @@ Aside = Callable[[int], AbstractContextManager[object]]
 LONG_TEXT = "make tokens of so long a text"
 """For what room is made."""
 _SLICE = 1 << 12  # letters that are normalised at a time
+_EDGE = 64  # letters or pieces, more than a cut between two slices may make of what were fewer
 _LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that turning a text into tokens is waited for: a hundredth of what is usual
 
 T = TypeVar("T")
@@ -170,7 +172,7 @@ class Text:
     ) -> Encoded:  # fmt: skip
         """Tokens, with the special ones that the tokenizer adds unless the prompt is `whole`. `aside`: for whoever has
         the engine's turn. Raises InputInvalid, where `bounded` PromptTooLong for more bytes than the model's positions
-        can stand for, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
+        can stand for or for more tokens than these, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
         try:
             nbytes = len(prompt.encode())
         except UnicodeEncodeError as error:
@@ -184,13 +186,14 @@ class Text:
             self._growth.check(nbytes)
             if TEXT_BYTES * self._growth.most(nbytes) <= COVERED_BYTES:
                 return fenced(work, most_s)
-            needed = TEXT_BYTES * max(nbytes, fenced(lambda: self._normalised_bytes(prompt), most_s))
+            longest = self._pack.manifest.model.longest_prompt if bounded else None
+            needed = TEXT_BYTES * max(nbytes, fenced(lambda: self._normalised_bytes(prompt, longest), most_s))
             with (aside or self._aside)(needed):
                 try:
                     return fenced(work, most_s)
                 finally:
                     return_freed()
-        except (MemoryError, BudgetTooSmall):
+        except (MemoryError, BudgetTooSmall, PromptTooLong):
             raise
         except (TokenizerUnfit, Unfinished) as error:
             raise InputInvalid(f"the pack's tokenizer {error}") from None
@@ -211,13 +214,40 @@ class Text:
                 f"{self._growth.stands:,.0f} bytes: shorten it"
             )
 
-    def _normalised_bytes(self, prompt: str) -> int:
-        """Bytes of the text once it is normalised, which is tried piece by piece."""
-        normalizer = self.tokenizer.normalizer
-        if normalizer is None:
+    def _normalised_bytes(self, prompt: str, longest: int | None) -> int:
+        """Returns the bytes of the text once it is normalised, which is tried slice by slice. Raises PromptTooLong as
+        soon as its slices surely make more than the `longest` tokens."""
+        normalizer, nbytes, tokens = self.tokenizer.normalizer, 0, 0.0
+        if normalizer is None and (longest is None or not self._growth.counts):
             return 0
-        pieces = (prompt[at : at + _SLICE] for at in range(0, len(prompt), _SLICE))
-        return sum(len(normalizer.normalize_str(piece).encode()) for piece in pieces)
+        for at in range(0, len(prompt), _SLICE):
+            piece = prompt[at : at + _SLICE]
+            made = piece if normalizer is None else normalizer.normalize_str(piece)
+            nbytes += len(made.encode())
+            if longest is not None and (tokens := tokens + self._least(made)) > longest:
+                raise PromptTooLong(
+                    f"the prompt has {len(prompt):,} letters, which make over {longest} tokens, and the model can take "
+                    f"{longest}: shorten it"
+                )
+        return nbytes
+
+    def _least(self, made: str) -> float:
+        """Returns how many tokens at least a slice adds to those of a text."""
+        if self._growth.counts == "pieces":
+            cut = self.tokenizer.pre_tokenizer
+            pieces = [] if cut is None else cut.pre_tokenize_str(made)
+            count = sum(not piece.isspace() for piece, _ in pieces)
+        elif self._growth.counts == "letters":
+            count = sum(number for letter, number in Counter(made).items() if self._is_token(letter))
+        else:
+            return 0
+        return max(0, count - _EDGE) / self._growth.each
+
+    def _is_token(self, letter: str) -> bool:
+        """Returns whether a letter, which is no space, is a token by itself, and not what stands for unknown ones."""
+        number, model = self.tokenizer.token_to_id(letter), self.tokenizer.model
+        unknown = letter == getattr(model, "unk_token", None) or number == self._growth.unknown
+        return number is not None and not (unknown or letter.isspace() or letter == "▁")
 
     def numbers(self, names: Iterable[str]) -> list[int]:
         """The ids of those tokens that the tokenizer has by these names."""

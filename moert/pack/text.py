@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,15 @@ _CALM = 8.0  # growth that any text may have
 _MOST_BYTES = 1 << 24  # that a text may become by more than that
 _USUAL, _LONGEST = 1 << 6, 1 << 13  # bytes of a token
 _AFFIX = 256  # letters of what is put before or behind many tokens
+_FEW = 16  # letters that a pattern may have where a text may be cut anywhere
+_NEAR_PATTERNS, _ONE_LETTER = (" {2,}",), re.compile(r"\[[\w-]+\]")
+_NEAR = {
+    "BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "Strip", "StripAccents", "Precompiled",
+    "Prepend",
+}  # fmt: skip
+_CUTS = {"BertPreTokenizer", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"}
+_KEEPS = _CUTS | {"FixedLength", "Split", "UnicodeScripts"}
+"""But for white space."""
 _PATTERN = 1 << 14  # letters; the longest in use have some hundreds
 _ADDED, _MOST_SPECIALS = 1 << 17, 64
 _BESIDE = 1 << 25  # bytes of all but the vocabulary
@@ -96,13 +105,22 @@ class TokenizerUnfit(ValueError):
     """What is wrong with a tokenizer.json, on one line; the name of the file goes before it."""
 
 
+Counts = Literal["", "letters", "pieces"]
+"""Letters that are tokens by themselves, or pieces that the model is given; nothing where neither is sure."""
+
+
 class Growth(NamedTuple):
     """Bytes that text may have afterwards: `times` those it has, and `plus` some. Each of them, or behind the last step
-    each token, stands for at most `stands` bytes of the text; infinity where what is left out has no bound."""
+    each token, stands for at most `stands` bytes of the text; infinity where what is left out has no bound. `counts`:
+    what of a text, cut anywhere and normalised, a token surely stands for at most `each` of. `unknown`: the id of what
+    stands for unknown letters, where the model has it by that."""
 
     times: float = 1.0
     plus: float = 0.0
     stands: float = 1.0
+    counts: Counts = ""
+    each: int = 1
+    unknown: int | None = None
 
     def then(self, other: Growth) -> Growth:
         return Growth(self.times * other.times, self.plus * other.times + other.plus, self.stands * other.stands)
@@ -163,7 +181,45 @@ def _checked(body: bytes) -> Growth:
             f"may make text of {_short(decoded)} times its length of a token: at most {_MOST_DECODED:.0f} times are "
             "taken"
         )
-    return growth.then(Growth(stands=_token_stands(table, longest)))
+    added = max((_nbytes(each["content"]) for each in table.get("added_tokens") or []), default=1)
+    counts = _counts(table)
+    each = max(1, added, longest if counts == "letters" else 1)
+    return growth.then(Growth(stands=_token_stands(table, longest)))._replace(
+        counts=counts, each=each, unknown=table["model"].get("unk_id")
+    )  # fmt: skip
+
+
+def _counts(table: Table) -> Counts:
+    """Returns what may be counted. Normalizers that change a letter by its neighbours alone lose a few letters at most
+    where a text is cut; a piece that is unknown is one token, and a letter that is a token is never unknown."""
+    model, normalizers = table["model"], list(_flat(table.get("normalizer"), "normalizers"))
+    pieces = list(_flat(table.get("pre_tokenizer"), "pretokenizers"))
+    if not all(each["type"] in _NEAR or (each["type"] == "Replace" and _is_near(each)) for each in normalizers):
+        return ""
+    kind = model.get("type")
+    if kind in ("WordLevel", "WordPiece"):
+        cuts = all(each["type"] in _CUTS or (each["type"] == "Split" and _is_near(each)) for each in pieces)
+        return "pieces" if cuts else ""
+    whole = not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
+    kept = all(each["type"] in _KEEPS and each.get("behavior") != "Removed" for each in pieces)
+    return "letters" if kind in ("BPE", "Unigram") and whole and kept else ""
+
+
+def _flat(part: Any, name: str) -> Iterator[Table]:
+    """Yields the parts of a sequence, in which others may be."""
+    if isinstance(part, dict) and part.get("type") == "Sequence":
+        for each in part[name]:
+            yield from _flat(each, name)
+    elif part is not None:
+        yield part
+
+
+def _is_near(table: Table) -> bool:
+    """Returns whether a pattern is found by a few letters, wherever the text before and behind them ends."""
+    pattern = table["pattern"]
+    if "String" in pattern:
+        return len(pattern["String"]) <= _FEW
+    return pattern["Regex"] in _NEAR_PATTERNS or _ONE_LETTER.fullmatch(pattern["Regex"]) is not None
 
 
 def _token_stands(table: Table, longest: int) -> float:

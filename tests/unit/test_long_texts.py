@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from tiny_packs import DECODER_SHAPE, write_pack
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from moert.command.prompts import Longest, Source, read_prompt, read_records
 from moert.engine import text as texts
@@ -65,6 +66,12 @@ def unbounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("long") / "unbounded", byte_level(), max_positions=None)
 
 
+@pytest.fixture(scope="module")
+def cut_apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Takes 400 tokens, of which one may stand for any number of letters."""
+    return write(tmp_path_factory.mktemp("long") / "apart", COUNTED["letters cut apart"])
+
+
 # Bytes that positions can't stand for ---------------------------------------------------------------------------------
 
 
@@ -106,6 +113,62 @@ def test_the_longest_token_counts_and_spaces_beside_an_added_one_have_no_bound()
     assert check_tokenizer(json.dumps(document).encode()).stands == 300
     added["lstrip"] = True
     assert check_tokenizer(json.dumps(document).encode()).stands == float("inf")
+
+
+UNIGRAM = models.Unigram([("?", 0.0), *((c, -2.0 - i / 50) for i, c in enumerate("▁abcdefgXé")), ("abcab", -1.0)], 0)
+COUNTED = {
+    "letters cut apart": made(
+        models.WordLevel(LETTERS, unk_token="<unk>"), None,
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("[a-z]"), "isolated")]),
+    ),
+    "pieces of words": made(
+        models.WordPiece({**LETTERS, "ab": 97, "##c": 98}, unk_token="<unk>"), normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    ),
+    "Unigram": made(UNIGRAM, normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁")]),
+                    pre_tokenizers.Metaspace()),
+    "unknown letters in one": made(models.BPE(LETTERS, [], unk_token="<unk>", fuse_unk=True), normalizers.NFC()),
+    "unknown letters left out, others too": made(models.BPE(LETTERS, []), normalizers.Replace("ab", "")),
+}  # fmt: skip
+UNSURE = {
+    "text removed by an expression": made(UNIGRAM, normalizers.Replace(Regex("a.*z"), "")),
+    "words that end far away": made(
+        models.WordLevel(LETTERS, unk_token="<unk>"), None, pre_tokenizers.Split(Regex("a.*z|."), "isolated")
+    ),
+    "a part removed": made(UNIGRAM, None, pre_tokenizers.Split("b", "removed")),
+}
+
+
+@pytest.mark.parametrize("name", [*COUNTED, *UNSURE])
+def test_slices_count_no_more_tokens_than_a_text_has(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = {**COUNTED, **UNSURE}[name]
+    text = texts.Text(Pack.open(write(tmp_path / "p", tokenizer)))
+    _ = text.tokenizer
+    rng, counted = random.Random(name), 0
+    for alphabet in ("abcdefg", "abcabcabc  z", "aé e\u0301\u0323?X", "☃☃?  \u200b", "ab\n \t<unk>", "dog.  (Cat)"):
+        for length in (500, 3000):
+            said = "".join(rng.choice(alphabet) * rng.choice((1, 1, 2, 9)) for _ in range(length))
+            found, slices = (
+                len(text.encoded(said, bounded=False).ids),
+                (said[at : at + 300] for at in range(0, len(said), 300)),
+            )
+            normalizer = text.tokenizer.normalizer
+            least = sum(text._least(each if normalizer is None else normalizer.normalize_str(each)) for each in slices)
+            assert least <= found
+            counted += least > 0
+    assert (counted > 0) == (name in COUNTED)
+
+
+@pytest.mark.parametrize("name", list(COUNTED))
+def test_a_text_of_more_tokens_than_positions_is_refused_before_it_is_made_into_them(tmp_path: Path, name: str) -> None:
+    text = texts.Text(Pack.open(write(tmp_path / "p", COUNTED[name])), lambda _: pytest.fail("made into tokens"))
+    said = "a b.cabc dé " * 5000
+    started = time.perf_counter()
+    with pytest.raises(PromptTooLong, match="has 60,000 letters, which make over 399 tokens, and the model can take"):
+        text.encode(said)
+    assert time.perf_counter() - started < 5
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -177,7 +240,7 @@ except RunError as error:
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("way", ["file", "input", "stdin", "chat", "python"])
-@pytest.mark.parametrize("takes", ["bounded", "unbounded"])
+@pytest.mark.parametrize("takes", ["bounded", "unbounded", "cut_apart"])
 def test_two_megabytes_of_text_are_one_line_in_a_group_of_300_mb(
     request: pytest.FixtureRequest, tmp_path: Path, way: str, takes: str
 ) -> None:
